@@ -1,0 +1,212 @@
+"""Batches of whole sentences of similar length (App. C.1; spec of the conventions in the README).
+
+A sentence w1..wn gives n + 1 predictions, the last of them of its end:
+
+    inputs   </s>  w1  w2 ... wn
+    targets  w1    w2  ... wn </s>
+
+so ``</s>`` is also the symbol before the first word, and nothing else is ever predicted or counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sentences side by side, padded to the longest, S predictions each.
+
+    inputs, targets: [B, S] int64 ids. mask: [B, S] bool, true where a prediction counts; elsewhere
+    both ids are ``</s>`` and mean nothing. sentence_index: [B] int64, where each row stands in the
+    sentences the batches were made of, for results by sentence.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+    sentence_index: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of predictions that count (waits for the device the mask is on)."""
+        return int(self.mask.sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        index = None if self.sentence_index is None else self.sentence_index.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), self.mask.to(device), index)
+
+
+class EncodedSentences(Sequence[list[int]]):
+    """Sentences as ids in two tensors: 4 bytes a word and 8 a sentence, whatever the corpus's size.
+
+    stream: [1 + words + sentences] int32, all sentences one after the other with ``</s>`` before the
+    first and after each, so that a sentence's inputs are a slice of it and its targets the slice one
+    further. starts: [sentences + 1] int64, where the inputs of each sentence begin in the stream.
+    """
+
+    def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int):
+        stream = array("i", [eos_id])
+        starts = array("q", [0])
+        for ids in sentences:
+            if eos_id in ids:
+                raise ValueError(
+                    f"EncodedSentences: sentence {len(starts) - 1} must not contain </s> "
+                    f"(id {eos_id}): the end of a sentence is added here"
+                )
+            stream.extend(ids)
+            stream.append(eos_id)
+            starts.append(len(stream) - 1)
+        self.eos_id = eos_id
+        self.stream = torch.frombuffer(stream, dtype=torch.int32)
+        self.starts = torch.frombuffer(starts, dtype=torch.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of predictions: words plus one end a sentence."""
+        return len(self.stream) - 1
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index):  # type: ignore[override]
+        """The words of one sentence as a list of ids, without ``</s>``."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
+        index %= len(self)
+        return self.stream[self.starts[index] + 1 : self.starts[index + 1]].tolist()
+
+
+def encode_sentences(
+    sentences: Iterable[Sequence[str]], vocabulary: Vocabulary
+) -> EncodedSentences:
+    """The words of each sentence as ids of ``vocabulary``, held compactly; read once, in order."""
+    return EncodedSentences(map(vocabulary.encode, sentences), vocabulary.eos_id)
+
+
+class SentenceBatches:
+    """Cuts sentences, sorted by length, into batches of about ``tokens_per_batch`` predictions.
+
+    Sorting puts sentences of nearly equal length together, so little is padding (``padding_share``),
+    and the number of batches is the same in every epoch. With ``shuffle`` each epoch draws anew which
+    sentences of equal length meet in a batch and the order of the batches; both are functions of
+    (seed, epoch) alone: torch's global generator is neither used nor moved. Without it the batches go
+    from short sentences to long. Either way an epoch has every sentence exactly once.
+
+    sentences: from ``encode_sentences``, or any iterable of lists of ids. max_length: the largest
+    number of predictions a row may have, for bounded memory in training; a longer sentence is cut into
+    several rows, each starting from a zero state with the true word before it as first input. So
+    every word is still predicted once, but with less context: leave it None in evaluation, so
+    that the perplexity is that of whole sentences.
+    """
+
+    def __init__(
+        self,
+        sentences: EncodedSentences | Iterable[Sequence[int]],
+        *,
+        eos_id: int,
+        tokens_per_batch: int,
+        max_length: int | None = None,
+        shuffle: bool,
+        seed: int = 0,
+    ):
+        if not isinstance(sentences, EncodedSentences):
+            sentences = EncodedSentences(sentences, eos_id)
+        if sentences.eos_id != eos_id:
+            raise ValueError(
+                f"SentenceBatches: eos_id must be that of the sentences, {sentences.eos_id}, "
+                f"got {eos_id}"
+            )
+        if len(sentences) == 0:
+            raise ValueError("SentenceBatches: sentences must hold at least one sentence, got none")
+        if tokens_per_batch < 1:
+            raise ValueError(
+                f"SentenceBatches: tokens_per_batch must be at least 1, got {tokens_per_batch}"
+            )
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"SentenceBatches: max_length must be at least 1, got {max_length}")
+        self.eos_id = eos_id
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_sentences = len(sentences)
+        self.num_tokens = sentences.num_tokens
+        self._stream = sentences.stream
+
+        # Row r covers the inputs stream[row_start : row_start + row_length].
+        self._row_start, self._row_length = sentences.starts[:-1], sentences.starts.diff()
+        self._row_sentence = torch.arange(len(sentences), device="cpu")
+        if max_length is not None:
+            pieces = (self._row_length + max_length - 1) // max_length
+            self._row_sentence = self._row_sentence.repeat_interleave(pieces)
+            first_row = (pieces.cumsum(0) - pieces)[self._row_sentence]
+            skipped = (torch.arange(len(first_row), device="cpu") - first_row) * max_length
+            self._row_start = self._row_start[self._row_sentence] + skipped
+            self._row_length = (self._row_length[self._row_sentence] - skipped).clamp(
+                max=max_length
+            )
+
+        # Equal shares of all tokens, so that no batch is a small rest: a row belongs to the share its
+        # first token falls in. Depends on the sorted lengths alone, hence equal in every epoch.
+        lengths = self._row_length.sort().values
+        num_shares = max(1, round(self.num_tokens / tokens_per_batch))
+        share = (lengths.cumsum(0) - lengths) * num_shares // self.num_tokens
+        rows_per_batch = share.unique_consecutive(return_counts=True)[1]
+        self._batch_end = rows_per_batch.cumsum(0)
+        longest = lengths[self._batch_end - 1]
+        self._num_positions = int((rows_per_batch * longest).sum())
+
+    @property
+    def padding_share(self) -> float:
+        """Padded positions as a share of all positions of an epoch."""
+        return 1 - self.num_tokens / self._num_positions
+
+    def num_batches(self, epoch: int = 0) -> int:
+        """The number of batches of an epoch; the same for all."""
+        return len(self._batch_end)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch from batch ``start`` on, equal to those of an uninterrupted epoch."""
+        if not 0 <= start <= self.num_batches():
+            raise ValueError(
+                f"SentenceBatches.epoch: start must be in [0, {self.num_batches()}], got {start}"
+            )
+        return self._batches(epoch, start)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        num_rows, num_batches = len(self._row_length), self.num_batches()
+        rows = torch.arange(num_rows, device="cpu")
+        batch_order = torch.arange(num_batches, device="cpu")
+        if self.shuffle:
+            generator = torch.Generator("cpu").manual_seed(_mix(self.seed, epoch))
+            rows = torch.randperm(num_rows, generator=generator, device="cpu")
+            batch_order = torch.randperm(num_batches, generator=generator, device="cpu")
+        # Stable, so that rows of equal length keep their (random) order.
+        rows = rows[self._row_length[rows].sort(stable=True).indices]
+        for index in batch_order[start:].tolist():
+            begin = int(self._batch_end[index - 1]) if index else 0
+            yield self._batch(rows[begin : int(self._batch_end[index])])
+
+    def _batch(self, rows: Tensor) -> Batch:
+        lengths = self._row_length[rows, None]
+        positions = torch.arange(int(lengths.max()), device="cpu")
+        mask = positions < lengths
+        where = torch.where(mask, self._row_start[rows, None] + positions, 0)
+        inputs = self._stream[where].long().masked_fill_(~mask, self.eos_id)
+        targets = self._stream[where + 1].long().masked_fill_(~mask, self.eos_id)
+        return Batch(inputs, targets, mask, self._row_sentence[rows])
+
+
+def _mix(seed: int, epoch: int) -> int:
+    """A generator seed in which neighbouring (seed, epoch) pairs have nothing in common."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7], "big")

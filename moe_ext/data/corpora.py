@@ -1,0 +1,218 @@
+"""Text as sentences: where the training, development and test sentences of a corpus come from."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+_SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
+_LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
+_LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
+
+
+class CorpusError(ValueError):
+    """A corpus that is missing, empty or unreadable; the message names the path and what to do."""
+
+
+class Sentences(Iterable[list[str]]):
+    """Sentences as lists of words, read anew on each iteration, so that they take no memory."""
+
+    def __init__(self, read: Callable[[], Iterator[list[str]]]):
+        self._read = read
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return self._read()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The three parts of a corpus, each an iterable of sentences that can be read repeatedly."""
+
+    train: Sentences
+    dev: Sentences
+    test: Sentences
+
+
+def load_corpus(
+    name_or_path: str | Path,
+    *,
+    max_train_sentences: int | None = None,
+    dev_share: float = 0.02,
+    test_share: float = 0.02,
+) -> Corpus:
+    """The corpus of that name or place; one sentence a line, its words apart by spaces, as UTF-8.
+
+    * ``"builtin"``: made from the documentation of Python and torch on this machine (builtin.py);
+    * a folder in the 1-billion-word layout: shards 1 to 99 to train, heldout 0 to test, heldout 1 as
+      dev;
+    * a folder with ``train.txt``, ``dev.txt`` or ``valid.txt``, and ``test.txt``;
+    * a prefix ``NAME`` of files ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``), ``NAME.test.txt``;
+    * one text file, or a folder of them, split by a hash of the sentence into dev (``dev_share``), test
+      (``test_share``) and train (the rest): the same sentence is always in the same part, on every
+      machine and whatever is added to the corpus later.
+
+    Each ``.txt`` may be ``.txt.gz`` or ``.txt.xz``. Blank lines are skipped, the order of the lines is
+    kept. ``max_train_sentences`` keeps the first ones of the training part. Text is read as it is
+    needed; a line that is not UTF-8 raises an error that names it, because guessing an encoding would
+    silently change the vocabulary. Raises CorpusError for all that is wrong with a corpus.
+    """
+    if max_train_sentences is not None and max_train_sentences < 1:
+        raise ValueError(
+            f"load_corpus: max_train_sentences must be at least 1, got {max_train_sentences}"
+        )
+    if not (0 < dev_share and 0 < test_share and dev_share + test_share < 1):
+        raise ValueError(
+            "load_corpus: dev_share and test_share must be positive with a sum below 1, "
+            f"got {dev_share} and {test_share}"
+        )
+    path = Path(name_or_path)
+    if str(name_or_path) == "builtin":
+        from .builtin import builtin_sentences
+
+        lines = builtin_sentences()
+        corpus = _hash_split(lambda: map(str.split, lines), dev_share, test_share)
+    elif (path / _LM1B_TRAIN).is_dir():
+        corpus = _lm1b(path)
+    elif path.is_file():
+        corpus = _hash_split(lambda: _read_files([path]), dev_share, test_share)
+    elif path.is_dir():
+        files = _text_files(path)
+        if _variant(path / "train") is not None:
+            corpus = _given_parts(path, separator="/")
+        elif named := [file for file in files if ".train.txt" in file.name]:
+            prefix = path / named[0].name.partition(".train.txt")[0]
+            raise CorpusError(
+                f"{path} must be one corpus, but it holds parts of named ones such as "
+                f"{named[0].name}; load that one as {prefix}"
+            )
+        else:
+            corpus = _hash_split(lambda: _read_files(files), dev_share, test_share)
+    elif _variant(Path(f"{path}.train")) is not None:
+        corpus = _given_parts(path, separator=".")
+    else:
+        raise CorpusError(
+            f"there is no corpus at {path}: give a text file, a folder of text files, the prefix of "
+            "NAME.train.txt, NAME.dev.txt and NAME.test.txt, or 'builtin'"
+        )
+
+    for part in ("train", "dev", "test"):
+        if next(iter(getattr(corpus, part)), None) is None:
+            raise CorpusError(
+                f"the {part} part of {name_or_path} must hold at least one sentence, got none; "
+                "give a longer text, a larger share, or each part as a file of its own"
+            )
+    if max_train_sentences is not None:
+        train = corpus.train
+        limited = Sentences(lambda: islice(train, max_train_sentences))
+        corpus = Corpus(limited, corpus.dev, corpus.test)
+    return corpus
+
+
+def _lm1b(folder: Path) -> Corpus:
+    shards = [
+        shard
+        for shard in sorted((folder / _LM1B_TRAIN).glob("news.en-000[0-9][0-9]-of-00100"))
+        if "-00000-" not in shard.name  # held out: the test and dev files are cut from it
+    ]
+    if not shards:
+        raise CorpusError(
+            f"{folder / _LM1B_TRAIN} must hold the shards news.en-00001-of-00100 to "
+            "news.en-00099-of-00100, it holds none; unpack the corpus again"
+        )
+    if len(shards) < 99:
+        warnings.warn(
+            f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=3
+        )
+    heldout = [folder / _LM1B_HELDOUT / f"news.en.heldout-0000{i}-of-00050" for i in (0, 1)]
+    for file in heldout:
+        if not file.is_file():
+            raise CorpusError(f"{file} is missing; unpack the corpus again")
+    return Corpus(
+        train=Sentences(lambda: _read_files(shards)),
+        dev=Sentences(lambda: _read_files(heldout[1:])),
+        test=Sentences(lambda: _read_files(heldout[:1])),
+    )
+
+
+def _given_parts(path: Path, separator: str) -> Corpus:
+    files = []
+    for names in (("train",), ("dev", "valid"), ("test",)):
+        found = [_variant(Path(f"{path}{separator}{name}")) for name in names]
+        file = next((file for file in found if file is not None), None)
+        if file is None:
+            raise CorpusError(
+                f"{path}{separator}{names[0]}.txt is missing beside the training text; "
+                "add it (or a .txt.gz or .txt.xz)"
+            )
+        files.append(file)
+    train, dev, test = files
+    return Corpus(
+        train=Sentences(lambda: _read_files([train])),
+        dev=Sentences(lambda: _read_files([dev])),
+        test=Sentences(lambda: _read_files([test])),
+    )
+
+
+def _hash_split(
+    read: Callable[[], Iterator[list[str]]], dev_share: float, test_share: float
+) -> Corpus:
+    def part(low: float, high: float) -> Sentences:
+        def sentences() -> Iterator[list[str]]:
+            return (words for words in read() if low <= _place(words) < high)
+
+        return Sentences(sentences)
+
+    return Corpus(
+        train=part(dev_share + test_share, 1.0),
+        dev=part(0.0, dev_share),
+        test=part(dev_share, dev_share + test_share),
+    )
+
+
+def _place(words: Sequence[str]) -> float:
+    """A fixed place in [0, 1) for each sentence, uniform over sentences."""
+    digest = hashlib.blake2b(" ".join(words).encode("utf-8"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def _text_files(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
+    if not files:
+        raise CorpusError(
+            f"{folder} must hold text files ({', '.join(_SUFFIXES)}), it holds none; "
+            "add some or give another folder"
+        )
+    return files
+
+
+def _variant(stem: Path) -> Path | None:
+    """The file ``stem``.txt, plain or compressed, if there is one."""
+    variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
+    return next((file for file in variants if file.is_file()), None)
+
+
+def _read_files(files: Sequence[Path]) -> Iterator[list[str]]:
+    """The sentences of the files, one after the other."""
+    for file in files:
+        opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+        number = 0
+        try:
+            with opener(file, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    words = line.decode("utf-8").split()
+                    if words:
+                        yield words
+        except UnicodeDecodeError as error:
+            raise CorpusError(
+                f"{file}, line {number} must be UTF-8, got the byte {error.object[error.start]:#04x}; "
+                "convert the file, for example with iconv"
+            ) from error
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error

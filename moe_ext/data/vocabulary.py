@@ -1,0 +1,161 @@
+"""The words a language model knows, numbered by decreasing frequency."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# How vocabulary files spell the two special entries, ours first. One of the files of the 1-billion-word
+# benchmark has both <S> and </S>, another marks both ends of a sentence by <S>.
+_UNK_SPELLINGS = ("<unk>", "<UNK>")
+_EOS_SPELLINGS = ("</s>", "</S>", "<S>")
+
+
+class Vocabulary:
+    """A numbered list of words; id 0 is the most frequent entry of the training text.
+
+    ``<unk>`` (every word outside the list) and ``</s>`` (the end of a sentence, and the symbol before
+    its first word) are ordinary entries: they are predicted, counted in the perplexity, and have
+    their place in the order of frequency, which a log-uniform sampler of classes relies on. Padding
+    is no entry: padded positions are masked, so that no probability is spent on them.
+    """
+
+    UNK = "<unk>"
+    EOS = "</s>"
+
+    def __init__(self, words: Iterable[str]):
+        """``words[i]`` gets id ``i``; they must be distinct and include ``<unk>`` and ``</s>``."""
+        self.words = tuple(words)
+        self._id_of = {word: index for index, word in enumerate(self.words)}
+        if len(self._id_of) < len(self.words):
+            repeated = next(w for i, w in enumerate(self.words) if self._id_of[w] != i)
+            raise ValueError(f"Vocabulary: words must be distinct, got {repeated!r} twice")
+        for special in (self.UNK, self.EOS):
+            if special not in self._id_of:
+                raise ValueError(f"Vocabulary: words must include {special}, which is missing")
+        for word in self.words:
+            if word.split() != [word]:
+                raise ValueError(f"Vocabulary: a word must be free of white space, got {word!r}")
+        self.unk_id = self._id_of[self.UNK]
+        self.eos_id = self._id_of[self.EOS]
+
+    @classmethod
+    def build(
+        cls, sentences: Iterable[Sequence[str]], max_size: int, min_count: int = 1
+    ) -> Vocabulary:
+        """The most frequent words of ``sentences`` that occur at least ``min_count`` times.
+
+        ``max_size`` is the largest number of entries, ``<unk>`` and ``</s>`` included. Entries are
+        ordered by decreasing count, ties by spelling; ``</s>`` counts once a sentence, ``<unk>`` once
+        for each word left out. Raises ValueError on an empty corpus or ``max_size`` below 3.
+        """
+        if max_size < 3:
+            raise ValueError(
+                f"Vocabulary.build: max_size must be at least 3 "
+                f"({cls.UNK}, {cls.EOS} and one word), got {max_size}"
+            )
+        if min_count < 1:
+            raise ValueError(f"Vocabulary.build: min_count must be at least 1, got {min_count}")
+        counts: Counter[str] = Counter()
+        num_sentences = 0
+        for words in sentences:
+            num_sentences += 1
+            counts.update(words)
+        if counts.pop(cls.EOS, 0):
+            raise ValueError(
+                f"Vocabulary.build: sentences must not contain {cls.EOS}, which marks their end; "
+                "remove it from the text"
+            )
+        num_unknown = counts.pop(cls.UNK, 0)
+        if not counts:
+            raise ValueError(
+                f"Vocabulary.build: sentences must hold at least one word, "
+                f"got {num_sentences} sentences and no word"
+            )
+
+        def by_frequency(entry: tuple[str, int]) -> tuple[int, str]:
+            return -entry[1], entry[0]
+
+        ranked = sorted(counts.items(), key=by_frequency)
+        kept = [(word, count) for word, count in ranked[: max_size - 2] if count >= min_count]
+        num_unknown += counts.total() - sum(count for _, count in kept)
+        kept += [(cls.UNK, num_unknown), (cls.EOS, num_sentences)]
+        return cls(word for word, _ in sorted(kept, key=by_frequency))
+
+    def encode(self, words: Iterable[str]) -> list[int]:
+        """The id of each word; ``unk_id`` for a word outside the vocabulary."""
+        id_of, unk_id = self._id_of.get, self.unk_id
+        return [id_of(word, unk_id) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> list[str]:
+        """The word of each id; IndexError for an id outside [0, len)."""
+        size = len(self.words)
+        words = []
+        for index in ids:
+            if not 0 <= index < size:
+                raise IndexError(f"Vocabulary.decode: id must be in [0, {size}), got {index}")
+            words.append(self.words[index])
+        return words
+
+    def save(self, path: str | Path) -> None:
+        """Write one word a line, in the order of the ids, as UTF-8."""
+        Path(path).write_text("".join(f"{word}\n" for word in self.words), "utf-8", newline="\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Vocabulary:
+        """Read a file of one word a line; the first line is id 0.
+
+        The files of the 1-billion-word benchmark are read too: a count after the word is ignored,
+        ``<UNK>`` is ``<unk>``, ``</S>`` (or ``<S>`` where there is no other end) is ``</s>``. Beside
+        ``</S>`` its ``<S>`` stays an entry that never occurs, so that ids and size (793,471) stand.
+        ValueError names the offending line.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"Vocabulary.load: {path} must be a vocabulary file, none there"
+            )
+        words: dict[str, int] = {}
+        for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), start=1):
+            try:
+                fields = line.decode("utf-8").split()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"Vocabulary.load: {path}, line {number} must be UTF-8, got {line!r}"
+                ) from error
+            if not (len(fields) == 1 or len(fields) == 2 and fields[1].isdecimal()):
+                raise ValueError(
+                    f"Vocabulary.load: {path}, line {number} must hold one word "
+                    f"(a count may follow), got {line.decode('utf-8')!r}"
+                )
+            word = fields[0]
+            if word in words:
+                raise ValueError(
+                    f"Vocabulary.load: {path}, line {number} must hold a new word, "
+                    f"got {word!r} of line {words[word]} again"
+                )
+            words[word] = number
+        renamed = {}
+        for spellings in (_UNK_SPELLINGS, _EOS_SPELLINGS):
+            found = next((spelling for spelling in spellings if spelling in words), None)
+            if found is None:
+                raise ValueError(
+                    f"Vocabulary.load: {path} must have a line {spellings[0]}, it has none"
+                )
+            renamed[found] = spellings[0]
+        return cls(renamed.get(word, word) for word in words)
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the words in order: equal for equal vocabularies, on every machine."""
+        return hashlib.sha256("\n".join(self.words).encode("utf-8")).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._id_of
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} words, {self.fingerprint()[:12]})"
