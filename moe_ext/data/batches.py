@@ -1,4 +1,4 @@
-"""Batches of whole sentences of similar length (App. C.1; spec of the conventions in the README).
+"""Batches of whole sentences of similar length (App. C.1).
 
 A sentence w1..wn gives n + 1 predictions, the last of them of its end:
 
@@ -46,12 +46,12 @@ class Batch:
         return Batch(self.inputs.to(device), self.targets.to(device), self.mask.to(device), index)
 
 
-class EncodedSentences(Sequence[list[int]]):
+class EncodedSentences:
     """Sentences as ids in two tensors: 4 bytes a word and 8 a sentence, whatever the corpus's size.
 
-    stream: [1 + words + sentences] int32, all sentences one after the other with ``</s>`` before the
-    first and after each, so that a sentence's inputs are a slice of it and its targets the slice one
-    further. starts: [sentences + 1] int64, where the inputs of each sentence begin in the stream.
+    stream: [1 + words + sentences] int32, all sentences one after the other with ``</s>`` before
+    the first and after each, so that a sentence's inputs are a slice of it and its targets the
+    slice one further. starts: [sentences + 1] int64, where the inputs of each sentence begin in it.
     """
 
     def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int):
@@ -78,10 +78,8 @@ class EncodedSentences(Sequence[list[int]]):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, index):  # type: ignore[override]
-        """The words of one sentence as a list of ids, without ``</s>``."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> list[int]:
+        """The words of one sentence as ids, without ``</s>``."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
         index %= len(self)
@@ -98,17 +96,17 @@ def encode_sentences(
 class SentenceBatches:
     """Cuts sentences, sorted by length, into batches of about ``tokens_per_batch`` predictions.
 
-    Sorting puts sentences of nearly equal length together, so little is padding (``padding_share``),
-    and the number of batches is the same in every epoch. With ``shuffle`` each epoch draws anew which
-    sentences of equal length meet in a batch and the order of the batches; both are functions of
-    (seed, epoch) alone: torch's global generator is neither used nor moved. Without it the batches go
-    from short sentences to long. Either way an epoch has every sentence exactly once.
+    Sorting puts sentences of nearly equal length together: little is padding (``padding_share``),
+    and the number of batches is the same in every epoch. With ``shuffle`` each epoch draws anew
+    which sentences of equal length meet in a batch, and the order of the batches; both are
+    functions of (seed, epoch) alone, torch's global generator is neither used nor moved. Without it
+    the batches go from short sentences to long. Either way an epoch has each sentence exactly once.
 
     sentences: from ``encode_sentences``, or any iterable of lists of ids. max_length: the largest
-    number of predictions a row may have, for bounded memory in training; a longer sentence is cut into
-    several rows, each starting from a zero state with the true word before it as first input. So
-    every word is still predicted once, but with less context: leave it None in evaluation, so
-    that the perplexity is that of whole sentences.
+    number of predictions in a row, to bound the memory of training; a longer sentence is cut into
+    several rows, each to start from a zero state with the true word before it as first input. Every
+    word is still predicted once, but some with less context: leave it None in evaluation, so that
+    the perplexity is that of whole sentences.
     """
 
     def __init__(
@@ -156,12 +154,13 @@ class SentenceBatches:
                 max=max_length
             )
 
-        # Equal shares of all tokens, so that no batch is a small rest: a row belongs to the share its
-        # first token falls in. Depends on the sorted lengths alone, hence equal in every epoch.
+        # Equal shares of all tokens, so that no batch is a small rest: a row belongs to the share
+        # its first token falls in. The sorted lengths alone decide: the same in every epoch.
         lengths = self._row_length.sort().values
         num_shares = max(1, round(self.num_tokens / tokens_per_batch))
         share = (lengths.cumsum(0) - lengths) * num_shares // self.num_tokens
-        rows_per_batch = share.unique_consecutive(return_counts=True)[1]
+        rows_per_batch = share.bincount()
+        rows_per_batch = rows_per_batch[rows_per_batch > 0]  # a long row may span several shares
         self._batch_end = rows_per_batch.cumsum(0)
         longest = lengths[self._batch_end - 1]
         self._num_positions = int((rows_per_batch * longest).sum())
@@ -176,7 +175,7 @@ class SentenceBatches:
         return len(self._batch_end)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from batch ``start`` on, equal to those of an uninterrupted epoch."""
+        """The batches of an epoch from batch ``start`` on, the same as without an interruption."""
         if not 0 <= start <= self.num_batches():
             raise ValueError(
                 f"SentenceBatches.epoch: start must be in [0, {self.num_batches()}], got {start}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO, cast
 
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
@@ -50,24 +51,24 @@ def load_corpus(
     """The corpus of that name or place; one sentence a line, its words apart by spaces, as UTF-8.
 
     * ``"builtin"``: made from the documentation of Python and torch on this machine (builtin.py);
-    * a folder in the 1-billion-word layout: shards 1 to 99 to train, heldout 0 to test, heldout 1 as
-      dev;
-    * a folder with ``train.txt``, ``dev.txt`` or ``valid.txt``, and ``test.txt``;
-    * a prefix ``NAME`` of files ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``), ``NAME.test.txt``;
-    * one text file, or a folder of them, split by a hash of the sentence into dev (``dev_share``), test
-      (``test_share``) and train (the rest): the same sentence is always in the same part, on every
-      machine and whatever is added to the corpus later.
+    * a folder in the 1-billion-word layout: training shards 1 to 99, heldout shard 1 as dev and
+      heldout shard 0 as test;
+    * a folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``;
+    * the prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``), ``NAME.test.txt``;
+    * one text file, or a folder of them, split by a hash of the sentence into dev (``dev_share``),
+      test (``test_share``) and train (the rest): the same sentence is always in the same part, on
+      every machine and whatever is added to the corpus later.
 
-    Each ``.txt`` may be ``.txt.gz`` or ``.txt.xz``. Blank lines are skipped, the order of the lines is
-    kept. ``max_train_sentences`` keeps the first ones of the training part. Text is read as it is
-    needed; a line that is not UTF-8 raises an error that names it, because guessing an encoding would
-    silently change the vocabulary. Raises CorpusError for all that is wrong with a corpus.
+    Each ``.txt`` may be ``.txt.gz`` or ``.txt.xz``. Blank lines are skipped, the order of the lines
+    is kept. ``max_train_sentences`` keeps the first ones of the training part. Text is read as it
+    is needed; a line that is not UTF-8 raises an error that names it, because guessing an encoding
+    would silently change the vocabulary. CorpusError is raised for all that is wrong with a corpus.
     """
     if max_train_sentences is not None and max_train_sentences < 1:
         raise ValueError(
             f"load_corpus: max_train_sentences must be at least 1, got {max_train_sentences}"
         )
-    if not (0 < dev_share and 0 < test_share and dev_share + test_share < 1):
+    if not (min(dev_share, test_share) > 0 and dev_share + test_share < 1):
         raise ValueError(
             "load_corpus: dev_share and test_share must be positive with a sum below 1, "
             f"got {dev_share} and {test_share}"
@@ -98,8 +99,8 @@ def load_corpus(
         corpus = _given_parts(path, separator=".")
     else:
         raise CorpusError(
-            f"there is no corpus at {path}: give a text file, a folder of text files, the prefix of "
-            "NAME.train.txt, NAME.dev.txt and NAME.test.txt, or 'builtin'"
+            f"there is no corpus at {path}: give a text file, a folder of text files, the prefix "
+            "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, or 'builtin'"
         )
 
     for part in ("train", "dev", "test"):
@@ -198,21 +199,27 @@ def _variant(stem: Path) -> Path | None:
     return next((file for file in variants if file.is_file()), None)
 
 
+def _open(file: Path) -> IO[bytes]:
+    if file.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(file))
+    return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
+
+
 def _read_files(files: Sequence[Path]) -> Iterator[list[str]]:
     """The sentences of the files, one after the other."""
     for file in files:
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
-        number = 0
+        number = 0  # of the line being read, for the messages
         try:
-            with opener(file, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
+            with _open(file) as lines:
+                for line in lines:
+                    number += 1
                     words = line.decode("utf-8").split()
                     if words:
                         yield words
         except UnicodeDecodeError as error:
             raise CorpusError(
-                f"{file}, line {number} must be UTF-8, got the byte {error.object[error.start]:#04x}; "
-                "convert the file, for example with iconv"
+                f"{file}, line {number} must be UTF-8, got the byte "
+                f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
             ) from error
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error

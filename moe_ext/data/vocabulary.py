@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-# How vocabulary files spell the two special entries, ours first. One of the files of the 1-billion-word
-# benchmark has both <S> and </S>, another marks both ends of a sentence by <S>.
+# How vocabulary files spell the two special entries, ours first. Of the two files in use for the
+# 1-billion-word benchmark one has <S> and </S>, the other marks both ends of a sentence by <S>.
 _UNK_SPELLINGS = ("<unk>", "<UNK>")
 _EOS_SPELLINGS = ("</s>", "</S>", "<S>")
 
@@ -16,10 +16,10 @@ _EOS_SPELLINGS = ("</s>", "</S>", "<S>")
 class Vocabulary:
     """A numbered list of words; id 0 is the most frequent entry of the training text.
 
-    ``<unk>`` (every word outside the list) and ``</s>`` (the end of a sentence, and the symbol before
-    its first word) are ordinary entries: they are predicted, counted in the perplexity, and have
-    their place in the order of frequency, which a log-uniform sampler of classes relies on. Padding
-    is no entry: padded positions are masked, so that no probability is spent on them.
+    ``<unk>`` (every word outside the list) and ``</s>`` (the end of a sentence, and the symbol
+    before its first word) are ordinary entries: they are predicted, counted in the perplexity, and
+    have their place in the order of frequency, which a log-uniform sampler of classes relies on.
+    Padding is no entry: padded positions are masked, so that no probability is spent on them.
     """
 
     UNK = "<unk>"
@@ -48,8 +48,8 @@ class Vocabulary:
         """The most frequent words of ``sentences`` that occur at least ``min_count`` times.
 
         ``max_size`` is the largest number of entries, ``<unk>`` and ``</s>`` included. Entries are
-        ordered by decreasing count, ties by spelling; ``</s>`` counts once a sentence, ``<unk>`` once
-        for each word left out. Raises ValueError on an empty corpus or ``max_size`` below 3.
+        ordered by decreasing count, ties by spelling; ``</s>`` counts once a sentence, ``<unk>``
+        once for each word left out. Raises ValueError on an empty corpus or ``max_size`` below 3.
         """
         if max_size < 3:
             raise ValueError(
@@ -108,8 +108,8 @@ class Vocabulary:
         """Read a file of one word a line; the first line is id 0.
 
         The files of the 1-billion-word benchmark are read too: a count after the word is ignored,
-        ``<UNK>`` is ``<unk>``, ``</S>`` (or ``<S>`` where there is no other end) is ``</s>``. Beside
-        ``</S>`` its ``<S>`` stays an entry that never occurs, so that ids and size (793,471) stand.
+        ``<UNK>`` is ``<unk>``, and ``</S>``, or ``<S>`` where that is the only mark, is ``</s>``.
+        Beside ``</S>``, ``<S>`` stays an entry that never occurs: ids and size (793,471) stand.
         ValueError names the offending line.
         """
         path = Path(path)
