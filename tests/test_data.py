@@ -280,7 +280,7 @@ def test_builtin_corpus_is_large_distinct_and_cached(cache):
     parts = [
         [" ".join(words) for words in part] for part in (corpus.train, corpus.dev, corpus.test)
     ]
-    assert sorted(sum(parts, [])) == sorted(made)
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == sorted(made)
     assert len(set(made)) == len(made) > 30_000
     assert sum(sentence.count(" ") + 1 for sentence in parts[0]) > 400_000
     assert min(map(len, parts)) > 500
@@ -333,8 +333,8 @@ Example::
 Column  Another one
 ======= ===========
 
-* The item of a list is
-  one sentence, too.
+* The item of a list is one well-
+  formed sentence, too.
 """
 
 
@@ -351,7 +351,7 @@ def test_cleaning_keeps_prose_and_drops_code():
         "The tensor to be added up here .",
         "The dimension , which it 's best to give .",
         "A note is prose as well , of course .",
-        "The item of a list is one sentence , too .",
+        "The item of a list is one well-formed sentence , too .",
     ]
 
 

@@ -36,7 +36,7 @@ _MIN_WORDS, _MAX_WORDS = 4, 80
 def builtin_sentences() -> list[str]:
     """The distinct sentences, words apart by spaces, in a fixed order for given versions.
 
-    Made in about 25 seconds on the first call and kept in ``$XDG_CACHE_HOME/moe_ext`` or
+    Made in about 20 seconds on the first call and kept in ``$XDG_CACHE_HOME/moe_ext`` or
     ``~/.cache/moe_ext``, under a name that changes with Python, torch, the files read and this
     code.
     """
@@ -122,26 +122,36 @@ def _documentation(file: Path) -> Iterator[str]:
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return  # templates and sources for other versions of Python
-    literals = file.name in _LITERAL_DOCS
-    for node in ast.walk(tree):
-        if literals:
+    if file.name in _LITERAL_DOCS:
+        for node in ast.walk(tree):
             value = node.value if isinstance(node, ast.Constant) else None
             if isinstance(value, str) and len(value) >= _MIN_LITERAL:
                 yield inspect.cleandoc(value)
-        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
+    else:
+        yield from _docstrings(tree)
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """The docstrings of a module and of all in it, in the order of the source."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    # Definitions stand in lists of statements alone; expressions, most of a tree, need no look.
+    for statements in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for statement in getattr(node, statements, ()):
+            yield from _docstrings(statement)
 
 
 _RULED = re.compile(r"\s*[-=~^+|*#_.]{3,}|.*\s{3,}\S.*\s{3,}|\s*\|")  # underlines, tables
 _FENCE = re.compile(r"\s*(```|~~~)")
 _DIRECTIVE = re.compile(r"\s*\.\.(\s+|$)")
 _PROSE_DIRECTIVE = re.compile(r"\s*\.\. (note|warning|seealso|tip|important|caution)::\s*(.*)")
-_ITEM = re.compile(r"(\s*)(?:[-*+•]|\(?\w{1,2}[.)])\s+(?=\S)")
+_ITEM = re.compile(r"\s*(?:[-*+•]|\(?(?:\d{1,2}|[a-zA-Z])[.)])\s+(?=\S)")
 # "name (type): ..." and ":param name: ...", whose description follows the colon.
 _FIELD = re.compile(
-    r"\s*(?::\w+[^:]*:|\*{0,2}`{0,2}\w[\w.,/* `]*?`{0,2} ?(?:\([^)]*\))?\s*:)(?:\s+|$)"
+    r"\s*(?::\w+[^:]*:|"
+    r"[*`]*\w[\w.]*[*`]*(?:[,/]? ?[*`]*\w[\w.]*[*`]*){0,2} ?(?:\([^)]*\))?\s*:)(?:\s+|$)"
 )
 
 
@@ -174,19 +184,17 @@ def _paragraphs(text: str) -> Iterator[str]:
         elif not stripped:
             example = False
         ends_before = not stripped or example or bool(_RULED.match(line))
-        directive = _PROSE_DIRECTIVE.match(line)
+        directive = None if ends_before else _PROSE_DIRECTIVE.match(line)
         if not ends_before and _DIRECTIVE.match(line):
+            ends_before = True
             if not directive:
                 literal = depth
-            ends_before = True
         field = None if ends_before else _ITEM.match(line) or _FIELD.match(line)
         if lines and (ends_before or field or depth < indent):
             yield " ".join(lines)
             lines = []
-        if directive and literal is None:
-            if directive[2]:
-                lines, indent = [directive[2]], depth
-            continue
+        if directive and directive[2]:
+            lines, indent = [directive[2]], depth
         if ends_before:
             continue
         if field:
@@ -212,13 +220,14 @@ _MARKUP = [
     (re.compile(r"\*\*?([^\s*](?:[^*]*[^\s*])?)\*\*?"), r"\1"),  # *emphasis*
     (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),  # [text](address)
     (re.compile(r"\s*\[\w+\]_?"), ""),  # [1], [Knuth]_
+    (re.compile(r"(?<=\w)-\s+(?=\w)"), "-"),  # a word broken at its hyphen
     (re.compile(r"(?<=\w)--?-?(?=\s)|(?<=\s)--?-?(?=\s)|(?<=\w)---?(?=\w)|[–—]"), " -- "),
     (re.compile("[‘’]"), "'"),
     (re.compile("[“”]"), '"'),
     (re.compile("…"), "..."),
 ]
 _ABBREVIATED = re.compile(
-    r"(?:\b(?:e\.g|i\.e|etc|vs|cf|al|approx|resp|incl|Mr|Dr|St|No|no|Fig|Eq|Sec|a\.k\.a)|\b[A-Z])\.$"
+    r"(?:\b(?:[eE]\.g|[iI]\.e|etc|vs|cf|al|approx|resp|incl|Mr|Dr|St|No|no|Fig|Eq|Sec|a\.k\.a)|\b[A-Z])\.$"
 )
 _END = re.compile(r"[.!?][\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 
@@ -240,7 +249,7 @@ def _split(paragraph: str) -> Iterator[str]:
 
 _WORD = re.compile(
     r"""
-    (?:e\.g\.|i\.e\.|etc\.(?=\s*[\w,)])|vs\.|cf\.|a\.k\.a\.)  # abbreviations keep their stop
+    (?:[eE]\.g\.|[iI]\.e\.|etc\.(?=\s*[\w,)])|vs\.|cf\.|a\.k\.a\.)  # abbreviations keep their stop
     | https?://[^\s)>,]*[^\s)>,.]
     | [A-Za-z]+(?=n't\b) | n't\b | '(?:s|re|ve|ll|d|m)\b    # do n't, it 's
     | -?\d+(?:[.,:]\d+)*%?(?!-?\w)                       # 3.14, 50%

@@ -125,7 +125,7 @@ class Vocabulary:
                 raise ValueError(
                     f"Vocabulary.load: {path}, line {number} must be UTF-8, got {line!r}"
                 ) from error
-            if not (len(fields) == 1 or len(fields) == 2 and fields[1].isdecimal()):
+            if not (len(fields) == 1 or (len(fields) == 2 and fields[1].isdecimal())):
                 raise ValueError(
                     f"Vocabulary.load: {path}, line {number} must hold one word "
                     f"(a count may follow), got {line.decode('utf-8')!r}"
