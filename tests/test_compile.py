@@ -1,0 +1,186 @@
+"""torch.compile and torch.export: whole graphs, any number of tokens, any routing."""
+
+import pytest
+import torch
+from conftest import assert_same_bits, gradients, recorded_ops
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moe_ext import MoE, ops
+
+D, E = 6, 5
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_layer(device="cpu", k=2, **options):
+    layer = MoE(D, E, k, hidden_sizes=(7,), **options)
+    torch.nn.init.normal_(layer.gate.w_gate)
+    torch.nn.init.normal_(layer.gate.w_noise)
+    return layer.to(device)
+
+
+def results(function, layer, x):
+    leaf = x.clone().requires_grad_()
+    y, aux = function(leaf)
+    layer.zero_grad()
+    (y.pow(2).sum() + aux.loss).backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+    return [y, *aux, leaf.grad, *grads]
+
+
+def assert_close(actual, expected):
+    """The same kernels, with sums in an order of the compiler's choice around them: a few float32
+    roundings of the largest value."""
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype and a.shape == e.shape
+        if a.is_floating_point():
+            assert (a - e).abs().max() <= 1e-5 * (1 + e.abs().max())
+        else:
+            assert_same_bits(a, e)
+
+
+def one_of_each(device):
+    """Every op with arguments for it, as (name, function, differentiable inputs)."""
+    clean, raw, noise = torch.randn(3, 7, E, device=device)
+    gating = ops.noisy_topk_gating(clean, raw, noise, 2)
+    plan = ops.dispatch_plan(gating.expert_index, E)
+    x, rows = torch.randn(7, D, device=device), torch.randn(14, D, device=device)
+    weight, bias = torch.randn(E, D, 3, device=device), torch.randn(E, 3, device=device)
+    index, inverse, offsets = gating.expert_index, plan.inverse, plan.offsets
+    return {
+        "noisy_topk_gating": (
+            lambda c, r: ops.noisy_topk_gating(c, r, noise, 2)[0:5:2],
+            (clean, raw),
+        ),
+        "load": (
+            lambda c, s, t: ops.load(c, s, t, index),
+            (clean, gating.noise_stddev, gating.threshold),
+        ),
+        "importance": (lambda g: ops.importance(g, index, E), (gating.gates,)),
+        "dispatch_plan": (lambda x: (x, *ops.dispatch_plan(index, E)), (x,)),
+        "dispatch": (lambda x: ops.dispatch(x, inverse), (x,)),
+        "combine": (lambda o, g: ops.combine(o, g, inverse), (rows, gating.gates)),
+        "grouped_linear": (
+            lambda r, w, b: ops.grouped_linear(r, w, b, offsets),
+            (rows, weight, bias),
+        ),
+    }
+
+
+NAMES = [
+    "noisy_topk_gating",
+    "load",
+    "importance",
+    "dispatch_plan",
+    "dispatch",
+    "combine",
+    "grouped_linear",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_op_compiles_to_a_whole_graph(device, name, dynamic):
+    function, inputs = one_of_each(device)[name]
+    outcome = []
+    for call in (
+        function,
+        torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager"),
+    ):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = call(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        wanted = [o for o in out if o.requires_grad]
+        grads = gradients(wanted, leaves, [torch.cos(o).detach() for o in wanted])
+        outcome.append([*out, *grads])
+    for a, e in zip(*outcome, strict=True):
+        assert_same_bits(a, e)
+
+
+def test_every_op_is_checked():
+    """The ops listed above and their backward ops are all that the library has: a new one has to
+    come with its checks."""
+    registered = {
+        schema.name.split("::")[1]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("moe_ext::")
+    }
+    called = set()
+    for function, inputs in one_of_each("cpu").values():
+        with recorded_ops() as calls:
+            out = function(*(x.detach().requires_grad_() for x in inputs))
+            out = out if isinstance(out, tuple) else (out,)
+            sum(o.sum() for o in out if o.requires_grad).backward()
+        called |= {name for name, *_ in calls}
+    assert registered == called
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_layer_equals_eager(device, training, dynamic):
+    """With the graph run by eager kernels even the noise is the same, seed for seed."""
+    layer = make_layer(device).train(training)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for T in (7, 12):
+        x = torch.randn(T, D, device=device)
+        torch.manual_seed(1)
+        expected = results(layer, layer, x)
+        torch.manual_seed(1)
+        actual = results(compiled, layer, x)
+        assert_close(actual, expected)
+
+
+def test_inductor_equals_eager(device):
+    layer = make_layer(device).eval()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for shape in ((7,), (3, 4)):
+        x = torch.randn(*shape, D, device=device)
+        assert_close(results(compiled, layer, x), results(layer, layer, x))
+    layer.train()
+    actual = results(compiled, layer, torch.randn(7, D, device=device))
+    assert all(a.isfinite().all() for a in actual)
+    assert float(actual[2].sum()) == pytest.approx(7, rel=1e-5)  # importance: the gates sum to 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_routing_does_not_recompile(device, training):
+    """One graph serves every number of tokens and every routing: all to one expert, or evenly."""
+    layer = make_layer(device).train(training)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    loads = []
+    for T in (7, 12, 7, 33):
+        for sign in (1, -1):
+            _, aux = compiled(sign * torch.randn(T, D, device=device).abs())
+            loads.append(tuple(aux.tokens_per_expert.tolist()))
+    x = torch.zeros(7, D, device=device)
+    _, aux = compiled(x)
+    if not training:
+        assert aux.tokens_per_expert.tolist() == [7, 7, 0, 0, 0]
+    assert len(set(loads)) > 4
+    assert counter.frame_count == 1
+
+
+def test_gated_and_deep_experts_compile(device):
+    layer = MoE(D, E, 2, hidden_sizes=(8, 4), activation="swiglu", bias=True).to(device).eval()
+    torch.nn.init.normal_(layer.gate.w_gate)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(9, D, device=device)
+    assert_close(results(compiled, layer, x), results(layer, layer, x))
+
+
+def test_export_keeps_the_ops(device):
+    """torch.export with a free number of tokens: the ops stay as they are."""
+    layer = make_layer(device).eval()
+    x = torch.randn(9, D, device=device)
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: tokens}, "mask": None})
+    names = {str(node.target) for node in program.graph.nodes if "moe_ext" in str(node.target)}
+    assert {"moe_ext.noisy_topk_gating.default", "moe_ext.combine.default"} <= names
+    other = torch.randn(14, D, device=device)
+    assert_same_bits(program.module()(other, None)[0], layer(other)[0])

@@ -1,0 +1,285 @@
+"""Errors name the op, the argument, the rule and what came, as
+"<op>: <argument> must <rule>, got <value>".
+"""
+
+import re
+
+import pytest
+import torch
+
+from moe_ext import (
+    FeedForwardExperts,
+    ModuleExperts,
+    MoE,
+    NoisyTopKGate,
+    SoftmaxGate,
+    ops,
+)
+
+T, E, K, D, F = 4, 5, 2, 3, 6
+
+
+def arguments():
+    """Valid arguments of every op, by name."""
+    clean, raw, noise = torch.randn(3, T, E)
+    gating = ops.noisy_topk_gating(clean, raw, noise, K)
+    plan = ops.dispatch_plan(gating.expert_index, E)
+    gates, index = gating.gates, gating.expert_index
+    rows, weight, bias = torch.randn(T * K, D), torch.randn(E, D, F), torch.randn(E, F)
+    stddev, threshold = gating.noise_stddev, gating.threshold
+    return {
+        "noisy_topk_gating": dict(clean_logits=clean, raw_noise_stddev=raw, noise=noise, k=K),
+        "load": dict(
+            clean_logits=clean, noise_stddev=stddev, threshold=threshold, expert_index=index
+        ),
+        "importance": dict(gates=gates, expert_index=index, num_experts=E),
+        "dispatch_plan": dict(expert_index=index, num_experts=E),
+        "dispatch": dict(x=torch.randn(T, D), inverse=plan.inverse),
+        "combine": dict(expert_output=rows, gates=gates, inverse=plan.inverse),
+        "grouped_linear": dict(rows=rows, weight=weight, bias=bias, offsets=plan.offsets),
+    }
+
+
+FLOATS = [
+    ("noisy_topk_gating", "clean_logits"),
+    ("noisy_topk_gating", "raw_noise_stddev"),
+    ("noisy_topk_gating", "noise"),
+    ("load", "clean_logits"),
+    ("load", "noise_stddev"),
+    ("load", "threshold"),
+    ("importance", "gates"),
+    ("combine", "expert_output"),
+    ("combine", "gates"),
+    ("grouped_linear", "rows"),
+    ("grouped_linear", "weight"),
+    ("grouped_linear", "bias"),
+]
+INDICES = [
+    ("load", "expert_index"),
+    ("importance", "expert_index"),
+    ("dispatch_plan", "expert_index"),
+    ("dispatch", "inverse"),
+    ("combine", "inverse"),
+    ("grouped_linear", "offsets"),
+]
+TENSORS = [*FLOATS, *INDICES, ("dispatch", "x")]
+
+
+def refuses(op, exception, pattern, **changes):
+    call = {**arguments()[op], **changes}
+    with pytest.raises(exception, match=rf"^{op}: {pattern}") as caught:
+        getattr(ops, op)(**call)
+    message = str(caught.value).splitlines()[0]
+    assert " must " in message and ", got " in message
+    return message
+
+
+def test_valid_arguments_pass():
+    for op, call in arguments().items():
+        getattr(ops, op)(**call)
+
+
+@pytest.mark.parametrize("op, name", FLOATS)
+def test_integers_in_place_of_numbers(op, name):
+    refuses(op, TypeError, name, **{name: arguments()[op][name].long()})
+
+
+@pytest.mark.parametrize("op, name", INDICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_indices_are_int64(op, name, dtype):
+    message = refuses(op, TypeError, name, **{name: arguments()[op][name].to(dtype)})
+    assert "int64" in message or "Long" in message or "long" in message
+
+
+@pytest.mark.parametrize("op, name", TENSORS)
+def test_number_of_dimensions(op, name):
+    refuses(op, ValueError, name, **{name: arguments()[op][name][None]})
+
+
+@pytest.mark.parametrize(
+    "op, name, axis",
+    [
+        ("noisy_topk_gating", "raw_noise_stddev", 0),
+        ("noisy_topk_gating", "raw_noise_stddev", 1),
+        ("noisy_topk_gating", "noise", 0),
+        ("noisy_topk_gating", "noise", 1),
+        ("load", "noise_stddev", 0),
+        ("load", "noise_stddev", 1),
+        ("load", "threshold", 0),
+        ("load", "threshold", 1),
+        ("load", "expert_index", 0),
+        ("importance", "expert_index", 0),
+        ("importance", "expert_index", 1),
+        ("grouped_linear", "weight", 0),
+        ("grouped_linear", "weight", 1),
+        ("grouped_linear", "bias", 0),
+        ("grouped_linear", "bias", 1),
+    ],
+)
+def test_sizes_that_do_not_fit(op, name, axis):
+    """The message holds the shape that came."""
+    tensor = arguments()[op][name]
+    wrong = tensor.narrow(axis, 0, tensor.shape[axis] - 1)
+    message = refuses(op, ValueError, r"\w+", **{name: wrong})
+    assert name in message
+    assert str(wrong.shape[axis]) in re.findall(r"\d+", message.split(", got ")[1])
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("dispatch", "inverse"),
+        ("combine", "inverse"),
+        ("combine", "gates"),
+        ("grouped_linear", "offsets"),
+    ],
+)
+def test_lengths_that_do_not_fit(op, name):
+    """Which of two arguments is the wrong one cannot be known; either may be named."""
+    tensor = arguments()[op][name]
+    refuses(op, ValueError, r"\w+ must", **{name: tensor[:-1]})
+
+
+@pytest.mark.parametrize("k", [-1, 0, E + 1, 1000])
+def test_k_out_of_range(k):
+    """Both numbers, k and the number of experts, are named."""
+    message = refuses("noisy_topk_gating", ValueError, "k must", k=k)
+    assert str(k) in message.split("got")[1]
+    if k > 0:
+        assert str(E) in message
+
+
+@pytest.mark.parametrize("nu", [-0.1, float("nan"), float("inf")])
+def test_noise_epsilon_out_of_range(nu):
+    refuses("noisy_topk_gating", ValueError, "noise_epsilon must", noise_epsilon=nu)
+
+
+@pytest.mark.parametrize("missing", ["raw_noise_stddev", "noise"])
+def test_noise_and_its_scale_come_together(missing):
+    refuses("noisy_topk_gating", ValueError, r"\w+ must", **{missing: None})
+
+
+@pytest.mark.parametrize("op", ["importance", "dispatch_plan"])
+@pytest.mark.parametrize("num_experts", [0, -1])
+def test_number_of_experts_is_positive(op, num_experts):
+    refuses(op, ValueError, "num_experts must", num_experts=num_experts)
+
+
+@pytest.mark.parametrize("bad", [-1, E, 10**12])
+@pytest.mark.parametrize("op", ["importance", "dispatch_plan", "load"])
+def test_expert_index_out_of_range(op, bad):
+    index = arguments()[op]["expert_index"].clone()
+    index[2, 1] = bad
+    message = refuses(op, IndexError, "expert_index must", expert_index=index)
+    assert str(bad) in message.split("got")[1]
+
+
+@pytest.mark.parametrize("bad", [-1, T * K, 10**12])
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_inverse_out_of_range(op, bad):
+    inverse = arguments()[op]["inverse"].clone()
+    inverse[2, 1] = bad
+    message = refuses(op, IndexError, "inverse must", inverse=inverse)
+    assert str(bad) in message.split("got")[1]
+
+
+@pytest.mark.parametrize(
+    "offsets", [[1, 2, 3, 4, 5, 8], [0, 4, 2, 6, 7, 8], [0, 1, 2, 3, 4, 9], [0, 1, 2, 3, 4, 5]]
+)
+def test_offsets_run_from_0_to_the_number_of_rows(offsets):
+    with pytest.raises((ValueError, IndexError), match="^grouped_linear: offsets must .*, got "):
+        ops.grouped_linear(**{**arguments()["grouped_linear"], "offsets": torch.tensor(offsets)})
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("noisy_topk_gating", "noise"),
+        ("load", "threshold"),
+        ("grouped_linear", "weight"),
+        ("grouped_linear", "bias"),
+    ],
+)
+def test_types_that_do_not_fit(op, name):
+    tensor = arguments()[op][name]
+    refuses(op, TypeError, r"\w+ must", **{name: tensor.double()})
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("op, name", TENSORS)
+def test_devices_that_do_not_fit(op, name):
+    if len([x for x in arguments()[op].values() if isinstance(x, torch.Tensor)]) > 1:
+        refuses(op, ValueError, r"\w+ must", **{name: arguments()[op][name].cuda()})
+
+
+# Modules
+
+
+def gate(**changes):
+    return NoisyTopKGate(**{**dict(d_model=D, num_experts=E, k=K), **changes})
+
+
+def layer(**changes):
+    return MoE(**{**dict(d_model=D, num_experts=E, k=K), **changes})
+
+
+@pytest.mark.parametrize(
+    "make, pattern",
+    [
+        (lambda: layer(k=0), r"k must .*got 0"),
+        (lambda: layer(k=E + 1), r"k must .*5.*got .*6"),
+        (lambda: gate(k=0), r"k must .*got 0"),
+        (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),
+        (lambda: gate(num_experts=0), r"must .*got"),
+        (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
+        (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
+        (lambda: FeedForwardExperts(0, D), r"num_experts must .*got 0"),
+        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes must .*got"),
+        (
+            lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
+            r"activation must .*got '?rely",
+        ),
+        (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
+        (lambda: ModuleExperts([]), r"modules must .*got"),
+        (lambda: layer(experts=[torch.nn.Identity()] * (E - 1)), r"experts must .*5.*got .*4"),
+    ],
+)
+def test_constructor_values(make, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        make()
+
+
+@pytest.mark.parametrize("shape", [(4, D + 1), (4, D - 1), (D + 1,)])
+def test_width_of_the_input(shape):
+    for call in (layer(), gate()):
+        with pytest.raises(ValueError, match=rf"x must .*{D}.*got .*{shape[-1]}"):
+            call(torch.randn(shape))
+
+
+def test_integer_input():
+    for call in (layer(), gate()):
+        with pytest.raises(TypeError, match=r"x must .*got .*int64"):
+            call(torch.zeros(4, D, dtype=torch.int64))
+
+
+def test_mask():
+    x = torch.randn(2, 4, D)
+    with pytest.raises(ValueError, match=r"mask must .*got .*2, 3"):
+        layer()(x, torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"mask must .*bool.*got .*float32"):
+        layer()(x, torch.ones(2, 4))
+
+
+def test_experts_op():
+    rows, offsets = torch.randn(6, D), torch.tensor([0, 2, 6])
+    w1, w2 = torch.randn(2, D, F), torch.randn(2, F, D)
+    ops.experts(rows, offsets, [w1, w2], None, "relu")
+    with pytest.raises(ValueError, match=r"experts: activation must .*got '?rely"):
+        ops.experts(rows, offsets, [w1, w2], None, "rely")
+    with pytest.raises(ValueError, match=r"must .*got"):
+        ops.experts(rows, offsets, [w1, w1], None, "relu")
+    with pytest.raises(ValueError, match=r"must .*got"):
+        ops.experts(rows, offsets, [w1, w2], [torch.randn(2, F)], "relu")
+    with pytest.raises(ValueError, match=r"weights must .*got"):
+        ops.experts(rows, offsets, [], None, "relu")

@@ -1,0 +1,260 @@
+"""SoftmaxGate (Eq. 2) and NoisyTopKGate (Eq. 3-5 with the statistics of Sec. 4 and App. A)."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import reference as ref
+import torch
+from conftest import assert_exact, assert_same_bits, recorded_ops
+
+from moe_ext import NoisyTopKGate, SoftmaxGate
+
+D, E = 6, 8
+
+
+def make_gate(k, device="cpu", dtype=torch.float64, **options):
+    """A gate away from its all-zero start."""
+    gate = NoisyTopKGate(D, E, k, **options)
+    torch.nn.init.normal_(gate.w_gate)
+    torch.nn.init.normal_(gate.w_noise)
+    return gate.to(device, dtype)
+
+
+def make_x(T, device="cpu", dtype=torch.float64):
+    return torch.randn(T, D, dtype=torch.float64).to(device, dtype)
+
+
+def gate_with_noise(gate, x):
+    """The gate's result, and the noise that it drew."""
+    with recorded_ops() as calls:
+        result = gate(x)
+    (noise,) = [args[2] for name, _, args, _ in calls if name == "noisy_topk_gating"]
+    return result, noise
+
+
+def dense(gates, expert_index):
+    return gates.new_zeros(len(gates), E).scatter(1, expert_index, gates)
+
+
+@pytest.mark.parametrize("k", [1, 2, E - 1, E])
+def test_training_equals_reference(device, k):
+    gate, x = make_gate(k, device), make_x(9, device)
+    result, noise = gate_with_noise(gate, x)
+    assert noise.shape == (9, E)
+    W_g, W_noise = gate.w_gate.detach().cpu(), gate.w_noise.detach().cpu()
+    _, G_X, importance, load = ref.MoE(
+        x.cpu(), W_g, W_noise, noise.cpu(), k, [lambda x: x] * E, nu=1e-2
+    )
+    assert_exact(dense(result.gates, result.expert_index).detach(), G_X)
+    assert_exact(result.importance.detach(), importance)
+    assert_exact(result.load.detach(), load)
+
+
+@pytest.mark.parametrize("k", [1, 2, E - 1])
+@pytest.mark.parametrize("detach_threshold", [False, True])
+def test_gradients_equal_reference(device, k, detach_threshold):
+    gate = make_gate(k, device, detach_threshold=detach_threshold)
+    x = make_x(9, device).requires_grad_()
+    result, noise = gate_with_noise(gate, x)
+    cotangents = torch.randn(9, E).double(), torch.randn(E).double(), torch.randn(E).double()
+    outputs = dense(result.gates, result.expert_index), result.importance, result.load
+    loss = sum((o * c.to(device)).sum() for o, c in zip(outputs, cotangents, strict=True))
+    actual = torch.autograd.grad(loss, (x, gate.w_gate, gate.w_noise))
+    leaves = [t.detach().cpu().requires_grad_() for t in (x, gate.w_gate, gate.w_noise)]
+    X, W_g, W_noise = leaves
+    C, S = X @ W_g, ref.Softplus(X @ W_noise) + 1e-2
+    H_X = C + noise.cpu() * S
+    G_X = torch.stack([ref.G(h, k) for h in H_X])
+    load = ref.Load(C, S, H_X.detach() if detach_threshold else H_X, k)
+    expected = G_X, ref.Importance(G_X), load
+    loss = sum((o * c).sum() for o, c in zip(expected, cotangents, strict=True))
+    for a, e in zip(actual, torch.autograd.grad(loss, leaves), strict=True):
+        assert_exact(a, e)
+
+
+def test_evaluation_equals_reference(device):
+    """By the clean logits alone; Load is then the number of tokens, without gradient."""
+    gate, x = make_gate(3, device).eval(), make_x(9, device)
+    result = gate(x)
+    C = (x @ gate.w_gate).detach().cpu()
+    index = torch.tensor([ref.top_k(c, 3) for c in C])
+    assert_same_bits(result.expert_index.cpu(), index)
+    assert_exact(
+        dense(result.gates, result.expert_index).detach(), torch.stack([ref.G(c, 3) for c in C])
+    )
+    assert result.load.tolist() == torch.bincount(index.flatten(), minlength=E).tolist()
+    assert result.load.is_floating_point() and not result.load.requires_grad
+    assert result.importance.requires_grad
+
+
+def test_softmax_gate_equals_reference(device):
+    gate = SoftmaxGate(D, E).double().to(device)
+    (weight,) = gate.parameters()
+    torch.nn.init.normal_(weight)
+    x = make_x(9, device)
+    result = gate(x)
+    assert result.gates.shape == result.expert_index.shape == (9, E)
+    assert all(sorted(row) == list(range(E)) for row in result.expert_index.tolist())
+    expected = torch.stack([ref.G_sigma(row, weight.detach().cpu()) for row in x.cpu()])
+    assert_exact(dense(result.gates, result.expert_index).detach(), expected)
+    assert_exact(result.importance.detach(), expected.sum(0))
+    assert result.load.tolist() == [9] * E
+    before = torch.get_rng_state()
+    assert_same_bits(gate(x).gates, result.gates)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_parameters_start_at_zero():
+    """No signal and some noise: standard deviation Softplus(0) + nu, uniformly random routing."""
+    gate = NoisyTopKGate(D, E, 2)
+    assert gate.w_gate.shape == gate.w_noise.shape == (D, E)
+    assert all(torch.count_nonzero(p) == 0 for p in gate.parameters())
+    assert len(list(gate.parameters())) == 2  # and no bias
+
+
+def test_zero_gate_is_balanced_in_training(device):
+    """Each expert is chosen by k/E of the tokens: 4 sigma on 8 counts, which a balanced gate
+    exceeds in 1 of 2000 seeds; the seed is fixed."""
+    gate = NoisyTopKGate(D, E, 2).to(device)
+    T, p = 4000, 2 / E
+    counts = torch.bincount(gate(make_x(T, device, torch.float32)).expert_index.flatten())
+    assert torch.all((counts - T * p).abs() <= 4 * math.sqrt(T * p * (1 - p)))
+
+
+def test_zero_gate_in_evaluation_picks_the_lowest(device):
+    gate = NoisyTopKGate(D, E, 3).to(device).eval()
+    result = gate(make_x(5, device, torch.float32))
+    assert result.expert_index.tolist() == [[0, 1, 2]] * 5
+    assert torch.all(result.gates == result.gates[0, 0])
+    assert result.load.tolist() == [5, 5, 5, 0, 0, 0, 0, 0]
+
+
+def test_noise_is_standard_normal(device):
+    """40,000 draws: mean, variance, correlation between neighbours, and the share beyond 2 sigma,
+    each within 4 standard errors (together 1 seed in 4000 fails; the seed is fixed)."""
+    gate = make_gate(2, device)
+    _, noise = gate_with_noise(gate, make_x(5000, device))
+    noise = noise.double()
+    error = 1 / math.sqrt(noise.numel())
+    assert abs(noise.mean()) <= 4 * error
+    assert abs(noise.var() - 1) <= 4 * math.sqrt(2) * error
+    assert abs((noise[:, 1:] * noise[:, :-1]).mean()) <= 4 * error * math.sqrt(8 / 7)
+    assert abs((noise[1:] * noise[:-1]).mean()) <= 4.01 * error
+    p = math.erfc(2 / math.sqrt(2))
+    assert abs((noise.abs() > 2).double().mean() - p) <= 4 * math.sqrt(p * (1 - p)) * error
+
+
+def test_noise_is_fresh_every_time(device):
+    gate, x = make_gate(2, device), make_x(9, device)
+    first, second = gate_with_noise(gate, x)[1], gate_with_noise(gate, x)[1]
+    assert not torch.any(first == second)
+
+
+def test_own_generator(device):
+    """Its draws repeat with its seed and leave the default generator where it was."""
+    x, generator = make_x(9, device), torch.Generator(device)
+    gate = make_gate(2, device, generator=generator)
+    before = torch.get_rng_state()
+    results = []
+    for seed in (1, 1, 2):
+        generator.manual_seed(seed)
+        results.append(gate_with_noise(gate, x)[1])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_bits(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_evaluation_draws_nothing_and_repeats(device, own_generator):
+    generator = torch.Generator(device).manual_seed(3) if own_generator else None
+    gate, x = make_gate(2, device, generator=generator).eval(), make_x(9, device)
+    states = torch.get_rng_state(), generator.get_state() if own_generator else None
+    if device == "cuda":
+        cuda_state = torch.cuda.get_rng_state()
+    first, second = gate(x), gate(x)
+    for a, b in zip(first, second, strict=True):
+        assert_same_bits(a, b)
+        assert a.isfinite().all()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert not own_generator or torch.equal(generator.get_state(), states[1])
+    assert device == "cpu" or torch.equal(torch.cuda.get_rng_state(), cuda_state)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_follows_the_training_flag(training):
+    gate = make_gate(2).train(training)
+    with recorded_ops() as calls:
+        gate(make_x(3))
+    (arguments,) = [args for name, _, args, _ in calls if name == "noisy_topk_gating"]
+    assert (arguments[1] is not None) == (arguments[2] is not None) == training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_arithmetic_in_float32(device, dtype):
+    """From half-precision inputs the logits on are float32, those of the widened inputs."""
+    gate, x = make_gate(2, device, dtype).eval(), make_x(50, device, dtype)
+    result = gate(x)
+    assert result.gates.dtype == result.importance.dtype == result.load.dtype == torch.float32
+    wide = copy.deepcopy(gate).float()(x.float())
+    assert_same_bits(result.expert_index, wide.expert_index)
+    assert_same_bits(result.gates, wide.gates)
+    result.gates[:, 0].sum().backward()
+    assert gate.w_gate.grad.dtype == dtype and torch.count_nonzero(gate.w_gate.grad) > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast_leaves_the_gate_in_float32(device, training):
+    gate = make_gate(2, device, torch.float32).train(training)
+    x = make_x(50, device, torch.float32)
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        gate.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            result = gate(x)
+        (result.gates[:, 0].sum() + result.importance.pow(2).sum()).backward()
+        assert gate.w_gate.grad.dtype == torch.float32
+        results.append([*result, gate.w_gate.grad.clone()])
+    for plain, cast in zip(*results, strict=True):
+        assert_same_bits(cast, plain)
+
+
+def test_k_equal_to_n(device):
+    gate, x = make_gate(E, device), make_x(9, device)
+    result = gate(x)
+    assert result.load.tolist() == [9] * E
+    (result.load.pow(2).sum() + result.gates[:, 0].sum()).backward()
+    assert gate.w_gate.grad.isfinite().all() and gate.w_noise.grad.isfinite().all()
+
+
+def test_one_expert(device):
+    gate = NoisyTopKGate(D, 1, 1).to(device)
+    result = gate(make_x(4, device, torch.float32))
+    assert result.gates.tolist() == [[1]] * 4
+    assert result.importance.tolist() == [4] and result.load.tolist() == [4]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_empty_batch(device, training):
+    gate = make_gate(2, device).train(training)
+    result = gate(make_x(0, device))
+    assert result.gates.shape == result.expert_index.shape == (0, 2)
+    assert result.importance.tolist() == result.load.tolist() == [0] * E
+    (result.importance.sum() + result.load.sum() + result.gates.sum()).backward()
+    assert torch.count_nonzero(gate.w_gate.grad) == 0
+
+
+def test_copies_pickles_and_states(device):
+    gate, x = make_gate(2, device), make_x(9, device)
+    keys = list(gate.state_dict())
+    result = gate(x)
+    (result.gates.pow(2).sum() + result.load.pow(2).sum()).backward()
+    assert list(gate.state_dict()) == keys
+    gate.eval()
+    fresh = NoisyTopKGate(D, E, 2).double().to(device).eval()
+    fresh.load_state_dict(gate.state_dict())
+    for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate)), fresh):
+        for a, b in zip(twin(x), gate(x), strict=True):
+            assert_same_bits(a, b)

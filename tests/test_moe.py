@@ -1,0 +1,666 @@
+"""MoE: gate, dispatch, experts and combine as one layer (Eq. 1, 6, 7, 11)."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import reference as ref
+import torch
+from conftest import (
+    assert_as_accurate,
+    assert_deterministic,
+    assert_exact,
+    assert_same_bits,
+    cpu_flags,
+    gradients,
+    poison_freed_memory,
+    recorded_ops,
+)
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import FeedForwardExperts, ModuleExperts, MoE, NoisyTopKGate, SoftmaxGate, cv_squared
+
+D, E = 6, 5
+
+
+def make_layer(k=2, device="cpu", dtype=torch.float64, num_experts=E, **options):
+    """A layer whose gate is away from its all-zero start."""
+    options.setdefault("hidden_sizes", (7,))
+    layer = MoE(D, num_experts, k, **options)
+    torch.nn.init.normal_(layer.gate.w_gate)
+    torch.nn.init.normal_(layer.gate.w_noise)
+    return layer.to(device, dtype)
+
+
+def make_x(*shape, device="cpu", dtype=torch.float64):
+    return torch.randn(*shape, D, dtype=torch.float64).to(device, dtype)
+
+
+def total(y, aux):
+    """A loss whose gradient differs from token to token."""
+    return (y * torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)).sum() + aux.loss
+
+
+def all_gradients(loss, x, layer):
+    named = {"x": x, **dict(layer.named_parameters())}
+    tensors = list(named.values())
+    return dict(zip(named, gradients([loss], tensors, [torch.ones_like(loss)]), strict=True))
+
+
+def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
+    """y, L_importance + L_load and the gradients of `total`, all from the equations."""
+    named = {"x": x, **dict(layer.named_parameters())}
+    leaves = {name: t.detach().cpu().requires_grad_() for name, t in named.items()}
+    weights = [leaves[name] for name in leaves if name.startswith("experts.weights")]
+    biases = [leaves[name] for name in leaves if name.startswith("experts.biases")] or None
+
+    def expert(e):
+        b = None if biases is None else [b[e] for b in biases]
+        return lambda x: ref.E_i(x, [w[e] for w in weights], b)
+
+    y, G_X, importance, load = ref.MoE(
+        leaves["x"],
+        leaves["gate.w_gate"],
+        leaves["gate.w_noise"],
+        None if noise is None else noise.cpu(),
+        k,
+        [expert(e) for e in range(len(weights[0]))],
+    )
+    if load is None:  # the limit of vanishing noise
+        load = (G_X.detach() > 0).double().sum(0)
+    losses = ref.L_importance(importance, w_importance) + ref.L_load(load, w_load)
+    loss = (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum() + losses
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    grads = {
+        name: torch.zeros_like(leaves[name]) if g is None else g
+        for name, g in zip(leaves, grads, strict=True)
+    }
+    return y, losses, importance, load, grads
+
+
+@pytest.mark.parametrize("k", [1, 2, E - 1, E])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_reference(device, k, training, bias):
+    """Outputs, statistics, loss and every gradient."""
+    layer = make_layer(k, device, bias=bias, hidden_sizes=(7, 4) if bias else (7,)).train(training)
+    x = make_x(8, device=device).requires_grad_()
+    with recorded_ops() as calls:
+        y, aux = layer(x)
+    (noise,) = [args[2] for name, _, args, _ in calls if name == "noisy_topk_gating"]
+    expected_y, loss, importance, load, grads = by_reference(x, layer, noise, k)
+    assert_exact(y.detach(), expected_y.detach())
+    assert_exact(aux.loss.detach(), loss.detach())
+    assert_exact(aux.importance.detach(), importance.detach())
+    assert_exact(aux.load.detach(), load.detach())
+    for name, p in layer.named_parameters():
+        assert p.requires_grad, name
+    (total(y, aux)).backward()
+    assert_exact(x.grad, grads["x"])
+    for name, p in layer.named_parameters():
+        actual = torch.zeros_like(p) if p.grad is None else p.grad
+        assert_exact(actual, grads[name])
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("k", [1, 2, E])
+def test_equals_all_experts_run_densely(device, T, k):
+    layer, x = make_layer(k, device).eval(), make_x(T, device=device)
+    y, aux = layer(x)
+    gates = aux.gates.new_zeros(T, E).scatter(1, aux.expert_index, aux.gates)
+    w1, w2 = layer.experts.weights
+    outputs = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, w1).relu(), w2)
+    assert_exact(y.detach(), torch.einsum("te,ted->td", gates, outputs).detach())
+    assert aux.gates.shape == aux.expert_index.shape == (T, k)
+    assert int(aux.tokens_per_expert.sum()) == T * k
+
+
+@pytest.mark.parametrize("T", [0, 1, 7, 64])
+def test_identity_experts_return_the_input(device, T):
+    """x · sum of gates, and the gates sum to 1."""
+    layer = MoE(D, E, 3, experts=[torch.nn.Identity() for _ in range(E)]).to(device)
+    x = make_x(T, device=device, dtype=torch.float32)
+    y, _ = layer(x)
+    torch.testing.assert_close(y, x, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_default_experts():
+    """One ReLU hidden layer of four times the width, no biases; both loss weights 0.1."""
+    layer = MoE(D, E, 2)
+    assert [tuple(p.shape) for p in layer.experts.parameters()] == [(E, D, 4 * D), (E, 4 * D, D)]
+    layer = make_layer(2)
+    _, aux = layer(make_x(8))
+    assert_exact(aux.loss, 0.1 * cv_squared(aux.importance) + 0.1 * cv_squared(aux.load))
+
+
+@pytest.mark.parametrize("w_importance, w_load", [(0, 0), (0.2, 0), (0, 0.2), (1, 1), (0.01, 0.01)])
+def test_loss_weights(device, w_importance, w_load):
+    layer = make_layer(2, device, w_importance=w_importance, w_load=w_load)
+    _, aux = layer(make_x(8, device=device))
+    assert aux.loss.shape == ()
+    assert_exact(
+        aux.loss.detach(),
+        (w_importance * cv_squared(aux.importance) + w_load * cv_squared(aux.load)).detach(),
+    )
+
+
+def test_losses_stay_out_of_the_output(device):
+    """Whatever the loss weights, y and its gradients are the same: the loss is returned, not mixed
+    in, and nothing is added to a store that other layers share."""
+    results = []
+    for w in (0.0, 1000.0):
+        torch.manual_seed(1)
+        layer = make_layer(2, device, w_importance=w, w_load=w)
+        x = make_x(8, device=device).requires_grad_()
+        y, _ = layer(x)
+        loss = (y * torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)).sum()
+        results.append([y, *all_gradients(loss, x, layer).values()])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_layers_keep_their_losses_apart(device):
+    first, second = make_layer(2, device), make_layer(3, device)
+    x = make_x(8, device=device)
+    torch.manual_seed(0)
+    y, aux_1 = first(x)
+    _, aux_2 = second(y)
+    torch.manual_seed(0)
+    _, alone = first(x)
+    assert_same_bits(aux_1.loss, alone.loss)  # not accumulated over calls
+    for aux in (aux_1, aux_2):
+        assert_exact(
+            aux.loss.detach(),
+            (0.1 * cv_squared(aux.importance) + 0.1 * cv_squared(aux.load)).detach(),
+        )
+    grads = torch.autograd.grad(aux_1.loss, list(second.parameters()), allow_unused=True)
+    assert all(g is None for g in grads)
+
+
+def test_statistics_add_over_batch_parts(device):
+    """Importance and Load are sums over the batch, so replicas and accumulation steps can add them
+    before CV² is taken."""
+    layer, x = make_layer(2, device).eval(), make_x(10, device=device)
+    whole, parts = layer(x)[1], [layer(part)[1] for part in x.split([3, 7])]
+    assert_exact(sum(p.importance for p in parts).detach(), whole.importance.detach())
+    assert_exact(sum(p.load for p in parts), whole.load)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("training", [True, False])
+def test_any_leading_shape(device, shape, training):
+    """All positions of a sequence are one batch."""
+    layer, x = make_layer(2, device).train(training), make_x(8, device=device)
+    torch.manual_seed(3)
+    expected, expected_aux = layer(x)
+    torch.manual_seed(3)
+    y, aux = layer(x.reshape(*shape, D))
+    assert y.shape == (*shape, D)
+    assert_same_bits(y.reshape(8, D), expected)
+    for a, b in zip(aux, expected_aux, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_any_layout(device):
+    """Transposed and expanded inputs, and the expanded gradient of a sum."""
+    layer = make_layer(2, device).eval()
+    x = make_x(3, 4, device=device)
+    results = []
+    for make in (lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)):
+        moved = make(x).clone(memory_format=torch.preserve_format).requires_grad_()
+        y, aux = layer(moved)
+        results.append([y, *all_gradients(y.sum() + aux.loss, moved, layer).values()])
+    assert not moved.is_contiguous()
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    row = x[:1].expand(3, 4, D)
+    assert_same_bits(layer(row)[0], layer(row.clone())[0])
+
+
+def test_permuting_rows_permutes_outputs(device):
+    layer, x = make_layer(2, device).eval(), make_x(40, device=device)
+    y, aux = layer(x)
+    order = torch.randperm(40, device=device)
+    moved, moved_aux = layer(x[order])
+    assert_exact(moved.detach(), y[order].detach())
+    assert_same_bits(moved_aux.expert_index, aux.expert_index[order])
+    assert_same_bits(moved_aux.tokens_per_expert, aux.tokens_per_expert)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padding", [0.0, float("nan")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_padding_changes_nothing(device, training, padding, bias):
+    """Bit for bit the layer without the padding rows, whatever these contain."""
+    layer = make_layer(2, device, bias=bias).train(training)
+    for p in layer.parameters():  # biases too, so that a padding row would show
+        torch.nn.init.normal_(p)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], device=device).bool()
+    x = make_x(3, 4, device=device)
+    x[~mask] = padding
+    cotangent = torch.randn_like(x)
+    cotangent[~mask] = 1  # the loss may look at padding, the layer must not
+    results = []
+    for padded in (True, False):
+        torch.manual_seed(5)
+        leaf = (x if padded else x[mask]).clone().requires_grad_()
+        y, aux = layer(leaf, mask) if padded else layer(leaf)
+        loss = (y * (cotangent if padded else cotangent[mask])).sum() + aux.loss
+        grads = all_gradients(loss, leaf, layer)
+        if padded:
+            assert torch.count_nonzero(y[~mask]) == 0
+            assert torch.count_nonzero(grads["x"][~mask]) == 0
+            y, grads["x"] = y[mask], grads["x"][mask]
+        results.append([y, *aux, *grads.values()])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    assert len(aux.gates) == 8 and int(aux.tokens_per_expert.sum()) == 16
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_all_or_nothing_masked(device, real):
+    layer, x = make_layer(2, device).eval(), make_x(6, device=device)
+    y, aux = layer(x, torch.full((6,), real, device=device))
+    if real:
+        assert_same_bits(y, layer(x)[0])
+    else:
+        assert torch.count_nonzero(y) == 0 and float(aux.loss) == 0
+        assert aux.gates.shape == (0, 2)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+@pytest.mark.parametrize("training", [True, False])
+def test_empty_batch(device, shape, training):
+    """Every parameter gets a zero gradient, and the next call works."""
+    layer = make_layer(2, device, bias=True).train(training)
+    x = make_x(*shape, device=device).requires_grad_()
+    y, aux = layer(x)
+    assert y.shape == x.shape and float(aux.loss) == 0
+    assert aux.importance.tolist() == aux.load.tolist() == [0] * E
+    (y.sum() + aux.loss).backward()
+    assert x.grad.shape == x.shape
+    for name, p in layer.named_parameters():
+        if name == "gate.w_noise" and not training:
+            continue  # no noise is drawn in evaluation, so nothing leads there
+        assert p.grad is not None and torch.count_nonzero(p.grad) == 0, name
+    y, aux = layer(make_x(4, device=device))
+    assert y.isfinite().all() and aux.loss.isfinite()
+
+
+def test_single_expert_per_token_gives_the_gate_no_task_gradient(device):
+    """k = 1: the gate is 1 whatever the logits. Only the balancing losses train it."""
+    layer, x = make_layer(1, device), make_x(20, device=device)
+    y, aux = layer(x)
+    y.pow(2).sum().backward(retain_graph=True)
+    for p in layer.gate.parameters():
+        assert p.grad is None or torch.count_nonzero(p.grad) == 0
+    assert all(torch.count_nonzero(p.grad) > 0 for p in layer.experts.parameters())
+    aux.loss.backward()
+    assert torch.count_nonzero(layer.gate.w_gate.grad) > 0
+
+
+def test_selected_gates_are_trained_by_the_task(device):
+    """k > 1: gate and input receive the task's gradient through the gate values."""
+    layer, x = make_layer(2, device), make_x(20, device=device).requires_grad_()
+    y, _ = layer(x)
+    y.pow(2).sum().backward()
+    assert torch.count_nonzero(layer.gate.w_gate.grad) > 0
+    assert torch.count_nonzero(layer.gate.w_noise.grad) > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_as_many_chosen_as_there_are(device, training):
+    """k = n: Load is T for all, its loss 0; all gradients finite."""
+    layer = make_layer(E, device, w_importance=0).train(training)
+    x = make_x(9, device=device).requires_grad_()
+    y, aux = layer(x)
+    assert aux.load.tolist() == [9] * E and float(aux.loss) == 0
+    (y.sum() + aux.loss).backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_one_expert(device, training):
+    layer = make_layer(1, device, num_experts=1).train(training)
+    x = make_x(9, device=device).requires_grad_()
+    y, aux = layer(x)
+    w1, w2 = layer.experts.weights
+    assert_exact(y.detach(), ((x @ w1[0]).relu() @ w2[0]).detach())
+    assert float(aux.loss) == 0
+    (y.sum() + aux.loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_zero_gate_in_evaluation_picks_the_lowest(device):
+    layer = MoE(D, E, 3).to(device).eval()
+    y, aux = layer(make_x(4, device=device, dtype=torch.float32))
+    assert aux.expert_index.tolist() == [[0, 1, 2]] * 4
+    assert aux.tokens_per_expert.tolist() == [4, 4, 4, 0, 0]
+    assert y.isfinite().all() and aux.loss.isfinite()
+
+
+def test_evaluation_draws_nothing_and_repeats(device):
+    layer, x = make_layer(2, device).eval(), make_x(9, device=device)
+    state = torch.get_rng_state()
+    (y, aux), (again, aux_again) = layer(x), layer(x)
+    assert_same_bits(y, again)
+    for a, b in zip(aux, aux_again, strict=True):
+        assert_same_bits(a, b)
+    assert aux.loss.isfinite()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_only_the_chosen_experts_are_computed(device):
+    """k rows per token reach the experts, and an expert that nobody chose may hold anything."""
+    layer = make_layer(1, device, bias=True)
+    with torch.no_grad():
+        layer.gate.w_gate[:, 3] = 0
+        layer.gate.w_gate[0, 3] = -1e6
+    x = make_x(9, device=device)
+    x[:, 0] = x[:, 0].abs() + 0.1  # never expert 3
+    seen = []
+    layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    results = []
+    for spoil in (False, True):
+        with torch.no_grad():
+            for p in layer.experts.parameters():
+                p[3] = float("nan") if spoil else 1.0
+        torch.manual_seed(2)
+        leaf = x.clone().requires_grad_()
+        y, aux = layer(leaf)
+        assert int(aux.tokens_per_expert[3]) == 0
+        results.append([y, *all_gradients(total(y, aux), leaf, layer).values()])
+    for clean, spoilt in zip(*results, strict=True):
+        assert_same_bits(spoilt, clean)
+    assert seen == [(9, D)] * 2
+
+
+def test_empty_expert_has_zero_gradient_in_dirty_memory(device):
+    """A second step reuses the memory of the first; NaN left there must not come back."""
+    layer = make_layer(2, device, torch.float32, num_experts=8, bias=True)
+    with torch.no_grad():
+        layer.gate.w_gate.zero_()
+        layer.gate.w_noise.zero_()
+        layer.gate.w_gate[0, 4:] = -1e6
+    x = make_x(9, device=device, dtype=torch.float32)
+    x[:, 0] = 1.0
+    sizes = sorted(
+        {p.numel() for p in layer.parameters()} | {p[0].numel() for p in layer.parameters()}
+    )
+    for _ in range(3):
+        layer.zero_grad(set_to_none=True)
+        poison_freed_memory(*sizes, 9 * D, 18 * D, 18 * 7, device=device)
+        leaf = x.clone().requires_grad_()
+        y, aux = layer(leaf)
+        poison_freed_memory(*sizes, 9 * D, 18 * D, 18 * 7, device=device)
+        (y.sum() + aux.loss).backward()
+        assert y.isfinite().all() and leaf.grad.isfinite().all()
+        for p in layer.experts.parameters():
+            assert p.grad.isfinite().all() and torch.count_nonzero(p.grad[4:]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lower_precision(device, dtype):
+    """Output and gradients in the input's type, gates and loss in float32, and no further from the
+    float64 layer than twice the same layer in plain torch, routed alike."""
+    layer = make_layer(2, device, dtype).eval()
+    x = make_x(60, device=device, dtype=dtype).requires_grad_()
+    y, aux = layer(x)
+    assert y.dtype == dtype
+    assert aux.gates.dtype == aux.loss.dtype == aux.load.dtype == torch.float32
+    cotangent = torch.randn(60, D, device=device).to(dtype)
+    grads = torch.autograd.grad(y, [x, *layer.parameters()], cotangent, allow_unused=True)
+    assert all(g is None or g.dtype == dtype for g in grads)
+
+    def plain(dtype):
+        wide = torch.promote_types(dtype, torch.float32)
+        logits = x.to(wide) @ layer.gate.w_gate.to(wide)
+        gates = logits.gather(1, aux.expert_index).softmax(-1)
+        out = 0
+        for j in range(2):
+            w1, w2 = (w.to(dtype)[aux.expert_index[:, j]] for w in layer.experts.weights)
+            hidden = torch.bmm(x.to(dtype)[:, None], w1).relu()
+            out = out + gates[:, j, None] * torch.bmm(hidden, w2)[:, 0]
+        return out
+
+    assert_as_accurate(y, plain(dtype).to(dtype), plain(torch.float64))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast(device, training):
+    """Gates as without autocast, gradients in the parameters' type; backward runs outside."""
+    layer = make_layer(2, device, torch.float32).train(training)
+    x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
+    torch.manual_seed(0)
+    expected, expected_aux = layer(x)
+    torch.manual_seed(0)
+    with torch.autocast(device, torch.bfloat16):
+        y, aux = layer(x)
+    assert y.dtype == torch.float32
+    for name in ("gates", "importance", "load", "loss"):
+        assert getattr(aux, name).dtype == torch.float32
+    assert_same_bits(aux.gates, expected_aux.gates)
+    assert_same_bits(aux.expert_index, expected_aux.expert_index)
+    # a few roundings to 8 bits on values of this size
+    assert (y - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+    (y.pow(2).sum() + aux.loss).backward()
+    assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
+    for p in layer.parameters():
+        assert p.grad is None or p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+
+
+def test_autocast_with_half_precision_input(device):
+    layer = make_layer(2, device, torch.float32)
+    x = make_x(30, device=device, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y, aux = layer(x)
+    assert y.dtype == torch.bfloat16 and aux.gates.dtype == torch.float32
+    (y.float().pow(2).sum() + aux.loss).backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_activation_checkpointing(device):
+    """The second forward draws the same noise: routing and gradients equal to the bit, and the loss
+    is there once."""
+    layer, x = make_layer(2, device), make_x(30, device=device)
+    routes, results = [], []
+    layer.experts.register_forward_pre_hook(lambda module, args: routes.append(args[1].clone()))
+    for recompute in (False, True):
+        torch.manual_seed(4)
+        leaf = x.clone().requires_grad_()
+        if recompute:
+            y, aux = checkpoint(layer, leaf, use_reentrant=False)
+        else:
+            y, aux = layer(leaf)
+        layer.zero_grad()
+        total(y, aux).backward()
+        results.append([y, *aux, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for plain, recomputed in zip(*results, strict=True):
+        assert_same_bits(recomputed, plain)
+    assert len(routes) == 3
+    for route in routes:
+        assert_same_bits(route, routes[0])
+
+
+def test_statistics(device):
+    layer = make_layer(2, device)
+    _, aux = layer(make_x(40, device=device))
+    metrics = aux.metrics()
+    assert set(metrics) == {"cv_importance", "cv_load", "max_over_mean_load"}
+    assert all(type(value) is float for value in metrics.values())
+    assert metrics["cv_importance"] == pytest.approx(float(cv_squared(aux.importance)) ** 0.5)
+    assert metrics["cv_load"] == pytest.approx(float(cv_squared(aux.load)) ** 0.5)
+    assert metrics["max_over_mean_load"] == pytest.approx(float(aux.load.max() / aux.load.mean()))
+    counts = torch.bincount(aux.expert_index.flatten(), minlength=E)
+    assert_same_bits(aux.tokens_per_expert, counts)
+    assert float(aux.importance.sum()) == pytest.approx(40)
+
+
+# Gates and experts of one's own
+
+
+def test_softmax_gate_mixes_all(device):
+    layer = MoE(D, E, E, gate=SoftmaxGate(D, E), hidden_sizes=(7,)).double().to(device)
+    for p in layer.gate.parameters():
+        torch.nn.init.normal_(p)
+    x = make_x(8, device=device)
+    y, aux = layer(x)
+    (W_g,) = layer.gate.parameters()
+    gates = (x @ W_g).softmax(-1)
+    w1, w2 = layer.experts.weights
+    outputs = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, w1).relu(), w2)
+    assert_exact(y.detach(), torch.einsum("te,ted->td", gates, outputs).detach())
+    assert_exact(aux.importance.detach(), gates.sum(0).detach())
+
+
+def test_gate_and_experts_may_be_given(device):
+    gate = NoisyTopKGate(D, E, 2)
+    experts = FeedForwardExperts(E, D, (7,), activation="swiglu")
+    layer = MoE(D, E, 2, gate=gate, experts=experts).to(device)
+    assert layer.gate is gate and layer.experts is experts
+    y, _ = layer(make_x(8, device=device, dtype=torch.float32))
+    assert y.shape == (8, D)
+
+
+def test_any_module_is_an_expert(device):
+    modules = [torch.nn.Linear(D, D), torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh())]
+    layer = MoE(D, 2, 1, experts=modules).double().to(device).eval()
+    torch.nn.init.normal_(layer.gate.w_gate)
+    assert isinstance(layer.experts, ModuleExperts)
+    x = make_x(20, device=device)
+    y, aux = layer(x)
+    expected = torch.stack([modules[e](t) for t, (e,) in zip(x, aux.expert_index, strict=True)])
+    assert len(set(aux.expert_index.flatten().tolist())) == 2
+    assert_exact(y.detach(), expected.detach())
+
+
+# The layer as a module
+
+
+def test_nothing_is_kept_between_calls(device):
+    """No activation, loss or statistic stays on the module, so copies and pickles always work."""
+    layer, x = make_layer(2, device), make_x(9, device=device)
+    before = {name: set(module.__dict__) for name, module in layer.named_modules()}
+    keys = list(layer.state_dict())
+    y, aux = layer(x)
+    total(y, aux).backward()
+    for name, module in layer.named_modules():
+        assert set(module.__dict__) == before[name]
+        assert not any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
+    assert list(layer.state_dict()) == keys
+    assert set(keys) == {name for name, _ in layer.named_parameters()}
+
+
+def test_copies_pickles_and_states(device):
+    layer, x = make_layer(2, device, bias=True), make_x(9, device=device)
+    y, aux = layer(x)
+    total(y, aux).backward()
+    layer.eval()
+    expected, _ = layer(x)
+    fresh = make_layer(2, device, bias=True).eval()
+    fresh.load_state_dict(layer.state_dict())
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert_same_bits(twin(x)[0], expected)
+
+
+def test_meta_device():
+    """Shapes without data, as large models are laid out before they are filled."""
+    layer = make_layer(2).to("meta")
+    x = torch.empty(3, 4, D, dtype=torch.float64, device="meta")
+    for training in (True, False):
+        y, aux = layer.train(training)(x)
+        assert y.device.type == "meta" and y.shape == x.shape
+        assert aux.gates.shape == (12, 2) and aux.importance.shape == (E,)
+        assert aux.loss.shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic(threads, dtype):
+    layer = make_layer(2, dtype=dtype, num_experts=16, bias=True)
+    x = make_x(500, dtype=dtype)
+
+    def function():
+        torch.manual_seed(0)
+        leaf = x.clone().requires_grad_()
+        y, aux = layer(leaf)
+        loss = y.float().pow(2).sum() + aux.loss
+        return y, *aux, *all_gradients(loss, leaf, layer).values()
+
+    assert_deterministic(function, threads)
+
+
+# A fixed computation, one hash per op; the instruction set is chosen when an op first runs.
+HASHES = """
+import hashlib, math, torch
+from moe_ext import ops
+
+def show(name, *tensors):
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    print(name, digest.hexdigest())
+
+torch.manual_seed(0)
+T, E, K, D, F = 301, 37, 3, 29, 43
+for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    def leaf(*shape):
+        return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+    clean, raw, noise = leaf(T, E), leaf(T, E), leaf(T, E).detach()
+    gating = ops.noisy_topk_gating(clean, raw, noise, K)
+    gates, index, threshold, _, stddev = gating
+    cotangents = [torch.randn(t.shape).to(t.dtype) for t in (gates, threshold, stddev)]
+    grads = torch.autograd.grad((gates, threshold, stddev), (clean, raw), cotangents)
+    show(f"gating {dtype}", *gating, *grads)
+    args = [t.detach().requires_grad_() for t in (clean, stddev, threshold)]
+    load = ops.load(*args, index)
+    show(f"load {dtype}", load, *torch.autograd.grad(load, args, torch.randn(E).to(load.dtype)))
+    gates = gates.detach().requires_grad_()
+    importance = ops.importance(gates, index, E)
+    cotangent = torch.randn(E).to(gates.dtype)
+    show(f"importance {dtype}", importance, *torch.autograd.grad(importance, gates, cotangent))
+    plan = ops.dispatch_plan(index, E)
+    x = leaf(T, D)
+    rows = ops.dispatch(x, plan.inverse)
+    cotangent = torch.randn(T * K, D).to(dtype)
+    show(f"dispatch {dtype}", *plan, rows, *torch.autograd.grad(rows, x, cotangent))
+    output = leaf(T * K, D)
+    y = ops.combine(output, gates, plan.inverse)
+    cotangent = torch.randn(T, D).to(dtype)
+    show(f"combine {dtype}", y, *torch.autograd.grad(y, (output, gates), cotangent))
+    rows, weight, bias = leaf(T * K, D), leaf(E, D, F), leaf(E, F)
+    out = ops.grouped_linear(rows, weight, bias, plan.offsets)
+    cotangent = torch.randn(T * K, F).to(dtype)
+    grads = torch.autograd.grad(out, (rows, weight, bias), cotangent)
+    show(f"grouped_linear {dtype}", out, *grads)
+"""
+
+
+def test_bits_do_not_depend_on_the_instruction_set():
+    """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results."""
+    wide = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+    names = ["default"] + [isa for isa, flags in wide.items() if flags <= cpu_flags()]
+    if len(names) == 1:
+        pytest.skip("only one instruction set on this processor")
+    printed = {
+        isa: subprocess.run(
+            [sys.executable, "-c", HASHES],
+            env={**os.environ, "MOE_EXT_ISA": isa},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for isa in names
+    }
+    assert len(printed["default"]) == 24
+    differing = {
+        (isa, line.rsplit(" ", 1)[0])
+        for isa in names[1:]
+        for line, expected in zip(printed[isa], printed["default"], strict=True)
+        if line != expected
+    }
+    assert not differing
