@@ -149,7 +149,14 @@ def assert_second_derivative_refused(function, inputs):
         torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
 
 
-def poison_freed_memory(*sizes, count=64):
-    """Leave NaN in the allocator's free blocks, where an uninitialised buffer would pick it up."""
-    blocks = [torch.full((size,), float("nan")) for size in sizes for _ in range(count)]
+def poison_freed_memory(*sizes, device="cpu", count=64):
+    """Leave NaN in the allocator's free blocks, where an uninitialised buffer would pick it up.
+    NaN of the widest type is NaN in the narrower ones too: all its bytes are 0xFF."""
+    blocks = []
+    for size in sizes:
+        for width in (2, 4, 8):
+            blocks += [
+                torch.full((size * width,), 255, dtype=torch.uint8, device=device)
+                for _ in range(count)
+            ]
     del blocks
