@@ -1,0 +1,55 @@
+"""Parameters and operations of a language model, counted as in the paper's tables (7 and 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..experts import FeedForwardExperts
+from ..models import LanguageModel
+from ..moe import MoE
+
+
+@dataclass(frozen=True)
+class Cost:
+    """ops_per_timestep: multiply-adds of one position's forward pass, embedding and softmax
+    excluded. parameters: weights without embedding and softmax. total_parameters: with both."""
+
+    ops_per_timestep: int
+    parameters: int
+    total_parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ops_per_timestep / 1e6:.3f}M ops/timestep, {self.parameters / 1e6:.2f}M "
+            f"parameters ({self.total_parameters / 1e6:.2f}M with embedding and softmax)"
+        )
+
+
+def cost(model: LanguageModel) -> Cost:
+    """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
+
+    Every matrix is one multiply-add per weight and position; of a MoE's experts each position meets
+    k of E, and its gate's two matrices are used in full. The biases of the LSTMs, below the
+    precision of the tables, are left out of ops and parameters and are in the total.
+    """
+    ops = parameters = 0
+    for layer in model.layers:
+        if isinstance(layer, MoE):
+            gate, experts = _weights(layer.gate.parameters()), _weights(layer.experts.weights)
+            ops += gate + experts * layer.k // layer.num_experts
+            parameters += gate + experts
+        elif isinstance(layer, FeedForwardExperts):
+            ops += _weights(layer.weights)
+            parameters += _weights(layer.weights)
+        else:
+            matrices = _weights(p for p in layer.parameters() if p.dim() == 2)
+            ops += matrices
+            parameters += matrices
+    return Cost(ops, parameters, sum(p.numel() for p in model.parameters()))
+
+
+def _weights(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

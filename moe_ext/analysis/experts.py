@@ -1,0 +1,187 @@
+"""What each expert of a trained language model sees (Table 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..data import EncodedSentences, SentenceBatches, Vocabulary
+from ..models import LanguageModel, evaluating
+
+NEIGHBOURS = 2  # words shown on either side
+_PURITY_POSITIONS = 50
+_NO_WORD = -1
+
+
+class Context(NamedTuple):
+    """gate: the expert's weight at the word. words: the word in the middle of its neighbours, ""
+    beyond the ends of the sentence."""
+
+    gate: float
+    words: tuple[str, ...]
+
+
+class Word(NamedTuple):
+    """count: how often the expert got the word. share: count / occurrences of the word."""
+
+    word: str
+    count: int
+    share: float
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """share: of all tokens, how many this expert is one of the k for (an even share is k / E).
+    information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in nats,
+    less what is left of it when words and experts are paired at random. purity: share of the most
+    frequent word among the 50 highest gates. words: the ones that contribute most to the
+    information. contexts: the distinct ones with the highest gates, highest first."""
+
+    expert: int
+    share: float
+    information: float
+    purity: float
+    words: list[Word]
+    contexts: list[Context]
+
+
+class _Routing(NamedTuple):
+    windows: Tensor  # [N, 5] int64: each position's input word between its neighbours
+    gates: Tensor  # [N, K]
+    expert_index: Tensor  # [N, K]
+
+
+def inspect_experts(
+    model: LanguageModel,
+    sentences: EncodedSentences,
+    vocabulary: Vocabulary,
+    *,
+    num_positions: int = 200_000,
+    layer: int = 0,
+    num_contexts: int = 10,
+    num_words: int = 10,
+    tokens_per_batch: int = 2_560,
+) -> list[ExpertReport]:
+    """One report for each expert of the model's MoE layer number ``layer`` (counting MoE layers
+    only).
+
+    Runs about ``num_positions`` positions of randomly chosen sentences without noise or dropout. An
+    expert that got none has share 0 and empty lists.
+    """
+    moe_layers = [m for m in model.layers if hasattr(m, "num_experts") and hasattr(m, "gate")]
+    if not 0 <= layer < len(moe_layers):
+        raise ValueError(
+            f"inspect_experts: layer must be in [0, {len(moe_layers)}), the model's MoE layers, "
+            f"got {layer}"
+        )
+    num_experts = moe_layers[layer].num_experts
+    routing = _collect(model, sentences, num_positions, layer, tokens_per_batch)
+    num_rows, k = routing.expert_index.shape
+    experts = routing.expert_index.flatten()
+    words = routing.windows[:, NEIGHBOURS].repeat_interleave(k)
+
+    # Slots by expert, and by decreasing gate within each.
+    order = routing.gates.flatten().argsort(descending=True)
+    order = order[experts[order].argsort(stable=True)]
+    load = torch.bincount(experts, minlength=num_experts)
+    ends = load.cumsum(0).tolist()
+
+    contribution, key_expert, key_word, count = _information(experts, words, load, len(vocabulary))
+    information = torch.zeros(num_experts, dtype=torch.float64)
+    information.index_add_(0, key_expert, contribution)
+    shuffled = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
+    chance, chance_expert, _, _ = _information(experts, shuffled, load, len(vocabulary))
+    information.index_add_(0, chance_expert, -chance)
+
+    occurrences = torch.bincount(words, minlength=len(vocabulary)) // k
+    by_contribution = contribution.argsort(descending=True)
+    by_contribution = by_contribution[key_expert[by_contribution].argsort(stable=True)]
+    key_ends = torch.bincount(key_expert, minlength=num_experts).cumsum(0).tolist()
+
+    reports = []
+    for expert in range(num_experts):
+        begin, end = (ends[expert - 1] if expert else 0), ends[expert]
+        slots = order[begin:end]
+        top = words[slots[:_PURITY_POSITIONS]]
+        keys = by_contribution[(key_ends[expert - 1] if expert else 0) : key_ends[expert]]
+        reports.append(
+            ExpertReport(
+                expert=expert,
+                share=len(slots) / num_rows,
+                information=float(information[expert]),
+                purity=float(top.bincount().max() / len(top)) if len(top) else 0.0,
+                words=[
+                    Word(
+                        vocabulary.words[word],
+                        int(count[key]),
+                        float(count[key] / occurrences[word]),
+                    )
+                    for key in keys[:num_words].tolist()
+                    for word in [int(key_word[key])]
+                ],
+                contexts=_contexts(routing, slots, vocabulary, num_contexts),
+            )
+        )
+    return reports
+
+
+@torch.inference_mode()
+def _collect(
+    model: LanguageModel,
+    sentences: EncodedSentences,
+    num_positions: int,
+    layer: int,
+    tokens_per_batch: int,
+) -> _Routing:
+    device = model.embedding.weight.device
+    batches = SentenceBatches(
+        sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
+    )
+    parts: list[_Routing] = []
+    seen = 0
+    with evaluating(model):
+        for batch in batches.epoch(0):
+            _, aux = model(batch.inputs.to(device), batch.mask.to(device))
+            # Input words, then the end of the sentence, then nothing: room for the neighbours.
+            text = batch.inputs.masked_fill(~batch.mask, _NO_WORD)
+            text = F.pad(text, (NEIGHBOURS, NEIGHBOURS), value=_NO_WORD)
+            last = batch.mask.sum(1, keepdim=True) + NEIGHBOURS
+            text.scatter_(1, last, sentences.eos_id)
+            windows = text.unfold(1, 2 * NEIGHBOURS + 1, 1)[batch.mask]
+            parts.append(_Routing(windows, aux[layer].gates.cpu(), aux[layer].expert_index.cpu()))
+            seen += len(windows)
+            if seen >= num_positions:
+                break
+    return _Routing(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _information(
+    experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For each (expert, word) that occurs: p(w|e) ln(p(w|e) / p(w)), expert, word, count."""
+    keys, count = torch.unique(experts * vocab_size + words, return_counts=True)
+    expert, word = keys // vocab_size, keys % vocab_size
+    p_word = torch.bincount(words, minlength=vocab_size).double() / len(words)
+    p_given_expert = count.double() / load[expert]
+    return p_given_expert * (p_given_expert / p_word[word]).log(), expert, word, count
+
+
+def _contexts(
+    routing: _Routing, slots: Tensor, vocabulary: Vocabulary, num_contexts: int
+) -> list[Context]:
+    """The distinct contexts of the first slots, which are in order of decreasing gate."""
+    k = routing.gates.shape[1]
+    contexts: dict[tuple[int, ...], float] = {}
+    for slot in slots[: 10 * num_contexts].tolist():
+        window = tuple(routing.windows[slot // k].tolist())
+        contexts.setdefault(window, float(routing.gates[slot // k, slot % k]))
+        if len(contexts) == num_contexts:
+            break
+    return [
+        Context(gate, tuple("" if w == _NO_WORD else vocabulary.words[w] for w in window))
+        for window, gate in contexts.items()
+    ]

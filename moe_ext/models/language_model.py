@@ -1,0 +1,231 @@
+"""The paper's language models (App. C.1): embedding, LSTM, MoE, LSTM, softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Batch
+from ..experts import FeedForwardExperts
+from ..moe import MoE, MoEAux
+from .lstm import LSTM
+from .softmax import linear_cross_entropy, linear_nll
+
+LAYER_KINDS = ("lstm", "moe", "ffn")
+
+
+def require(holds: bool, name: str, rule: str, value: object) -> None:
+    """Raises ValueError "<name> must <rule>, got <value>" unless it holds."""
+    if not holds:
+        raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+@dataclass
+class MoEConfig:
+    """A mixture-of-experts layer: every token goes through ``k`` of ``num_experts`` experts."""
+
+    num_experts: int = 32
+    k: int = 4
+    hidden_sizes: list[int] = field(default_factory=lambda: [1024])
+    activation: str = "relu"
+    w_importance: float = 0.1
+    w_load: float = 0.1
+    noise_epsilon: float = 1e-2
+
+    def __post_init__(self) -> None:
+        require(self.num_experts >= 1, "num_experts", "be at least 1", self.num_experts)
+        require(
+            1 <= self.k <= self.num_experts,
+            "k",
+            f"be in [1, num_experts = {self.num_experts}]",
+            self.k,
+        )
+        require(
+            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
+        )
+        require(self.w_importance >= 0, "w_importance", "be at least 0", self.w_importance)
+        require(self.w_load >= 0, "w_load", "be at least 0", self.w_load)
+        require(self.noise_epsilon >= 0, "noise_epsilon", "be at least 0", self.noise_epsilon)
+
+
+@dataclass
+class FeedForwardConfig:
+    """The dense layer in the MoE's place: one expert that every token goes through, no gate."""
+
+    hidden_sizes: list[int] = field(default_factory=lambda: [4096])
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        require(
+            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
+        )
+
+
+@dataclass
+class LanguageModelConfig:
+    """A stack of ``layers`` between embedding and softmax, every one ``d_model`` wide.
+
+    layers: of "lstm", "moe" and "ffn". The paper's models: ["lstm", "moe", "lstm"]; MoE-1-Wide and
+    MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512: four "lstm". dropout: on
+    the output of each layer and of the embedding. residual: add each layer's input to its output.
+    lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 means d_model.
+    """
+
+    d_model: int = 512
+    layers: list[str] = field(default_factory=lambda: ["lstm", "moe", "lstm"])
+    dropout: float = 0.1
+    residual: bool = True
+    lstm_units: int = 0
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+
+    def __post_init__(self) -> None:
+        require(self.d_model >= 1, "d_model", "be at least 1", self.d_model)
+        require(
+            len(self.layers) > 0 and set(self.layers) <= set(LAYER_KINDS),
+            "layers",
+            f"be a list of {', '.join(LAYER_KINDS)}",
+            self.layers,
+        )
+        require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
+        require(
+            self.lstm_units == 0 or self.lstm_units >= self.d_model,
+            "lstm_units",
+            f"be 0 or at least d_model = {self.d_model}",
+            self.lstm_units,
+        )
+
+
+class LossParts(NamedTuple):
+    """What one batch contributes. The objective is ``nll_sum / num_tokens + aux_loss``; a
+    perplexity is made of the first two alone.
+
+    nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included). num_tokens:
+    how many. aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
+    aux: what each MoE layer reports, in order.
+    """
+
+    nll_sum: Tensor
+    num_tokens: int
+    aux_loss: Tensor
+    aux: tuple[MoEAux, ...]
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next word of a sentence.
+
+    h = dropout(embedding), then for every layer  h <- h + dropout(f(h))  with f the LSTM, or the
+    sigmoid of the MoE (or of the dense layer in its place), then the softmax (App. C.1). The MoE
+    sees all positions of all sentences as one batch (Sec. 3.1), padding left out. Embedding and
+    softmax are separate, each [vocab_size, d_model]; the embedding starts normal with deviation
+    d_model^-1/2, the softmax uniform with variance 1 / d_model and zero bias.
+
+    noise_generator: where the gates' noise comes from; torch's default generator if None. With one
+    of its own, a model with MoE layers and one without draw the same dropout masks from the same
+    seed. From the same seed their embedding and softmax start equal too, and so do the LSTMs, in
+    order.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        vocab_size: int,
+        *,
+        noise_generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        d_model = config.d_model
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
+        self.softmax = nn.Linear(d_model, vocab_size)
+        nn.init.uniform_(self.softmax.weight, -((3 / d_model) ** 0.5), (3 / d_model) ** 0.5)
+        nn.init.zeros_(self.softmax.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+        # LSTMs first: models that differ in the other layers then share the random draws up to
+        # here.
+        lstms = iter([LSTM(d_model, config.lstm_units) for kind in config.layers if kind == "lstm"])
+        self.layers = nn.ModuleList()
+        for kind in config.layers:
+            if kind == "lstm":
+                self.layers.append(next(lstms))
+            elif kind == "moe":
+                self.layers.append(
+                    MoE(
+                        d_model,
+                        config.moe.num_experts,
+                        config.moe.k,
+                        hidden_sizes=tuple(config.moe.hidden_sizes),
+                        activation=config.moe.activation,
+                        w_importance=config.moe.w_importance,
+                        w_load=config.moe.w_load,
+                        noise_epsilon=config.moe.noise_epsilon,
+                        generator=noise_generator,
+                    )
+                )
+            else:
+                self.layers.append(
+                    FeedForwardExperts(
+                        1, d_model, tuple(config.ffn.hidden_sizes), activation=config.ffn.activation
+                    )
+                )
+
+    def forward(
+        self, inputs: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        """inputs: [B, S] ids; mask: [B, S] bool, True for real tokens (all, if None).
+
+        Returns what the softmax reads, [B, S, d_model] (undefined where masked), and each MoE
+        layer's report.
+        """
+        h = self.dropout(self.embedding(inputs))
+        reports = []
+        for layer in self.layers:
+            if isinstance(layer, MoE):
+                y, aux = layer(h, mask)
+                y = torch.sigmoid(y)
+                reports.append(aux)
+            elif isinstance(layer, FeedForwardExperts):
+                rows = h.flatten(0, 1)
+                offsets = torch.arange(0, 2 * len(rows), len(rows), device=h.device)  # [0, B * S]
+                y = torch.sigmoid(layer(rows, offsets)).view_as(h)
+            else:
+                y = layer(h)
+            y = self.dropout(y)
+            h = h + y if self.config.residual else y
+        return h, tuple(reports)
+
+    def loss(self, batch: Batch) -> LossParts:
+        """The parts of the training objective. Logits are made for real tokens only."""
+        h, aux = self(batch.inputs, batch.mask)
+        targets = batch.targets[batch.mask]
+        nll_sum = linear_cross_entropy(
+            h[batch.mask], self.softmax.weight, self.softmax.bias, targets
+        )
+        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
+        return LossParts(nll_sum, len(targets), aux_loss, aux)
+
+    @torch.no_grad()
+    def token_nll(self, batch: Batch) -> Tensor:
+        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
+        h, _ = self(batch.inputs, batch.mask)
+        return linear_nll(
+            h[batch.mask], self.softmax.weight, self.softmax.bias, batch.targets[batch.mask]
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode for a while."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,1 @@
+"""Training of the models: configuration, loop, metrics, checkpoints, paired comparisons."""

@@ -1,0 +1,259 @@
+"""Configuration of a training run: nested dataclasses, read from TOML, changed by dotted key.
+
+config = read_config("configs/small/moe-32.toml", ["steps=500", "model.moe.k=2"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..models import LanguageModelConfig
+from ..models.language_model import require
+
+
+class ConfigError(ValueError):
+    """A configuration, corpus or run folder that can't be used: one sentence with what to do."""
+
+
+@dataclass
+class DataConfig:
+    """corpus: "builtin" or a path (moe_ext/data/corpora.py). vocab_size: at most so many entries,
+    <unk> and </s> included; min_count: of words seen at least so often. tokens_per_batch:
+    predictions per batch, roughly. max_length: longest row in training (0: whole sentences).
+    max_train_sentences: use only the first ones (0: all)."""
+
+    corpus: str = "builtin"
+    vocab_size: int = 10_000
+    min_count: int = 1
+    tokens_per_batch: int = 2_560
+    max_length: int = 0
+    max_train_sentences: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
+        require(self.min_count >= 1, "min_count", "be at least 1", self.min_count)
+        require(
+            self.tokens_per_batch >= 1, "tokens_per_batch", "be at least 1", self.tokens_per_batch
+        )
+        require(self.max_length >= 0, "max_length", "be at least 0", self.max_length)
+        require(
+            self.max_train_sentences >= 0,
+            "max_train_sentences",
+            "be at least 0",
+            self.max_train_sentences,
+        )
+
+
+@dataclass
+class OptimizerConfig:
+    """Adam under the schedule of App. C.1 (moe_ext/optim.py). learning_rate: its peak. clip_norm:
+    bound on the norm of all gradients together (0: none). accumulate: batches per step; the loss of
+    a step is the mean over all their tokens plus the mean, weighted by tokens, of their balancing
+    losses: each batch is balanced by itself."""
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 1_000
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-9
+    clip_norm: float = 0.0
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
+        require(self.warmup_steps >= 1, "warmup_steps", "be at least 1", self.warmup_steps)
+        require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
+        require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
+        require(self.eps > 0, "eps", "be positive", self.eps)
+        require(self.clip_norm >= 0, "clip_norm", "be at least 0", self.clip_norm)
+        require(self.accumulate >= 1, "accumulate", "be at least 1", self.accumulate)
+
+
+@dataclass
+class LogConfig:
+    """Intervals in steps (0: never). eval_sentences: of the dev part, so many sentences (0: all).
+    keep_checkpoints: the newest so many. tensorboard: write event files for it too."""
+
+    log_every: int = 50
+    eval_every: int = 500
+    eval_sentences: int = 0
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    tensorboard: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.log_every >= 1, "log_every", "be at least 1", self.log_every)
+        require(self.eval_every >= 0, "eval_every", "be at least 0", self.eval_every)
+        require(self.eval_sentences >= 0, "eval_sentences", "be at least 0", self.eval_sentences)
+        require(self.save_every >= 0, "save_every", "be at least 0", self.save_every)
+        require(
+            self.keep_checkpoints >= 1, "keep_checkpoints", "be at least 1", self.keep_checkpoints
+        )
+
+
+@dataclass
+class Config:
+    """A training run. output: its folder (runs/NAME of the file, if not given). resume: continue
+    the run that is there. steps: optimizer steps in all. device: "cpu", "cuda" or another torch
+    device. num_threads: of torch (0: its default). autocast: "" for float32, or "bfloat16"."""
+
+    output: str = ""
+    resume: bool = False
+    seed: int = 1
+    steps: int = 2_000
+    device: str = "cpu"
+    num_threads: int = 0
+    autocast: str = ""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed", "be at least 0", self.seed)
+        require(self.steps >= 1, "steps", "be at least 1", self.steps)
+        require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
+        require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with ``key=value`` overrides; keys are dotted, values TOML.
+
+    A value that is not TOML is taken as a string, so that ``data.corpus=builtin`` needs no quotes.
+    Raises ConfigError, which names key, rule and value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no configuration file {path}; give one such as configs/quickstart.toml"
+        )
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} must be TOML; correct it: {error}") from None
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"an override must be key=value, got {override!r}")
+        _set(table, key.strip(), _parse(text.strip()), override)
+    config = config_from_dict(table)
+    config.output = config.output or f"runs/{path.stem}"
+    return config
+
+
+def config_from_dict(table: dict[str, Any]) -> Config:
+    """A Config of nested dicts, as in TOML; missing keys take their defaults."""
+    return _build(Config, table, "")
+
+
+def config_differences(a: Config, b: Config) -> list[str]:
+    """The dotted keys in which two configurations differ."""
+    flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))
+    return [key for key in flat_a if flat_a[key] != flat_b[key]]
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML, every key written out."""
+    lines: list[str] = []
+
+    def write(table: dict[str, Any], path: str) -> None:
+        if path:
+            lines.append(f"\n[{path}]")
+        for key, value in table.items():
+            if not isinstance(value, dict):
+                # JSON and TOML agree on the numbers, strings, booleans and lists used here.
+                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+        for key, value in table.items():
+            if isinstance(value, dict):
+                write(value, f"{path}.{key}" if path else key)
+
+    write(asdict(config), "")
+    return "\n".join(lines) + "\n"
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(table: dict[str, Any], dotted: str, value: Any, override: str) -> None:
+    *path, last = dotted.split(".")
+    for key in path:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {key} must be a table, it is a value")
+    table[last] = value
+
+
+def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{path}{key}.")
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def _build(cls: type, table: Any, path: str) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path[:-1]} must be a table of options, got {table!r}")
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(_unknown_key(f"{path}{key}"))
+        hint = hints[key]
+        if is_dataclass(hint):
+            values[key] = _build(hint, value, f"{path}{key}.")
+        else:
+            values[key] = _check_type(hint, value, f"{path}{key}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}{error}") from None
+
+
+def _check_type(hint: Any, value: Any, key: str) -> Any:
+    """``value`` if it is of type ``hint``; an int serves as a float, a bool not as an int."""
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        if isinstance(value, list):
+            return [_check_type(item, element, key) for element in value]
+        raise ConfigError(f"{key} must be a list of {item.__name__}, got {value!r}")
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(f"{key} must be {names[hint]}, got {value!r}")
+    return value
+
+
+def _unknown_key(key: str) -> str:
+    known = list(_flatten(asdict(Config())))
+    tables = [f.name for f in fields(Config) if is_dataclass(f.default_factory)]
+    last = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.6)
+    near = near or [name for name in known if name.rsplit(".", 1)[-1] == last]
+    near = near or [
+        name
+        for name in known
+        if difflib.get_close_matches(last, [name.rsplit(".", 1)[-1]], cutoff=0.75)
+    ]
+    hint = f"did you mean {near[0]}?" if near else f"top-level keys are {', '.join(_top_level())}"
+    return f"unknown option {key}; {hint}"
+
+
+def _top_level() -> list[str]:
+    return [f.name for f in fields(Config)]

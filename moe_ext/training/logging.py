@@ -1,0 +1,97 @@
+"""Where a run's numbers go: a progress bar, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .checkpoint import atomic_file
+from .config import ConfigError, LogConfig
+
+
+class RunLog:
+    """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the latest.
+
+    ``start_step`` > 0 continues an earlier log: what it holds beyond that step is dropped, because
+    the steps since the checkpoint will be made again.
+    """
+
+    def __init__(self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str):
+        path = run / "metrics.jsonl"
+        kept = [record for record in read_metrics(run) if record["step"] <= start_step]
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+        self._writer = None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ConfigError(
+                    "TensorBoard is not installed; install it (pip install tensorboard) "
+                    "or set log.tensorboard=false"
+                ) from None
+            self._writer = SummaryWriter(run / "tensorboard", purge_step=start_step + 1)
+        self._file = path.open("a", encoding="utf-8")
+        self._bar = tqdm(
+            total=steps,
+            initial=start_step,
+            desc=title,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not config.progress,
+        )
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """values: numbers, or nested lists of numbers (by MoE layer)."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{kind}/{key}", value, step)
+                    continue
+                for layer, item in enumerate(value):
+                    tag = f"{kind}/{key}/layer{layer}"
+                    if isinstance(item, list):
+                        self._writer.add_histogram(tag, torch.tensor(item), step)
+                    else:
+                        self._writer.add_scalar(tag, item, step)
+        shown = {
+            "nll": "nll", "aux_loss": "aux", "words_per_second": "words/s", "perplexity": "ppl",
+        }  # fmt: skip
+        text = [f"{shown[key]} {value:.4g}" for key, value in values.items() if key in shown]
+        if kind == "train":
+            self._bar.set_postfix_str(", ".join(text))
+        else:
+            self.say(f"step {step}: {kind} {', '.join(text)}")
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        if not self._bar.disable:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, in order; [] if there is none. A last line that a crash
+    cut short is left out."""
+    path = run / "metrics.jsonl"
+    records = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return [record for record in records if kind is None or record["kind"] == kind]

@@ -1,0 +1,58 @@
+"""What is measured: perplexity, and how evenly the experts are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..data import EncodedSentences, SentenceBatches
+from ..models import LanguageModel, evaluating
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """sentence_nll: [N] float64, nats of each sentence in the order of the corpus. num_tokens: all
+    predictions, ends of sentences included."""
+
+    sentence_nll: Tensor
+    num_tokens: int
+
+    @property
+    def nll(self) -> float:
+        """Nats per token."""
+        return float(self.sentence_nll.sum()) / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(all nats / all tokens): token-weighted, without the balancing losses."""
+        return math.exp(self.nll)
+
+
+def evaluate(
+    model: LanguageModel, sentences: EncodedSentences, *, tokens_per_batch: int = 2_560
+) -> Evaluation:
+    """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
+
+    Sums are kept in float64 by sentence, so that the result does not depend on tokens_per_batch.
+    """
+    device = model.embedding.weight.device
+    batches = SentenceBatches(
+        sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=False
+    )
+    sentence_nll = torch.zeros(len(sentences), dtype=torch.float64, device=device)
+    with evaluating(model), torch.inference_mode():
+        for batch in batches.epoch(0):
+            batch = batch.to(device)
+            sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
+            sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
+    return Evaluation(sentence_nll.cpu(), batches.num_tokens)
+
+
+def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Each key's mean over several dicts of the same keys; {} of none."""
+    rows = list(rows)
+    return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}

@@ -1,0 +1,102 @@
+"""MoE against a dense model of equal operations, over paired seeds.
+
+    python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 data.corpus=path/to/text
+    python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
+
+Both models of a seed see the same batches and dropout masks and start from the same embedding,
+softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. Run it
+again after an interruption: finished runs are kept, the others continue. To use several processors,
+run one seed in each process and then all together. Writes OUTPUT/comparison.json and
+OUTPUT/comparison.md.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_ext.training.checkpoint import atomic_file
+from moe_ext.training.command import exit_status
+from moe_ext.training.comparison import ARMS, comparison_report, dense_counterpart, train_pair
+from moe_ext.training.config import Config, ConfigError, read_config
+from moe_ext.training.loop import load_text, set_up_torch
+
+
+def as_markdown(report: dict[str, Any], config: Config) -> str:
+    """The report as a page with one row for each seed."""
+    lines = [
+        f"{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus "
+        f"{config.data.corpus}: {report['train_tokens']:,} training and "
+        f"{report['test_tokens']:,} test tokens, vocabulary {report['vocabulary']:,}.",
+        "",
+        "| model | ops/timestep | parameters | with embedding and softmax |",
+        "|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        cost = report["cost"][arm]
+        lines.append(
+            f"| {arm} | {cost['ops_per_timestep'] / 1e6:.3f}M | {cost['parameters'] / 1e6:.2f}M "
+            f"| {cost['total_parameters'] / 1e6:.2f}M |"
+        )
+    lines += [
+        "",
+        "| seed | MoE test ppl | dense test ppl | difference in ln ppl | 95% over test sentences "
+        "| CV(Importance) | CV(Load) | max/mean Load | MoE words/s | dense words/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["pairs"]:
+        balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
+        lines.append(
+            f"| {row['seed']} | {row['moe_perplexity']:.2f} | {row['dense_perplexity']:.2f} "
+            f"| {row['difference']:+.4f} | [{interval['low']:+.4f}, {interval['high']:+.4f}] "
+            f"| {balance['cv_importance']:.3f} | {balance['cv_load']:.3f} "
+            f"| {balance['max_over_mean_load']:.2f} | {speed['moe']:,.0f} | {speed['dense']:,.0f} |"
+        )
+    lines.append("")
+    if report["difference"] is None:
+        lines.append("One seed: no interval over seeds.")
+    else:
+        mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
+        change = [f"{100 * math.expm1(value):+.2f}%" for value in (mean, low, high)]
+        lines.append(
+            f"Mean difference in ln ppl, MoE - dense: {mean:+.4f}, 95% t interval over "
+            f"{len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; perplexity "
+            f"{change[0]} [{change[1]}, {change[2]}]."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a TOML file of a model with an MoE layer")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
+    options = parser.parse_intermixed_args(arguments)
+    if len(set(options.seeds)) != len(options.seeds):
+        raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
+
+    config = read_config(options.config, options.overrides)
+    dense_counterpart(config)  # an error in the configuration should come before the corpus is read
+    output = Path(options.output or f"{config.output}-compare")
+    set_up_torch(config)
+    text = load_text(config.data)
+    pairs = [train_pair(replace(config, seed=seed), text, output) for seed in options.seeds]
+    report = comparison_report(pairs, text)
+    page = as_markdown(report, config)
+    for name, content in (("json", json.dumps(report, indent=1)), ("md", page)):
+        with atomic_file(output / f"comparison.{name}") as file:
+            file.write(content.encode())
+    print(page)
+    print(f"also in {output}/comparison.md and comparison.json")
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,54 @@
+"""Perplexity of a trained language model.
+
+    python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
+    python scripts/evaluate.py runs/moe-32 --part dev
+    python scripts/evaluate.py runs/moe-32 --corpus some/text   # in the words the model knows
+
+Perplexity is exp(nats / predictions) over all words, unknown ones and ends of sentences included,
+under the full softmax, whole sentences from a zero state; it does not depend on the batch size.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from moe_ext.training.checkpoint import load_run
+from moe_ext.training.command import exit_status
+from moe_ext.training.loop import load_text
+from moe_ext.training.metrics import Evaluation, evaluate
+
+
+def main(arguments: Sequence[str] | None = None) -> Evaluation:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="the folder of a training run")
+    parser.add_argument("--part", choices=("train", "dev", "test"), default="test")
+    parser.add_argument("--corpus", help='"builtin" or a path; that of the run if not given')
+    parser.add_argument("--tokens-per-batch", type=int, default=2_560)
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads (0: its default)")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    if options.tokens_per_batch < 1:
+        parser.error(f"--tokens-per-batch must be at least 1, got {options.tokens_per_batch}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+    trained = load_run(options.run, options.device)
+    data = trained.config.data
+    data = replace(data, corpus=options.corpus) if options.corpus else data
+    sentences = getattr(load_text(data, trained.vocabulary), options.part)
+    result = evaluate(trained.model, sentences, tokens_per_batch=options.tokens_per_batch)
+    print(
+        f"{options.part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a word, "
+        f"{result.num_tokens:,} words and ends of {len(sentences):,} sentences; "
+        f"step {trained.step})"
+    )
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,140 @@
+"""What the experts of a trained language model specialise in (Table 9 of the paper).
+
+    python scripts/inspect_experts.py runs/moe-32
+    python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
+
+Prints, for each expert, its share of the tokens, the words that set it apart and the contexts with
+the highest gates, most specialised experts first (share times information), and writes the same as
+RUN/experts.txt and one HTML page RUN/experts.html.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import torch
+
+from moe_ext.analysis.experts import NEIGHBOURS, ExpertReport, inspect_experts
+from moe_ext.training.checkpoint import atomic_file, load_run
+from moe_ext.training.command import exit_status
+from moe_ext.training.config import ConfigError
+from moe_ext.training.loop import load_text
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
+section { border-top: 1px solid #ccc; padding: .6em 0; display: grid; gap: 2em; }
+section { grid-template-columns: 22em 1fr; }
+h2 { font-size: 1.1em; margin: 0 0 .3em; }
+table { border-collapse: collapse; }
+td, th { padding: 0 .5em; text-align: left; font-weight: normal; }
+th, .n, p.note { color: #777; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.left { text-align: right; }
+td.word { font-weight: 600; background: #fff3c4; text-align: center; }
+@media (max-width: 50em) { section { grid-template-columns: 1fr; } }
+</style></head><body>
+<h1>{{ title }}</h1>
+<p class="note">{{ legend }}</p>
+{% for e in reports %}
+<section id="expert-{{ e.expert }}">
+<div><h2>Expert {{ e.expert }}</h2>
+<p>{{ "%.2f%%"|format(100 * e.share) }} of the tokens; information
+{{ "%.2f"|format(e.information) }} nats; purity {{ "%.2f"|format(e.purity) }}</p>
+<table><tr><th>word</th><th class="n">times</th><th class="n">of all its</th></tr>
+{% for w in e.words %}
+<tr><td>{{ w.word }}</td><td class="n">{{ "{:,}".format(w.count) }}</td>
+<td class="n">{{ "%.0f%%"|format(100 * w.share) }}</td></tr>
+{% endfor %}
+</table></div>
+<table><tr><th class="n">gate</th><th></th><th></th><th></th></tr>
+{% for c in e.contexts %}
+<tr><td class="n">{{ "%.2f"|format(c.gate) }}</td>
+<td class="left">{{ c.words[:middle]|join(" ") }}</td>
+<td class="word">{{ c.words[middle] }}</td>
+<td>{{ c.words[middle + 1:]|join(" ") }}</td></tr>
+{% endfor %}
+</table>
+</section>
+{% endfor %}
+</body></html>
+"""
+
+_LEGEND = (
+    "Share: tokens the expert is one of the k for. Information: how much the current word tells "
+    "the expert's tokens from all tokens (Kullback-Leibler divergence in nats, less its value for "
+    "shuffled words). Purity: share of the most frequent word among the 50 highest gates. Words: "
+    "those that contribute most to the information, and the part of all their occurrences that "
+    "the expert gets."
+)
+
+
+def as_text(reports: Sequence[ExpertReport]) -> str:
+    """The reports as plain text, one paragraph for each expert."""
+    lines = []
+    for report in reports:
+        lines.append(
+            f"expert {report.expert}: {100 * report.share:.2f}% of the tokens, "
+            f"information {report.information:.2f} nats, purity {report.purity:.2f}"
+        )
+        words = ", ".join(f"{w.word} ({100 * w.share:.0f}%)" for w in report.words)
+        lines.append(f"  words: {words}")
+        for gate, context in report.contexts:
+            left = " ".join(context[:NEIGHBOURS]).strip()
+            right = " ".join(context[NEIGHBOURS + 1 :]).strip()
+            lines.append(f"  {gate:.2f}  {left:>30} [{context[NEIGHBOURS]}] {right}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_html(reports: Sequence[ExpertReport], title: str) -> str:
+    """The reports as one page that needs no other file."""
+    template = jinja2.Environment(autoescape=True).from_string(_PAGE)
+    return template.render(title=title, legend=_LEGEND, reports=reports, middle=NEIGHBOURS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="the folder of a training run")
+    parser.add_argument("--part", choices=("train", "dev", "test"), default="train")
+    parser.add_argument("--positions", type=int, default=200_000, help="how many words to look at")
+    parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
+    parser.add_argument("--contexts", type=int, default=10, help="how many for each expert")
+    parser.add_argument("--output", help="where the .txt and .html go; RUN/experts if not given")
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads (0: its default)")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+    trained = load_run(options.run, options.device)
+    sentences = getattr(load_text(trained.config.data, trained.vocabulary), options.part)
+    try:
+        reports = inspect_experts(
+            trained.model,
+            sentences,
+            trained.vocabulary,
+            num_positions=options.positions,
+            layer=options.layer,
+            num_contexts=options.contexts,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{options.run}: {error}") from error
+    reports.sort(key=lambda report: report.share * report.information, reverse=True)
+    text = as_text(reports)
+    output = Path(options.output or Path(options.run) / "experts")
+    title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
+    for suffix, content in ((".txt", text), (".html", as_html(reports, title))):
+        with atomic_file(output.with_name(output.name + suffix)) as file:
+            file.write(content.encode())
+    print(text)
+    print(f"also in {output}.txt and {output}.html")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,146 @@
+"""Train a small MoE language model and its dense counterpart; see what the experts are for.
+
+    python scripts/quickstart.py             # minutes; the whole is scripts/quickstart.sh
+    python scripts/quickstart.py --quick     # seconds: tiny models, to see that all works
+
+Both learn from the same batches of the built-in corpus with equal operations per word. Prints the
+test perplexity of both, how evenly the experts are used, and what three of them specialise in;
+writes OUTPUT/quickstart.png with the learning curves and the load of the experts over time. Run it
+again after an interruption and it continues; run it again when done and it prints the report at
+once.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+
+from moe_ext.analysis import ExpertReport, inspect_experts
+from moe_ext.training.checkpoint import load_run
+from moe_ext.training.command import exit_status
+from moe_ext.training.comparison import Result, train_pair
+from moe_ext.training.config import read_config
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.loop import load_text, set_up_torch
+
+_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
+_QUICK = [
+    "steps=30",
+    "data.vocab_size=1000",
+    "data.max_train_sentences=3000",
+    "data.tokens_per_batch=512",
+    "model.d_model=32",
+    "model.moe.num_experts=8",
+    "model.moe.k=2",
+    "model.moe.hidden_sizes=[32]",
+    "optimizer.warmup_steps=10",
+    "log.log_every=5",
+    "log.eval_every=10",
+    "log.eval_sentences=200",
+]
+
+
+def plot(results: dict[str, Result], path: Path) -> None:
+    """The learning curves of both models, and the load of each expert over time."""
+    figure, (curves, load) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
+        records = read_metrics(results[arm].run, "dev")
+        curves.plot(
+            [record["tokens"] / 1e6 for record in records],
+            [record["perplexity"] for record in records],
+            marker="o",
+            label=f"{label}: test {results[arm].perplexity:.1f}",
+        )
+    curves.set(xlabel="training tokens (millions)", ylabel="dev perplexity", yscale="log")
+    curves.grid(alpha=0.3, which="both")
+    curves.legend()
+    curves.set_title("Learning curves")
+
+    records = read_metrics(results["moe"].run, "train")
+    loads = torch.tensor([record["load"][0] for record in records])  # [log lines, E]
+    steps = [record["step"] for record in records]
+    load.plot(steps, loads, color="tab:blue", alpha=0.25, linewidth=1)
+    load.plot(steps, loads.max(1).values, color="tab:red", label="largest")
+    load.axhline(1.0, color="black", linewidth=0.8, linestyle="--", label="even share")
+    load.set(xlabel="step", ylabel="tokens of each expert / mean", ylim=(0, None))
+    load.legend()
+    load.set_title(f"Load of the {loads.shape[1]} experts")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def describe(report: ExpertReport) -> str:
+    """Two or three lines on one expert."""
+    words = ", ".join(word.word for word in report.words[:8])
+    contexts = [
+        " ".join((*context.words[:2], f"[{context.words[2]}]", *context.words[3:])).strip()
+        for context in report.contexts[:3]
+    ]
+    return (
+        f"  expert {report.expert}, {100 * report.share:.1f}% of the tokens: {words}\n"
+        f"    highest gates:  {'  |  '.join(contexts)}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser.add_argument("--quick", action="store_true", help="tiny models, a few seconds")
+    parser.add_argument("--output", help="folder; runs/quickstart (-quick) if not given")
+    options = parser.parse_intermixed_args(arguments)
+
+    started = time.perf_counter()
+    config = read_config(_CONFIG, [*(_QUICK if options.quick else []), *options.overrides])
+    output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
+    set_up_torch(config)
+    print("reading the built-in corpus (made on the first run)", flush=True)
+    text = load_text(config.data)
+    print(
+        f"{text.train.num_tokens:,} training tokens, {len(text.vocabulary):,} words; "
+        f"{config.steps:,} steps for each model",
+        flush=True,
+    )
+    results = train_pair(config, text, output)
+    trained = load_run(results["moe"].run)
+    experts = inspect_experts(trained.model, text.train, text.vocabulary, num_positions=100_000)
+    plot(results, output / "quickstart.png")
+
+    moe, dense = results["moe"], results["dense"]
+    print(f"\n{'':24}{'test perplexity':>16}{'ops/timestep':>15}{'parameters':>13}{'words/s':>10}")
+    for name, r in (
+        (f"MoE, {config.model.moe.k} of {config.model.moe.num_experts} experts", moe),
+        ("dense, one wide expert", dense),
+    ):
+        print(
+            f"{name:24}{r.perplexity:16.2f}{r.cost.ops_per_timestep / 1e6:14.3f}M"
+            f"{r.cost.parameters / 1e6:12.2f}M{r.words_per_second:10,.0f}"
+        )
+    print("(ops and parameters without embedding and softmax, as in the paper)")
+    print(f"\nMoE against dense: perplexity {100 * (moe.perplexity / dense.perplexity - 1):+.1f}%")
+    print(
+        f"balance in training: CV(Importance) {moe.balance['cv_importance']:.3f}, "
+        f"CV(Load) {moe.balance['cv_load']:.3f}, "
+        f"max/mean load {moe.balance['max_over_mean_load']:.2f}"
+    )
+    print("\nThe three most specialised experts, with the words that set them apart:")
+    for report in sorted(experts, key=lambda e: e.share * e.information, reverse=True)[:3]:
+        print(describe(report))
+    print(
+        f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"
+        f"all experts: python scripts/inspect_experts.py {moe.run}\n"
+        f"done in {(time.perf_counter() - started) / 60:.1f} minutes"
+    )
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

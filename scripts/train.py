@@ -1,0 +1,47 @@
+"""Train a language model.
+
+    python scripts/train.py configs/small/moe-32.toml
+    python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
+    python scripts/train.py configs/small/moe-32.toml resume=true      # continue where it stopped
+    python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
+
+Options are those of moe_ext/training/config.py, by dotted key. The run's folder (runs/NAME of the
+file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
+`tensorboard --logdir runs`. Ctrl-C saves and stops.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from moe_ext.analysis import cost
+from moe_ext.training.command import exit_status
+from moe_ext.training.config import read_config
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.loop import Trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    options = parser.parse_args(arguments)
+
+    trainer = Trainer(read_config(options.config, options.overrides))
+    print(f"model   {cost(trainer.model)}")
+    print(
+        f"data    {len(trainer.text.vocabulary):,} words in the vocabulary, "
+        f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches():,} batches"
+    )
+    if trainer.step:
+        print(f"resume  from step {trainer.step} of {trainer.config.steps}")
+    if trainer.run():
+        last = read_metrics(trainer.folder, "dev")[-1]
+        print(f"done    dev perplexity {last['perplexity']:.2f} after {last['step']} steps")
+        print(f"next    python scripts/evaluate.py {trainer.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

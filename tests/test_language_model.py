@@ -1,0 +1,336 @@
+"""The language model of App. C.1: its parts, its arithmetic, its cost."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moe_ext.analysis import cost, inspect_experts
+from moe_ext.data import Batch, EncodedSentences, Vocabulary
+from moe_ext.models import (
+    LSTM,
+    FeedForwardConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    MoEConfig,
+    linear_cross_entropy,
+    linear_nll,
+)
+
+VOCAB = 50
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+def small_config(**changes):
+    options = {
+        "d_model": 8,
+        "layers": ["lstm", "moe", "lstm"],
+        "dropout": 0.0,
+        "moe": MoEConfig(num_experts=4, k=2, hidden_sizes=[16]),
+        "ffn": FeedForwardConfig(hidden_sizes=[32]),
+    }
+    return LanguageModelConfig(**(options | changes))
+
+
+def build(noise=None, **changes):
+    torch.manual_seed(1)
+    noise = noise or torch.Generator().manual_seed(2)
+    return LanguageModel(small_config(**changes), VOCAB, noise_generator=noise)
+
+
+def random_batch(lengths, padding=0, fill=0):
+    """Random sentences, padded with id ``fill`` to the longest and by ``padding`` more."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCAB, (2, len(lengths), max(lengths)), generator=generator)
+    ids = F.pad(ids, (0, padding), value=fill)
+    mask = torch.arange(ids.shape[2]) < torch.tensor(lengths)[:, None]
+    inputs, targets = ids.masked_fill(~mask, fill)
+    return Batch(inputs, targets, mask)
+
+
+def test_linear_cross_entropy_equals_its_definition_across_blocks():
+    rows, width, classes = 300, 4, 8192  # three blocks, the last one short
+    hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(classes, width, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(classes, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(classes, (rows,))
+    leaves = (hidden, weight, bias)
+
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    actual = linear_cross_entropy(hidden, weight, bias, targets)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for a, b in zip(
+        torch.autograd.grad(3 * actual, leaves),
+        torch.autograd.grad(3 * expected, leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    nll = linear_nll(hidden, weight, bias, targets)
+    assert nll.shape == (rows,) and not nll.requires_grad
+    torch.testing.assert_close(nll.sum(), expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_linear_cross_entropy_survives_large_logits():
+    hidden = torch.tensor([[100.0]], requires_grad=True)
+    weight = torch.tensor([[10.0], [-10.0], [9.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(3), torch.tensor([1]))
+    assert loss.item() == pytest.approx(2000.0)
+    loss.backward()
+    assert hidden.grad.item() == pytest.approx(20.0)
+
+
+def test_linear_cross_entropy_under_autocast():
+    hidden = torch.randn(20, 16, requires_grad=True)
+    weight, bias = torch.randn(30, 16, requires_grad=True), torch.zeros(30)
+    targets = torch.randint(30, (20,))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = linear_cross_entropy(hidden, weight, bias, targets)
+    assert actual.dtype == torch.float32
+    actual.backward()
+    assert weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    # A bfloat16 product of 16 terms of size 1 errs by about 4 * 2^-9; here 20 of them are added.
+    assert abs(actual.item() - expected.item()) < 0.3
+
+
+def test_lstm_starts_with_open_forget_gate_and_sees_no_future():
+    lstm = LSTM(8)
+    bias = lstm.lstm.bias_ih_l0 + lstm.lstm.bias_hh_l0
+    assert torch.equal(bias, torch.tensor([0.0] * 8 + [1.0] * 8 + [0.0] * 16))
+    x = torch.randn(3, 5, 8)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    assert torch.equal(lstm(x)[:, :3], lstm(changed)[:, :3])
+    assert not torch.equal(lstm(x)[:, 3:], lstm(changed)[:, 3:])
+
+
+def test_lstm_weights_have_unit_gain():
+    lstm = LSTM(64, 256)
+    assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
+    assert lstm.lstm.weight_ih_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
+    assert lstm.lstm.weight_hh_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
+    assert lstm.lstm.weight_hr_l0.var().item() == pytest.approx(1 / 256, rel=0.05)
+    with pytest.raises(ValueError, match="units must be at least d_model"):
+        LSTM(64, 32)
+
+
+@pytest.mark.parametrize("middle", ["moe", "ffn", "lstm"])
+@pytest.mark.parametrize("residual", [True, False])
+def test_layers_are_put_together_as_in_the_paper(middle, residual):
+    """Sigmoid on the MoE (not on LSTMs), dropout on each output, then the residual (App. C.1)."""
+    p = 0.25
+    noise = torch.Generator()
+    model = build(noise, layers=["lstm", middle, "lstm"], dropout=p, residual=residual)
+    state = model.state_dict()
+    batch = random_batch([4, 4, 4])
+    rows = 12
+
+    torch.manual_seed(7)
+    noise.manual_seed(8)
+    actual, aux = model(batch.inputs, batch.mask)
+
+    torch.manual_seed(7)
+    h = F.dropout(F.embedding(batch.inputs, state["embedding.weight"]), p)
+    for layer, kind in zip(model.layers, ["lstm", middle, "lstm"], strict=True):
+        if kind == "lstm":
+            y = layer(h)
+        elif kind == "ffn":
+            w1, w2 = (w.squeeze(0) for w in layer.weights)
+            y = torch.sigmoid(F.relu(h @ w1) @ w2)
+        else:
+            noise.manual_seed(8)
+            y = torch.sigmoid(layer(h)[0])
+        h = h * residual + F.dropout(y, p)
+    torch.testing.assert_close(actual, h)
+    assert len(aux) == (middle == "moe")
+    if middle == "moe":
+        assert aux[0].gates.shape == (rows, 2)
+
+
+def test_loss_parts():
+    model = build(layers=["moe", "lstm", "moe"])
+    batch = random_batch([5, 3, 4])
+    parts = model.loss(batch)
+    assert parts.num_tokens == 12 and len(parts.aux) == 2
+    # Each layer's balancing loss once, and none of it in the nats.
+    torch.testing.assert_close(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
+    model.eval()
+    h, _ = model(batch.inputs, batch.mask)
+    logits = F.linear(h, model.softmax.weight, model.softmax.bias)
+    expected = F.cross_entropy(logits[batch.mask], batch.targets[batch.mask], reduction="none")
+    torch.testing.assert_close(model.token_nll(batch), expected.detach())
+    torch.testing.assert_close(model.loss(batch).nll_sum, expected.sum())
+
+
+def test_padding_changes_nothing():
+    def run(batch):
+        model = build()
+        parts = model.loss(batch)
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return parts, gradients
+
+    parts, gradients = run(random_batch([6, 2, 5]))
+    padded_parts, padded_gradients = run(random_batch([6, 2, 5], padding=4, fill=33))
+    torch.testing.assert_close(padded_parts.nll_sum, parts.nll_sum)
+    torch.testing.assert_close(padded_parts.aux_loss, parts.aux_loss)
+    assert torch.equal(padded_parts.aux[0].expert_index, parts.aux[0].expert_index)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(padded_gradients[name], gradient, msg=name)
+
+
+def test_evaluation_draws_nothing():
+    noise = torch.Generator()
+    model = build(noise, dropout=0.5).eval()
+    batch = random_batch([4, 3])
+    before = torch.get_rng_state(), noise.get_state()
+    first, second = model.token_nll(batch), model.token_nll(batch)
+    assert torch.equal(first, second)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], noise.get_state())
+
+
+def test_models_of_one_seed_share_their_trunk():
+    moe, dense = build().state_dict(), build(layers=["lstm", "ffn", "lstm"]).state_dict()
+    shared = [name for name in moe if not name.startswith("layers.1")]
+    assert len(shared) == 11
+    for name in shared:
+        assert torch.equal(moe[name], dense[name]), name
+
+
+def test_learns_a_batch_by_heart():
+    model = build(layers=["lstm", "moe"])
+    batch = random_batch([5, 5, 5, 5])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(100):
+        parts = model.loss(batch)
+        optimizer.zero_grad()
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        optimizer.step()
+    assert parts.nll_sum.item() / parts.num_tokens < 0.5 < math.log(VOCAB)
+
+
+def test_copies_and_pickles_after_a_forward():
+    model = build()
+    batch = random_batch([4, 3])
+    model.loss(batch)
+    model.eval()
+    expected = model.token_nll(batch)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.token_nll(batch), expected)
+    fresh = build()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.eval().token_nll(batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": ["lstm", "mlp"]}, "layers must be a list of lstm, moe, ffn"),
+        ({"layers": []}, "layers must be"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"lstm_units": 4}, "lstm_units must be 0 or at least d_model = 8, got 4"),
+    ],
+)
+def test_configuration_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**change)
+
+
+def test_moe_configuration_errors():
+    with pytest.raises(ValueError, match=r"k must be in \[1, num_experts = 4\], got 5"):
+        MoEConfig(num_experts=4, k=5)
+    with pytest.raises(ValueError, match="w_load must be at least 0, got -1"):
+        MoEConfig(w_load=-1)
+
+
+def experts(n):
+    return {"moe": MoEConfig(num_experts=n, k=4, hidden_sizes=[1024])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ops", "parameters", "total"),
+    [
+        # Millions, millions and billions as printed in Table 7 of the paper.
+        ({"layers": ["lstm"], "lstm_units": 2048}, 9.4, 9.4, 0.8),
+        ({"layers": ["lstm"] * 4}, 8.4, 8.4, 0.8),
+        ({"layers": ["lstm", "ffn", "lstm"]}, 8.4, 8.4, 0.8),
+        (
+            {"layers": ["lstm", "ffn", "lstm"], "ffn": FeedForwardConfig([1024] * 4)},
+            8.4,
+            8.4,
+            0.8,
+        ),
+        (experts(4), 8.4, 8.4, 0.8),
+        (experts(32), 8.4, 37.8, 0.9),
+        # The formula gives 8.6508 million operations for the printed 8.6.
+        (experts(256), 8.65, 272.9, 1.1),
+    ],
+)
+def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
+    with torch.device("meta"):
+        model = LanguageModel(LanguageModelConfig(**changes), 793_471)
+    counted = cost(model)
+    digits = 2 if ops == 8.65 else 1
+    assert round(counted.ops_per_timestep / 1e6, digits) == ops
+    assert round(counted.parameters / 1e6, 1) == parameters
+    assert round(counted.total_parameters / 1e9, 1) == total
+
+
+def gate_by_word(inputs, mask):
+    """Each word to expert word % 4, and to expert (word + 1) % 4 with the rest of the weight."""
+    words = inputs[mask]
+    first = 0.5 + words / 100
+    return torch.stack((first, 1 - first), 1), torch.stack((words % 4, (words + 1) % 4), 1)
+
+
+def test_inspect_experts_finds_what_a_known_gate_does():
+    words = [f"w{i}" for i in range(VOCAB - 2)]
+    vocabulary = Vocabulary([*words, "<unk>", "</s>"])
+    generator = torch.Generator().manual_seed(4)
+    sentences = [torch.randint(len(words), (6,), generator=generator).tolist() for _ in range(200)]
+    model = build()
+
+    def forward(inputs, mask=None):
+        gates, index = gate_by_word(inputs, mask)
+        h, aux = LanguageModel.forward(model, inputs, mask)
+        return h, (aux[0]._replace(gates=gates, expert_index=index),)
+
+    model.forward = forward
+    encoded = EncodedSentences(sentences, vocabulary.eos_id)
+    reports = inspect_experts(model, encoded, vocabulary, num_positions=10**6, num_contexts=5)
+    assert [report.expert for report in reports] == [0, 1, 2, 3]
+    inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
+    for report in reports:
+        mine = (inputs % 4 == report.expert) | ((inputs + 1) % 4 == report.expert)
+        assert report.share == pytest.approx(mine.float().mean().item())
+        assert report.information > 0.3  # about ln 2: each expert gets half of the words
+        for word in report.words:
+            index = vocabulary.encode([word.word])[0]
+            assert word.share == 1.0 and word.count == (inputs == index).sum()
+        top = [context.gate for context in report.contexts]
+        assert top == sorted(top, reverse=True) and len(top) == 5
+        for context in report.contexts:
+            index = vocabulary.encode([context.words[2]])[0]
+            assert context.gate == pytest.approx(
+                0.5 + index / 100 if index % 4 == report.expert else 0.5 - index / 100
+            )
+            stripped = [w for w in context.words if w]
+            text = [["</s>", *vocabulary.decode(s), "</s>"] for s in sentences]
+            assert any(
+                stripped == line[i : i + len(stripped)] for line in text for i in range(len(line))
+            )
+
+
+def test_inspect_experts_needs_a_moe_layer():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
+    encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 0\)"):
+        inspect_experts(build(layers=["lstm"]), encoded, vocabulary)

@@ -1,0 +1,210 @@
+"""The scripts as a user runs them: what they print, write and refuse."""
+
+import importlib.util
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moe_ext.training.checkpoint import checkpoints, load_checkpoint
+from moe_ext.training.command import exit_status
+from moe_ext.training.config import read_config
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "quickstart.toml"
+TINY = [
+    "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8", "model.moe.num_experts=4",
+    "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
+    "log.log_every=1",
+]  # fmt: skip
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for part, count in (("train", 200), ("dev", 20), ("test", 20)):
+        lines = [
+            " ".join(f"w{(number * 7 + i * i) % 50}" for i in range(2 + number % 9))
+            for number in range(count)
+        ]
+        (folder / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
+    assert exit_status(lambda: script("train").main([str(CONFIG), *options])) == 0
+    return folder
+
+
+def status_and_error(capsys, name, *arguments):
+    capsys.readouterr()
+    status = exit_status(lambda: script(name).main([str(a) for a in arguments]))
+    error = capsys.readouterr().err
+    return status, error
+
+
+def test_train_says_what_it_did(run, corpus, capsys):
+    options = [*TINY, f"data.corpus={corpus}", f"output={run}", "steps=8", "resume=true"]
+    script("train").main([str(CONFIG), *options, "log.progress=false"])
+    out = capsys.readouterr().out
+    for part in (
+        "ops/timestep",
+        "52 words in the vocabulary",
+        "from step 8 of 8",
+        "dev perplexity",
+    ):
+        assert part in out
+    assert read_config(run / "config.toml").steps == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["model.droput=0.1"], "did you mean model.dropout?"),
+        (["model.moe.k=9"], "model.moe.k must be in [1, num_experts = 4], got 9"),
+        (["data.corpus=/nowhere/text"], "there is no corpus at /nowhere/text"),
+        (["output={run}"], "is not empty; continue the run in it with resume=true"),
+        (["output={run}", "resume=true", "model.d_model=16"], "model.d_model must stay as in"),
+        (["output={run}", "resume=true", "data.vocab_size=20"], "data.vocab_size must stay as in"),
+    ],
+)
+def test_train_refuses_in_one_sentence_with_status_2(run, corpus, capsys, tmp_path, options, part):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    options = [option.format(run=run) for option in options]
+    status, error = status_and_error(
+        capsys,
+        "train",
+        CONFIG,
+        *TINY,
+        f"data.corpus={corpus}",
+        f"output={tmp_path / 'x'}",
+        *options,
+    )
+    assert status == 2 and part in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_scripts_refuse_alike(capsys, tmp_path, run):
+    for name in ("evaluate", "inspect_experts"):
+        status, error = status_and_error(capsys, name, tmp_path / "none")
+        assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
+    status, error = status_and_error(capsys, "evaluate", run, "--corpus", tmp_path / "none")
+    assert status == 2 and "there is no corpus at" in error
+    status, error = status_and_error(capsys, "inspect_experts", run, "--layer", 3)
+    assert status == 2 and "layer must be in [0, 1)" in error
+    status, error = status_and_error(capsys, "compare", tmp_path / "none.toml")
+    assert status == 2 and "there is no configuration file" in error
+
+
+def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
+    folder = tmp_path / "run"
+    command = [
+        sys.executable, ROOT / "scripts" / "train.py", CONFIG, *TINY,
+        f"data.corpus={corpus}", f"output={folder}",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "steps=1000000"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in error
+    assert "continue with resume=true" in error
+    step = load_checkpoint(folder)["step"]
+    assert step >= 1
+    subprocess.run(
+        [*command, f"steps={step + 2}", "resume=true"], cwd=ROOT, check=True, capture_output=True
+    )
+    assert load_checkpoint(folder)["step"] == step + 2
+    assert len(checkpoints(folder)) == 2
+
+
+def test_evaluate_is_independent_of_the_batch_size(run, capsys):
+    results = [
+        script("evaluate").main([str(run), "--tokens-per-batch", str(tokens)])
+        for tokens in (1, 60, 10_000)
+    ]
+    out = capsys.readouterr().out
+    assert out.startswith("test perplexity ") and "20 sentences; step 8" in out
+    for result in results[1:]:
+        assert result.perplexity == pytest.approx(results[0].perplexity, rel=1e-6)
+
+
+def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
+    script("inspect_experts").main([str(run), "--output", str(tmp_path / "experts")])
+    out = capsys.readouterr().out
+    text = (tmp_path / "experts.txt").read_text()
+    page = (tmp_path / "experts.html").read_text()
+    assert text in out and text.count("expert ") == 4
+    assert page.count("<section") == 4 and "&lt;/s&gt;" in page and "</s>" not in page
+    assert "http" not in page and "src=" not in page  # nothing from elsewhere
+
+
+def test_compare_reports_pairs(corpus, tmp_path, capsys):
+    report = script("compare").main(
+        [
+            str(CONFIG),
+            *TINY,
+            f"data.corpus={corpus}",
+            "steps=3",
+            "log.progress=false",
+            "--seeds",
+            "1",
+            "2",
+            "--output",
+            str(tmp_path),
+        ]  # fmt: skip
+    )
+    page = (tmp_path / "comparison.md").read_text()
+    assert page in capsys.readouterr().out
+    assert "95% t interval over 2 paired seeds" in page and "| moe |" in page
+    assert json.loads((tmp_path / "comparison.json").read_text()) == report
+
+
+def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
+    quickstart = script("quickstart")
+    arguments = [
+        "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "num_threads=1",
+        "log.progress=false",
+    ]  # fmt: skip
+    results = quickstart.main(arguments)
+    out = capsys.readouterr().out
+    for part in (
+        "MoE, 2 of 8 experts",
+        "dense, one wide expert",
+        "CV(Importance)",
+        "CV(Load)",
+        "max/mean load",
+        "three most specialised experts",
+    ):
+        assert part in out
+    assert out.count("highest gates:") == 3
+    assert (tmp_path / "q" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+    again = quickstart.main(arguments)
+    assert again["moe"].test_nll == results["moe"].test_nll

@@ -1,0 +1,532 @@
+"""Configuration, training, checkpoints, measurement."""
+
+import json
+import math
+import os
+import pathlib
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+from moe_ext.analysis import cost
+from moe_ext.models import LanguageModel
+from moe_ext.optim import language_model_schedule, warmup_inverse_sqrt
+from moe_ext.training import checkpoint as checkpoint_module
+from moe_ext.training.checkpoint import atomic_file, checkpoints, load_checkpoint, load_run
+from moe_ext.training.comparison import (
+    bootstrap_difference,
+    comparison_report,
+    dense_counterpart,
+    mean_difference,
+    train_pair,
+)
+from moe_ext.training.config import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    read_config,
+    to_toml,
+)
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.loop import Trainer, load_text
+from moe_ext.training.metrics import evaluate
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder with train.txt, dev.txt and test.txt; the words follow by a rule."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(5)
+    for part, count in (("train", 300), ("dev", 40), ("test", 70)):
+        lines = []
+        for _ in range(count):
+            word = draw.randrange(40)
+            words = []
+            for _ in range(draw.randint(2, 12)):
+                words.append(f"w{word}")
+                word = (3 * word + draw.randrange(2)) % 40
+            lines.append(" ".join(words) + "\n")
+        (folder / f"{part}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def table(corpus, tmp_path):
+    """A configuration as nested dicts: a small MoE model, dropout, several batches a step."""
+    return {
+        "output": str(tmp_path / "run"),
+        "steps": 12,
+        "num_threads": 1,
+        "data": {"corpus": str(corpus), "vocab_size": 60, "tokens_per_batch": 215},
+        "model": {
+            "d_model": 16,
+            "dropout": 0.2,
+            "moe": {"num_experts": 4, "k": 2, "hidden_sizes": [16]},
+        },
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 4, "accumulate": 2},
+        "log": {
+            "log_every": 2,
+            "eval_every": 4,
+            "save_every": 5,
+            "tensorboard": False,
+            "progress": False,
+        },  # fmt: skip
+    }
+
+
+def merged(table, **changes):
+    """The configuration with changes such as log={"save_every": 1}; tables are merged."""
+    table = json.loads(json.dumps(table))
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            table[key] = {**table.get(key, {}), **value}
+        else:
+            table[key] = value
+    return config_from_dict(table)
+
+
+# Schedule
+
+
+def test_schedule_is_the_papers():
+    assert [warmup_inverse_sqrt(step, 4) for step in (1, 2, 4, 16, 64)] == [0.25, 0.5, 1, 0.5, 0.25]
+    with pytest.raises(ValueError, match="step and warmup_steps must be at least 1, got 0 and 4"):
+        warmup_inverse_sqrt(0, 4)
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = language_model_schedule(optimizer, 4)
+    rates = []
+    for _ in range(16):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [2 * warmup_inverse_sqrt(step, 4) for step in range(1, 17)]
+
+
+# Configuration
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_are_toml_or_else_strings(tmp_path):
+    path = write(tmp_path, "steps = 5\n[model.moe]\nk = 2\n")
+    config = read_config(
+        path,
+        [
+            "model.moe.k=3",
+            "model.layers=['lstm']",
+            "data.corpus=some/path",
+            "optimizer.eps=1",
+            "resume=true",
+        ],
+    )
+    assert (config.steps, config.model.moe.k, config.model.layers) == (5, 3, ["lstm"])
+    assert config.data.corpus == "some/path" and config.resume is True
+    assert config.optimizer.eps == 1.0 and isinstance(config.optimizer.eps, float)
+    assert config.output == "runs/config"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.droput=0.1", "unknown option model.droput; did you mean model.dropout?"),
+        ("learning_rate=1", "unknown option learning_rate; did you mean optimizer.learning_rate?"),
+        ("modle.moe.k=1", "unknown option modle; did you mean model?"),
+        ("model.moe.k=two", "model.moe.k must be a whole number, got 'two'"),
+        ("model.moe.k=true", "model.moe.k must be a whole number, got True"),
+        ("model.moe.k=99", "model.moe.k must be in [1, num_experts = 32], got 99"),
+        ("model.dropout=1.5", "model.dropout must be in [0, 1), got 1.5"),
+        ("model.layers=lstm", "model.layers must be a list of str, got 'lstm'"),
+        ("model.moe.hidden_sizes=[1.5]", "model.moe.hidden_sizes must be a whole number, got 1.5"),
+        ("model=3", "model must be a table of options, got 3"),
+        ("steps=0", "steps must be at least 1, got 0"),
+        ("autocast=float16", """autocast must be "" or "bfloat16", got 'float16'"""),
+        ("steps", "an override must be key=value, got 'steps'"),
+        ("steps.more=1", "override 'steps.more=1': steps must be a table, it is a value"),
+    ],
+)
+def test_configuration_errors_say_option_rule_and_value(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        read_config(write(tmp_path, "steps = 5\n"), [override])
+    assert str(error.value) == message
+
+
+def test_configuration_files_that_do_not_read(tmp_path):
+    with pytest.raises(ConfigError, match="there is no configuration file .*missing.toml"):
+        read_config(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="must be TOML"):
+        read_config(write(tmp_path, "steps = \n"))
+
+
+def test_configurations_survive_toml(tmp_path):
+    config = Config(output='a "quoted" näme', steps=7, autocast="bfloat16")
+    config.model.layers = ["lstm", "ffn"]
+    config.optimizer.eps = 1e-9
+    assert read_config(write(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_configuration_file_is_valid_and_says_what_to_expect(path):
+    config = read_config(path)
+    with torch.device("meta"):
+        LanguageModel(config.model, config.data.vocab_size)
+    first, second = path.read_text().splitlines()[:2]
+    assert first.startswith("# ") and second.startswith("# ")
+
+
+# Training
+
+
+def train(config, text=None):
+    trainer = Trainer(config, text)
+    trainer.run()
+    return trainer
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for key in a:
+        if isinstance(a[key], dict):
+            assert_same_state(a[key], b[key])
+        elif isinstance(a[key], torch.Tensor):
+            assert_same_bits(a[key], b[key])
+        else:
+            assert a[key] == b[key], key
+
+
+def assert_same_run(a, b):
+    """The whole state, to the last bit, and all that was logged but speed."""
+    state_a, state_b = load_checkpoint(a), load_checkpoint(b)
+    state_a.pop("config"), state_b.pop("config")
+    assert_same_state(state_a, state_b)
+    for kind in ("train", "dev"):
+        lines = []
+        for run in (a, b):
+            records = read_metrics(run, kind)
+            for record in records:
+                record.pop("words_per_second", None)
+            lines.append(records)
+        assert lines[0] == lines[1]
+
+
+def test_training_learns_and_logs(table):
+    trainer = train(merged(table, steps=60, log={"tensorboard": True}))
+    folder = trainer.folder
+    records = read_metrics(folder, "train")
+    assert [record["step"] for record in records] == list(range(2, 61, 2))
+    assert records[-1]["nll"] < records[0]["nll"] - 1
+    last = records[-1]
+    assert last["aux_loss"] > 0 and last["words_per_second"] > 0
+    for key in ("cv_importance", "cv_load", "max_over_mean_load"):
+        assert len(last[key]) == 1
+    (load,) = last["load"]
+    assert len(load) == 4 and sum(load) == pytest.approx(4, rel=1e-5)
+    dev = read_metrics(folder, "dev")
+    assert [record["step"] for record in dev] == list(range(4, 61, 4))
+    assert dev[-1]["perplexity"] == pytest.approx(
+        evaluate(trainer.model, trainer.text.dev).perplexity, rel=1e-6
+    )
+    assert read_config(folder / "config.toml") == trainer.config
+    assert any((folder / "tensorboard").iterdir())
+    # save_every 5: two are kept of twelve.
+    assert [path.name for path in checkpoints(folder)] == ["step-00000055.pt", "step-00000060.pt"]
+
+
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
+    # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
+    options = {"log": {"save_every": 6, "eval_every": 6}}
+    whole = train(merged(table, **options))
+    assert whole.batches.num_batches() == 11
+    part = merged(table, output=str(tmp_path / "part"), steps=6, **options)
+    train(part)
+    torch.randn(7)  # the state of the process is not what counts
+    resumed = train(merged(table, output=part.output, resume=True, **options))
+    assert_same_run(whole.folder, resumed.folder)
+    # Once more, with nothing left to do.
+    assert_same_run(
+        whole.folder, train(merged(table, output=part.output, resume=True, **options)).folder
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number):
+    whole = train(merged(table, log={"log_every": 4}))
+    stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), log={"log_every": 4}))
+    step = Trainer._train_step
+
+    def with_signal(self, *arguments):
+        if self.step == 3:
+            os.kill(os.getpid(), number)
+        step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_train_step", with_signal)
+    before = signal.getsignal(number)
+    assert stopped.run() is False
+    assert signal.getsignal(number) is before
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    assert load_checkpoint(stopped.folder)["step"] == 4
+    resumed = Trainer(replace(stopped.config, resume=True))
+    assert resumed.run() is True
+    assert_same_run(whole.folder, resumed.folder)
+
+
+def test_accumulated_step_is_the_mean_over_all_tokens(table):
+    config = merged(table, model={"dropout": 0.0}, optimizer={"accumulate": 2})
+    trainer = Trainer(config)
+    twin = Trainer(config)
+    batches = list(trainer.batches.epoch(0))
+    batches = [min(batches, key=lambda b: b.num_tokens), max(batches, key=lambda b: b.num_tokens)]
+    assert batches[0].num_tokens < batches[1].num_tokens
+    parts = [twin.model.loss(batch) for batch in batches]
+    total = sum(part.num_tokens for part in parts)
+    nll = sum(part.nll_sum for part in parts) / total
+    aux = sum(part.num_tokens * part.aux_loss for part in parts) / total
+    (nll + aux).backward()
+
+    from moe_ext.training.loop import _Window
+
+    trainer.optimizer.zero_grad = lambda: None  # keep the gradients to look at
+    window = _Window()
+    trainer._train_step(batches, window)
+    window.seconds = 1.0
+    for (name, a), b in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+    summary = window.summary()
+    # The nats do not contain the balancing loss.
+    assert summary["nll"] == pytest.approx(nll.item(), rel=1e-6)
+    assert summary["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
+    assert summary["words_per_second"] == trainer.tokens == total
+
+
+def test_gradients_are_clipped(table, monkeypatch):
+    trainer = Trainer(merged(table, optimizer={"clip_norm": 1e-3}))
+    trainer.optimizer.zero_grad = lambda: None
+    trainer.run()
+    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_autocast_trains(table):
+    trainer = train(merged(table, autocast="bfloat16", steps=2))
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    assert math.isfinite(read_metrics(trainer.folder, "train")[-1]["nll"])
+
+
+def test_divergence_is_said_and_not_saved(table):
+    trainer = Trainer(merged(table, log={"save_every": 1}))
+    with torch.no_grad():
+        trainer.model.softmax.bias[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
+        trainer.run()
+    assert not checkpoints(trainer.folder)
+
+
+def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
+    moe, dense = merged(table), dense_counterpart(merged(table))
+    trainers = [Trainer(config) for config in (moe, dense)]
+    masks = []
+    for trainer, config in zip(trainers, (moe, dense), strict=True):
+        torch.manual_seed(3 * config.seed + 2)
+        batches = list(trainer.batches.epoch(0))[:2]
+        for batch in batches:
+            trainer.model.loss(batch)
+        masks.append((torch.get_rng_state(), [batch.inputs for batch in batches]))
+    assert torch.equal(masks[0][0], masks[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(masks[0][1], masks[1][1], strict=True))
+
+
+# Run folders and checkpoints
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_is_never_overwritten(table):
+    folder = train(merged(table, steps=2)).folder
+    before = snapshot(folder)
+    with pytest.raises(ConfigError, match="is not empty; continue the run in it with resume=true"):
+        Trainer(merged(table, steps=2))
+    with pytest.raises(ConfigError, match="model.dropout must stay as in .* when a run is resumed"):
+        Trainer(merged(table, resume=True, model={"dropout": 0.3}))
+    with pytest.raises(ConfigError, match="there is no run in .* leave out resume=true"):
+        Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
+    with pytest.raises(ConfigError, match="output must be a folder"):
+        Trainer(merged(table, output=str(folder / "config.toml")))
+    assert snapshot(folder) == before
+
+
+def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
+    mine = tmp_path / "text"
+    mine.mkdir()
+    for part in ("train", "dev", "test"):
+        (mine / f"{part}.txt").write_text((corpus / f"{part}.txt").read_text())
+    config = merged(table, steps=2, data={"corpus": str(mine)})
+    folder = train(config).folder
+    before = snapshot(folder)
+    with (mine / "train.txt").open("a") as file:
+        file.write("entirely new words\n")
+    with pytest.raises(ConfigError, match="is not the one the run was trained with .* new run"):
+        Trainer(replace(config, resume=True, steps=4))
+    (folder / "vocabulary.txt").write_text("<unk>\n</s>\nother\n")
+    with pytest.raises(ConfigError, match="is not the one the run was trained with"):
+        load_run(folder)
+    (folder / "vocabulary.txt").unlink()
+    with pytest.raises(ConfigError, match="restore the run's vocabulary.txt"):
+        load_run(folder)
+    before.pop(folder / "vocabulary.txt")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
+    path = tmp_path / "text.txt"
+    if not missing:
+        path.write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"data\.corpus: .*text\.txt"):
+        Trainer(merged(table, data={"corpus": str(path)}))
+    assert not pathlib.Path(table["output"]).exists()
+
+
+def test_a_device_that_is_not_there(table):
+    with pytest.raises(ConfigError, match="device must be one torch can use here, got 'warp'"):
+        Trainer(merged(table, device="warp"))
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_file(path) as file:
+        file.write(b"half of the n")
+        raise RuntimeError("disk full")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+    order = []
+    sync, rename = os.fsync, os.replace
+    monkeypatch.setattr(
+        checkpoint_module.os, "fsync", lambda handle: (order.append("fsync"), sync(handle))
+    )
+    monkeypatch.setattr(
+        checkpoint_module.os, "replace", lambda a, b: (order.append("rename"), rename(a, b))
+    )
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    assert order == ["fsync", "rename", "fsync"]
+
+
+def test_a_checkpoint_that_does_not_read(table):
+    folder = train(merged(table, log={"save_every": 6})).folder
+    assert load_run(folder).step == 12
+    newest = checkpoints(folder)[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="step-00000012.pt cannot be read .* delete it"):
+        load_run(folder)
+    newest.unlink()
+    assert load_run(folder).step == 6
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        load_run(folder / "nowhere")
+
+
+def test_a_log_cut_short_by_a_crash_is_continued(table):
+    config = merged(table, steps=6)
+    folder = train(config).folder
+    path = folder / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "train", "step": 8, "nll": 1.0}\n{"kind": "tra')
+    resumed = Trainer(replace(config, resume=True))
+    resumed.run()
+    assert path.read_text() == whole
+
+
+# Measurement
+
+
+def test_perplexity_does_not_depend_on_the_batch_size(table):
+    trainer = train(merged(table, steps=4))
+    test = trainer.text.test
+    results = {}
+    for sentences in (1, 7, 64):
+        tokens = max(1, round(sentences * test.num_tokens / len(test))) if sentences > 1 else 1
+        results[sentences] = evaluate(trainer.model, test, tokens_per_batch=tokens)
+    for result in results.values():
+        assert result.num_tokens == test.num_tokens
+        # float32 products over other shapes differ by roundings; the sums are float64.
+        assert result.perplexity == pytest.approx(results[1].perplexity, rel=1e-6)
+        torch.testing.assert_close(
+            result.sentence_nll, results[1].sentence_nll, rtol=1e-5, atol=1e-5
+        )
+    # Over all words and ends of sentences, and by hand for one sentence.
+    words = test[3]
+    ids = torch.tensor([[test.eos_id, *words]])
+    with torch.no_grad():
+        h, _ = trainer.model.eval()(ids)
+        logp = trainer.model.softmax(h).log_softmax(-1)[0]
+    by_hand = -sum(logp[i, word] for i, word in enumerate([*words, test.eos_id]))
+    assert results[1].sentence_nll[3].item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert trainer.model.training is False
+
+
+def test_mean_difference_is_the_t_interval():
+    interval = mean_difference([0.1, 0.2, 0.3])
+    # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
+    assert interval.mean == pytest.approx(0.2)
+    assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
+    assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
+    assert mean_difference([0.1]) is None
+
+
+def test_bootstrap_interval_covers_what_it_should():
+    lengths = torch.full((400,), 10)
+    a = torch.randn(400).double()
+    interval = bootstrap_difference(a, a * 0, lengths)
+    # The mean of 400 values of deviation 1 has a standard error of 1/20, here by 10 tokens.
+    assert interval.mean == pytest.approx(a.sum().item() / 4000)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 / 200, rel=0.15)
+    assert interval.low < interval.mean < interval.high
+
+
+def test_dense_counterpart_has_the_same_operations(table):
+    config = merged(table)
+    dense = dense_counterpart(config)
+    assert dense.model.layers == ["lstm", "ffn", "lstm"] and dense.model.ffn.hidden_sizes == [32]
+    moe_cost, dense_cost = (cost(LanguageModel(c.model, 60)) for c in (config, dense))
+    gate = 2 * 16 * 4
+    assert moe_cost.ops_per_timestep == dense_cost.ops_per_timestep + gate
+    with pytest.raises(ConfigError, match="model must have an MoE layer"):
+        dense_counterpart(dense)
+
+
+def test_pairs_are_finished_kept_and_reported(table, tmp_path):
+    config = merged(table, steps=4)
+    text = load_text(config.data)
+    pairs = [train_pair(replace(config, seed=seed), text, tmp_path / "all") for seed in (1, 2)]
+    before = snapshot(tmp_path / "all")
+    again = [train_pair(replace(config, seed=seed), text, tmp_path / "all") for seed in (1, 2)]
+    assert snapshot(tmp_path / "all") == before
+    assert comparison_report(again, text) == comparison_report(pairs, text)
+    report = comparison_report(pairs, text)
+    row = report["pairs"][1]
+    assert row["seed"] == 2
+    assert row["difference"] == pytest.approx(
+        math.log(row["moe_perplexity"] / row["dense_perplexity"]), rel=1e-9
+    )
+    assert row["bootstrap"]["mean"] == pytest.approx(row["difference"], rel=1e-6)
+    assert report["test_tokens"] == text.test.num_tokens
+    assert pairs[0]["dense"].balance == {} and pairs[0]["moe"].balance["cv_load"] > 0
+    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+        train_pair(replace(config, steps=5), text, tmp_path / "all")
