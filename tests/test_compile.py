@@ -153,6 +153,8 @@ def test_routing_does_not_recompile(device, training):
     layer = make_layer(device).train(training)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    compiled(torch.randn(9, D, device=device))
+    compiled_once = counter.frame_count
     loads = []
     for T in (7, 12, 7, 33):
         for sign in (1, -1):
@@ -163,7 +165,7 @@ def test_routing_does_not_recompile(device, training):
     if not training:
         assert aux.tokens_per_expert.tolist() == [7, 7, 0, 0, 0]
     assert len(set(loads)) > 4
-    assert counter.frame_count == 1
+    assert counter.frame_count == compiled_once > 0
 
 
 def test_gated_and_deep_experts_compile(device):
@@ -179,8 +181,9 @@ def test_export_keeps_the_ops(device):
     layer = make_layer(device).eval()
     x = torch.randn(9, D, device=device)
     tokens = torch.export.Dim("tokens", min=2)
-    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: tokens}, "mask": None})
-    names = {str(node.target) for node in program.graph.nodes if "moe_ext" in str(node.target)}
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: tokens}})
+    graphs = [m.graph for m in program.graph_module.modules() if hasattr(m, "graph")]
+    names = {str(node.target) for graph in graphs for node in graph.nodes}
     assert {"moe_ext.noisy_topk_gating.default", "moe_ext.combine.default"} <= names
     other = torch.randn(14, D, device=device)
-    assert_same_bits(program.module()(other, None)[0], layer(other)[0])
+    assert_same_bits(program.module()(other)[0], layer(other)[0])

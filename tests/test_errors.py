@@ -110,7 +110,6 @@ def test_number_of_dimensions(op, name):
         ("load", "expert_index", 0),
         ("importance", "expert_index", 0),
         ("importance", "expert_index", 1),
-        ("grouped_linear", "weight", 0),
         ("grouped_linear", "weight", 1),
         ("grouped_linear", "bias", 0),
         ("grouped_linear", "bias", 1),
@@ -132,6 +131,7 @@ def test_sizes_that_do_not_fit(op, name, axis):
         ("combine", "inverse"),
         ("combine", "gates"),
         ("grouped_linear", "offsets"),
+        ("grouped_linear", "weight"),
     ],
 )
 def test_lengths_that_do_not_fit(op, name):
@@ -149,14 +149,14 @@ def test_k_out_of_range(k):
         assert str(E) in message
 
 
-@pytest.mark.parametrize("nu", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("nu", [-0.1, float("nan")])
 def test_noise_epsilon_out_of_range(nu):
     refuses("noisy_topk_gating", ValueError, "noise_epsilon must", noise_epsilon=nu)
 
 
 @pytest.mark.parametrize("missing", ["raw_noise_stddev", "noise"])
 def test_noise_and_its_scale_come_together(missing):
-    refuses("noisy_topk_gating", ValueError, r"\w+ must", **{missing: None})
+    refuses("noisy_topk_gating", ValueError, r"raw_noise_stddev and noise must", **{missing: None})
 
 
 @pytest.mark.parametrize("op", ["importance", "dispatch_plan"])

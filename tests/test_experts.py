@@ -155,6 +155,7 @@ def test_only_what_needs_a_gradient_gets_one(device):
 
 
 def test_grouped_linear_any_layout(device):
+    """A matrix product may add in another order for a transposed operand."""
     counts = [4, 0, 3]
     tensors, offsets = make(counts, 5, 6, device), offsets_of(counts, device)
     base = [x.clone().requires_grad_() for x in tensors]
@@ -162,13 +163,13 @@ def test_grouped_linear_any_layout(device):
     moved = [x.mT.contiguous().mT.requires_grad_() for x in tensors]
     assert not any(x.is_contiguous() for x in moved)
     actual = ops.grouped_linear(*moved, offsets)
-    assert_same_bits(actual, expected)
+    assert_exact(actual.detach(), expected.detach())
     for a, e in zip(
         torch.autograd.grad(actual.sum(), moved),  # an expanded gradient
         gradients([expected], base, [torch.ones_like(expected)]),
         strict=True,
     ):
-        assert_same_bits(a, e)
+        assert_exact(a, e)
     row = tensors[0][:1].expand(7, 5)
     assert_same_bits(
         ops.grouped_linear(row, *tensors[1:], offsets),
