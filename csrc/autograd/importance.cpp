@@ -1,0 +1,34 @@
+#include "call.h"
+
+namespace moe_ext::autograd {
+namespace {
+
+// Importance is linear in the gates: every kept gate gets the gradient of its expert's importance.
+struct Importance : torch::autograd::Function<Importance> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gates, const Tensor& expert_index,
+                        const c10::SymInt& num_experts) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({expert_index});
+    ctx->saved_data["gates_type"] = gates.scalar_type();
+    return call<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance", gates,
+                                                                   expert_index, num_experts);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto expert_index = ctx->get_saved_variables()[0];
+    const auto grad_gates =
+        grads[0].index_select(0, expert_index.flatten()).view_symint(expert_index.sym_sizes());
+    return {grad_gates.to(ctx->saved_data["gates_type"].toScalarType()), Tensor(), Tensor()};
+  }
+};
+
+Tensor importance(const Tensor& gates, const Tensor& expert_index, c10::SymInt num_experts) {
+  return Importance::apply(gates, expert_index, std::move(num_experts));
+}
+
+}  // namespace
+}  // namespace moe_ext::autograd
+
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
+  m.impl("importance", &moe_ext::autograd::importance);
+}

@@ -1,0 +1,37 @@
+#include "call.h"
+
+namespace moe_ext::autograd {
+namespace {
+
+struct Load : torch::autograd::Function<Load> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& clean_logits,
+                        const Tensor& noise_stddev, const Tensor& threshold,
+                        const Tensor& expert_index) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({clean_logits, noise_stddev, threshold, expert_index});
+    return call<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+        "moe_ext::load", clean_logits, noise_stddev, threshold, expert_index);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [grad_clean, grad_stddev, grad_threshold] =
+        call<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                const Tensor&, const Tensor&)>(
+            "moe_ext::_load_backward", grads[0], saved[0], saved[1], saved[2], saved[3]);
+    return {grad_clean, grad_stddev, grad_threshold, Tensor()};
+  }
+};
+
+Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
+            const Tensor& expert_index) {
+  return Load::apply(clean_logits, noise_stddev, threshold, expert_index);
+}
+
+}  // namespace
+}  // namespace moe_ext::autograd
+
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
+  m.impl("load", &moe_ext::autograd::load);
+  m.impl("_load_backward", moe_ext::autograd::no_second_derivative());
+}

@@ -1,0 +1,141 @@
+// The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the rows.
+#include <ATen/Dispatch.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../checks.h"
+#include "parallel.h"
+#include "row_sum.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// Slot t * k + j is the j-th choice of token t. Slots are counted and placed in blocks, each block with a
+// histogram of its own; a stable sort has one result, so the number of blocks does not show.
+std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& expert_index,
+                                                             int64_t num_experts) {
+  check_dispatch_plan(expert_index, num_experts);
+  const Tensor chosen = expert_index.contiguous();
+  check_index_range("dispatch_plan", "expert_index", chosen, num_experts);
+  const auto* chosen_data = chosen.const_data_ptr<int64_t>();
+  const int64_t num_rows = chosen.numel();
+  const auto options = chosen.options();
+  Tensor permutation = at::empty({num_rows}, options);
+  Tensor inverse = at::empty(chosen.sizes(), options);
+  Tensor tokens_per_expert = at::empty({num_experts}, options);
+  Tensor offsets = at::empty({num_experts + 1}, options);
+
+  const int64_t worth = num_rows / std::max<int64_t>(65536, 4 * num_experts);
+  const int64_t num_blocks =
+      std::clamp<int64_t>(worth, 1, static_cast<int64_t>(torch::stable::get_num_threads()));
+  const int64_t block = (num_rows + num_blocks - 1) / num_blocks;
+  std::vector<int64_t> next(num_blocks * num_experts, 0);
+  const auto for_each_block = [&](auto body) {
+    parallel_for(num_blocks, block, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        body(next.data() + b * num_experts, b * block, std::min(num_rows, (b + 1) * block));
+      }
+    });
+  };
+
+  for_each_block([&](int64_t* count, int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) ++count[chosen_data[slot]];
+  });
+
+  // From counts to the first row of each (expert, block).
+  auto* tokens_data = tokens_per_expert.mutable_data_ptr<int64_t>();
+  auto* offsets_data = offsets.mutable_data_ptr<int64_t>();
+  int64_t row = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    offsets_data[expert] = row;
+    for (int64_t b = 0; b < num_blocks; ++b) {
+      row += std::exchange(next[b * num_experts + expert], row);
+    }
+    tokens_data[expert] = row - offsets_data[expert];
+  }
+  offsets_data[num_experts] = row;
+
+  auto* permutation_data = permutation.mutable_data_ptr<int64_t>();
+  auto* inverse_data = inverse.mutable_data_ptr<int64_t>();
+  for_each_block([&](int64_t* first_free, int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const int64_t placed = first_free[chosen_data[slot]]++;
+      permutation_data[placed] = slot;
+      inverse_data[slot] = placed;
+    }
+  });
+  return {permutation, inverse, tokens_per_expert, offsets};
+}
+
+Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse) {
+  check_dispatch(x, inverse);
+  const int64_t num_tokens = x.size(0);
+  const int64_t k = inverse.size(1);
+  const Tensor source = x.contiguous();
+  const Tensor row_of = inverse.contiguous();
+  check_index_range("dispatch", "inverse", row_of, num_tokens * k);
+  Tensor rows = at::empty({num_tokens * k, x.size(1)}, x.options());
+  const int64_t bytes = x.size(1) * x.element_size();
+  const auto* source_data = static_cast<const char*>(source.const_data_ptr());
+  const auto* row_data = row_of.const_data_ptr<int64_t>();
+  auto* rows_data = static_cast<char*>(rows.mutable_data_ptr());
+  // By tokens rather than by rows: a token is read once, and its k copies come from the cache.
+  parallel_for(num_tokens, k * x.size(1), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t j = 0; j < k; ++j) {
+        std::memcpy(rows_data + row_data[t * k + j] * bytes, source_data + t * bytes, bytes);
+      }
+    }
+  });
+  return rows;
+}
+
+struct AddRow {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const scalar_t* row, int64_t size, acc_t* sum) {
+    for (int64_t d = 0; d < size; ++d) sum[d] += static_cast<acc_t>(row[d]);
+  }
+};
+
+// dx_t = sum_j drows[inverse(t, j)], in the order of the choices.
+Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
+  const int64_t num_tokens = inverse.size(0);
+  const int64_t k = inverse.size(1);
+  const int64_t width = grad_rows.size(1);
+  const Tensor rows = grad_rows.contiguous();
+  const Tensor row_of = inverse.contiguous();
+  check_index_range("_dispatch_backward", "inverse", row_of, rows.size(0));
+  Tensor grad_x = at::empty({num_tokens, width}, rows.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, rows.scalar_type(), "dispatch_backward", [&] {
+        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        const auto* rows_data = rows.const_data_ptr<scalar_t>();
+        const auto* row_data = row_of.const_data_ptr<int64_t>();
+        auto* grad_data = grad_x.mutable_data_ptr<scalar_t>();
+        parallel_for(num_tokens, k * width, [&](int64_t begin, int64_t end) {
+          RowSum<scalar_t, acc_t> sum(width);
+          for (int64_t t = begin; t < end; ++t) {
+            acc_t* total = sum.start(grad_data + t * width);
+            for (int64_t j = 0; j < k; ++j) {
+              vectorized<AddRow>(rows_data + row_data[t * k + j] * width, width, total);
+            }
+            sum.finish();
+          }
+        });
+      });
+  return grad_x;
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("dispatch_plan", &moe_ext::cpu::dispatch_plan_cpu);
+  m.impl("dispatch", &moe_ext::cpu::dispatch_cpu);
+  m.impl("_dispatch_backward", &moe_ext::cpu::dispatch_backward_cpu);
+}

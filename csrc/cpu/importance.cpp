@@ -1,0 +1,36 @@
+// Importance(X) = sum_x G(x) (Eq. 6) on the CPU.
+#include <ATen/Dispatch.h>
+#include <torch/library.h>
+
+#include "../checks.h"
+#include "parallel.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+Tensor importance_cpu(const Tensor& gates, const Tensor& expert_index, int64_t num_experts) {
+  check_importance(gates, expert_index, num_experts);
+  const int64_t k = gates.size(1);
+  const Tensor kept = gates.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  check_index_range("importance", "expert_index", chosen, num_experts);
+  Tensor importance;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
+    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    const auto* gates_data = kept.const_data_ptr<scalar_t>();
+    const auto* index_data = chosen.const_data_ptr<int64_t>();
+    importance = sum_over_tokens<acc_t>(
+        gates.size(0), num_experts, k, kept.options().dtype(accumulate_type(kept)),
+        [&](int64_t begin, int64_t end, acc_t* sum) {
+          for (int64_t slot = begin * k; slot < end * k; ++slot) {
+            sum[index_data[slot]] += static_cast<acc_t>(gates_data[slot]);
+          }
+        });
+  });
+  return importance;
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) { m.impl("importance", &moe_ext::cpu::importance_cpu); }

@@ -1,0 +1,143 @@
+// Load(X)_i = sum_x P(x, i) (App. A) on the CPU.
+#include <ATen/Dispatch.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "../checks.h"
+#include "../math/load.h"
+#include "parallel.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// One row: every expert against H_(k), then the k chosen ones again, against H_(k+1).
+struct ProbRow {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const scalar_t* clean, const acc_t* stddev, const acc_t* threshold,
+                          const int64_t* chosen, int64_t k, int64_t num_experts, acc_t* prob,
+                          acc_t* sum) {
+    for (int64_t i = 0; i < num_experts; ++i) {
+      prob[i] = math::prob_in_top_k(static_cast<acc_t>(clean[i]), threshold[0], stddev[i]);
+    }
+    for (int64_t j = 0; j < k; ++j) {
+      const int64_t i = chosen[j];
+      prob[i] = math::prob_in_top_k(static_cast<acc_t>(clean[i]), threshold[1], stddev[i]);
+    }
+    for (int64_t i = 0; i < num_experts; ++i) sum[i] += prob[i];
+  }
+};
+
+Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
+                const Tensor& expert_index) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index);
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  const int64_t k = expert_index.size(1);
+  const Tensor clean = clean_logits.contiguous();
+  const Tensor stddev = noise_stddev.contiguous();
+  const Tensor limits = threshold.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  check_index_range("load", "expert_index", chosen, num_experts);
+  Tensor load;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
+    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    const auto* clean_data = clean.const_data_ptr<scalar_t>();
+    const auto* stddev_data = stddev.const_data_ptr<acc_t>();
+    const auto* limits_data = limits.const_data_ptr<acc_t>();
+    const auto* chosen_data = chosen.const_data_ptr<int64_t>();
+    load = sum_over_tokens<acc_t>(
+        num_tokens, num_experts, 4 * num_experts, stddev.options(),
+        [&](int64_t begin, int64_t end, acc_t* sum) {
+          std::vector<acc_t> prob(num_experts);
+          for (int64_t t = begin; t < end; ++t) {
+            vectorized<ProbRow>(clean_data + t * num_experts, stddev_data + t * num_experts,
+                                limits_data + 2 * t, chosen_data + t * k, k, num_experts,
+                                prob.data(), sum);
+          }
+        });
+  });
+  return load;
+}
+
+// One row of the gradient; with q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get
+// dH_(k) = -sum of q over the experts outside the top k, dH_(k+1) = -sum over those inside.
+struct ProbRowBackward {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* grad_load, const scalar_t* clean, const acc_t* stddev,
+                          const acc_t* threshold, const int64_t* chosen, int64_t k,
+                          int64_t num_experts, acc_t* q, scalar_t* grad_clean, acc_t* grad_stddev,
+                          acc_t* grad_threshold) {
+    for (int64_t i = 0; i < num_experts; ++i) {
+      const auto grad = math::prob_in_top_k_gradient(static_cast<acc_t>(clean[i]), threshold[0],
+                                                     stddev[i], grad_load[i]);
+      q[i] = grad.clean;
+      grad_stddev[i] = grad.stddev;
+    }
+    acc_t inside = 0;
+    for (int64_t j = 0; j < k; ++j) q[chosen[j]] = 0;
+    grad_threshold[0] = -sum(q, num_experts);
+    for (int64_t j = 0; j < k; ++j) {
+      const int64_t i = chosen[j];
+      const auto grad = math::prob_in_top_k_gradient(static_cast<acc_t>(clean[i]), threshold[1],
+                                                     stddev[i], grad_load[i]);
+      q[i] = grad.clean;
+      grad_stddev[i] = grad.stddev;
+      inside += grad.clean;
+    }
+    grad_threshold[1] = -inside;
+    for (int64_t i = 0; i < num_experts; ++i) grad_clean[i] = static_cast<scalar_t>(q[i]);
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
+                                                     const Tensor& clean_logits,
+                                                     const Tensor& noise_stddev,
+                                                     const Tensor& threshold,
+                                                     const Tensor& expert_index) {
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  const int64_t k = expert_index.size(1);
+  const Tensor grad = grad_load.contiguous();
+  const Tensor clean = clean_logits.contiguous();
+  const Tensor stddev = noise_stddev.contiguous();
+  const Tensor limits = threshold.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  check_index_range("_load_backward", "expert_index", chosen, num_experts);
+  Tensor grad_clean = at::empty(clean.sizes(), clean.options());
+  Tensor grad_stddev = at::empty(stddev.sizes(), stddev.options());
+  Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
+        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        const auto* grad_data = grad.const_data_ptr<acc_t>();
+        const auto* clean_data = clean.const_data_ptr<scalar_t>();
+        const auto* stddev_data = stddev.const_data_ptr<acc_t>();
+        const auto* limits_data = limits.const_data_ptr<acc_t>();
+        const auto* chosen_data = chosen.const_data_ptr<int64_t>();
+        auto* grad_clean_data = grad_clean.mutable_data_ptr<scalar_t>();
+        auto* grad_stddev_data = grad_stddev.mutable_data_ptr<acc_t>();
+        auto* grad_threshold_data = grad_threshold.mutable_data_ptr<acc_t>();
+        parallel_for(num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
+          std::vector<acc_t> q(num_experts);
+          for (int64_t t = begin; t < end; ++t) {
+            vectorized<ProbRowBackward>(
+                grad_data, clean_data + t * num_experts, stddev_data + t * num_experts,
+                limits_data + 2 * t, chosen_data + t * k, k, num_experts, q.data(),
+                grad_clean_data + t * num_experts, grad_stddev_data + t * num_experts,
+                grad_threshold_data + 2 * t);
+          }
+        });
+      });
+  return {grad_clean, grad_stddev, grad_threshold};
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("load", &moe_ext::cpu::load_cpu);
+  m.impl("_load_backward", &moe_ext::cpu::load_backward_cpu);
+}

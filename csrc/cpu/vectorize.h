@@ -1,0 +1,80 @@
+// One loop, compiled for several instruction sets, chosen at run time.
+//
+// A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the copy
+// compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512 forces one. The
+// arithmetic does not depend on the choice: sums have a fixed order and nothing is contracted.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#define MOE_EXT_KERNEL static inline __attribute__((always_inline))
+
+namespace moe_ext::cpu {
+
+enum class Isa { kDefault, kAvx2, kAvx512 };
+
+// The instruction set in use; throws once, at first use, if MOE_EXT_ISA asks for one that is missing.
+Isa isa();
+const char* isa_name();
+
+#if defined(__x86_64__)
+template <typename Kernel, typename... Args>
+__attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void run_avx512(
+    Args... args) {
+  Kernel::run(args...);
+}
+
+template <typename Kernel, typename... Args>
+__attribute__((noinline, target("arch=x86-64-v3"))) void run_avx2(Args... args) {
+  Kernel::run(args...);
+}
+#endif
+
+template <typename Kernel, typename... Args>
+void vectorized(Args... args) {
+#if defined(__x86_64__)
+  switch (isa()) {
+    case Isa::kAvx512:
+      return run_avx512<Kernel>(args...);
+    case Isa::kAvx2:
+      return run_avx2<Kernel>(args...);
+    case Isa::kDefault:
+      break;
+  }
+#endif
+  Kernel::run(args...);
+}
+
+// Sums of 32 fixed partial sums: the same bits whatever the width of a vector.
+constexpr int64_t kLanes = 32;
+
+template <typename acc_t, typename Term>
+MOE_EXT_KERNEL acc_t sum_of_terms(int64_t size, const Term& term) {
+  acc_t lane[kLanes] = {};
+  const int64_t whole = size - size % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) lane[l] = term(i + l, lane[l]);
+  }
+  for (int64_t i = whole; i < size; ++i) lane[i - whole] = term(i, lane[i - whole]);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t l = 0; l < width; ++l) lane[l] += lane[l + width];
+  }
+  return lane[0];
+}
+
+template <typename acc_t>
+MOE_EXT_KERNEL acc_t sum(const acc_t* a, int64_t size) {
+  return sum_of_terms<acc_t>(size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
+    return partial + a[i];
+  });
+}
+
+template <typename acc_t, typename a_t, typename b_t>
+MOE_EXT_KERNEL acc_t dot(const a_t* a, const b_t* b, int64_t size) {
+  return sum_of_terms<acc_t>(size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
+    return std::fma(static_cast<acc_t>(a[i]), static_cast<acc_t>(b[i]), partial);
+  });
+}
+
+}  // namespace moe_ext::cpu

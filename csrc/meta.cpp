@@ -1,0 +1,110 @@
+// The shapes of every operator's outputs, for torch.compile, export and the meta device.
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace moe_ext {
+namespace {
+
+Tensor like(const Tensor& tensor) {
+  return tensor.new_empty_symint(tensor.sym_sizes());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_meta(
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
+    const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
+  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  const auto T = clean_logits.sym_size(0);
+  const auto E = clean_logits.sym_size(1);
+  const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
+  const auto index = clean_logits.options().dtype(at::kLong);
+  return {clean_logits.new_empty_symint({T, k}, real), clean_logits.new_empty_symint({T, k}, index),
+          clean_logits.new_empty_symint({T, 2}, real), clean_logits.new_empty_symint({T, 2}, index),
+          clean_logits.new_empty_symint({noise ? T : c10::SymInt(0), E}, real)};
+}
+
+std::tuple<Tensor, Tensor> noisy_topk_gating_backward_meta(
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+    const Tensor&, const Tensor&, const Tensor& clean_logits, const OptionalTensor&,
+    const OptionalTensor& noise) {
+  const auto T = noise ? clean_logits.sym_size(0) : c10::SymInt(0);
+  return {like(clean_logits), clean_logits.new_empty_symint({T, clean_logits.sym_size(1)})};
+}
+
+Tensor load_meta(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
+                 const Tensor& expert_index) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index);
+  return noise_stddev.new_empty_symint({clean_logits.sym_size(1)});
+}
+
+std::tuple<Tensor, Tensor, Tensor> load_backward_meta(const Tensor&, const Tensor& clean_logits,
+                                                      const Tensor& noise_stddev,
+                                                      const Tensor& threshold, const Tensor&) {
+  return {like(clean_logits), like(noise_stddev), like(threshold)};
+}
+
+Tensor importance_meta(const Tensor& gates, const Tensor& expert_index, c10::SymInt num_experts) {
+  check_importance(gates, expert_index, num_experts);
+  return gates.new_empty_symint({num_experts}, gates.options().dtype(accumulate_type(gates)));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_meta(const Tensor& expert_index,
+                                                              c10::SymInt num_experts) {
+  check_dispatch_plan(expert_index, num_experts);
+  return {expert_index.new_empty_symint({expert_index.sym_numel()}), like(expert_index),
+          expert_index.new_empty_symint({num_experts}),
+          expert_index.new_empty_symint({num_experts + 1})};
+}
+
+Tensor dispatch_meta(const Tensor& x, const Tensor& inverse) {
+  check_dispatch(x, inverse);
+  return x.new_empty_symint({inverse.sym_numel(), x.sym_size(1)});
+}
+
+Tensor dispatch_backward_meta(const Tensor& grad_rows, const Tensor& inverse) {
+  return grad_rows.new_empty_symint({inverse.sym_size(0), grad_rows.sym_size(1)});
+}
+
+Tensor combine_meta(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
+  check_combine(expert_output, gates, inverse);
+  return expert_output.new_empty_symint({gates.sym_size(0), expert_output.sym_size(1)});
+}
+
+std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor&, const Tensor& expert_output,
+                                                 const Tensor& gates, const Tensor&) {
+  return {like(expert_output), like(gates)};
+}
+
+Tensor grouped_linear_meta(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
+                           const Tensor& offsets) {
+  check_grouped_linear(rows, weight, bias, offsets);
+  return rows.new_empty_symint({rows.sym_size(0), weight.sym_size(2)});
+}
+
+std::tuple<Tensor, Tensor, Tensor> grouped_linear_backward_meta(const Tensor&, const Tensor& rows,
+                                                                const Tensor& weight,
+                                                                const OptionalTensor& bias,
+                                                                const Tensor&) {
+  const auto E = bias ? weight.sym_size(0) : c10::SymInt(0);
+  return {like(rows), like(weight), weight.new_empty_symint({E, weight.sym_size(2)})};
+}
+
+}  // namespace
+}  // namespace moe_ext
+
+TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
+  m.impl("noisy_topk_gating", &moe_ext::noisy_topk_gating_meta);
+  m.impl("_noisy_topk_gating_backward", &moe_ext::noisy_topk_gating_backward_meta);
+  m.impl("load", &moe_ext::load_meta);
+  m.impl("_load_backward", &moe_ext::load_backward_meta);
+  m.impl("importance", &moe_ext::importance_meta);
+  m.impl("dispatch_plan", &moe_ext::dispatch_plan_meta);
+  m.impl("dispatch", &moe_ext::dispatch_meta);
+  m.impl("_dispatch_backward", &moe_ext::dispatch_backward_meta);
+  m.impl("combine", &moe_ext::combine_meta);
+  m.impl("_combine_backward", &moe_ext::combine_backward_meta);
+  m.impl("grouped_linear", &moe_ext::grouped_linear_meta);
+  m.impl("_grouped_linear_backward", &moe_ext::grouped_linear_backward_meta);
+}

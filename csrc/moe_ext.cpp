@@ -1,0 +1,76 @@
+// The table of contents: every operator's schema under its equation, and the module's build facts.
+//
+// T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output width.
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include "cpu/vectorize.h"
+
+TORCH_LIBRARY(moe_ext, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+
+  // Eq. 4: H = clean_logits + noise * (softplus(raw_noise_stddev) + noise_epsilon);
+  // Eqs. 3, 5: gates = softmax(KeepTopK(H, k)), kept values only.
+  // threshold [T, 2] = kth_excluding (App. A) for an expert outside and for one inside the top k.
+  m.def(
+      "noisy_topk_gating(Tensor clean_logits, Tensor? raw_noise_stddev, Tensor? noise, SymInt k, "
+      "float noise_epsilon) -> (Tensor gates, Tensor expert_index, Tensor threshold, "
+      "Tensor threshold_index, Tensor noise_stddev)",
+      tags);
+  m.def(
+      "_noisy_topk_gating_backward(Tensor? grad_gates, Tensor? grad_threshold, "
+      "Tensor? grad_noise_stddev, Tensor gates, Tensor expert_index, Tensor threshold_index, "
+      "Tensor clean_logits, Tensor? raw_noise_stddev, Tensor? noise) -> (Tensor, Tensor)",
+      tags);
+
+  // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i)
+  m.def(
+      "load(Tensor clean_logits, Tensor noise_stddev, Tensor threshold, Tensor expert_index) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "_load_backward(Tensor grad_load, Tensor clean_logits, Tensor noise_stddev, "
+      "Tensor threshold, Tensor expert_index) -> (Tensor, Tensor, Tensor)",
+      tags);
+
+  // Eq. 6: Importance(X) = sum_x G(x)
+  m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
+
+  // The routed rows, sorted by expert and then by token: permutation [R] from row to slot t * K + j,
+  // inverse [T, K] from slot to row, tokens_per_expert [E], offsets [E + 1].
+  m.def(
+      "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
+      "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",
+      tags);
+
+  // rows[inverse[t, j]] = x[t]
+  m.def("dispatch(Tensor x, Tensor inverse) -> Tensor", tags);
+  m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse) -> Tensor", tags);
+
+  // Eq. 1: y[t] = sum_j gates[t, j] * expert_output[inverse[t, j]]
+  m.def("combine(Tensor expert_output, Tensor gates, Tensor inverse) -> Tensor", tags);
+  m.def(
+      "_combine_backward(Tensor grad_y, Tensor expert_output, Tensor gates, Tensor inverse) "
+      "-> (Tensor, Tensor)",
+      tags);
+
+  // A linear layer of the experts: rows of expert e times weight[e], plus bias[e].
+  m.def("grouped_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor offsets) -> Tensor", tags);
+  m.def(
+      "_grouped_linear_backward(Tensor grad_out, Tensor rows, Tensor weight, Tensor? bias, "
+      "Tensor offsets) -> (Tensor, Tensor, Tensor)",
+      tags);
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Facts of the build; importing it registers the operators of torch.ops.moe_ext.";
+  m.attr("torch_version") = TORCH_VERSION;
+#ifdef MOE_EXT_CUDA_VERSION
+  m.attr("cuda_version") = MOE_EXT_CUDA_VERSION;
+#else
+  m.attr("cuda_version") = pybind11::none();
+#endif
+  m.attr("compiler") = __VERSION__;
+  m.def("isa", &moe_ext::cpu::isa_name, "The instruction set that the CPU kernels use.");
+}

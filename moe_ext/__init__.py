@@ -1,0 +1,37 @@
+"""Sparsely-gated mixtures of experts (Shazeer et al., 2017) for PyTorch.
+
+    gates      x to k experts per token                Sec. 2.1     moe_ext/gates.py
+    losses     importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.py
+    experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
+    MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
+    ops        the operators below them, one page each              moe_ext/ops/
+"""
+
+from moe_ext import _build
+
+_build.load()
+
+from moe_ext import ops  # noqa: E402  (the operators are registered by the line above)
+from moe_ext.experts import FeedForwardExperts, ModuleExperts  # noqa: E402
+from moe_ext.gates import Gating, NoisyTopKGate, SoftmaxGate  # noqa: E402
+from moe_ext.losses import cv_squared, importance_loss, load_loss  # noqa: E402
+from moe_ext.moe import MoE, MoEAux  # noqa: E402
+from moe_ext.ops import importance, load  # noqa: E402
+
+__version__ = _build.version()
+
+__all__ = [
+    "FeedForwardExperts",
+    "Gating",
+    "MoE",
+    "MoEAux",
+    "ModuleExperts",
+    "NoisyTopKGate",
+    "SoftmaxGate",
+    "cv_squared",
+    "importance",
+    "importance_loss",
+    "load",
+    "load_loss",
+    "ops",
+]

@@ -1,0 +1,42 @@
+"""Loads the compiled module, or says in one sentence why it cannot be."""
+
+import importlib.metadata
+import importlib.util
+
+import torch
+
+REINSTALL = "run `pip install --no-build-isolation .` in its source tree"
+
+
+def release(version: str) -> str:
+    """The major and minor version: what the C++ interface of torch depends on."""
+    return ".".join(version.split(".")[:2])
+
+
+def load() -> None:
+    """Imports moe_ext._C, which registers the operators.
+
+    Raises:
+        ImportError: the module was not built, or was built for another torch.
+    """
+    if importlib.util.find_spec("moe_ext._C") is None:
+        raise ImportError(f"moe_ext's compiled module moe_ext._C was not built: {REINSTALL}")
+    try:
+        from moe_ext import _C
+    except ImportError as error:
+        raise ImportError(
+            f"moe_ext's compiled module does not load with torch {torch.__version__}, most likely "
+            f"because it was built for another one: {REINSTALL} ({error})"
+        ) from None
+    if release(_C.torch_version) != release(torch.__version__):
+        raise ImportError(
+            f"moe_ext was built for torch {_C.torch_version}, running {torch.__version__}: {REINSTALL}"
+        )
+
+
+def version() -> str:
+    """The installed version, or "unknown" when imported from a source tree that is not installed."""
+    try:
+        return importlib.metadata.version("moe_ext")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,141 @@
+"""The gating networks, Section 2.1."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+
+
+class Gating(NamedTuple):
+    """A gate's decision for T tokens.
+
+    Attributes:
+        gates: [T, K], float32 or float64.
+        expert_index: [T, K] int64.
+        importance: [E], the sum of each expert's gates (Eq. 6).
+        load: [E], the expected number of tokens of each expert (Appendix A); without noise, its
+            limit: the number of tokens routed, which has no gradient.
+    """
+
+    gates: Tensor
+    expert_index: Tensor
+    importance: Tensor
+    load: Tensor
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
+    with torch.autocast(x.device.type, enabled=False):
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        return x.to(wide) @ weight.to(wide)
+
+
+def _count(expert_index: Tensor, num_experts: int) -> Tensor:
+    return ops.importance(torch.ones_like(expert_index, dtype=torch.float32), expert_index, num_experts)
+
+
+class SoftmaxGate(nn.Module):
+    """G(x) = softmax(x·W_g) (Eq. 2): every token goes to every expert.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+    """
+
+    def __init__(self, d_model: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = self.k = num_experts
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the gates of all E experts, in the experts' order."""
+        gates = torch.softmax(_logits(x, self.w_gate), dim=-1)
+        expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
+        importance = ops.importance(gates, expert_index, self.num_experts)
+        return Gating(gates, expert_index, importance, _count(expert_index, self.num_experts))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
+
+
+class NoisyTopKGate(nn.Module):
+    """Noisy top-k gating (Eqs. 3-5), with noise in training mode only.
+
+    Both matrices start at zero ("no signal and some noise"): training begins with uniformly random
+    routing; in evaluation mode the untrained gate ties everywhere and picks the lowest indices.
+
+    With k = 1 the kept gate is 1 whatever the logits, so that the task's gradient to the gate is
+    zero: the balancing losses alone train it.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+        k: experts kept per token, 1 <= k <= E.
+        noise_epsilon: floor of the noise's standard deviation.
+        detach_threshold: keep Load's gradient out of the thresholds (see `moe_ext.ops.load`).
+        generator: source of the noise; None is torch's global one, which torch.utils.checkpoint
+            replays. A generator of one's own is not replayed when a forward pass is recomputed.
+
+    Raises:
+        ValueError: k is not between 1 and num_experts, or noise_epsilon is negative.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        noise_epsilon: float = 1e-2,
+        detach_threshold: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise ValueError(
+                f"NoisyTopKGate: k must be between 1 and num_experts = {num_experts}, got {k}"
+            )
+        if noise_epsilon < 0:
+            raise ValueError(
+                f"NoisyTopKGate: noise_epsilon must be at least 0, got {noise_epsilon}"
+            )
+        self.num_experts = num_experts
+        self.k = k
+        self.noise_epsilon = noise_epsilon
+        self.detach_threshold = detach_threshold
+        self.generator = generator
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
+        clean_logits = _logits(x, self.w_gate)
+        raw_noise_stddev = noise = None
+        if self.training:
+            raw_noise_stddev = _logits(x, self.w_noise)
+            noise = torch.randn(
+                clean_logits.shape,
+                dtype=clean_logits.dtype,
+                device=x.device,
+                generator=self.generator,
+            )
+        kept = ops.noisy_topk_gating(
+            clean_logits, raw_noise_stddev, noise, self.k, self.noise_epsilon
+        )
+        importance = ops.importance(kept.gates, kept.expert_index, self.num_experts)
+        if self.training:
+            load = ops.load(
+                clean_logits,
+                kept.noise_stddev,
+                kept.threshold,
+                kept.expert_index,
+                self.detach_threshold,
+            )
+        else:
+            load = _count(kept.expert_index, self.num_experts)
+        return Gating(kept.gates, kept.expert_index, importance, load)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"

@@ -1,0 +1,41 @@
+"""The balancing losses, Section 4 and Appendix A."""
+
+import torch
+from torch import Tensor
+
+
+def cv_squared(values: Tensor) -> Tensor:
+    """The squared coefficient of variation, population variance over squared mean; a scalar.
+
+    It does not change when all values are scaled, lies between 0 and E - 1, and is 0 when all
+    values are 0. No epsilon takes part: the only zero mean of non-negative values is all zeros.
+
+    Args:
+        values: [E], non-negative.
+    """
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    mean = values.mean()
+    variance = (values - mean).square().mean()
+    square = mean.square()
+    return variance / torch.where(square > 0, square, torch.ones_like(square))
+
+
+def importance_loss(importance: Tensor, weight: float) -> Tensor:
+    """L_importance = weight · CV(Importance(X))² (Eq. 7).
+
+    Args:
+        importance: [E], of the whole batch.
+        weight: w_importance.
+    """
+    return weight * cv_squared(importance)
+
+
+def load_loss(load: Tensor, weight: float) -> Tensor:
+    """L_load = weight · CV(Load(X))² (Appendix A).
+
+    Args:
+        load: [E], of the whole batch.
+        weight: w_load.
+    """
+    return weight * cv_squared(load)

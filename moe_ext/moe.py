@@ -1,0 +1,172 @@
+"""The mixture-of-experts layer, Section 2."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.experts import FeedForwardExperts, ModuleExperts
+from moe_ext.gates import NoisyTopKGate
+from moe_ext.losses import cv_squared, importance_loss, load_loss
+
+
+class MoEAux(NamedTuple):
+    """What a MoE layer returns beside its output; T counts the tokens that the mask left.
+
+    Attributes:
+        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)², to be added to the mean
+            loss per token in nats. Losses of several layers add up.
+        importance: [E], the sum of each expert's gates.
+        load: [E], the smooth number of tokens of each expert.
+        gates: [T, K].
+        expert_index: [T, K] int64.
+        tokens_per_expert: [E] int64, the true number of tokens of each expert.
+    """
+
+    loss: Tensor
+    importance: Tensor
+    load: Tensor
+    gates: Tensor
+    expert_index: Tensor
+    tokens_per_expert: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load)."""
+        with torch.no_grad():
+            load = self.load.double()
+            return {
+                "cv_importance": cv_squared(self.importance.double()).sqrt().item(),
+                "cv_load": cv_squared(load).sqrt().item(),
+                "max_over_mean_load": (load.max() / load.mean().clamp_min(1e-30)).item(),
+            }
+
+
+class MoE(nn.Module):
+    """y = Σ_i G(x)_i E_i(x) (Eq. 1), with only the k chosen experts of each token evaluated.
+
+    1. gate: x [T, D] to k experts and gates per token
+    2. plan: the T·k routed rows sorted by expert
+    3. dispatch: every token copied to its rows
+    4. experts: each on its rows
+    5. combine: each token's outputs summed with its gates
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+        k: experts per token.
+        hidden_sizes: widths of the experts' hidden layers; None is (4 · d_model,).
+        activation, bias: see `FeedForwardExperts`.
+        gate: a module from x [T, D] to `Gating`; None is NoisyTopKGate.
+        experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of any
+            modules, one for each expert; None is FeedForwardExperts.
+        w_importance, w_load: the weights of the two losses.
+        noise_epsilon, generator: see `NoisyTopKGate`.
+
+    Raises:
+        ValueError: an argument is out of range, or the experts given are not num_experts.
+
+    Example:
+        >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
+        >>> y, aux = layer(torch.randn(8, 20, 512))
+        >>> y.shape
+        torch.Size([8, 20, 512])
+        >>> loss = y.square().mean() + aux.loss
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        k: int,
+        *,
+        hidden_sizes: Sequence[int] | None = None,
+        activation: str = "relu",
+        bias: bool = False,
+        gate: nn.Module | None = None,
+        experts: nn.Module | Sequence[nn.Module] | None = None,
+        w_importance: float = 0.1,
+        w_load: float = 0.1,
+        noise_epsilon: float = 1e-2,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if min(d_model, num_experts) < 1:
+            raise ValueError(
+                f"MoE: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
+            )
+        if not 1 <= k <= num_experts:
+            raise ValueError(f"MoE: k must be between 1 and num_experts = {num_experts}, got {k}")
+        if min(w_importance, w_load) < 0:
+            raise ValueError(
+                "MoE: w_importance and w_load must be at least 0, "
+                f"got {w_importance} and {w_load}"
+            )
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.w_importance = w_importance
+        self.w_load = w_load
+        if gate is None:
+            gate = NoisyTopKGate(
+                d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
+            )
+        if experts is None:
+            hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
+            experts = FeedForwardExperts(
+                num_experts, d_model, hidden_sizes, activation=activation, bias=bias
+            )
+        elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
+            experts = ModuleExperts(experts)
+        for name, module in (("gate", gate), ("experts", experts)):
+            given = getattr(module, "num_experts", num_experts)
+            if given != num_experts:
+                raise ValueError(
+                    f"MoE: {name} must be for num_experts = {num_experts}, got {given}"
+                )
+        self.gate = gate
+        self.experts = experts
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
+        """x [..., D] to y [..., d_output] in x's type, and what came with it.
+
+        Args:
+            x: [..., D]; the leading dimensions are free, the paper's "convolutional" use (Sec. 3.1).
+            mask: [...] bool, True at real tokens. The others never reach the gate, the experts or the
+                losses, and their outputs are 0.
+
+        Raises:
+            ValueError, TypeError: the shape of x or mask, or the type of mask, does not fit.
+        """
+        if x.dim() < 1 or x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"MoE: x must have a last dimension of d_model = {self.d_model}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        tokens = x.reshape(-1, self.d_model)
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise TypeError(f"MoE: mask must be of type torch.bool, got {mask.dtype}")
+            if mask.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"MoE: mask must have shape {tuple(x.shape[:-1])}, got {tuple(mask.shape)}"
+                )
+            position = mask.reshape(-1).nonzero().squeeze(1)
+            tokens = tokens.index_select(0, position)
+
+        gates, expert_index, importance, load = self.gate(tokens)
+        plan = ops.dispatch_plan(expert_index, self.num_experts)
+        rows = ops.dispatch(tokens, plan.inverse)
+        expert_output = self.experts(rows, plan.offsets)
+        y = ops.combine(expert_output, gates.to(_accumulate_type(expert_output)), plan.inverse)
+        y = y.to(x.dtype)
+
+        if mask is not None:
+            y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
+        loss = importance_loss(importance, self.w_importance) + load_loss(load, self.w_load)
+        aux = MoEAux(loss, importance, load, gates, expert_index, plan.tokens_per_expert)
+        return y.view(*x.shape[:-1], y.shape[-1]), aux
+
+
+def _accumulate_type(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,77 @@
+"""Builds the extension moe_ext._C: always for the CPU, and for CUDA where torch and a toolkit have it.
+
+MOE_EXT_CUDA=0 leaves CUDA out, MOE_EXT_CUDA=1 insists on it. TORCH_CUDA_ARCH_LIST and MAX_JOBS are
+honoured as in every torch extension.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+VERSION = "0.1.0"
+CUDA_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+HERE = Path(__file__).parent
+
+try:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+except ImportError:
+    sys.exit(
+        "moe_ext is built against the installed torch, and none is here: "
+        "`pip install 'torch>=2.11'`, then `pip install --no-build-isolation .`"
+    )
+
+
+def toolkit_version() -> str:
+    """The version of nvcc under CUDA_HOME, such as "13.0"."""
+    output = subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", "--version"], text=True)
+    return output.split("release ")[1].split(",")[0]
+
+
+def wants_cuda(has_sources: bool) -> bool:
+    """Whether to build for CUDA: never asks for a GPU, which a building machine need not have."""
+    choice = os.environ.get("MOE_EXT_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        sys.exit(f"moe_ext: MOE_EXT_CUDA must be 0 or 1, got {choice}")
+    if choice == "0" or not has_sources:
+        return False
+    if torch.version.cuda is None:
+        missing = "this torch was built without CUDA"
+    elif CUDA_HOME is None:
+        missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"
+    elif toolkit_version().split(".")[0] != torch.version.cuda.split(".")[0]:
+        missing = f"the toolkit is CUDA {toolkit_version()} but torch's is {torch.version.cuda}"
+    else:
+        return True
+    if choice == "1":
+        sys.exit(f"moe_ext: MOE_EXT_CUDA=1, but {missing}")
+    print(f"moe_ext: building for the CPU alone, as {missing}")
+    return False
+
+
+def extension():
+    """The one extension module, of the C++ sources and, with CUDA, the .cu ones."""
+    cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
+    cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
+    # No contraction: a product is fused into a sum where the source says so, and nowhere else.
+    cxx = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+    if not wants_cuda(bool(cuda)):
+        return CppExtension("moe_ext._C", cpp, extra_compile_args={"cxx": cxx})
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
+    nvcc = ["-std=c++20", "-O3", "-fmad=false"]
+    return CUDAExtension(
+        "moe_ext._C", cpp + cuda, extra_compile_args={"cxx": [*cxx, define], "nvcc": nvcc}
+    )
+
+
+setup(
+    version=VERSION,
+    install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExtension},
+)
