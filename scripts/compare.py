@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     config = read_config(options.config, options.overrides)
     dense_counterpart(config)  # an error in the configuration should come before the corpus is read
     output = Path(options.output or f"{config.output}-compare")
-    set_up_torch(config)
+    set_up_torch(config.device, config.num_threads, config.autocast)
     text = load_text(config.data)
     pairs = [train_pair(replace(config, seed=seed), text, output) for seed in options.seeds]
     report = comparison_report(pairs, text)

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import exit_status
-from moe_ext.training.loop import load_text
+from moe_ext.training.loop import load_text, set_up_torch
 from moe_ext.training.metrics import Evaluation, evaluate
 
 
@@ -34,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     options = parser.parse_args(arguments)
     if options.tokens_per_batch < 1:
         parser.error(f"--tokens-per-batch must be at least 1, got {options.tokens_per_batch}")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    set_up_torch(options.device, options.threads)
 
     trained = load_run(options.run, options.device)
     data = trained.config.data

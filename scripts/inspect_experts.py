@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-import torch
 
 from moe_ext.analysis.experts import NEIGHBOURS, ExpertReport, inspect_experts
 from moe_ext.training.checkpoint import atomic_file, load_run
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError
-from moe_ext.training.loop import load_text
+from moe_ext.training.loop import load_text, set_up_torch
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
@@ -46,7 +45,7 @@ td.word { font-weight: 600; background: #fff3c4; text-align: center; }
 {{ "%.2f"|format(e.information) }} nats; purity {{ "%.2f"|format(e.purity) }}</p>
 <table><tr><th>word</th><th class="n">times</th><th class="n">of all its</th></tr>
 {% for w in e.words %}
-<tr><td>{{ w.word }}</td><td class="n">{{ "{:,}".format(w.count) }}</td>
+<tr><td>{{ w.word }}</td><td class="n">{{ "{:,}".format(w.times) }}</td>
 <td class="n">{{ "%.0f%%"|format(100 * w.share) }}</td></tr>
 {% endfor %}
 </table></div>
@@ -109,8 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0, help="torch's threads (0: its default)")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    set_up_torch(options.device, options.threads)
 
     trained = load_run(options.run, options.device)
     sentences = getattr(load_text(trained.config.data, trained.vocabulary), options.part)

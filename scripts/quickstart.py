@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     started = time.perf_counter()
     config = read_config(_CONFIG, [*(_QUICK if options.quick else []), *options.overrides])
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
-    set_up_torch(config)
+    set_up_torch(config.device, config.num_threads, config.autocast)
     print("reading the built-in corpus (made on the first run)", flush=True)
     text = load_text(config.data)
     print(

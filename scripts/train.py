@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         last = read_metrics(trainer.folder, "dev")[-1]
         print(f"done    dev perplexity {last['perplexity']:.2f} after {last['step']} steps")
         print(f"next    python scripts/evaluate.py {trainer.folder}")
+    else:
+        print(f"stopped step {trainer.step} is saved; continue with resume=true")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,8 @@ def test_moe_configuration_errors():
         MoEConfig(num_experts=4, k=5)
     with pytest.raises(ValueError, match="w_load must be at least 0, got -1"):
         MoEConfig(w_load=-1)
+    with pytest.raises(ValueError, match="activation must be one of .*relu.*, got .rely"):
+        FeedForwardConfig(activation="rely")
 
 
 def experts(n):
@@ -314,7 +316,7 @@ def test_inspect_experts_finds_what_a_known_gate_does():
         assert report.information > 0.3  # about ln 2: each expert gets half of the words
         for word in report.words:
             index = vocabulary.encode([word.word])[0]
-            assert word.share == 1.0 and word.count == (inputs == index).sum()
+            assert word.share == 1.0 and word.times == (inputs == index).sum()
         top = [context.gate for context in report.contexts]
         assert top == sorted(top, reverse=True) and len(top) == 5
         for context in report.contexts:

@@ -114,6 +114,8 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
     assert status == 2 and "there is no corpus at" in error
     status, error = status_and_error(capsys, "inspect_experts", run, "--layer", 3)
     assert status == 2 and "layer must be in [0, 1)" in error
+    status, error = status_and_error(capsys, "evaluate", run, "--device", "warp")
+    assert status == 2 and "device must be one torch can use here, got 'warp'" in error
     status, error = status_and_error(capsys, "compare", tmp_path / "none.toml")
     assert status == 2 and "there is no configuration file" in error
 
@@ -125,7 +127,11 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
         f"data.corpus={corpus}", f"output={folder}",
     ]  # fmt: skip
     process = subprocess.Popen(
-        [*command, "steps=1000000"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, "steps=1000000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     metrics = folder / "metrics.jsonl"
@@ -133,9 +139,9 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
-    assert "continue with resume=true" in error
+    assert "continue with resume=true" in output
     step = load_checkpoint(folder)["step"]
     assert step >= 1
     subprocess.run(

@@ -38,8 +38,8 @@ def cost(model: LanguageModel) -> Cost:
     ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, MoE):
-            gate, experts = _weights(layer.gate.parameters()), _weights(layer.experts.weights)
-            ops += gate + experts * layer.k // layer.num_experts
+            gate, experts = _weights(layer.gate.parameters()), _weights(layer.experts.parameters())
+            ops += gate + experts * model.config.moe.k // layer.num_experts
             parameters += gate + experts
         elif isinstance(layer, FeedForwardExperts):
             ops += _weights(layer.weights)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..data import EncodedSentences, SentenceBatches, Vocabulary
 from ..models import LanguageModel, evaluating
+from ..moe import MoE
 
 NEIGHBOURS = 2  # words shown on either side
 _PURITY_POSITIONS = 50
@@ -26,10 +27,10 @@ class Context(NamedTuple):
 
 
 class Word(NamedTuple):
-    """count: how often the expert got the word. share: count / occurrences of the word."""
+    """times: how often the expert got the word; share: of all its occurrences."""
 
     word: str
-    count: int
+    times: int
     share: float
 
 
@@ -72,7 +73,7 @@ def inspect_experts(
     Runs about ``num_positions`` positions of randomly chosen sentences without noise or dropout. An
     expert that got none has share 0 and empty lists.
     """
-    moe_layers = [m for m in model.layers if hasattr(m, "num_experts") and hasattr(m, "gate")]
+    moe_layers = [module for module in model.layers if isinstance(module, MoE)]
     if not 0 <= layer < len(moe_layers):
         raise ValueError(
             f"inspect_experts: layer must be in [0, {len(moe_layers)}), the model's MoE layers, "

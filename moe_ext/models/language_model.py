@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data import Batch
 from ..experts import FeedForwardExperts
 from ..moe import MoE, MoEAux
+from ..ops import ACTIVATIONS
 from .lstm import LSTM
 from .softmax import linear_cross_entropy, linear_nll
 
@@ -23,6 +24,10 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
     """Raises ValueError "<name> must <rule>, got <value>" unless it holds."""
     if not holds:
         raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+def _require_activation(name: str) -> None:
+    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(sorted(ACTIVATIONS))}", name)
 
 
 @dataclass
@@ -48,6 +53,7 @@ class MoEConfig:
         require(
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
         )
+        _require_activation(self.activation)
         require(self.w_importance >= 0, "w_importance", "be at least 0", self.w_importance)
         require(self.w_load >= 0, "w_load", "be at least 0", self.w_load)
         require(self.noise_epsilon >= 0, "noise_epsilon", "be at least 0", self.noise_epsilon)
@@ -64,6 +70,7 @@ class FeedForwardConfig:
         require(
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
         )
+        _require_activation(self.activation)
 
 
 @dataclass

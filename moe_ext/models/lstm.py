@@ -36,7 +36,7 @@ class LSTM(nn.Module):
             else:
                 nn.init.zeros_(parameter)
         # torch adds two biases, and orders the gates i, f, j, o.
-        self.lstm.bias_ih_l0.data[units : 2 * units] = 1.0
+        nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x)[0]

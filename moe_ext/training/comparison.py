@@ -80,7 +80,9 @@ def train_pair(config: Config, text: Text, output: str | Path) -> dict[str, Resu
     results = {}
     for arm, arm_config in zip(ARMS, (config, dense_counterpart(config)), strict=True):
         folder = Path(output) / f"{arm}-seed{config.seed}"
-        arm_config = replace(arm_config, output=str(folder), resume=folder.exists())
+        arm_config = replace(
+            arm_config, output=str(folder), resume=(folder / "config.toml").exists()
+        )
         results[arm] = _load_result(arm_config, text) or _train_and_test(arm_config, text)
     return results
 
@@ -148,7 +150,7 @@ def mean_difference(differences: Sequence[float], confidence: float = 0.95) -> I
     """Mean of paired differences with its t interval; None for fewer than two."""
     if len(differences) < 2:
         return None
-    from scipy import stats
+    from scipy import stats  # type: ignore[import-untyped]
 
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
@@ -180,7 +182,7 @@ def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[st
     below zero where the MoE is better; e^difference - 1 is the relative change of the
     perplexity."""
     lengths = text.test.starts.diff()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for pair in pairs:
         moe, dense = pair["moe"], pair["dense"]
         rows.append(

@@ -204,7 +204,7 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _build(cls: type, table: Any, path: str) -> Any:
+def _build(cls: Any, table: Any, path: str) -> Any:
     if not isinstance(table, dict):
         raise ConfigError(f"{path[:-1]} must be a table of options, got {table!r}")
     hints = get_type_hints(cls)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .checkpoint import atomic_file
 from .config import ConfigError, LogConfig

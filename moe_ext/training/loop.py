@@ -94,7 +94,7 @@ class Trainer:
         """text: the corpus of ``config.data``, where the caller has it already."""
         self.config = config
         self.folder = Path(config.output)
-        set_up_torch(config)
+        set_up_torch(config.device, config.num_threads, config.autocast)
         state = self._earlier_state()
         self.text = text or load_text(config.data)
         if state is not None:
@@ -168,8 +168,6 @@ class Trainer:
                         log.write("dev", self.step, values | {"tokens": self.tokens})
                     if end or stopped() or _due(self.step, config.log.save_every):
                         save_checkpoint(self.folder, self._state(), config.log.keep_checkpoints)
-            if self.step < steps:
-                log.say(f"stopped; step {self.step} is saved, continue with resume=true")
         finally:
             log.close()
         return self.step >= steps
@@ -326,18 +324,21 @@ class _Window:
         return values
 
 
-def set_up_torch(config: Config) -> None:
-    """Threads and device as configured, before the first operation."""
-    if config.autocast:
+def set_up_torch(device: str, num_threads: int, autocast: str = "") -> None:
+    """To be called before the first tensor operation. num_threads: 0 leaves torch's default.
+
+    Raises ConfigError if torch can't use the device.
+    """
+    if autocast:
         avoid_missing_amx()
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    if num_threads:
+        torch.set_num_threads(num_threads)
     try:
-        torch.empty(0, device=config.device)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device must be one torch can use here, got {config.device!r}: {reason}"
+            f"device must be one torch can use here, got {device!r}: {reason}"
         ) from error
 
 

@@ -47,6 +47,7 @@ def evaluate(
     with evaluating(model), torch.inference_mode():
         for batch in batches.epoch(0):
             batch = batch.to(device)
+            assert batch.sentence_index is not None  # SentenceBatches sets it
             sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
             sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
     return Evaluation(sentence_nll.cpu(), batches.num_tokens)
