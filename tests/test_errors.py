@@ -234,8 +234,8 @@ def layer(**changes):
         (lambda: gate(num_experts=0), r"must .*got"),
         (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
         (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
-        (lambda: FeedForwardExperts(0, D), r"num_experts must .*got 0"),
-        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes must .*got"),
+        (lambda: FeedForwardExperts(0, D), r"num_experts.* must .*got 0"),
+        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got .*\[0\]"),
         (
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
             r"activation must .*got '?rely",
@@ -252,15 +252,13 @@ def test_constructor_values(make, pattern):
 
 @pytest.mark.parametrize("shape", [(4, D + 1), (4, D - 1), (D + 1,)])
 def test_width_of_the_input(shape):
-    for call in (layer(), gate()):
-        with pytest.raises(ValueError, match=rf"x must .*{D}.*got .*{shape[-1]}"):
-            call(torch.randn(shape))
+    with pytest.raises(ValueError, match=rf"x must .*{D}.*got .*{shape[-1]}"):
+        layer()(torch.randn(shape))
 
 
 def test_integer_input():
-    for call in (layer(), gate()):
-        with pytest.raises(TypeError, match=r"x must .*got .*int64"):
-            call(torch.zeros(4, D, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"x must .*got .*(int64|Long)"):
+        layer()(torch.zeros(4, D, dtype=torch.int64))
 
 
 def test_mask():
@@ -281,5 +279,5 @@ def test_experts_op():
         ops.experts(rows, offsets, [w1, w1], None, "relu")
     with pytest.raises(ValueError, match=r"must .*got"):
         ops.experts(rows, offsets, [w1, w2], [torch.randn(2, F)], "relu")
-    with pytest.raises(ValueError, match=r"weights must .*got"):
+    with pytest.raises(ValueError, match=r"weights.* must .*got"):
         ops.experts(rows, offsets, [], None, "relu")
