@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -440,6 +441,24 @@ def test_a_checkpoint_that_does_not_read(table):
     assert load_run(folder).step == 6
     with pytest.raises(ConfigError, match="there is no checkpoint in"):
         load_run(folder / "nowhere")
+
+
+def test_without_tensorboard_nothing_is_written(table, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    trainer = Trainer(merged(table, log={"tensorboard": True}))
+    with pytest.raises(ConfigError, match="TensorBoard is not installed; .* log.tensorboard=false"):
+        trainer.run()
+    assert not list(trainer.folder.iterdir())
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
+    config = merged(table, steps=4)
+    expected = train(config)
+    for path in checkpoints(expected.folder):
+        path.unlink()
+    again = train(replace(config, resume=True))
+    assert_same_state(expected.model.state_dict(), again.model.state_dict())
+    assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]
 
 
 def test_a_log_cut_short_by_a_crash_is_continued(table):

@@ -21,10 +21,6 @@ class RunLog:
     """
 
     def __init__(self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str):
-        path = run / "metrics.jsonl"
-        kept = [record for record in read_metrics(run) if record["step"] <= start_step]
-        with atomic_file(path) as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._writer = None
         if config.tensorboard:
             try:
@@ -35,6 +31,10 @@ class RunLog:
                     "or set log.tensorboard=false"
                 ) from None
             self._writer = SummaryWriter(run / "tensorboard", purge_step=start_step + 1)
+        path = run / "metrics.jsonl"
+        kept = [record for record in read_metrics(run) if record["step"] <= start_step]
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._file = path.open("a", encoding="utf-8")
         self._bar = tqdm(
             total=steps,

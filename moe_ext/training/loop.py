@@ -139,10 +139,11 @@ class Trainer:
     def run(self) -> bool:
         """Train up to ``config.steps``. True if that was reached, False if a signal stopped it."""
         config, steps = self.config, self.config.steps
-        self._write_folder()
+        self.folder.mkdir(parents=True, exist_ok=True)
         log = RunLog(
             self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
         )
+        self._write_folder()
         batches = self._batch_stream()
         window = _Window()
         try:
@@ -166,8 +167,10 @@ class Trainer:
                         )
                         values = {"nll": dev.nll, "perplexity": dev.perplexity}
                         log.write("dev", self.step, values | {"tokens": self.tokens})
-                    if end or stopped() or _due(self.step, config.log.save_every):
-                        save_checkpoint(self.folder, self._state(), config.log.keep_checkpoints)
+                    if end or _due(self.step, config.log.save_every):
+                        self._save()
+                if self.step < steps:
+                    self._save()
         finally:
             log.close()
         return self.step >= steps
@@ -206,12 +209,10 @@ class Trainer:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def _write_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.folder / "config.toml") as file:
             file.write(to_toml(replace(self.config, resume=False)).encode())
-        vocabulary = self.folder / "vocabulary.txt"
-        if not vocabulary.exists():
-            self.text.vocabulary.save(vocabulary)
+        if self.step == 0:
+            self.text.vocabulary.save(self.folder / "vocabulary.txt")
 
     def _earlier_state(self) -> dict[str, Any] | None:
         """The newest checkpoint of the run to continue; None to start. Raises ConfigError rather
@@ -246,6 +247,9 @@ class Trainer:
                 "set it back, or start a new run in another folder"
             )
         return load_checkpoint(folder) if checkpoints(folder) else None
+
+    def _save(self) -> None:
+        save_checkpoint(self.folder, self._state(), self.config.log.keep_checkpoints)
 
     def _state(self) -> dict[str, Any]:
         return {
