@@ -20,6 +20,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import matplotlib.ticker
 import torch
 
 from moe_ext.analysis import ExpertReport, inspect_experts
@@ -59,6 +60,8 @@ def plot(results: dict[str, Result], path: Path) -> None:
             label=f"{label}: test {results[arm].perplexity:.1f}",
         )
     curves.set(xlabel="training tokens (millions)", ylabel="dev perplexity", yscale="log")
+    for formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
+        formatter(matplotlib.ticker.StrMethodFormatter("{x:.0f}"))
     curves.grid(alpha=0.3, which="both")
     curves.legend()
     curves.set_title("Learning curves")
