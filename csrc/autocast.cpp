@@ -1,4 +1,5 @@
-// Under autocast the gate's arithmetic stays in float32 and the experts' products take the lower type.
+// Under autocast the gate's arithmetic stays in float32 and the experts' products take the lower
+// type.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -14,10 +15,8 @@ template <typename Signature, typename... Args>
 auto redispatch(const char* name, c10::DeviceType device, Args&&... args) {
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .typed<Signature>()
-      .call(std::forward<Args>(args)...);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(
+      std::forward<Args>(args)...);
 }
 
 template <c10::DeviceType device>
@@ -28,8 +27,8 @@ auto noisy_topk_gating_autocast(const Tensor& clean_logits, const OptionalTensor
   };
   return redispatch<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>(
-      "moe_ext::noisy_topk_gating", device, wide(clean_logits), wide(raw_noise_stddev),
-      wide(noise), std::move(k), noise_epsilon);
+      "moe_ext::noisy_topk_gating", device, wide(clean_logits), wide(raw_noise_stddev), wide(noise),
+      std::move(k), noise_epsilon);
 }
 
 template <c10::DeviceType device>
@@ -44,8 +43,8 @@ Tensor load_autocast(const Tensor& clean_logits, const Tensor& noise_stddev,
 }
 
 template <c10::DeviceType device>
-Tensor grouped_linear_autocast(const Tensor& rows, const Tensor& weight,
-                               const OptionalTensor& bias, const Tensor& offsets) {
+Tensor grouped_linear_autocast(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
+                               const Tensor& offsets) {
   const auto type = at::autocast::get_autocast_dtype(device);
   const auto narrow = [type](const auto& tensor) {
     return at::autocast::cached_cast(type, tensor, device);

@@ -1,7 +1,7 @@
 // Argument checks: every message names the op, the argument, the rule and what came.
 //
-// Each op's checks are written once and run by every kernel, the Meta kernel included (hence SymInt).
-// Values are checked only on the CPU, where reading them costs nothing.
+// Each op's checks are written once and run by every kernel, the Meta kernel included (hence
+// SymInt). Values are checked only on the CPU, where reading them costs nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace moe_ext {
 
@@ -34,9 +35,9 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor,
 
 inline void check_floating(const char* op, const char* name, const Tensor& tensor) {
   const auto type = tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kHalf ||
-                       type == at::kBFloat16,
-                   op, ": ", name, " must be float32, float64, float16 or bfloat16, got ", type);
+  TORCH_CHECK_TYPE(
+      type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
+      ": ", name, " must be float32, float64, float16 or bfloat16, got ", type);
 }
 
 inline void check_type(const char* op, const char* name, const Tensor& tensor,
@@ -47,8 +48,8 @@ inline void check_type(const char* op, const char* name, const Tensor& tensor,
 
 inline void check_device(const char* op, const char* name, const Tensor& tensor,
                          const Tensor& like) {
-  TORCH_CHECK_VALUE(tensor.device() == like.device(), op, ": ", name, " must be on ",
-                    like.device(), " like the first argument, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == like.device(), op, ": ", name, " must be on ", like.device(),
+                    " like the first argument, got ", tensor.device());
 }
 
 // An argument of a given type and shape, on the device of `like`.
@@ -69,10 +70,23 @@ inline void check_index_range(const char* op, const char* name, const Tensor& in
     valid &= static_cast<uint64_t>(data[i]) < static_cast<uint64_t>(limit);
   }
   if (valid) return;
-  const auto* wrong = std::find_if(data, data + size,
-                                   [&](int64_t value) { return value < 0 || value >= limit; });
+  const auto* wrong =
+      std::find_if(data, data + size, [&](int64_t value) { return value < 0 || value >= limit; });
   TORCH_CHECK_INDEX(false, op, ": ", name, " must be at least 0 and below ", limit, ", got ",
                     *wrong);
+}
+
+// A contiguous CPU tensor of indices must hold each of 0 ... size - 1 once: what is written through
+// it is then written whole.
+inline void check_permutation(const char* op, const char* name, const Tensor& index) {
+  check_index_range(op, name, index, index.numel());
+  const auto* data = index.const_data_ptr<int64_t>();
+  std::vector<char> seen(index.numel(), 0);
+  for (int64_t i = 0; i < index.numel(); ++i) {
+    TORCH_CHECK_VALUE(!seen[data[i]], op, ": ", name, " must hold each row once, got ", data[i],
+                      " twice");
+    seen[data[i]] = 1;
+  }
 }
 
 // The type of sums and of everything after the logits: float32 for the half types.
@@ -88,8 +102,8 @@ inline void check_noisy_topk_gating(const Tensor& clean_logits,
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
   const auto num_experts = clean_logits.sym_size(1);
-  TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op, ": k must be between 1 and num_experts = ",
-                    num_experts, ", got ", k);
+  TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op,
+                    ": k must be between 1 and num_experts = ", num_experts, ", got ", k);
   TORCH_CHECK_VALUE(noise_epsilon >= 0, op, ": noise_epsilon must be at least 0, got ",
                     noise_epsilon);
   TORCH_CHECK_VALUE(raw_noise_stddev.has_value() == noise.has_value(), op,
@@ -145,8 +159,7 @@ inline void check_dispatch(const Tensor& x, const Tensor& inverse) {
   check_argument(op, "inverse", inverse, x, at::kLong, {x.sym_size(0), inverse.sym_size(1)});
 }
 
-inline void check_combine(const Tensor& expert_output, const Tensor& gates,
-                          const Tensor& inverse) {
+inline void check_combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
   constexpr auto op = "combine";
   check_dim(op, "expert_output", expert_output, 2);
   check_floating(op, "expert_output", expert_output);

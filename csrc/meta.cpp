@@ -8,13 +8,11 @@
 namespace moe_ext {
 namespace {
 
-Tensor like(const Tensor& tensor) {
-  return tensor.new_empty_symint(tensor.sym_sizes());
-}
+Tensor like(const Tensor& tensor) { return tensor.new_empty_symint(tensor.sym_sizes()); }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_meta(
-    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
-    const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
+    c10::SymInt k, double noise_epsilon) {
   check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
   const auto T = clean_logits.sym_size(0);
   const auto E = clean_logits.sym_size(1);

@@ -1,6 +1,7 @@
 // The table of contents: every operator's schema under its equation, and the module's build facts.
 //
-// T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output width.
+// T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output
+// width.
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -37,8 +38,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // The routed rows, sorted by expert and then by token: permutation [R] from row to slot t * K + j,
-  // inverse [T, K] from slot to row, tokens_per_expert [E], offsets [E + 1].
+  // The routed rows, sorted by expert and then by token: permutation [R] from row to slot t * K +
+  // j, inverse [T, K] from slot to row, tokens_per_expert [E], offsets [E + 1].
   m.def(
       "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
       "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",

@@ -1,10 +1,10 @@
 """Sparsely-gated mixtures of experts (Shazeer et al., 2017) for PyTorch.
 
-    gates      x to k experts per token                Sec. 2.1     moe_ext/gates.py
-    losses     importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.py
-    experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
-    MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
-    ops        the operators below them, one page each              moe_ext/ops/
+gates      x to k experts per token                Sec. 2.1     moe_ext/gates.py
+losses     importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.py
+experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
+MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
+ops        the operators below them, one page each              moe_ext/ops/
 """
 
 from moe_ext import _build

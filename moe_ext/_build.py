@@ -30,12 +30,13 @@ def load() -> None:
         ) from None
     if release(_C.torch_version) != release(torch.__version__):
         raise ImportError(
-            f"moe_ext was built for torch {_C.torch_version}, running {torch.__version__}: {REINSTALL}"
+            f"moe_ext was built for torch {_C.torch_version}, "
+            f"running {torch.__version__}: {REINSTALL}"
         )
 
 
 def version() -> str:
-    """The installed version, or "unknown" when imported from a source tree that is not installed."""
+    """The installed version, or "unknown" in a source tree that is not installed."""
     try:
         return importlib.metadata.version("moe_ext")
     except importlib.metadata.PackageNotFoundError:

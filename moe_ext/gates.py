@@ -27,13 +27,24 @@ class Gating(NamedTuple):
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
-    with torch.autocast(x.device.type, enabled=False):
-        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        return x.to(wide) @ weight.to(wide)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device):
+        with torch.autocast(device, enabled=False):
+            return x.to(wide) @ weight.to(wide)
+    return x.to(wide) @ weight.to(wide)
 
 
-def _count(expert_index: Tensor, num_experts: int) -> Tensor:
-    return ops.importance(torch.ones_like(expert_index, dtype=torch.float32), expert_index, num_experts)
+def _count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
+    """The number of tokens of each expert, [E] in the gates' type."""
+    return ops.importance(torch.ones_like(gates), expert_index, num_experts)
+
+
+def _check_sizes(gate: str, d_model: int, num_experts: int) -> None:
+    if min(d_model, num_experts) < 1:
+        raise ValueError(
+            f"{gate}: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
+        )
 
 
 class SoftmaxGate(nn.Module):
@@ -42,10 +53,14 @@ class SoftmaxGate(nn.Module):
     Args:
         d_model: D, the width of x.
         num_experts: E.
+
+    Raises:
+        ValueError: d_model or num_experts is below 1.
     """
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
+        _check_sizes("SoftmaxGate", d_model, num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -54,7 +69,9 @@ class SoftmaxGate(nn.Module):
         gates = torch.softmax(_logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
         importance = ops.importance(gates, expert_index, self.num_experts)
-        return Gating(gates, expert_index, importance, _count(expert_index, self.num_experts))
+        return Gating(
+            gates, expert_index, importance, _count(gates, expert_index, self.num_experts)
+        )
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
@@ -79,7 +96,8 @@ class NoisyTopKGate(nn.Module):
             replays. A generator of one's own is not replayed when a forward pass is recomputed.
 
     Raises:
-        ValueError: k is not between 1 and num_experts, or noise_epsilon is negative.
+        ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
+            negative.
     """
 
     def __init__(
@@ -93,6 +111,7 @@ class NoisyTopKGate(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes("NoisyTopKGate", d_model, num_experts)
         if not 1 <= k <= num_experts:
             raise ValueError(
                 f"NoisyTopKGate: k must be between 1 and num_experts = {num_experts}, got {k}"
@@ -115,12 +134,10 @@ class NoisyTopKGate(nn.Module):
         raw_noise_stddev = noise = None
         if self.training:
             raw_noise_stddev = _logits(x, self.w_noise)
-            noise = torch.randn(
-                clean_logits.shape,
-                dtype=clean_logits.dtype,
-                device=x.device,
-                generator=self.generator,
-            )
+            if self.generator is None:
+                noise = torch.randn_like(clean_logits)
+            else:
+                noise = torch.empty_like(clean_logits).normal_(generator=self.generator)
         kept = ops.noisy_topk_gating(
             clean_logits, raw_noise_stddev, noise, self.k, self.noise_epsilon
         )
@@ -134,7 +151,7 @@ class NoisyTopKGate(nn.Module):
                 self.detach_threshold,
             )
         else:
-            load = _count(kept.expert_index, self.num_experts)
+            load = _count(kept.gates, kept.expert_index, self.num_experts)
         return Gating(kept.gates, kept.expert_index, importance, load)
 
     def extra_repr(self) -> str:

@@ -59,13 +59,14 @@ class MoE(nn.Module):
         hidden_sizes: widths of the experts' hidden layers; None is (4 · d_model,).
         activation, bias: see `FeedForwardExperts`.
         gate: a module from x [T, D] to `Gating`; None is NoisyTopKGate.
-        experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of any
-            modules, one for each expert; None is FeedForwardExperts.
+        experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of
+            any modules, one for each expert; None is FeedForwardExperts.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
     Raises:
-        ValueError: an argument is out of range, or the experts given are not num_experts.
+        ValueError: an argument is out of range, or the gate or the experts given are for other
+            sizes.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -100,8 +101,7 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: k must be between 1 and num_experts = {num_experts}, got {k}")
         if min(w_importance, w_load) < 0:
             raise ValueError(
-                "MoE: w_importance and w_load must be at least 0, "
-                f"got {w_importance} and {w_load}"
+                f"MoE: w_importance and w_load must be at least 0, got {w_importance} and {w_load}"
             )
         self.d_model = d_model
         self.num_experts = num_experts
@@ -118,12 +118,14 @@ class MoE(nn.Module):
             )
         elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
             experts = ModuleExperts(experts)
-        for name, module in (("gate", gate), ("experts", experts)):
-            given = getattr(module, "num_experts", num_experts)
-            if given != num_experts:
-                raise ValueError(
-                    f"MoE: {name} must be for num_experts = {num_experts}, got {given}"
-                )
+        for name, module, size, expected in (
+            ("gate", gate, "num_experts", num_experts),
+            ("gate", gate, "k", k),
+            ("experts", experts, "num_experts", num_experts),
+        ):
+            given = getattr(module, size, expected)
+            if given != expected:
+                raise ValueError(f"MoE: {name} must be for {size} = {expected}, got {given}")
         self.gate = gate
         self.experts = experts
 
@@ -131,9 +133,10 @@ class MoE(nn.Module):
         """x [..., D] to y [..., d_output] in x's type, and what came with it.
 
         Args:
-            x: [..., D]; the leading dimensions are free, the paper's "convolutional" use (Sec. 3.1).
-            mask: [...] bool, True at real tokens. The others never reach the gate, the experts or the
-                losses, and their outputs are 0.
+            x: [..., D]; the leading dimensions are free, as in the paper's "convolutional" use
+                (Sec. 3.1).
+            mask: [...] bool, True at real tokens. The others never reach the gate, the experts or
+                the losses, and their outputs are 0.
 
         Raises:
             ValueError, TypeError: the shape of x or mask, or the type of mask, does not fit.

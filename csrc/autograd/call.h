@@ -16,10 +16,8 @@ using torch::autograd::variable_list;
 // Calls the operator `name` of this library through the dispatcher; `Signature` is its C++ type.
 template <typename Signature, typename... Args>
 auto call(const char* name, Args&&... args) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .typed<Signature>()
-      .call(std::forward<Args>(args)...);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(
+      std::forward<Args>(args)...);
 }
 
 // An optional tensor as save_for_backward and as a saved variable: undefined means absent.

@@ -14,10 +14,9 @@ struct Combine : torch::autograd::Function<Combine> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_expert_output, grad_gates] =
-        call<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                        const Tensor&)>("moe_ext::_combine_backward", grads[0],
-                                                        saved[0], saved[1], saved[2]);
+    const auto [grad_expert_output, grad_gates] = call<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+        "moe_ext::_combine_backward", grads[0], saved[0], saved[1], saved[2]);
     return {grad_expert_output, grad_gates, Tensor()};
   }
 };

@@ -14,11 +14,10 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_rows, grad_weight, grad_bias] =
-        call<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                const OptionalTensor&, const Tensor&)>(
-            "moe_ext::_grouped_linear_backward", grads[0], saved[0], saved[1],
-            if_defined(saved[2]), saved[3]);
+    const auto [grad_rows, grad_weight, grad_bias] = call<std::tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&)>(
+        "moe_ext::_grouped_linear_backward", grads[0], saved[0], saved[1], if_defined(saved[2]),
+        saved[3]);
     return {grad_rows, grad_weight, saved[2].defined() ? grad_bias : Tensor(), Tensor()};
   }
 };

@@ -29,6 +29,4 @@ Tensor importance(const Tensor& gates, const Tensor& expert_index, c10::SymInt n
 }  // namespace
 }  // namespace moe_ext::autograd
 
-TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("importance", &moe_ext::autograd::importance);
-}
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) { m.impl("importance", &moe_ext::autograd::importance); }

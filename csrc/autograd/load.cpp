@@ -15,10 +15,9 @@ struct Load : torch::autograd::Function<Load> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_clean, grad_stddev, grad_threshold] =
-        call<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                const Tensor&, const Tensor&)>(
-            "moe_ext::_load_backward", grads[0], saved[0], saved[1], saved[2], saved[3]);
+    const auto [grad_clean, grad_stddev, grad_threshold] = call<std::tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+        "moe_ext::_load_backward", grads[0], saved[0], saved[1], saved[2], saved[3]);
     return {grad_clean, grad_stddev, grad_threshold, Tensor()};
   }
 };

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "empty_rows.h"
 #include "parallel.h"
 #include "row_sum.h"
 #include "vectorize.h"
@@ -30,7 +31,7 @@ Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tenso
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
   const Tensor row_of = inverse.contiguous();
   check_index_range("combine", "inverse", row_of, rows.size(0));
-  Tensor y = at::empty({num_tokens, width}, rows.options());
+  Tensor y = empty_rows({num_tokens, width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "combine", [&] {
     using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
     const auto* rows_data = rows.const_data_ptr<scalar_t>();
@@ -68,6 +69,9 @@ struct ScaleAndDot {
 
 std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tensor& expert_output,
                                                 const Tensor& gates, const Tensor& inverse) {
+  check_combine(expert_output, gates, inverse);
+  check_argument("_combine_backward", "grad_y", grad_y, expert_output, expert_output.scalar_type(),
+                 {gates.sym_size(0), expert_output.sym_size(1)});
   const int64_t num_tokens = gates.size(0);
   const int64_t k = gates.size(1);
   const int64_t width = expert_output.size(1);
@@ -75,8 +79,8 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tens
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
   const Tensor row_of = inverse.contiguous();
-  check_index_range("_combine_backward", "inverse", row_of, rows.size(0));
-  Tensor grad_rows = at::empty(rows.sizes(), rows.options());
+  check_permutation("_combine_backward", "inverse", row_of);
+  Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
   Tensor grad_weights = at::empty(weights.sizes(), weights.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "combine_backward", [&] {

@@ -1,4 +1,5 @@
-// The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the rows.
+// The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
+// rows.
 #include <ATen/Dispatch.h>
 #include <torch/library.h>
 
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "empty_rows.h"
 #include "parallel.h"
 #include "row_sum.h"
 #include "vectorize.h"
@@ -15,8 +17,8 @@
 namespace moe_ext::cpu {
 namespace {
 
-// Slot t * k + j is the j-th choice of token t. Slots are counted and placed in blocks, each block with a
-// histogram of its own; a stable sort has one result, so the number of blocks does not show.
+// Slot t * k + j is the j-th choice of token t. Slots are counted and placed in blocks, each block
+// with a histogram of its own; a stable sort has one result, so the number of blocks does not show.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& expert_index,
                                                              int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
@@ -78,8 +80,8 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse) {
   const int64_t k = inverse.size(1);
   const Tensor source = x.contiguous();
   const Tensor row_of = inverse.contiguous();
-  check_index_range("dispatch", "inverse", row_of, num_tokens * k);
-  Tensor rows = at::empty({num_tokens * k, x.size(1)}, x.options());
+  check_permutation("dispatch", "inverse", row_of);
+  Tensor rows = empty_rows({num_tokens * k, x.size(1)}, x.options());
   const int64_t bytes = x.size(1) * x.element_size();
   const auto* source_data = static_cast<const char*>(source.const_data_ptr());
   const auto* row_data = row_of.const_data_ptr<int64_t>();
@@ -104,13 +106,15 @@ struct AddRow {
 
 // dx_t = sum_j drows[inverse(t, j)], in the order of the choices.
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
+  check_dim("_dispatch_backward", "grad_rows", grad_rows, 2);
+  check_dim("_dispatch_backward", "inverse", inverse, 2);
   const int64_t num_tokens = inverse.size(0);
   const int64_t k = inverse.size(1);
   const int64_t width = grad_rows.size(1);
   const Tensor rows = grad_rows.contiguous();
   const Tensor row_of = inverse.contiguous();
   check_index_range("_dispatch_backward", "inverse", row_of, rows.size(0));
-  Tensor grad_x = at::empty({num_tokens, width}, rows.options());
+  Tensor grad_x = empty_rows({num_tokens, width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "dispatch_backward", [&] {
         using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "empty_rows.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -23,7 +24,7 @@ void for_each_expert(const char* op, const Tensor& offsets, int64_t num_rows, co
     ascending = ascending && bound[expert] <= bound[expert + 1];
   }
   TORCH_CHECK_VALUE(ascending, op, ": offsets must ascend from 0 to the number of rows ", num_rows,
-                    ", got ", bounds);
+                    ", got ", at::IntArrayRef(bound, num_experts + 1));
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     body(expert, bound[expert], bound[expert + 1] - bound[expert]);
   }
@@ -32,7 +33,7 @@ void for_each_expert(const char* op, const Tensor& offsets, int64_t num_rows, co
 Tensor grouped_linear_cpu(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
                           const Tensor& offsets) {
   check_grouped_linear(rows, weight, bias, offsets);
-  Tensor out = at::empty({rows.size(0), weight.size(2)}, rows.options());
+  Tensor out = empty_rows({rows.size(0), weight.size(2)}, rows.options());
   for_each_expert("grouped_linear", offsets, rows.size(0),
                   [&](int64_t expert, int64_t first, int64_t count) {
                     if (count == 0) return;
@@ -55,24 +56,23 @@ std::tuple<Tensor, Tensor, Tensor> grouped_linear_backward_cpu(const Tensor& gra
                                                                const OptionalTensor& bias,
                                                                const Tensor& offsets) {
   const Tensor grad = grad_out.contiguous();
-  Tensor grad_rows = at::empty(rows.sizes(), rows.options());
-  Tensor grad_weight = at::empty(weight.sizes(), weight.options());
+  Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
+  Tensor grad_weight = empty_rows(weight.sizes(), weight.options());
   Tensor grad_bias = at::empty({bias ? weight.size(0) : 0, weight.size(2)}, weight.options());
-  for_each_expert(
-      "_grouped_linear_backward", offsets, rows.size(0),
-      [&](int64_t expert, int64_t first, int64_t count) {
-        const Tensor grad_e = grad.narrow(0, first, count);
-        Tensor grad_weight_e = grad_weight.select(0, expert);
-        at::mm_out(grad_weight_e, rows.narrow(0, first, count).t(), grad_e);
-        if (count > 0) {
-          Tensor grad_rows_e = grad_rows.narrow(0, first, count);
-          at::mm_out(grad_rows_e, grad_e, weight.select(0, expert).t());
-        }
-        if (bias) {
-          Tensor grad_bias_e = grad_bias.select(0, expert);
-          at::sum_out(grad_bias_e, grad_e, {0});
-        }
-      });
+  for_each_expert("_grouped_linear_backward", offsets, rows.size(0),
+                  [&](int64_t expert, int64_t first, int64_t count) {
+                    const Tensor grad_e = grad.narrow(0, first, count);
+                    Tensor grad_weight_e = grad_weight.select(0, expert);
+                    at::mm_out(grad_weight_e, rows.narrow(0, first, count).t(), grad_e);
+                    if (count > 0) {
+                      Tensor grad_rows_e = grad_rows.narrow(0, first, count);
+                      at::mm_out(grad_rows_e, grad_e, weight.select(0, expert).t());
+                    }
+                    if (bias) {
+                      Tensor grad_bias_e = grad_bias.select(0, expert);
+                      at::sum_out(grad_bias_e, grad_e, {0});
+                    }
+                  });
   return {grad_rows, grad_weight, grad_bias};
 }
 

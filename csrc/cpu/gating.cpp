@@ -1,9 +1,11 @@
 // Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on the CPU.
 #include <ATen/Dispatch.h>
+#include <ATen/ops/add.h>
 #include <torch/library.h>
 
+#include <bit>
+#include <cstring>
 #include <limits>
-#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -49,38 +51,40 @@ struct Widen {
   }
 };
 
-// The `num_kept` first of a row in the order of ranks_before, by insertion into a sorted list that a
-// value must beat to enter: the list changes O(num_kept log size) times on random rows.
+// The `num_kept` first of a row in the order of ranks_before, by insertion into a sorted list that
+// a value must beat to enter: the list changes O(num_kept log size) times on random rows.
 struct SelectByInsertion {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* row, int64_t size, int64_t num_kept, Ranked<acc_t>* kept) {
+    // Whether a value ranks before a kept one of a lower index.
+    auto beats = [](acc_t value, acc_t last) { return !(value <= last) & (value == value); };
     auto insert = [&](int64_t position, acc_t value, int64_t index) {
-      const Ranked<acc_t> candidate{value, index};
-      while (position > 0 && ranks_before(candidate, kept[position - 1])) {
+      for (; position > 0 && beats(value, kept[position - 1].value); --position) {
         kept[position] = kept[position - 1];
-        --position;
       }
-      kept[position] = candidate;
+      kept[position] = {value, index};
     };
     for (int64_t i = 0; i < num_kept; ++i) insert(i, row[i], i);
 
-    auto enters = [](acc_t value, acc_t last) {  // of a later index than the list's last
-      return !(value <= last) & (value == value);
+    auto offer = [&](int64_t index) {
+      if (beats(row[index], kept[num_kept - 1].value)) insert(num_kept - 1, row[index], index);
     };
+    // Blocks are compared with the list's last as vectors, into a byte each; the few that may
+    // enter, the nonzero bytes, are offered one by one.
     constexpr int64_t kBlock = 32;
+    constexpr int64_t kWord = 8;
     int64_t i = num_kept;
     for (; i + kBlock <= size; i += kBlock) {
-      int any = 0;
+      uint8_t may_enter[kBlock];
       const acc_t last = kept[num_kept - 1].value;
-      for (int64_t l = 0; l < kBlock; ++l) any |= enters(row[i + l], last);
-      if (!any) continue;
-      for (int64_t l = 0; l < kBlock; ++l) {
-        if (enters(row[i + l], kept[num_kept - 1].value)) insert(num_kept - 1, row[i + l], i + l);
+      for (int64_t l = 0; l < kBlock; ++l) may_enter[l] = beats(row[i + l], last);
+      for (int64_t w = 0; w < kBlock; w += kWord) {
+        uint64_t word;
+        std::memcpy(&word, may_enter + w, kWord);
+        for (; word != 0; word &= word - 1) offer(i + w + std::countr_zero(word) / 8);
       }
     }
-    for (; i < size; ++i) {
-      if (enters(row[i], kept[num_kept - 1].value)) insert(num_kept - 1, row[i], i);
-    }
+    for (; i < size; ++i) offer(i);
   }
 };
 
@@ -153,8 +157,8 @@ void gating_kernel(const Tensor& clean_logits, const Tensor& raw_noise_stddev, c
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
-    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
-    const OptionalTensor& noise, int64_t k, double noise_epsilon) {
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
+    int64_t k, double noise_epsilon) {
   check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
@@ -183,20 +187,20 @@ struct SoftplusBackward {
   MOE_EXT_KERNEL void run(const scalar_t* raw, const acc_t* grad_stddev, int64_t size,
                           scalar_t* grad_raw) {
     for (int64_t i = 0; i < size; ++i) {
-      grad_raw[i] = static_cast<scalar_t>(
-          grad_stddev[i] * math::softplus_derivative(static_cast<acc_t>(raw[i])));
+      grad_raw[i] = static_cast<scalar_t>(grad_stddev[i] *
+                                          math::softplus_derivative(static_cast<acc_t>(raw[i])));
     }
   }
 };
 
-// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they were
-// read; dL/dclean = dL/dH, dL/dstddev = noise dL/dH + what came for stddev itself.
+// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they
+// were read; dL/dclean = dL/dH, dL/dstddev = noise dL/dH + what came for stddev itself.
 template <typename scalar_t, typename acc_t>
 void gating_backward_kernel(const Tensor& grad_gates, const Tensor& grad_threshold,
                             const Tensor& grad_noise_stddev, const Tensor& gates,
                             const Tensor& expert_index, const Tensor& threshold_index,
-                            const Tensor& raw_noise_stddev, const Tensor& noise,
-                            Tensor& grad_clean, Tensor& grad_raw) {
+                            const Tensor& raw_noise_stddev, const Tensor& noise, Tensor& grad_clean,
+                            Tensor& grad_raw) {
   const int64_t num_tokens = grad_clean.size(0);
   const int64_t num_experts = grad_clean.size(1);
   const int64_t k = gates.size(1);
@@ -260,19 +264,39 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
     const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
     const Tensor& threshold_index, const Tensor& clean_logits,
     const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
+  constexpr auto op = "_noisy_topk_gating_backward";
+  check_dim(op, "gates", gates, 2);
+  const auto k = gates.sym_size(1);
+  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, 0);
+  const auto num_tokens = clean_logits.sym_size(0);
+  const auto real = accumulate_type(clean_logits);
+  const auto check = [&](const char* name, const OptionalTensor& tensor, at::ScalarType type,
+                         const c10::SymInt& columns) {
+    if (tensor) check_argument(op, name, *tensor, clean_logits, type, {num_tokens, columns});
+  };
+  check("grad_gates", grad_gates, real, k);
+  check("grad_threshold", grad_threshold, real, 2);
+  if (noise) check("grad_noise_stddev", grad_noise_stddev, real, clean_logits.sym_size(1));
+  check("gates", gates, real, k);
+  check("expert_index", expert_index, at::kLong, k);
+  check("threshold_index", threshold_index, at::kLong, 2);
+  const Tensor chosen = expert_index.contiguous();
+  const Tensor limits = threshold_index.contiguous();
+  check_index_range(op, "expert_index", chosen, clean_logits.size(1));
+  check_index_range(op, "threshold_index", at::add(limits, 1), clean_logits.size(1) + 1);
   const auto contiguous = [](const OptionalTensor& tensor) {
-    return tensor && tensor->defined() ? tensor->contiguous() : Tensor();
+    return tensor ? tensor->contiguous() : Tensor();
   };
   Tensor grad_clean = at::empty(clean_logits.sizes(), clean_logits.options());
-  Tensor grad_raw = at::empty({noise ? clean_logits.size(0) : 0, clean_logits.size(1)},
-                              clean_logits.options());
+  Tensor grad_raw =
+      at::empty({noise ? clean_logits.size(0) : 0, clean_logits.size(1)}, clean_logits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
         using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-        gating_backward_kernel<scalar_t, acc_t>(
-            contiguous(grad_gates), contiguous(grad_threshold), contiguous(grad_noise_stddev),
-            gates.contiguous(), expert_index.contiguous(), threshold_index.contiguous(),
-            contiguous(raw_noise_stddev), contiguous(noise), grad_clean, grad_raw);
+        gating_backward_kernel<scalar_t, acc_t>(contiguous(grad_gates), contiguous(grad_threshold),
+                                                contiguous(grad_noise_stddev), gates.contiguous(),
+                                                chosen, limits, contiguous(raw_noise_stddev),
+                                                contiguous(noise), grad_clean, grad_raw);
       });
   return {grad_clean, grad_raw};
 }

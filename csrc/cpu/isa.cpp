@@ -38,8 +38,9 @@ Isa choose() {
   for (Isa isa : {Isa::kAvx512, Isa::kAvx2, Isa::kDefault}) {
     if (forced == nullptr ? available(isa) : forced == std::string(name(isa))) {
       if (!available(isa)) {
-        throw std::invalid_argument("MOE_EXT_ISA must name an instruction set of this processor, got " +
-                                    std::string(forced));
+        throw std::invalid_argument(
+            "MOE_EXT_ISA must name an instruction set of this processor, got " +
+            std::string(forced));
       }
       return isa;
     }

@@ -1,4 +1,6 @@
 // Load(X)_i = sum_x P(x, i) (App. A) on the CPU.
+#include "../math/load.h"
+
 #include <ATen/Dispatch.h>
 #include <torch/library.h>
 
@@ -6,7 +8,6 @@
 #include <vector>
 
 #include "../checks.h"
-#include "../math/load.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -48,16 +49,16 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
     const auto* stddev_data = stddev.const_data_ptr<acc_t>();
     const auto* limits_data = limits.const_data_ptr<acc_t>();
     const auto* chosen_data = chosen.const_data_ptr<int64_t>();
-    load = sum_over_tokens<acc_t>(
-        num_tokens, num_experts, 4 * num_experts, stddev.options(),
-        [&](int64_t begin, int64_t end, acc_t* sum) {
-          std::vector<acc_t> prob(num_experts);
-          for (int64_t t = begin; t < end; ++t) {
-            vectorized<ProbRow>(clean_data + t * num_experts, stddev_data + t * num_experts,
-                                limits_data + 2 * t, chosen_data + t * k, k, num_experts,
-                                prob.data(), sum);
-          }
-        });
+    load = sum_over_tokens<acc_t>(num_tokens, num_experts, 4 * num_experts, stddev.options(),
+                                  [&](int64_t begin, int64_t end, acc_t* sum) {
+                                    std::vector<acc_t> prob(num_experts);
+                                    for (int64_t t = begin; t < end; ++t) {
+                                      vectorized<ProbRow>(clean_data + t * num_experts,
+                                                          stddev_data + t * num_experts,
+                                                          limits_data + 2 * t, chosen_data + t * k,
+                                                          k, num_experts, prob.data(), sum);
+                                    }
+                                  });
   });
   return load;
 }
@@ -97,6 +98,9 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
                                                      const Tensor& noise_stddev,
                                                      const Tensor& threshold,
                                                      const Tensor& expert_index) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index);
+  check_argument("_load_backward", "grad_load", grad_load, clean_logits,
+                 accumulate_type(clean_logits), {clean_logits.sym_size(1)});
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const int64_t k = expert_index.size(1);

@@ -11,8 +11,8 @@
 
 namespace moe_ext::cpu {
 
-// Calls body(begin, end) on ranges that cover [0, size), each worth at least `kMinWork` when an item
-// costs `work_per_item` (in elements touched).
+// Calls body(begin, end) on ranges that cover [0, size), each worth at least `kMinWork` when an
+// item costs `work_per_item` (in elements touched).
 template <typename Body>
 void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   constexpr int64_t kMinWork = 16384;
@@ -21,8 +21,9 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   torch::stable::parallel_for(0, size, grain, body);
 }
 
-// A sum of [num_columns] over tokens: add(begin, end, sum) adds the tokens [begin, end) in order to `sum`.
-// Tokens are added in chunks of fixed size and the chunks in their order, whoever computes them.
+// A sum of [num_columns] over tokens: add(begin, end, sum) adds the tokens [begin, end) in order to
+// `sum`. Tokens are added in chunks of fixed size and the chunks in their order, whoever computes
+// them.
 template <typename acc_t, typename Add>
 at::Tensor sum_over_tokens(int64_t num_tokens, int64_t num_columns, int64_t work_per_token,
                            const at::TensorOptions& options, const Add& add) {

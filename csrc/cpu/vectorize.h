@@ -1,8 +1,9 @@
 // One loop, compiled for several instruction sets, chosen at run time.
 //
-// A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the copy
-// compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512 forces one. The
-// arithmetic does not depend on the choice: sums have a fixed order and nothing is contracted.
+// A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
+// copy compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512 forces
+// one. The arithmetic does not depend on the choice: sums have a fixed order and nothing is
+// contracted.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,8 @@ namespace moe_ext::cpu {
 
 enum class Isa { kDefault, kAvx2, kAvx512 };
 
-// The instruction set in use; throws once, at first use, if MOE_EXT_ISA asks for one that is missing.
+// The instruction set in use; throws once, at first use, if MOE_EXT_ISA asks for one that is
+// missing.
 Isa isa();
 const char* isa_name();
 
@@ -65,16 +67,17 @@ MOE_EXT_KERNEL acc_t sum_of_terms(int64_t size, const Term& term) {
 
 template <typename acc_t>
 MOE_EXT_KERNEL acc_t sum(const acc_t* a, int64_t size) {
-  return sum_of_terms<acc_t>(size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
-    return partial + a[i];
-  });
+  return sum_of_terms<acc_t>(
+      size, [&](int64_t i, acc_t partial)
+                __attribute__((always_inline)) { return partial + a[i]; });
 }
 
 template <typename acc_t, typename a_t, typename b_t>
 MOE_EXT_KERNEL acc_t dot(const a_t* a, const b_t* b, int64_t size) {
-  return sum_of_terms<acc_t>(size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
-    return std::fma(static_cast<acc_t>(a[i]), static_cast<acc_t>(b[i]), partial);
-  });
+  return sum_of_terms<acc_t>(
+      size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
+        return std::fma(static_cast<acc_t>(a[i]), static_cast<acc_t>(b[i]), partial);
+      });
 }
 
 }  // namespace moe_ext::cpu

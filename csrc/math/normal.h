@@ -5,13 +5,17 @@
 
 namespace moe_ext::math {
 
-// e^(-z^2 / 2), with the rounding error of z^2 corrected: accurate to a few ulp down to underflow.
+// e^(-z^2 / 2), with the rounding error of z^2 corrected: accurate to a few ulp, and 0 from |z|
+// = 12.5 on (below 1.2e-34), so that its products with gradients stay clear of the subnormal
+// numbers.
 MOE_EXT_INLINE float exp_minus_half_square(float z) {
-  z = z > 20.0f ? 20.0f : (z < -20.0f ? -20.0f : z);
-  const float square = z * z;
-  const float square_error = std::fma(z, z, -square);
+  constexpr float kLargest = 12.5f;
+  const float magnitude = z < 0.0f ? -z : z;
+  const float x = magnitude > kLargest ? kLargest : magnitude;
+  const float square = x * x;
+  const float square_error = std::fma(x, x, -square);
   const float value = exp(-0.5f * square);
-  return std::fma(value, -0.5f * square_error, value);
+  return magnitude > kLargest ? 0.0f : std::fma(value, -0.5f * square_error, value);
 }
 
 MOE_EXT_INLINE double exp_minus_half_square(double z) { return std::exp(-0.5 * z * z); }
@@ -23,10 +27,11 @@ MOE_EXT_INLINE T normal_density(T z) {
 }
 
 // Phi(z) in its erfc form, which keeps the lower tail's relative accuracy: with x = |z| / sqrt(2),
-// erfc(x) = e^(-x^2) p(t) / (1 + 2x), t = (x - 5/2) / (x + 5/2), p the minimax polynomial on [0, 11].
+// erfc(x) = e^(-x^2) p(t) / (1 + 2x), t = (x - 5/2) / (x + 5/2), p the minimax polynomial on [0,
+// 11].
 MOE_EXT_INLINE float normal_cdf(float z) {
   float x = (z < 0.0f ? -z : z) * 0.707106781f;
-  x = x > 14.0f ? 14.0f : x;  // erfc is 0 in float from 10.06 on
+  x = x > 11.0f ? 11.0f : x;
   const float x_plus = x + 2.5f;
   const float slope = std::fma(2.0f, x, 1.0f);
   const float reciprocal = 1.0f / (x_plus * slope);

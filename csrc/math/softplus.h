@@ -1,4 +1,5 @@
-// softplus(x) = log(1 + e^x), which turns x W_noise into a standard deviation (Eq. 4), and its derivative.
+// softplus(x) = log(1 + e^x), which turns x W_noise into a standard deviation (Eq. 4), and its
+// derivative.
 #pragma once
 
 #include "elementary.h"

@@ -1,4 +1,4 @@
-"""Where each token's copies go, and taking them there: x [T, D] to rows [R, D] grouped by expert."""
+"""Where each token's copies go, and taking them there: x [T, D] to rows [R, D] by expert."""
 
 from typing import NamedTuple
 

@@ -62,8 +62,8 @@ def experts(
     Args:
         rows: [R, D], grouped by expert.
         offsets: [E + 1] int64, where each expert's rows begin and end.
-        weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]; before a gated activation the matrix is
-            twice as wide as the layer.
+        weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]; before a gated activation the
+            matrix is twice as wide as the layer.
         biases: one [E, width] for each of `weights`, or None.
         activation: a key of `ACTIVATIONS`.
 
@@ -75,7 +75,8 @@ def experts(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"experts: activation must be one of {', '.join(sorted(ACTIVATIONS))}, got {activation!r}"
+            f"experts: activation must be one of {', '.join(sorted(ACTIVATIONS))}, "
+            f"got {activation!r}"
         )
     if len(weights) == 0 or (biases is not None and len(biases) != len(weights)):
         raise ValueError(

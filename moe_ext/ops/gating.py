@@ -12,9 +12,9 @@ class NoisyTopKGating(NamedTuple):
     Attributes:
         gates: [T, K], the kept gates G(x), in order of decreasing noisy logit; rows sum to 1.
         expert_index: [T, K] int64, the experts they belong to.
-        threshold: [T, 2], kth_excluding(H, k, i) of Appendix A: column 0, the k-th largest noisy logit,
-            is what an expert outside the top k must exceed; column 1, the (k+1)-th, is what an expert
-            inside must exceed (-inf where k = E).
+        threshold: [T, 2], kth_excluding(H, k, i) of Appendix A: column 0, the k-th largest noisy
+            logit, is what an expert outside the top k must exceed; column 1, the (k+1)-th, is what
+            an expert inside must exceed (-inf where k = E).
         threshold_index: [T, 2] int64, where the two are (-1 where k = E).
         noise_stddev: [T, E], softplus(raw_noise_stddev) + noise_epsilon; [0, E] without noise.
     """

@@ -13,9 +13,10 @@ def load(
 ) -> Tensor:
     """Load(X)_i = Σ_x P(x, i), the expected number of tokens of expert i; returns [E].
 
-    P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i): the probability that i is
-    in the top k under a new draw of its own noise. The gradient goes to the logits, to the standard
-    deviations and to the thresholds, through which it reaches the k-th and (k+1)-th noisy logits.
+    P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i): the probability that
+    i is in the top k under a new draw of its own noise. The gradient goes to the logits, to the
+    standard deviations and to the thresholds, through which it reaches the k-th and (k+1)-th noisy
+    logits.
 
     Args:
         clean_logits: [T, E].

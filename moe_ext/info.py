@@ -1,0 +1,78 @@
+"""``python -m moe_ext.info``: what was built, what it runs with, and whether the operators work."""
+
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+import moe_ext
+from moe_ext import _C, MoE
+
+
+def cpu_name() -> str:
+    """The processor's name and the vector instruction sets that matter here."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = re.search(r"model name\s*:\s*(.*)", text)
+    flags = set(re.findall(r"\S+", (re.search(r"flags\s*:\s*(.*)", text) or ["", ""])[1]))
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{name[1] if name else platform.machine()} ({', '.join(known) or 'no vector flags'})"
+
+
+def blas_name() -> str:
+    """The BLAS that torch was built with, such as "BLAS mkl"."""
+    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return f"BLAS {found[1] if found else 'unknown'}"
+
+
+def operators() -> list[str]:
+    """The names of the registered operators."""
+    names = (schema.name for schema in torch._C._jit_get_all_schemas())
+    return sorted({name for name in names if name.startswith("moe_ext::")})
+
+
+def self_test(device: str) -> str:
+    """Runs the layer forward and backward and checks Eq. 1 on it."""
+    torch.manual_seed(0)
+    layer = MoE(8, 4, 2, experts=[torch.nn.Identity() for _ in range(4)]).to(device)
+    x = torch.randn(16, 8, device=device, requires_grad=True)
+    y, aux = layer(x)
+    (y.sum() + aux.loss).backward()
+    # Identity experts: y = x · (sum of the gates) = x, whose gradient is 1.
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    ok = torch.allclose(y, x) and all(bool(g is not None and g.isfinite().all()) for g in gradients)
+    return "passed" if ok else "FAILED: identity experts do not return their input"
+
+
+def main() -> int:
+    cuda = torch.version.cuda or "none"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU"
+    lines = {
+        "moe_ext": moe_ext.__version__,
+        "built with": f"torch {_C.torch_version}, CUDA {_C.cuda_version or 'none'}, "
+        f"compiler {_C.compiler}",
+        "running with": f"torch {torch.__version__}, CUDA {cuda}, "
+        f"Python {platform.python_version()}",
+        "processor": cpu_name(),
+        "CPU kernels": f"{_C.isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
+        "expert products": f"torch's matrix product, {blas_name()}",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "NCCL": nccl,
+        "operators": ", ".join(name.removeprefix("moe_ext::") for name in operators()),
+    }
+    tests = {"self-test, cpu": self_test("cpu")}
+    if _C.cuda_version and torch.cuda.is_available():
+        tests["self-test, cuda"] = self_test("cuda")
+    for name, value in {**lines, **tests}.items():
+        print(f"{name:>16}: {value}")
+    return 0 if set(tests.values()) == {"passed"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
