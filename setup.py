@@ -1,4 +1,4 @@
-"""Builds the extension moe_ext._C: always for the CPU, and for CUDA where torch and a toolkit have it.
+"""Builds the extension moe_ext._C: for the CPU always, for CUDA where torch and a toolkit have it.
 
 MOE_EXT_CUDA=0 leaves CUDA out, MOE_EXT_CUDA=1 insists on it. TORCH_CUDA_ARCH_LIST and MAX_JOBS are
 honoured as in every torch extension.

@@ -40,11 +40,10 @@ def _count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     return ops.importance(torch.ones_like(gates), expert_index, num_experts)
 
 
-def _check_sizes(gate: str, d_model: int, num_experts: int) -> None:
-    if min(d_model, num_experts) < 1:
-        raise ValueError(
-            f"{gate}: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
-        )
+def _check_sizes(gate: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{gate}: {name} must be at least 1, got {size}")
 
 
 class SoftmaxGate(nn.Module):
@@ -60,7 +59,7 @@ class SoftmaxGate(nn.Module):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
-        _check_sizes("SoftmaxGate", d_model, num_experts)
+        _check_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -111,7 +110,7 @@ class NoisyTopKGate(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes("NoisyTopKGate", d_model, num_experts)
+        _check_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
         if not 1 <= k <= num_experts:
             raise ValueError(
                 f"NoisyTopKGate: k must be between 1 and num_experts = {num_experts}, got {k}"

@@ -206,7 +206,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for row in rows:
         print(
             f"| {row.threads} | {row.operation} | {row.ours_ms:.3f} | {row.ours_mib:.0f} "
-            f"| {row.peer} | {row.peer_ms:.3f} | {row.peer_mib:.0f} | {row.ratio:.2f} | {row.ratio_low:.2f}-{row.ratio_high:.2f} |"
+            f"| {row.peer} | {row.peer_ms:.3f} | {row.peer_mib:.0f} "
+            f"| {row.ratio:.2f} | {row.ratio_low:.2f}-{row.ratio_high:.2f} |"
         )
     if args.json:
         record = {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}

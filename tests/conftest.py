@@ -28,11 +28,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return request.param
+def pytest_generate_tests(metafunc):
+    """Tests of a `device` run on every one that is there."""
+    if "device" in metafunc.fixturenames:
+        gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []
+        metafunc.parametrize("device", ["cpu", *gpu])
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,36 @@
+# Sourced by quickstart.sh and test.sh: a virtual environment in .venv with torch, the tools that the
+# scripts need, and moe_ext built in place. What is there is kept; the extension is built again when
+# its sources have changed.
+#
+# PYTHON names the interpreter (default python3); MOE_EXT_VENV another folder for the environment.
+
+say() { printf '\n== %s\n' "$*"; }
+fail() { printf 'moe_ext: %s\n' "$*" >&2; exit 2; }
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${MOE_EXT_VENV:-.venv}
+base=${PYTHON:-python3}
+
+command -v "$base" > /dev/null || fail "no $base: install Python 3.11 or later, or set PYTHON"
+"$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "moe_ext needs Python 3.11 or later, $base is $("$base" --version)"
+command -v "${CXX:-c++}" > /dev/null ||
+  fail "no C++ compiler: install one (Debian: apt-get install g++), or set CXX"
+
+if [ ! -x "$venv/bin/python" ]; then
+  say "virtual environment in $venv"
+  "$base" -m venv "$venv" ||
+    fail "cannot make a virtual environment (Debian: apt-get install python3-venv)"
+fi
+python=$venv/bin/python
+
+sources=$(cat setup.py pyproject.toml scripts/setup.sh csrc/*.* csrc/*/*.* | sha256sum | cut -c1-16)
+if [ ! -e "$venv/moe_ext-$sources" ]; then
+  "$python" -c 'import torch' 2> /dev/null || say "torch (a download of some gigabytes the first time)"
+  "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
+    'torch>=2.11' 'setuptools>=77' wheel ninja
+  say "building the extension (two minutes on 2 cores) and installing the scripts' libraries"
+  "$python" -m pip install --no-build-isolation -e '.[train,test,dev]'
+  rm -f "$venv"/moe_ext-*
+  touch "$venv/moe_ext-$sources"
+fi

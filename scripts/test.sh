@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs what is missing, then checks the style and runs the tests. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+
+say "style and types"
+"$venv/bin/clang-format" --dry-run -Werror csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+
+say "tests"
+exec "$python" -m pytest -q "$@"
