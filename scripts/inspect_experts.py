@@ -4,7 +4,7 @@
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
 
 Prints, for each expert, its share of the tokens, the words that set it apart and the contexts with
-the highest gates, most specialised experts first (share times information), and writes the same as
+the highest gates, the most specialised experts first, and writes the same as
 RUN/experts.txt and one HTML page RUN/experts.html.
 """
 
@@ -15,7 +15,12 @@ from pathlib import Path
 
 import jinja2
 
-from moe_ext.analysis.experts import NEIGHBOURS, ExpertReport, inspect_experts
+from moe_ext.analysis.experts import (
+    NEIGHBOURS,
+    ExpertReport,
+    by_specialisation,
+    inspect_experts,
+)
 from moe_ext.training.checkpoint import atomic_file, load_run
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError
@@ -123,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"{options.run}: {error}") from error
-    reports.sort(key=lambda report: report.share * report.information, reverse=True)
+    reports = by_specialisation(reports)
     text = as_text(reports)
     output = Path(options.output or Path(options.run) / "experts")
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"

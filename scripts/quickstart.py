@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import matplotlib.ticker
 import torch
 
-from moe_ext.analysis import ExpertReport, inspect_experts
+from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import exit_status
 from moe_ext.training.comparison import Result, train_pair
@@ -81,13 +81,14 @@ def plot(results: dict[str, Result], path: Path) -> None:
 
 def describe(report: ExpertReport) -> str:
     """Two or three lines on one expert."""
-    words = ", ".join(word.word for word in report.words[:8])
+    words = "  ".join(f"{w.word} {100 * w.share:.0f}%" for w in report.words[:8])
     contexts = [
         " ".join((*context.words[:2], f"[{context.words[2]}]", *context.words[3:])).strip()
         for context in report.contexts[:3]
     ]
     return (
-        f"  expert {report.expert}, {100 * report.share:.1f}% of the tokens: {words}\n"
+        f"  expert {report.expert}, {100 * report.share:.1f}% of the tokens\n"
+        f"    words:          {words}\n"
         f"    highest gates:  {'  |  '.join(contexts)}"
     )
 
@@ -134,8 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
         f"CV(Load) {moe.balance['cv_load']:.3f}, "
         f"max/mean load {moe.balance['max_over_mean_load']:.2f}"
     )
-    print("\nThe three most specialised experts, with the words that set them apart:")
-    for report in sorted(experts, key=lambda e: e.share * e.information, reverse=True)[:3]:
+    print(
+        "\nThe three most specialised experts: the words that set them apart, each with the share\n"
+        "of its occurrences that the expert gets, and the contexts [word] with the highest gates\n"
+        f"(even share: {100 * config.model.moe.k / config.model.moe.num_experts:.1f}%"
+        " of the tokens):"
+    )
+    for report in by_specialisation(experts)[:3]:
         print(describe(report))
     print(
         f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe_ext.analysis import cost, inspect_experts
+from moe_ext.analysis import ExpertReport, by_specialisation, cost, inspect_experts
 from moe_ext.data import Batch, EncodedSentences, Vocabulary
 from moe_ext.models import (
     LSTM,
@@ -329,6 +329,14 @@ def test_inspect_experts_finds_what_a_known_gate_does():
             assert any(
                 stripped == line[i : i + len(stripped)] for line in text for i in range(len(line))
             )
+
+
+def test_experts_with_few_tokens_come_last():
+    def report(expert, share, information):
+        return ExpertReport(expert, share, information, purity=1.0, words=[], contexts=[])
+
+    reports = [report(0, 0.5, 1.0), report(1, 0.01, 9.0), report(2, 0.5, 2.0), report(3, 0.99, 0.1)]
+    assert [r.expert for r in by_specialisation(reports)] == [2, 0, 3, 1]
 
 
 def test_inspect_experts_needs_a_moe_layer():

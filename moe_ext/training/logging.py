@@ -66,7 +66,11 @@ class RunLog:
         shown = {
             "nll": "nll", "aux_loss": "aux", "words_per_second": "words/s", "perplexity": "ppl",
         }  # fmt: skip
-        text = [f"{shown[key]} {value:.4g}" for key, value in values.items() if key in shown]
+        text = [
+            f"{shown[key]} {value:,.0f}" if value >= 1000 else f"{shown[key]} {value:.4g}"
+            for key, value in values.items()
+            if key in shown
+        ]
         if kind == "train":
             self._bar.set_postfix_str(", ".join(text))
         else:
