@@ -36,9 +36,11 @@ def wants_cuda(has_sources: bool) -> bool:
     choice = os.environ.get("MOE_EXT_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         sys.exit(f"moe_ext: MOE_EXT_CUDA must be 0 or 1, got {choice}")
-    if choice == "0" or not has_sources:
+    if choice == "0":
         return False
-    if torch.version.cuda is None:
+    if not has_sources:
+        missing = "this version has no CUDA kernels"
+    elif torch.version.cuda is None:
         missing = "this torch was built without CUDA"
     elif CUDA_HOME is None:
         missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"

@@ -1,0 +1,99 @@
+"""What a user meets before the first tensor: building, importing, and the report on both."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ext
+from moe_ext import _build
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_setup(**environment):
+    return subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_building_without_torch_is_one_sentence(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
+    result = run_setup(PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "--no-build-isolation" in result.stderr
+
+
+def test_unknown_choice_of_cuda_is_one_sentence():
+    result = run_setup(MOE_EXT_CUDA="yes")
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]  # torch may have warned before
+    assert last == "moe_ext: MOE_EXT_CUDA must be 0 or 1, got yes"
+
+
+def test_torch_is_not_a_build_requirement():
+    requires = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert "torch" not in requires[1]
+
+
+def test_import_with_another_torch_names_both(monkeypatch):
+    monkeypatch.setattr(moe_ext._C, "torch_version", "1.2.3")
+    with pytest.raises(ImportError, match=re.escape(torch.__version__)) as raised:
+        _build.load()
+    assert "built for torch 1.2.3" in str(raised.value)
+    assert "--no-build-isolation" in str(raised.value)
+
+
+def test_import_of_an_unbuilt_tree_says_so(tmp_path):
+    package = tmp_path / "moe_ext"
+    package.mkdir()
+    for source in (ROOT / "moe_ext").glob("*.py"):
+        (package / source.name).write_text(source.read_text())
+    result = subprocess.run(
+        [sys.executable, "-c", "import moe_ext"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert "was not built" in result.stderr.strip().splitlines()[-1]
+
+
+def test_import_loads_nothing_of_the_training_system():
+    code = (
+        "import sys, moe_ext\n"
+        "above = {'models', 'data', 'training', 'analysis'}\n"
+        "print(sorted(m for m in sys.modules if m.startswith('moe_ext.')"
+        " and m.split('.')[1] in above))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_info_reports_and_passes_its_self_test():
+    result = subprocess.run(
+        [sys.executable, "-m", "moe_ext.info"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert torch.__version__ in result.stdout
+    assert "noisy_topk_gating" in result.stdout
+    assert "self-test, cpu: passed" in result.stdout
+
+
+def test_unknown_instruction_set_is_a_clear_error():
+    result = subprocess.run(
+        [sys.executable, "-c", "import moe_ext; moe_ext._C.isa()"],
+        cwd=ROOT,
+        env={**os.environ, "MOE_EXT_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert "MOE_EXT_ISA must be default, avx2 or avx512, got mmx" in result.stderr

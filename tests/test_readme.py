@@ -1,0 +1,25 @@
+"""The examples that are shown do what they say."""
+
+import doctest
+from pathlib import Path
+
+import moe_ext.moe
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def test_readme_examples():
+    result = doctest.testfile(str(README), module_relative=False)
+    assert result.attempted > 5 and result.failed == 0
+
+
+def test_docstring_examples():
+    namespace = {"torch": moe_ext.moe.torch}
+    result = doctest.testmod(moe_ext.moe, extraglobs=namespace)
+    assert result.attempted > 2 and result.failed == 0
+
+
+def test_files_named_in_the_readme_exist():
+    text = README.read_text()
+    for name in ("scripts/quickstart.sh", "scripts/test.sh", "docs/equations.md"):
+        assert name in text and (README.parent / name).exists()
