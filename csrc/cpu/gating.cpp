@@ -51,40 +51,67 @@ struct Widen {
   }
 };
 
-// The `num_kept` first of a row in the order of ranks_before, by insertion into a sorted list that
-// a value must beat to enter: the list changes O(num_kept log size) times on random rows.
+// A number that at least `num_kept` <= kLanes values of the row reach, and few more: the
+// num_kept-th largest of the maxima of kLanes interleaved parts of the row. -infinity where NaN
+// leaves too few.
+template <typename acc_t>
+MOE_EXT_KERNEL acc_t reached_by(const acc_t* row, int64_t size, int64_t num_kept) {
+  acc_t maximum[kLanes];
+  int above[kLanes] = {};  // how many maxima are larger
+  for (int64_t l = 0; l < kLanes; ++l) maximum[l] = -std::numeric_limits<acc_t>::infinity();
+  for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) {
+      maximum[l] = row[i + l] > maximum[l] ? row[i + l] : maximum[l];
+    }
+  }
+  for (int64_t m = 0; m < kLanes; ++m) {
+    for (int64_t l = 0; l < kLanes; ++l) above[l] += maximum[m] > maximum[l];
+  }
+  acc_t reached = std::numeric_limits<acc_t>::infinity();
+  for (int64_t l = 0; l < kLanes; ++l) {
+    reached = above[l] < num_kept && maximum[l] < reached ? maximum[l] : reached;
+  }
+  return reached;
+}
+
+// The `num_kept` first of a row in the order of ranks_before, by insertion into a sorted list of
+// the values that may be among them: in a long row, those that reach a bound.
 struct SelectByInsertion {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* row, int64_t size, int64_t num_kept, Ranked<acc_t>* kept) {
-    // Whether a value ranks before a kept one of a lower index.
-    auto beats = [](acc_t value, acc_t last) { return !(value <= last) & (value == value); };
-    auto insert = [&](int64_t position, acc_t value, int64_t index) {
-      for (; position > 0 && beats(value, kept[position - 1].value); --position) {
+    acc_t bound = size >= kLanes && num_kept <= kLanes ? reached_by(row, size, num_kept)
+                                                       : -std::numeric_limits<acc_t>::infinity();
+    int64_t count = 0;
+    // Offered in the order of their indices: an equal value ranks behind those in the list.
+    auto offer = [&](int64_t index) {
+      const acc_t value = row[index];
+      if (count == num_kept && !(value > kept[count - 1].value)) return;
+      int64_t position = count == num_kept ? count - 1 : count++;
+      for (; position > 0 && value > kept[position - 1].value; --position) {
         kept[position] = kept[position - 1];
       }
       kept[position] = {value, index};
+      if (count == num_kept) bound = kept[count - 1].value;
     };
-    for (int64_t i = 0; i < num_kept; ++i) insert(i, row[i], i);
-
-    auto offer = [&](int64_t index) {
-      if (beats(row[index], kept[num_kept - 1].value)) insert(num_kept - 1, row[index], index);
-    };
-    // Blocks are compared with the list's last as vectors, into a byte each; the few that may
-    // enter, the nonzero bytes, are offered one by one.
-    constexpr int64_t kBlock = 32;
+    // Compared with the bound as vectors, into a byte each; the few nonzero bytes are offered.
     constexpr int64_t kWord = 8;
-    int64_t i = num_kept;
-    for (; i + kBlock <= size; i += kBlock) {
-      uint8_t may_enter[kBlock];
-      const acc_t last = kept[num_kept - 1].value;
-      for (int64_t l = 0; l < kBlock; ++l) may_enter[l] = beats(row[i + l], last);
-      for (int64_t w = 0; w < kBlock; w += kWord) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      uint8_t may_enter[kLanes];
+      const acc_t limit = bound;
+      for (int64_t l = 0; l < kLanes; ++l) may_enter[l] = row[i + l] >= limit;
+      for (int64_t w = 0; w < kLanes; w += kWord) {
         uint64_t word;
         std::memcpy(&word, may_enter + w, kWord);
         for (; word != 0; word &= word - 1) offer(i + w + std::countr_zero(word) / 8);
       }
     }
-    for (; i < size; ++i) offer(i);
+    for (; i < size; ++i) {
+      if (row[i] >= bound) offer(i);
+    }
+    for (i = 0; count < num_kept; ++i) {  // NaN, last of all
+      if (row[i] != row[i]) kept[count++] = {row[i], i};
+    }
   }
 };
 
