@@ -22,7 +22,7 @@ def load() -> None:
     if importlib.util.find_spec("moe_ext._C") is None:
         raise ImportError(f"moe_ext's compiled module moe_ext._C was not built: {REINSTALL}")
     try:
-        from moe_ext import _C
+        import moe_ext._C as _C
     except ImportError as error:
         raise ImportError(
             f"moe_ext's compiled module does not load with torch {torch.__version__}, most likely "

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..experts import FeedForwardExperts
-from ..models import LanguageModel
-from ..moe import MoE
+from moe_ext.experts import FeedForwardExperts
+from moe_ext.models import LanguageModel
+from moe_ext.moe import MoE
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data import EncodedSentences, SentenceBatches, Vocabulary
-from ..models import LanguageModel, evaluating
-from ..moe import MoE
+from moe_ext.data import EncodedSentences, SentenceBatches, Vocabulary
+from moe_ext.models import LanguageModel, evaluating
+from moe_ext.moe import MoE
 
 NEIGHBOURS = 2  # words shown on either side
 _PURITY_POSITIONS = 50

@@ -11,9 +11,9 @@ From a corpus to batches (paper, App. C.1):
     for batch in batches.epoch(0): ...
 """
 
-from .batches import Batch, EncodedSentences, SentenceBatches, encode_sentences
-from .corpora import Corpus, CorpusError, Sentences, load_corpus
-from .vocabulary import Vocabulary
+from moe_ext.data.batches import Batch, EncodedSentences, SentenceBatches, encode_sentences
+from moe_ext.data.corpora import Corpus, CorpusError, Sentences, load_corpus
+from moe_ext.data.vocabulary import Vocabulary
 
 __all__ = [
     "Batch",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .vocabulary import Vocabulary
+from moe_ext.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

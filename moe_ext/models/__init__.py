@@ -1,6 +1,6 @@
 """The paper's models, built on the layers of moe_ext."""
 
-from .language_model import (
+from moe_ext.models.language_model import (
     FeedForwardConfig,
     LanguageModel,
     LanguageModelConfig,
@@ -8,8 +8,8 @@ from .language_model import (
     MoEConfig,
     evaluating,
 )
-from .lstm import LSTM
-from .softmax import linear_cross_entropy, linear_nll
+from moe_ext.models.lstm import LSTM
+from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 
 __all__ = [
     "LSTM",

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch
-from ..experts import FeedForwardExperts
-from ..moe import MoE, MoEAux
-from ..ops import ACTIVATIONS
-from .lstm import LSTM
-from .softmax import linear_cross_entropy, linear_nll
+from moe_ext.data import Batch
+from moe_ext.experts import FeedForwardExperts
+from moe_ext.models.lstm import LSTM
+from moe_ext.models.softmax import linear_cross_entropy, linear_nll
+from moe_ext.moe import MoE, MoEAux
+from moe_ext.ops import ACTIVATIONS
 
 LAYER_KINDS = ("lstm", "moe", "ffn")
 

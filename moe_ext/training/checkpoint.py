@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..data import Vocabulary
-from ..models import LanguageModel
-from .config import Config, ConfigError, config_from_dict
+from moe_ext.data import Vocabulary
+from moe_ext.models import LanguageModel
+from moe_ext.training.config import Config, ConfigError, config_from_dict
 
 
 @contextmanager

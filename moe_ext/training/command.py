@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from .config import ConfigError
+from moe_ext.training.config import ConfigError
 
 
 def exit_status(main: Callable[[], object]) -> int:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis import Cost, cost
-from .checkpoint import atomic_file
-from .config import Config, ConfigError, config_differences, config_from_dict
-from .logging import read_metrics
-from .loop import Text, Trainer
-from .metrics import evaluate, mean_of
+from moe_ext.analysis import Cost, cost
+from moe_ext.training.checkpoint import atomic_file
+from moe_ext.training.config import Config, ConfigError, config_differences, config_from_dict
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.loop import Text, Trainer
+from moe_ext.training.metrics import evaluate, mean_of
 
 ARMS = ("moe", "dense")
 _BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches

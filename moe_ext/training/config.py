@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..models import LanguageModelConfig
-from ..models.language_model import require
+from moe_ext.models import LanguageModelConfig
+from moe_ext.models.language_model import require
 
 
 class ConfigError(ValueError):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from .checkpoint import atomic_file
-from .config import ConfigError, LogConfig
+from moe_ext.training.checkpoint import atomic_file
+from moe_ext.training.config import ConfigError, LogConfig
 
 
 class RunLog:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import (
+from moe_ext.data import (
     Batch,
     CorpusError,
     EncodedSentences,
@@ -27,18 +27,25 @@ from ..data import (
     encode_sentences,
     load_corpus,
 )
-from ..models import LanguageModel, LossParts
-from ..optim import language_model_schedule
-from .checkpoint import (
+from moe_ext.models import LanguageModel, LossParts
+from moe_ext.optim import language_model_schedule
+from moe_ext.training.checkpoint import (
     atomic_file,
     check_vocabulary,
     checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from .config import Config, ConfigError, DataConfig, config_differences, read_config, to_toml
-from .logging import RunLog
-from .metrics import evaluate, mean_of
+from moe_ext.training.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    config_differences,
+    read_config,
+    to_toml,
+)
+from moe_ext.training.logging import RunLog
+from moe_ext.training.metrics import evaluate, mean_of
 
 # What a resumed run may have different from the run it continues, besides the options of [log].
 _FREE_ON_RESUME = {"output", "resume", "steps", "device", "num_threads"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..data import EncodedSentences, SentenceBatches
-from ..models import LanguageModel, evaluating
+from moe_ext.data import EncodedSentences, SentenceBatches
+from moe_ext.models import LanguageModel, evaluating
 
 
 @dataclass(frozen=True)
