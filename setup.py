@@ -25,6 +25,10 @@ except ImportError:
     )
 
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    sys.exit(f"moe_ext needs torch 2.11 or later, this is {torch.__version__}")
+
+
 def toolkit_version() -> str:
     """The version of nvcc under CUDA_HOME, such as "13.0"."""
     output = subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", "--version"], text=True)
@@ -42,7 +46,7 @@ def wants_cuda(has_sources: bool) -> bool:
         missing = "this version has no CUDA kernels"
     elif torch.version.cuda is None:
         missing = "this torch was built without CUDA"
-    elif CUDA_HOME is None:
+    elif CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
         missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"
     elif toolkit_version().split(".")[0] != torch.version.cuda.split(".")[0]:
         missing = f"the toolkit is CUDA {toolkit_version()} but torch's is {torch.version.cuda}"

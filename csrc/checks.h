@@ -4,6 +4,7 @@
 // SymInt). Values are checked only on the CPU, where reading them costs nothing.
 #pragma once
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
@@ -19,12 +20,6 @@ using OptionalTensor = std::optional<Tensor>;
 inline void check_dim(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
   TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": ", name, " must have ", dim,
                     " dimensions, got shape ", tensor.sym_sizes());
-}
-
-inline void check_size(const char* op, const char* name, const Tensor& tensor, int64_t axis,
-                       const c10::SymInt& size) {
-  TORCH_CHECK_VALUE(tensor.sym_size(axis) == size, op, ": ", name, " must have size ", size,
-                    " in dimension ", axis, ", got shape ", tensor.sym_sizes());
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& tensor,
@@ -91,7 +86,7 @@ inline void check_permutation(const char* op, const char* name, const Tensor& in
 
 // The type of sums and of everything after the logits: float32 for the half types.
 inline at::ScalarType accumulate_type(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::toOpMathType(tensor.scalar_type());
 }
 
 inline void check_noisy_topk_gating(const Tensor& clean_logits,
@@ -165,12 +160,9 @@ inline void check_combine(const Tensor& expert_output, const Tensor& gates, cons
   check_floating(op, "expert_output", expert_output);
   check_dim(op, "gates", gates, 2);
   check_device(op, "gates", gates, expert_output);
-  TORCH_CHECK_TYPE(gates.scalar_type() == expert_output.scalar_type() ||
-                       gates.scalar_type() == accumulate_type(expert_output),
-                   op, ": gates must be of type ", expert_output.scalar_type(), " or ",
-                   accumulate_type(expert_output), ", got ", gates.scalar_type());
+  check_floating(op, "gates", gates);
   check_argument(op, "inverse", inverse, expert_output, at::kLong, gates.sym_sizes());
-  check_size(op, "expert_output", expert_output, 0, gates.sym_size(0) * gates.sym_size(1));
+  check_shape(op, "expert_output", expert_output, {gates.sym_numel(), expert_output.sym_size(1)});
 }
 
 inline void check_grouped_linear(const Tensor& rows, const Tensor& weight,

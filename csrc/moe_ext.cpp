@@ -73,5 +73,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_version") = pybind11::none();
 #endif
   m.attr("compiler") = __VERSION__;
+  m.attr("cxx11_abi") = _GLIBCXX_USE_CXX11_ABI == 1;
   m.def("isa", &moe_ext::cpu::isa_name, "The instruction set that the CPU kernels use.");
 }

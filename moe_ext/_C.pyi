@@ -3,5 +3,6 @@
 torch_version: str
 cuda_version: str | None
 compiler: str
+cxx11_abi: bool
 
 def isa() -> str: ...

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -20,7 +21,11 @@ def load() -> None:
         ImportError: the module was not built, or was built for another torch.
     """
     if importlib.util.find_spec("moe_ext._C") is None:
-        raise ImportError(f"moe_ext's compiled module moe_ext._C was not built: {REINSTALL}")
+        raise ImportError(
+            f"moe_ext was imported from {Path(__file__).parent}, where its compiled module was not "
+            "built: run `pip install --no-build-isolation -e .` there, or leave that folder if "
+            "moe_ext is installed elsewhere"
+        )
     try:
         import moe_ext._C as _C
     except ImportError as error:
@@ -28,6 +33,8 @@ def load() -> None:
             f"moe_ext's compiled module does not load with torch {torch.__version__}, most likely "
             f"because it was built for another one: {REINSTALL} ({error})"
         ) from None
+    if _C.cxx11_abi != torch.compiled_with_cxx11_abi():
+        raise ImportError(f"moe_ext was built with another C++ ABI than torch's: {REINSTALL}")
     if release(_C.torch_version) != release(torch.__version__):
         raise ImportError(
             f"moe_ext was built for torch {_C.torch_version}, "

@@ -92,7 +92,8 @@ class NoisyTopKGate(nn.Module):
         noise_epsilon: floor of the noise's standard deviation.
         detach_threshold: keep Load's gradient out of the thresholds (see `moe_ext.ops.load`).
         generator: source of the noise; None is torch's global one, which torch.utils.checkpoint
-            replays. A generator of one's own is not replayed when a forward pass is recomputed.
+            replays. A generator of one's own is not replayed when a forward pass is recomputed, and
+            torch.compile(fullgraph=True) does not take it.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is

@@ -51,11 +51,12 @@ def self_test(device: str) -> str:
 
 def main() -> int:
     cuda = torch.version.cuda or "none"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU"
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     lines = {
         "moe_ext": moe_ext.__version__,
         "built with": f"torch {_C.torch_version}, CUDA {_C.cuda_version or 'none'}, "
-        f"compiler {_C.compiler}",
+        f"C++ ABI {int(_C.cxx11_abi)}, compiler {_C.compiler}",
         "running with": f"torch {torch.__version__}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from moe_ext.ops.dtypes import accumulation_dtype
+
 
 def cv_squared(values: Tensor) -> Tensor:
     """The squared coefficient of variation, population variance over squared mean; a scalar.
@@ -13,8 +15,7 @@ def cv_squared(values: Tensor) -> Tensor:
     Args:
         values: [E], non-negative.
     """
-    if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()
+    values = values.to(accumulation_dtype(values))
     mean = values.mean()
     variance = (values - mean).square().mean()
     square = mean.square()

@@ -58,15 +58,17 @@ class MoE(nn.Module):
         k: experts per token.
         hidden_sizes: widths of the experts' hidden layers; None is (4 · d_model,).
         activation, bias: see `FeedForwardExperts`.
-        gate: a module from x [T, D] to `Gating`; None is NoisyTopKGate.
+        gate: a module from x [T, D] to `Gating`; None is NoisyTopKGate, with noise_epsilon and
+            generator.
         experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of
-            any modules, one for each expert; None is FeedForwardExperts.
+            any modules, one for each expert; None is FeedForwardExperts, with hidden_sizes,
+            activation and bias.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
     Raises:
-        ValueError: an argument is out of range, or the gate or the experts given are for other
-            sizes.
+        ValueError: an argument is out of range, would have no effect beside a gate or experts
+            given, or these are for other sizes.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -102,6 +104,12 @@ class MoE(nn.Module):
         if min(w_importance, w_load) < 0:
             raise ValueError(
                 f"MoE: w_importance and w_load must be at least 0, got {w_importance} and {w_load}"
+            )
+        if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
+            raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
+        if experts is not None and (hidden_sizes is not None or activation != "relu" or bias):
+            raise ValueError(
+                "MoE: hidden_sizes, activation and bias must be left out when experts are given"
             )
         self.d_model = d_model
         self.num_experts = num_experts
@@ -161,15 +169,10 @@ class MoE(nn.Module):
         plan = ops.dispatch_plan(expert_index, self.num_experts)
         rows = ops.dispatch(tokens, plan.inverse)
         expert_output = self.experts(rows, plan.offsets)
-        y = ops.combine(expert_output, gates.to(_accumulate_type(expert_output)), plan.inverse)
-        y = y.to(x.dtype)
+        y = ops.combine(expert_output, gates, plan.inverse).to(x.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
         loss = importance_loss(importance, self.w_importance) + load_loss(load, self.w_load)
         aux = MoEAux(loss, importance, load, gates, expert_index, plan.tokens_per_expert)
         return y.view(*x.shape[:-1], y.shape[-1]), aux
-
-
-def _accumulate_type(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -16,10 +16,12 @@ command -v "$base" > /dev/null || fail "no $base: install Python 3.11 or later, 
   fail "moe_ext needs Python 3.11 or later, $base is $("$base" --version)"
 command -v "${CXX:-c++}" > /dev/null ||
   fail "no C++ compiler: install one (Debian: apt-get install g++), or set CXX"
+[ -e "$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+  fail "no Python.h for $base: install Python's headers (Debian: apt-get install python3-dev)"
 
-if [ ! -x "$venv/bin/python" ]; then
+if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
   say "virtual environment in $venv"
-  "$base" -m venv "$venv" ||
+  "$base" -m venv --clear "$venv" ||
     fail "cannot make a virtual environment (Debian: apt-get install python3-venv)"
 fi
 python=$venv/bin/python
@@ -29,7 +31,7 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "torch (a download of some gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
     'torch>=2.11' 'setuptools>=77' wheel ninja
-  say "building the extension (two minutes on 2 cores) and installing the scripts' libraries"
+  say "building the extension (some two minutes on 2 cores) and installing the scripts' libraries"
   "$python" -m pip install --no-build-isolation -e '.[train,test,dev]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"

@@ -187,3 +187,20 @@ def test_export_keeps_the_ops(device):
     assert {"moe_ext.noisy_topk_gating.default", "moe_ext.combine.default"} <= names
     other = torch.randn(14, D, device=device)
     assert_same_bits(program.module()(other)[0], layer(other)[0])
+
+
+def test_compiled_autograd_equals_eager():
+    layer, x = MoE(6, 5, 2, hidden_sizes=[8]), torch.randn(7, 6)
+
+    def gradients_of(function):
+        layer.zero_grad()
+        torch.manual_seed(0)
+        y, aux = function(x)
+        (y.square().sum() + aux.loss).backward()
+        return [parameter.grad for parameter in layer.parameters()]
+
+    expected = gradients_of(layer)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        actual = gradients_of(torch.compile(layer, backend="aot_eager"))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)

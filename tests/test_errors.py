@@ -281,3 +281,55 @@ def test_experts_op():
         ops.experts(rows, offsets, [w1, w2], [torch.randn(2, F)], "relu")
     with pytest.raises(ValueError, match=r"weights.* must .*got"):
         ops.experts(rows, offsets, [], None, "relu")
+
+
+def test_backward_operators_check_what_memory_depends_on():
+    """They are out of reach through autograd, but must not crash whoever calls them."""
+    x, rows = torch.randn(4, 3), torch.randn(8, 3)
+    index = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0]])
+    gates, inverse = torch.rand(4, 2), torch.arange(8).view(4, 2)
+    weight, offsets = torch.randn(5, 3, 2), torch.tensor([0, 2, 4, 4, 4, 8])
+    op = torch.ops.moe_ext
+    grouped = (torch.randn(8, 2), rows, weight, None)
+    for error, call in (
+        (ValueError, lambda: op._grouped_linear_backward(*grouped, torch.empty(0).long())),
+        (ValueError, lambda: op._grouped_linear_backward(*grouped, offsets[:2])),
+        (ValueError, lambda: op._grouped_linear_backward(rows, rows, weight, None, offsets)),
+        (IndexError, lambda: op._dispatch_backward(rows, inverse + 1)),
+        (TypeError, lambda: op._dispatch_backward(rows, inverse.float())),
+        (ValueError, lambda: op._combine_backward(x[:3], rows, gates, inverse)),
+        (ValueError, lambda: op._combine_backward(x, rows, gates, torch.zeros_like(inverse))),
+        (
+            IndexError,
+            lambda: op._noisy_topk_gating_backward(
+                gates, None, None, gates, index + 1, index[:, :2], x, None, None
+            ),
+        ),
+        (
+            ValueError,
+            lambda: op._load_backward(gates[0], x, x.abs(), torch.zeros(4, 2), index),
+        ),
+    ):
+        with pytest.raises(error, match=r"^\w+: \w+ must "):
+            call()
+
+
+def test_rows_named_twice_are_refused():
+    repeated = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="dispatch: inverse must hold each row once, got 0 twice"):
+        ops.dispatch(torch.randn(4, 3), repeated)
+    with pytest.raises(ValueError, match="combine: inverse must hold each row once"):
+        ops.combine(torch.randn(8, 3), torch.rand(4, 2), repeated)
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"gate": NoisyTopKGate(6, 5, 2), "noise_epsilon": 0.5}, "noise_epsilon"),
+        ({"experts": [torch.nn.Identity()] * 5, "hidden_sizes": [9]}, "hidden_sizes"),
+        ({"experts": [torch.nn.Identity()] * 5, "activation": "tanh"}, "activation"),
+    ],
+)
+def test_options_without_effect_are_refused(options, name):
+    with pytest.raises(ValueError, match=f"MoE: .*{name}.* must be left out"):
+        MoE(6, 5, 2, **options)

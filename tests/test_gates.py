@@ -258,3 +258,16 @@ def test_copies_pickles_and_states(device):
     for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate)), fresh):
         for a, b in zip(twin(x), gate(x), strict=True):
             assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_noise_left_has_finite_losses_and_gradients(dtype):
+    """softplus(-1000) is 0 and nothing keeps it up: P(x, i) is a step, with 0/0 at the ties."""
+    gate = NoisyTopKGate(3, 4, 2, noise_epsilon=0).to(dtype)
+    with torch.no_grad():
+        gate.w_noise.fill_(-1000)
+    x = torch.ones(5, 3, dtype=dtype)
+    gating = gate(x)
+    (gating.load * torch.arange(4)).sum().backward()
+    assert torch.isfinite(gating.load).all()
+    assert torch.isfinite(gate.w_gate.grad).all() and torch.isfinite(gate.w_noise.grad).all()

@@ -1,22 +1,25 @@
-#include "call.h"
+#include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
 struct Combine : torch::autograd::Function<Combine> {
+  static constexpr bool is_traceable = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& expert_output, const Tensor& gates,
                         const Tensor& inverse) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({expert_output, gates, inverse});
-    return call<Tensor(const Tensor&, const Tensor&, const Tensor&)>("moe_ext::combine",
-                                                                     expert_output, gates, inverse);
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>("moe_ext::combine");
+    return op.call(expert_output, gates, inverse);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_expert_output, grad_gates] = call<std::tuple<Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-        "moe_ext::_combine_backward", grads[0], saved[0], saved[1], saved[2]);
+    static const auto op = find_operator<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&)>("moe_ext::_combine_backward");
+    const auto [grad_expert_output, grad_gates] = op.call(grads[0], saved[0], saved[1], saved[2]);
     return {grad_expert_output, grad_gates, Tensor()};
   }
 };

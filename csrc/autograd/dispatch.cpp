@@ -1,20 +1,23 @@
-#include "call.h"
+#include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
 struct Dispatch : torch::autograd::Function<Dispatch> {
+  static constexpr bool is_traceable = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& inverse) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({inverse});
-    return call<Tensor(const Tensor&, const Tensor&)>("moe_ext::dispatch", x, inverse);
+    static const auto op = find_operator<Tensor(const Tensor&, const Tensor&)>("moe_ext::dispatch");
+    return op.call(x, inverse);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto inverse = ctx->get_saved_variables()[0];
-    return {call<Tensor(const Tensor&, const Tensor&)>("moe_ext::_dispatch_backward", grads[0],
-                                                       inverse),
-            Tensor()};
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&)>("moe_ext::_dispatch_backward");
+    return {op.call(grads[0], inverse), Tensor()};
   }
 };
 

@@ -1,4 +1,4 @@
-#include "call.h"
+#include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
@@ -8,14 +8,17 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 // gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev; the
 // noise is a constant: its draw does not depend on any parameter.
 struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
+  static constexpr bool is_traceable = true;
+
   static variable_list forward(AutogradContext* ctx, const Tensor& clean_logits,
                                const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
                                const c10::SymInt& k, double noise_epsilon) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [gates, expert_index, threshold, threshold_index, noise_stddev] = call<Outputs(
-        const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>(
-        "moe_ext::noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
-    ctx->mark_non_differentiable({expert_index, threshold_index});
+    static const auto op =
+        find_operator<Outputs(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              c10::SymInt, double)>("moe_ext::noisy_topk_gating");
+    const auto [gates, expert_index, threshold, threshold_index, noise_stddev] =
+        op.call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({gates, expert_index, threshold_index, clean_logits,
                             or_undefined(raw_noise_stddev), or_undefined(noise)});
@@ -24,12 +27,13 @@ struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_clean, grad_raw] = call<std::tuple<Tensor, Tensor>(
+    static const auto op = find_operator<std::tuple<Tensor, Tensor>(
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
         const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&)>(
-        "moe_ext::_noisy_topk_gating_backward", if_defined(grads[0]), if_defined(grads[2]),
-        if_defined(grads[4]), saved[0], saved[1], saved[2], saved[3], if_defined(saved[4]),
-        if_defined(saved[5]));
+        "moe_ext::_noisy_topk_gating_backward");
+    const auto [grad_clean, grad_raw] =
+        op.call(if_defined(grads[0]), if_defined(grads[2]), if_defined(grads[4]), saved[0],
+                saved[1], saved[2], saved[3], if_defined(saved[4]), if_defined(saved[5]));
     return {grad_clean, saved[5].defined() ? grad_raw : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };

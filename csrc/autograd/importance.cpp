@@ -1,17 +1,20 @@
-#include "call.h"
+#include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
 // Importance is linear in the gates: every kept gate gets the gradient of its expert's importance.
 struct Importance : torch::autograd::Function<Importance> {
+  static constexpr bool is_traceable = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& gates, const Tensor& expert_index,
                         const c10::SymInt& num_experts) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({expert_index});
     ctx->saved_data["gates_type"] = gates.scalar_type();
-    return call<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance", gates,
-                                                                   expert_index, num_experts);
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
+    return op.call(gates, expert_index, num_experts);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

@@ -1,23 +1,29 @@
-#include "call.h"
+#include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
 struct Load : torch::autograd::Function<Load> {
+  static constexpr bool is_traceable = true;
+
   static Tensor forward(AutogradContext* ctx, const Tensor& clean_logits,
                         const Tensor& noise_stddev, const Tensor& threshold,
                         const Tensor& expert_index) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({clean_logits, noise_stddev, threshold, expert_index});
-    return call<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-        "moe_ext::load", clean_logits, noise_stddev, threshold, expert_index);
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+            "moe_ext::load");
+    return op.call(clean_logits, noise_stddev, threshold, expert_index);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_clean, grad_stddev, grad_threshold] = call<std::tuple<Tensor, Tensor, Tensor>(
+    static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor>(
         const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-        "moe_ext::_load_backward", grads[0], saved[0], saved[1], saved[2], saved[3]);
+        "moe_ext::_load_backward");
+    const auto [grad_clean, grad_stddev, grad_threshold] =
+        op.call(grads[0], saved[0], saved[1], saved[2], saved[3]);
     return {grad_clean, grad_stddev, grad_threshold, Tensor()};
   }
 };

@@ -1,5 +1,6 @@
 // y_t = sum_j G(x_t)_j E_j(x_t) (Eq. 1) on the CPU, gathered through the inverse permutation.
 #include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -30,10 +31,10 @@ Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tenso
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
   const Tensor row_of = inverse.contiguous();
-  check_index_range("combine", "inverse", row_of, rows.size(0));
+  check_permutation("combine", "inverse", row_of);
   Tensor y = empty_rows({num_tokens, width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "combine", [&] {
-    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    using acc_t = at::opmath_type<scalar_t>;
     const auto* rows_data = rows.const_data_ptr<scalar_t>();
     const auto* weights_data = weights.const_data_ptr<acc_t>();
     const auto* row_data = row_of.const_data_ptr<int64_t>();
@@ -84,7 +85,7 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tens
   Tensor grad_weights = at::empty(weights.sizes(), weights.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "combine_backward", [&] {
-        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        using acc_t = at::opmath_type<scalar_t>;
         const auto* grad_data = grad.const_data_ptr<scalar_t>();
         const auto* rows_data = rows.const_data_ptr<scalar_t>();
         const auto* weights_data = weights.const_data_ptr<acc_t>();

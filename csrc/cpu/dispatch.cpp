@@ -1,6 +1,7 @@
 // The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
 // rows.
 #include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -106,18 +107,22 @@ struct AddRow {
 
 // dx_t = sum_j drows[inverse(t, j)], in the order of the choices.
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
-  check_dim("_dispatch_backward", "grad_rows", grad_rows, 2);
-  check_dim("_dispatch_backward", "inverse", inverse, 2);
+  constexpr auto op = "_dispatch_backward";
+  check_dim(op, "inverse", inverse, 2);
+  check_type(op, "inverse", inverse, at::kLong);
+  check_dim(op, "grad_rows", grad_rows, 2);
+  check_floating(op, "grad_rows", grad_rows);
+  check_device(op, "inverse", inverse, grad_rows);
   const int64_t num_tokens = inverse.size(0);
   const int64_t k = inverse.size(1);
   const int64_t width = grad_rows.size(1);
   const Tensor rows = grad_rows.contiguous();
   const Tensor row_of = inverse.contiguous();
-  check_index_range("_dispatch_backward", "inverse", row_of, rows.size(0));
+  check_index_range(op, "inverse", row_of, rows.size(0));
   Tensor grad_x = empty_rows({num_tokens, width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "dispatch_backward", [&] {
-        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        using acc_t = at::opmath_type<scalar_t>;
         const auto* rows_data = rows.const_data_ptr<scalar_t>();
         const auto* row_data = row_of.const_data_ptr<int64_t>();
         auto* grad_data = grad_x.mutable_data_ptr<scalar_t>();

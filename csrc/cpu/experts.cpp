@@ -55,6 +55,9 @@ std::tuple<Tensor, Tensor, Tensor> grouped_linear_backward_cpu(const Tensor& gra
                                                                const Tensor& weight,
                                                                const OptionalTensor& bias,
                                                                const Tensor& offsets) {
+  check_grouped_linear(rows, weight, bias, offsets);
+  check_argument("_grouped_linear_backward", "grad_out", grad_out, rows, rows.scalar_type(),
+                 {rows.sym_size(0), weight.sym_size(2)});
   const Tensor grad = grad_out.contiguous();
   Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
   Tensor grad_weight = empty_rows(weight.sizes(), weight.options());

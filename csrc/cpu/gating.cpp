@@ -1,5 +1,8 @@
 // Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on the CPU.
+#include "../math/gating.h"
+
 #include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <ATen/ops/add.h>
 #include <torch/library.h>
 
@@ -39,7 +42,8 @@ struct AddNoise {
                           acc_t epsilon, int64_t size, acc_t* stddev, acc_t* noisy) {
     for (int64_t i = 0; i < size; ++i) {
       stddev[i] = math::softplus(static_cast<acc_t>(raw[i])) + epsilon;
-      noisy[i] = std::fma(static_cast<acc_t>(noise[i]), stddev[i], static_cast<acc_t>(clean[i]));
+      noisy[i] =
+          math::noisy_logit(static_cast<acc_t>(clean[i]), static_cast<acc_t>(noise[i]), stddev[i]);
     }
   }
 };
@@ -132,7 +136,8 @@ void select(const acc_t* row, int64_t size, int64_t num_kept, std::vector<Ranked
 struct SoftmaxOfKept {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const Ranked<acc_t>* kept, int64_t k, acc_t* gates) {
-    for (int64_t j = 0; j < k; ++j) gates[j] = math::exp(kept[j].value - kept[0].value);
+    for (int64_t j = 0; j < k; ++j)
+      gates[j] = math::unnormalized_gate(kept[j].value, kept[0].value);
     acc_t sum = 0;
     for (int64_t j = 0; j < k; ++j) sum += gates[j];
     for (int64_t j = 0; j < k; ++j) gates[j] /= sum;
@@ -201,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
   const Tensor drawn = noise ? noise->contiguous() : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
-        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        using acc_t = at::opmath_type<scalar_t>;
         gating_kernel<scalar_t, acc_t>(clean, raw, drawn, k, noise_epsilon, gates, expert_index,
                                        threshold, threshold_index, noise_stddev);
       });
@@ -272,7 +277,8 @@ void gating_backward_kernel(const Tensor& grad_gates, const Tensor& grad_thresho
         const auto* v = grad_gates_data + t * k;
         acc_t mean = 0;
         for (int64_t j = 0; j < k; ++j) mean += g[j] * v[j];
-        for (int64_t j = 0; j < k; ++j) grad_noisy[j] = g[j] * (v[j] - mean);
+        for (int64_t j = 0; j < k; ++j)
+          grad_noisy[j] = math::noisy_logit_gradient(g[j], v[j], mean);
       }
       acc_t grad_next = 0;
       if (grad_threshold_data != nullptr) {
@@ -319,7 +325,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
       at::empty({noise ? clean_logits.size(0) : 0, clean_logits.size(1)}, clean_logits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
-        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        using acc_t = at::opmath_type<scalar_t>;
         gating_backward_kernel<scalar_t, acc_t>(contiguous(grad_gates), contiguous(grad_threshold),
                                                 contiguous(grad_noise_stddev), gates.contiguous(),
                                                 chosen, limits, contiguous(raw_noise_stddev),

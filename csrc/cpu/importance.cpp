@@ -1,5 +1,6 @@
 // Importance(X) = sum_x G(x) (Eq. 6) on the CPU.
 #include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include "../checks.h"
@@ -16,7 +17,7 @@ Tensor importance_cpu(const Tensor& gates, const Tensor& expert_index, int64_t n
   check_index_range("importance", "expert_index", chosen, num_experts);
   Tensor importance;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
-    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    using acc_t = at::opmath_type<scalar_t>;
     const auto* gates_data = kept.const_data_ptr<scalar_t>();
     const auto* index_data = chosen.const_data_ptr<int64_t>();
     importance = sum_over_tokens<acc_t>(

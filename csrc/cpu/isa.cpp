@@ -1,5 +1,8 @@
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <cstdlib>
-#include <stdexcept>
+#include <iterator>
 #include <string>
 
 #include "vectorize.h"
@@ -34,19 +37,16 @@ const char* name(Isa isa) {
 }
 
 Isa choose() {
+  constexpr Isa kBestFirst[] = {Isa::kAvx512, Isa::kAvx2, Isa::kDefault};
   const char* forced = std::getenv("MOE_EXT_ISA");
-  for (Isa isa : {Isa::kAvx512, Isa::kAvx2, Isa::kDefault}) {
-    if (forced == nullptr ? available(isa) : forced == std::string(name(isa))) {
-      if (!available(isa)) {
-        throw std::invalid_argument(
-            "MOE_EXT_ISA must name an instruction set of this processor, got " +
-            std::string(forced));
-      }
-      return isa;
-    }
-  }
-  throw std::invalid_argument("MOE_EXT_ISA must be default, avx2 or avx512, got " +
-                              std::string(forced));
+  const auto* chosen = std::find_if(std::begin(kBestFirst), std::end(kBestFirst), [&](Isa isa) {
+    return forced == nullptr ? available(isa) : forced == std::string(name(isa));
+  });
+  TORCH_CHECK_VALUE(chosen != std::end(kBestFirst),
+                    "MOE_EXT_ISA must be default, avx2 or avx512, got ", forced);
+  TORCH_CHECK_VALUE(available(*chosen),
+                    "MOE_EXT_ISA must name an instruction set of this processor, got ", forced);
+  return *chosen;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "../math/load.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -44,7 +45,7 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
   check_index_range("load", "expert_index", chosen, num_experts);
   Tensor load;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
-    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    using acc_t = at::opmath_type<scalar_t>;
     const auto* clean_data = clean.const_data_ptr<scalar_t>();
     const auto* stddev_data = stddev.const_data_ptr<acc_t>();
     const auto* limits_data = limits.const_data_ptr<acc_t>();
@@ -115,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
   Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
-        using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        using acc_t = at::opmath_type<scalar_t>;
         const auto* grad_data = grad.const_data_ptr<acc_t>();
         const auto* clean_data = clean.const_data_ptr<scalar_t>();
         const auto* stddev_data = stddev.const_data_ptr<acc_t>();

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "vectorize.h"
+
 namespace moe_ext::cpu {
 
 // Calls body(begin, end) on ranges that cover [0, size), each worth at least `kMinWork` when an
@@ -17,6 +19,7 @@ template <typename Body>
 void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   constexpr int64_t kMinWork = 16384;
   if (size == 0) return;
+  isa();  // an error in MOE_EXT_ISA must not first come up in the parallel region
   const int64_t grain = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_per_item));
   torch::stable::parallel_for(0, size, grain, body);
 }

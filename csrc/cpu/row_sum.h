@@ -1,3 +1,4 @@
+// A sum of rows, as dispatch and combine need it.
 #pragma once
 
 #include <algorithm>

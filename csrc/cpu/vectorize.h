@@ -72,12 +72,4 @@ MOE_EXT_KERNEL acc_t sum(const acc_t* a, int64_t size) {
                 __attribute__((always_inline)) { return partial + a[i]; });
 }
 
-template <typename acc_t, typename a_t, typename b_t>
-MOE_EXT_KERNEL acc_t dot(const a_t* a, const b_t* b, int64_t size) {
-  return sum_of_terms<acc_t>(
-      size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
-        return std::fma(static_cast<acc_t>(a[i]), static_cast<acc_t>(b[i]), partial);
-      });
-}
-
 }  // namespace moe_ext::cpu

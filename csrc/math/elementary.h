@@ -35,7 +35,7 @@ MOE_EXT_INLINE float exp(float argument) {
   tail = std::fma(tail, r, 0.5f);
   const float exp_r = std::fma(tail, r * r, r) + 1.0f;
   // 2^n in two factors, as n reaches 128.
-  const int32_t exponent = static_cast<int32_t>(n);
+  const int32_t exponent = static_cast<int32_t>(n == n ? n : 0.0f);  // NaN fits no integer
   const int32_t half = exponent >> 1;
   const float value = exp_r * std::bit_cast<float>((half + 127) << 23) *
                       std::bit_cast<float>((exponent - half + 127) << 23);

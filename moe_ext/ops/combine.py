@@ -11,7 +11,7 @@ def combine(expert_output: Tensor, gates: Tensor, inverse: Tensor) -> Tensor:
 
     Args:
         expert_output: [R, D].
-        gates: [T, K], of expert_output's type or float32.
+        gates: [T, K], of any floating type.
         inverse: [T, K] int64, a permutation of 0 … T·K - 1 as `dispatch_plan` makes it.
 
     Raises:

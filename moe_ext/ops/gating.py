@@ -36,8 +36,9 @@ def noisy_topk_gating(
     """Keeps the k largest noisy logits of each token and turns them into gates (Eqs. 3-5).
 
     H = clean_logits + noise · (softplus(raw_noise_stddev) + noise_epsilon);
-    G = softmax(KeepTopK(H, k)). Ties go to the lower index. NaN ranks below every number; where the
-    largest logit kept is not finite the gates are NaN, but the indices are distinct and in range.
+    G = softmax(KeepTopK(H, k)). Ties go to the lower index. NaN ranks below every number; where a
+    kept logit is NaN or the largest is infinite the token's gates are NaN. The indices are distinct
+    and in range whatever the logits.
 
     `gates`, `threshold` and `noise_stddev` are differentiable in the first two arguments. For half
     types they come in float32, and gradients go back in the half type.

@@ -1,24 +1,17 @@
 // What the autograd functions share.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../operator.h"
 
 namespace moe_ext::autograd {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Calls the operator `name` of this library through the dispatcher; `Signature` is its C++ type.
-template <typename Signature, typename... Args>
-auto call(const char* name, Args&&... args) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>().call(
-      std::forward<Args>(args)...);
-}
 
 // An optional tensor as save_for_backward and as a saved variable: undefined means absent.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
