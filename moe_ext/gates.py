@@ -1,5 +1,6 @@
 """The gating networks, Section 2.1."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,10 @@ class Gating(NamedTuple):
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    device = x.device.type
-    if torch.amp.is_autocast_available(device):
-        with torch.autocast(device, enabled=False):
-            return x.to(wide) @ weight.to(wide)
-    return x.to(wide) @ weight.to(wide)
+    # The meta device has no autocast, and says so with an error.
+    meta = x.device.type == "meta"
+    with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
+        return x.to(wide) @ weight.to(wide)
 
 
 def _count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
