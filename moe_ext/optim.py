@@ -1,7 +1,5 @@
 """Learning-rate schedules of the paper, as factors of a peak rate."""
 
-from __future__ import annotations
-
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -9,8 +7,14 @@ from torch.optim.lr_scheduler import LambdaLR
 def warmup_inverse_sqrt(step: int, warmup_steps: int) -> float:
     """min(step / warmup_steps, sqrt(warmup_steps / step)): App. C.1, "Training".
 
-    Linear warm-up to 1, then proportional to step^-1/2; continuous at the joint. step counts from
-    1.
+    Linear warm-up to 1, then proportional to step^-1/2; continuous at the joint.
+
+    Args:
+        step: counts from 1.
+        warmup_steps: where the factor is 1.
+
+    Raises:
+        ValueError: one of them is below 1.
     """
     if step < 1 or warmup_steps < 1:
         raise ValueError(
@@ -21,5 +25,5 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int) -> float:
 
 
 def language_model_schedule(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
-    """The optimizer's rate times ``warmup_inverse_sqrt``, to be stepped after the optimizer."""
+    """The optimizer's rate times `warmup_inverse_sqrt`, to be stepped after the optimizer."""
     return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps))

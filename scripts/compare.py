@@ -4,26 +4,29 @@
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. Run it
-again after an interruption: finished runs are kept, the others continue. To use several processors,
-run one seed in each process and then all together. Writes OUTPUT/comparison.json and
-OUTPUT/comparison.md.
+softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. To use
+several processors, run one seed in each process and then all together. Writes
+OUTPUT/comparison.json and OUTPUT/comparison.md.
+
+Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
+report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
+training diverged; 2: an option, file or folder that can't be used, in one sentence.
 """
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_ext.training.checkpoint import atomic_file
+from moe_ext.data.files import atomic_file
 from moe_ext.training.command import exit_status
 from moe_ext.training.comparison import ARMS, comparison_report, dense_counterpart, train_pair
 from moe_ext.training.config import Config, ConfigError, read_config
-from moe_ext.training.loop import load_text, set_up_torch
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.metrics import perplexity
+from moe_ext.training.text import load_text
 
 
 def as_markdown(report: dict[str, Any], config: Config) -> str:
@@ -61,7 +64,7 @@ def as_markdown(report: dict[str, Any], config: Config) -> str:
         lines.append("One seed: no interval over seeds.")
     else:
         mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
-        change = [f"{100 * math.expm1(value):+.2f}%" for value in (mean, low, high)]
+        change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
         lines.append(
             f"Mean difference in ln ppl, MoE - dense: {mean:+.4f}, 95% t interval over "
             f"{len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; perplexity "
@@ -82,12 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 
-    config = read_config(options.config, options.overrides)
+    configs = [
+        read_config(options.config, [*options.overrides, f"seed={seed}"]) for seed in options.seeds
+    ]
+    config = configs[0]
     dense_counterpart(config)  # an error in the configuration should come before the corpus is read
     output = Path(options.output or f"{config.output}-compare")
     set_up_torch(config.device, config.num_threads, config.autocast)
     text = load_text(config.data)
-    pairs = [train_pair(replace(config, seed=seed), text, output) for seed in options.seeds]
+    pairs = [train_pair(each, text, output) for each in configs]
     report = comparison_report(pairs, text)
     page = as_markdown(report, config)
     for name, content in (("json", json.dumps(report, indent=1)), ("md", page)):

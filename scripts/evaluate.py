@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
     python scripts/evaluate.py runs/moe-32 --part dev
-    python scripts/evaluate.py runs/moe-32 --corpus some/text   # in the words the model knows
+    python scripts/evaluate.py runs/moe-32 --corpus text.txt    # all of it, in the model's words
 
 Perplexity is exp(nats / predictions) over all words, unknown ones and ends of sentences included,
 under the full softmax, whole sentences from a zero state; it does not depend on the batch size.
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import exit_status
-from moe_ext.training.loop import load_text, set_up_torch
+from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation, evaluate
+from moe_ext.training.text import load_part
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
@@ -24,23 +25,28 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=("train", "dev", "test"), default="test")
+    parser.add_argument(
+        "--part",
+        choices=("train", "dev", "test", "all"),
+        help="test, or all with --corpus, if not given",
+    )
     parser.add_argument("--corpus", help='"builtin" or a path; that of the run if not given')
-    parser.add_argument("--tokens-per-batch", type=int, default=2_560)
-    parser.add_argument("--threads", type=int, default=0, help="torch's threads (0: its default)")
+    parser.add_argument("--tokens-per-batch", type=at_least(1), default=2_560)
+    parser.add_argument(
+        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    if options.tokens_per_batch < 1:
-        parser.error(f"--tokens-per-batch must be at least 1, got {options.tokens_per_batch}")
+    part = options.part or ("all" if options.corpus else "test")
     set_up_torch(options.device, options.threads)
 
     trained = load_run(options.run, options.device)
     data = trained.config.data
     data = replace(data, corpus=options.corpus) if options.corpus else data
-    sentences = getattr(load_text(data, trained.vocabulary), options.part)
+    sentences = load_part(data, trained.vocabulary, part)
     result = evaluate(trained.model, sentences, tokens_per_batch=options.tokens_per_batch)
     print(
-        f"{options.part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a word, "
+        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a word, "
         f"{result.num_tokens:,} words and ends of {len(sentences):,} sentences; "
         f"step {trained.step})"
     )

@@ -21,10 +21,12 @@ from moe_ext.analysis.experts import (
     by_specialisation,
     inspect_experts,
 )
-from moe_ext.training.checkpoint import atomic_file, load_run
-from moe_ext.training.command import exit_status
+from moe_ext.data.files import atomic_file
+from moe_ext.training.checkpoint import load_run
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError
-from moe_ext.training.loop import load_text, set_up_torch
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.text import load_part
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
@@ -105,18 +107,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=("train", "dev", "test"), default="train")
-    parser.add_argument("--positions", type=int, default=200_000, help="how many words to look at")
+    parser.add_argument("--part", choices=("train", "dev", "test", "all"), default="train")
+    parser.add_argument(
+        "--positions", type=at_least(1), default=200_000, help="how many words to look at"
+    )
     parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
-    parser.add_argument("--contexts", type=int, default=10, help="how many for each expert")
+    parser.add_argument("--contexts", type=at_least(1), default=10, help="how many for each expert")
     parser.add_argument("--output", help="where the .txt and .html go; RUN/experts if not given")
-    parser.add_argument("--threads", type=int, default=0, help="torch's threads (0: its default)")
+    parser.add_argument(
+        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     set_up_torch(options.device, options.threads)
 
     trained = load_run(options.run, options.device)
-    sentences = getattr(load_text(trained.config.data, trained.vocabulary), options.part)
+    output = Path(options.output or Path(options.run) / "experts")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sentences = load_part(trained.config.data, trained.vocabulary, options.part)
     try:
         reports = inspect_experts(
             trained.model,
@@ -130,7 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(f"{options.run}: {error}") from error
     reports = by_specialisation(reports)
     text = as_text(reports)
-    output = Path(options.output or Path(options.run) / "experts")
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
     for suffix, content in ((".txt", text), (".html", as_html(reports, title))):
         with atomic_file(output.with_name(output.name + suffix)) as file:

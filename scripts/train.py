@@ -7,7 +7,12 @@
 
 Options are those of moe_ext/training/config.py, by dotted key. The run's folder (runs/NAME of the
 file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
-`tensorboard --logdir runs`. Ctrl-C saves and stops.
+`tensorboard --logdir runs`.
+
+Ctrl-C or SIGTERM saves after the step in progress; the script then ends with status 0, as after the
+last step, and says how to continue. A second Ctrl-C stops at once, with status 130, and the last
+checkpoint stands. Status 1: training diverged; 2: an option, file or folder that can't be used, in
+one sentence.
 """
 
 import argparse
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"model   {cost(trainer.model)}")
     print(
         f"data    {len(trainer.text.vocabulary):,} words in the vocabulary, "
-        f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches():,} batches"
+        f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"
     )
     if trainer.step:
         print(f"resume  from step {trainer.step} of {trainer.config.steps}")

@@ -2,10 +2,12 @@
 
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import subprocess
 import sys
+import time
 from itertools import islice
 
 import pytest
@@ -19,6 +21,8 @@ from moe_ext.data import (
     encode_sentences,
     load_corpus,
 )
+from moe_ext.data.files import atomic_file
+from moe_ext.progress import progress
 
 EOS = 0  # the id of </s> in sentences made of numbers
 
@@ -60,6 +64,37 @@ def test_vocabulary_round_trip_and_unknown_words(tmp_path):
     again = Vocabulary.load(tmp_path / "vocabulary.txt")
     assert again.words == vocabulary.words
     assert again.fingerprint() == vocabulary.fingerprint()
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_file(path) as file:
+        file.write(b"half of the n")
+        raise RuntimeError("disk full")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+    order = []
+    sync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), rename(a, b)))
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    assert order == ["fsync", "rename", "fsync"]
+
+
+def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "vocabulary.txt"
+    Vocabulary(["a", "</s>", "<unk>"]).save(path)
+
+    def full(handle):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        Vocabulary(["b", "</s>", "<unk>"]).save(path)
+    assert "a" in Vocabulary.load(path) and list(tmp_path.iterdir()) == [path]
 
 
 def test_fingerprint_depends_on_words_and_order_only():
@@ -121,6 +156,24 @@ def test_vocabulary_errors(tmp_path):
         Vocabulary(["a", "</s>", "<unk>"]).decode([-1])
 
 
+# --- progress -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_a_bar_on_a_terminal_only(monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    taken = []
+    for item in progress(iter(range(4)), "counting", "words", 4):
+        time.sleep(0.4)  # the bar appears after a second
+        taken.append(item)
+    assert taken == [0, 1, 2, 3]
+    assert ("counting:" in shown.getvalue()) == terminal
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # not installed
+    assert list(progress([1, 2], "counting", "words")) == [1, 2]
+
+
 # --- corpora ------------------------------------------------------------------------------------
 
 
@@ -180,6 +233,7 @@ def test_given_parts_as_a_folder_or_a_prefix(tmp_path):
         assert list(corpus.dev) == [["zwei", "é"]]
         assert list(corpus.test) == [["three"], ["four", "four"]]
         assert list(corpus.train) == [["one"]]  # read again
+        assert list(corpus.all) == [["one"], ["zwei", "é"], ["three"], ["four", "four"]]
 
     (tmp_path / "test.txt.xz").unlink()
     with pytest.raises(CorpusError, match=r"test.txt is missing"):
@@ -203,6 +257,7 @@ def test_hash_split_is_disjoint_complete_and_in_order(tmp_path):
     # 2,000 draws with p = 0.1 and 0.2: 5 standard deviations are 67 and 89.
     assert abs(len(dev) - 200) < 67 and abs(len(test) - 400) < 89
     assert parts[0] == [s for s in NUMBERS + NUMBERS[:500] if s in train]
+    assert [" ".join(words) for words in corpus.all] == NUMBERS + NUMBERS[:500]
 
 
 def test_hash_split_stays_when_text_is_added_and_in_other_processes(tmp_path):
@@ -224,6 +279,7 @@ def test_max_train_sentences_keeps_the_first(tmp_path):
     all_of_it, some = load_corpus(path), load_corpus(path, max_train_sentences=7)
     assert list(some.train) == list(islice(all_of_it.train, 7))
     assert list(some.test) == list(all_of_it.test)
+    assert list(some.all) == list(all_of_it.all)
 
 
 def test_corpus_errors(tmp_path):
@@ -234,6 +290,8 @@ def test_corpus_errors(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(CorpusError, match="train part of .*empty.txt must hold at least one"):
         load_corpus(tmp_path / "empty.txt")
+    with pytest.raises(CorpusError, match="empty.txt must hold at least one sentence"):
+        load_corpus(tmp_path / "empty.txt", parts=["all"])
     (tmp_path / "prose.train.txt").write_text("a\n")
     with pytest.raises(CorpusError, match="load that one as .*prose$"):
         load_corpus(tmp_path)
@@ -357,9 +415,15 @@ def test_cleaning_keeps_prose_and_drops_code():
 
 def test_builtin_corpus_needs_no_writable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    builtin._write_whole(tmp_path / "file" / "corpus.txt", "text")  # no error
-    builtin._write_whole(tmp_path / "new" / "corpus.txt", "text")
-    assert [f.name for f in (tmp_path / "new").iterdir()] == ["corpus.txt"]
+    source = next(f for f in builtin._source_files() if f.name == "_torch_docs.py")
+    monkeypatch.setattr(builtin, "_source_files", lambda: [source])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    made = builtin.builtin_sentences()  # no error
+    assert len(made) > 100
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    assert builtin.builtin_sentences() == made
+    (cached,) = (tmp_path / "new" / "moe_ext").iterdir()
+    assert cached.read_text("utf-8").splitlines() == made
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -409,7 +473,7 @@ def test_every_sentence_is_predicted_exactly_once(shuffle, tokens_per_batch):
     found = sorted(rows(batches.epoch(0)))
     assert found == [(i, [EOS, *s], [*s, EOS]) for i, s in enumerate(sentences)]
     assert sum(b.num_tokens for b in batches.epoch(0)) == batches.num_tokens
-    assert len(list(batches.epoch(0))) == batches.num_batches(0)
+    assert len(list(batches.epoch(0))) == batches.num_batches
 
 
 def test_batch_shapes_types_and_padding():

@@ -12,10 +12,10 @@ import pytest
 
 from moe_ext.training.checkpoint import checkpoints, load_checkpoint
 from moe_ext.training.command import exit_status
-from moe_ext.training.config import read_config
+from moe_ext.training.config import ConfigError, read_config
 
 ROOT = pathlib.Path(__file__).parent.parent
-CONFIG = ROOT / "configs" / "quickstart.toml"
+CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
 TINY = [
     "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8", "model.moe.num_experts=4",
     "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
@@ -114,10 +114,53 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
     assert status == 2 and "there is no corpus at" in error
     status, error = status_and_error(capsys, "inspect_experts", run, "--layer", 3)
     assert status == 2 and "layer must be in [0, 1)" in error
-    status, error = status_and_error(capsys, "evaluate", run, "--device", "warp")
-    assert status == 2 and "device must be one torch can use here, got 'warp'" in error
+    for name in ("evaluate", "inspect_experts"):
+        status, error = status_and_error(capsys, name, run, "--device", "meta")
+        assert status == 2 and "device must be cpu or cuda, got 'meta'" in error
     status, error = status_and_error(capsys, "compare", tmp_path / "none.toml")
     assert status == 2 and "there is no configuration file" in error
+    status, error = status_and_error(capsys, "compare", CONFIG, "--seeds", "1", "-1")
+    assert status == 2 and error == "error: seed must be in [0, 2**62), got -1\n"
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "experts"
+    status, error = status_and_error(capsys, "inspect_experts", run, "--output", output)
+    assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert str(tmp_path / "file") in error
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "rule"),
+    [
+        ("evaluate", "--threads=-1", "at least 0, got '-1'"),
+        ("evaluate", "--tokens-per-batch=0", "at least 1, got '0'"),
+        ("inspect_experts", "--threads=-1", "at least 0, got '-1'"),
+        ("inspect_experts", "--positions=none", "at least 1, got 'none'"),
+        ("inspect_experts", "--contexts=0", "at least 1, got '0'"),
+    ],
+)
+def test_options_out_of_range_are_refused_with_status_2(run, capsys, name, option, rule):
+    with pytest.raises(SystemExit) as stopped:
+        script(name).main([str(run), option])
+    assert stopped.value.code == 2
+    assert rule in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_how_a_script_ends(capsys):
+    def ends_with(error):
+        def main():
+            raise error
+
+        return exit_status(main), capsys.readouterr().err
+
+    assert exit_status(lambda: None) == 0
+    assert ends_with(ConfigError("a must b")) == (2, "error: a must b\n")
+    assert ends_with(NotADirectoryError(20, "Not a directory", "file/x")) == (
+        2,
+        "error: file/x: Not a directory\n",
+    )
+    assert ends_with(OSError("disk full")) == (2, "error: disk full\n")
+    assert ends_with(FloatingPointError("diverged")) == (1, "error: diverged\n")
+    assert ends_with(KeyboardInterrupt()) == (130, "interrupted\n")
 
 
 def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
@@ -162,7 +205,18 @@ def test_evaluate_is_independent_of_the_batch_size(run, capsys):
         assert result.perplexity == pytest.approx(results[0].perplexity, rel=1e-6)
 
 
+def test_evaluate_measures_all_of_another_text(run, tmp_path, capsys):
+    text = tmp_path / "text.txt"  # too short to be split
+    text.write_text("w1 w2 w3\nw4 nowhere\n")
+    result = script("evaluate").main([str(run), "--corpus", str(text)])
+    assert capsys.readouterr().out.startswith("all perplexity ") and result.num_tokens == 7
+    status, error = status_and_error(capsys, "evaluate", run, "--corpus", text, "--part", "test")
+    assert status == 2 and "the test part of" in error
+    assert script("evaluate").main([str(run), "--part", "all"]).sentence_nll.shape == (240,)
+
+
 def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
+    tmp_path = tmp_path / "a" / "new"
     script("inspect_experts").main([str(run), "--output", str(tmp_path / "experts")])
     out = capsys.readouterr().out
     text = (tmp_path / "experts.txt").read_text()

@@ -1,5 +1,6 @@
 """Configuration, training, checkpoints, measurement."""
 
+import io
 import json
 import math
 import os
@@ -14,11 +15,14 @@ import torch
 from conftest import assert_same_bits
 
 from moe_ext.analysis import cost
+from moe_ext.data import Vocabulary
 from moe_ext.models import LanguageModel
 from moe_ext.optim import language_model_schedule, warmup_inverse_sqrt
-from moe_ext.training import checkpoint as checkpoint_module
-from moe_ext.training.checkpoint import atomic_file, checkpoints, load_checkpoint, load_run
+from moe_ext.training import device as device_module
+from moe_ext.training import loop as loop_module
+from moe_ext.training.checkpoint import checkpoints, load_checkpoint, load_run
 from moe_ext.training.comparison import (
+    Result,
     bootstrap_difference,
     comparison_report,
     dense_counterpart,
@@ -28,13 +32,17 @@ from moe_ext.training.comparison import (
 from moe_ext.training.config import (
     Config,
     ConfigError,
+    DataConfig,
+    LogConfig,
     config_from_dict,
     read_config,
     to_toml,
 )
-from moe_ext.training.logging import read_metrics
-from moe_ext.training.loop import Trainer, load_text
-from moe_ext.training.metrics import evaluate
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.logging import RunLog, read_metrics
+from moe_ext.training.loop import Trainer
+from moe_ext.training.metrics import Evaluation, evaluate, perplexity
+from moe_ext.training.text import load_part, load_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
@@ -156,6 +164,11 @@ def test_overrides_are_toml_or_else_strings(tmp_path):
         ("model=3", "model must be a table of options, got 3"),
         ("steps=0", "steps must be at least 1, got 0"),
         ("autocast=float16", """autocast must be "" or "bfloat16", got 'float16'"""),
+        ("optimizer.clip_norm=inf", "optimizer.clip_norm must be finite, got inf"),
+        ("model.moe.w_load=nan", "model.moe.w_load must be finite, got nan"),
+        (f"optimizer.eps={10**400}", "optimizer.eps must be finite, got inf"),
+        ("seed=-1", "seed must be in [0, 2**62), got -1"),
+        (f"seed={2**62}", f"seed must be in [0, 2**62), got {2**62}"),
         ("steps", "an override must be key=value, got 'steps'"),
         ("steps.more=1", "override 'steps.more=1': steps must be a table, it is a value"),
     ],
@@ -251,7 +264,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
     # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
     options = {"log": {"save_every": 6, "eval_every": 6}}
     whole = train(merged(table, **options))
-    assert whole.batches.num_batches() == 11
+    assert whole.batches.num_batches == 11
     part = merged(table, output=str(tmp_path / "part"), steps=6, **options)
     train(part)
     torch.randn(7)  # the state of the process is not what counts
@@ -366,8 +379,9 @@ def test_a_run_is_never_overwritten(table):
         Trainer(merged(table, resume=True, model={"dropout": 0.3}))
     with pytest.raises(ConfigError, match="there is no run in .* leave out resume=true"):
         Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
-    with pytest.raises(ConfigError, match="output must be a folder"):
-        Trainer(merged(table, output=str(folder / "config.toml")))
+    for below in ("config.toml", "config.toml/a/b"):
+        with pytest.raises(ConfigError, match="output must be a folder, .*config.toml is a file"):
+            Trainer(merged(table, output=str(folder / below)))
     assert snapshot(folder) == before
 
 
@@ -403,31 +417,26 @@ def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
     assert not pathlib.Path(table["output"]).exists()
 
 
-def test_a_device_that_is_not_there(table):
-    with pytest.raises(ConfigError, match="device must be one torch can use here, got 'warp'"):
-        Trainer(merged(table, device="warp"))
-
-
-def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(RuntimeError), atomic_file(path) as file:
-        file.write(b"half of the n")
-        raise RuntimeError("disk full")
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-    order = []
-    sync, rename = os.fsync, os.replace
-    monkeypatch.setattr(
-        checkpoint_module.os, "fsync", lambda handle: (order.append("fsync"), sync(handle))
-    )
-    monkeypatch.setattr(
-        checkpoint_module.os, "replace", lambda a, b: (order.append("rename"), rename(a, b))
-    )
-    with atomic_file(path) as file:
-        file.write(b"new")
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-    assert order == ["fsync", "rename", "fsync"]
+@pytest.mark.parametrize(
+    ("name", "cuda_version", "gpus", "message"),
+    [
+        ("warp", "13.0", 1, "device must be cpu or cuda, got 'warp'"),
+        ("meta", "13.0", 1, "device must be cpu or cuda, got 'meta'"),
+        ("cuda", None, 1, "cpu where moe_ext is built without CUDA, got 'cuda'; install"),
+        ("cuda:0", "13.0", 0, "cpu where torch finds no GPU, got 'cuda:0'"),
+        ("cuda:2", "13.0", 2, "one of the 2 GPUs here, got 'cuda:2'"),
+        ("cuda:1", "13.0", 2, None),
+        ("cpu", None, 0, None),
+    ],
+)
+def test_a_device_is_one_the_operators_run_on(monkeypatch, name, cuda_version, gpus, message):
+    monkeypatch.setattr(device_module._C, "cuda_version", cuda_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if message is None:
+        return set_up_torch(name, 0)
+    with pytest.raises(ConfigError, match=message):
+        set_up_torch(name, 0)
 
 
 def test_a_checkpoint_that_does_not_read(table):
@@ -445,10 +454,9 @@ def test_a_checkpoint_that_does_not_read(table):
 
 def test_without_tensorboard_nothing_is_written(table, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trainer = Trainer(merged(table, log={"tensorboard": True}))
     with pytest.raises(ConfigError, match="TensorBoard is not installed; .* log.tensorboard=false"):
-        trainer.run()
-    assert not list(trainer.folder.iterdir())
+        Trainer(merged(table, log={"tensorboard": True}))
+    assert not pathlib.Path(table["output"]).exists()
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
@@ -459,6 +467,63 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
     again = train(replace(config, resume=True))
     assert_same_state(expected.model.state_dict(), again.model.state_dict())
     assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["atomic_file", "RunLog"])
+def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
+    """Whatever fails first: the folder holds a run to resume, or nothing in the way of a start."""
+    config = merged(table, steps=4)
+    expected = train(replace(config, output=config.output + "-whole"))
+
+    def fail(path, *arguments, **options):
+        if name == "RunLog":
+            (path / "metrics.jsonl").touch()
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, name, fail)
+        with pytest.raises(OSError, match="disk full"):
+            train(config)
+    folder = pathlib.Path(config.output)
+    (folder / ".config.toml.x3k").write_text("the temporary file of a process that was killed")
+    again = train(replace(config, resume=(folder / "config.toml").exists()))
+    assert_same_run(expected.folder, again.folder)
+    assert load_run(folder).step == 4
+
+
+class Stderr(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress"), [(False, True), (True, True), (False, False), (True, False)]
+)
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
+    tmp_path, monkeypatch, terminal, progress
+):
+    shown = Stderr(terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    options = LogConfig(tensorboard=False, progress=progress)
+    log = RunLog(tmp_path, options, start_step=0, steps=500, title="run")
+    for step in range(1, 401):
+        log.step_done()
+        if step % 200 == 0:
+            log.write("train", step, {"nll": 5.5, "words_per_second": 1234.5, "load": [[1.0]]})
+    log.write("dev", 400, {"nll": 5.0, "perplexity": 148.4})
+    log.close()
+    text = shown.getvalue()
+    dev = "run: step 400/500, dev nll 5, ppl 148.4\n"
+    if not progress:
+        assert text == ""
+    elif terminal:
+        assert dev in text and "nll 5.5, words/s 1,234" in text and "400/500" in text
+    else:
+        assert text == (
+            "run: step 200/500, train nll 5.5, words/s 1,234\n"
+            "run: step 400/500, train nll 5.5, words/s 1,234\n" + dev
+        )
 
 
 def test_a_log_cut_short_by_a_crash_is_continued(table):
@@ -498,6 +563,31 @@ def test_perplexity_does_not_depend_on_the_batch_size(table):
     by_hand = -sum(logp[i, word] for i, word in enumerate([*words, test.eos_id]))
     assert results[1].sentence_nll[3].item() == pytest.approx(by_hand.item(), rel=1e-5)
     assert trainer.model.training is False
+
+
+def test_perplexity_of_a_diverged_model_is_infinite():
+    assert perplexity(1.5) == math.exp(1.5) and perplexity(709.7) < math.inf
+    assert perplexity(710.0) == math.inf and math.isnan(perplexity(math.nan))
+    nll = torch.tensor([2000.0], dtype=torch.float64)
+    assert Evaluation(nll, 2).perplexity == math.inf
+    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, balance={}, sentence_nll=nll)
+    assert Result(test_nll=1000.0, **unused).perplexity == math.inf
+
+
+def test_a_part_is_read_alone(tmp_path):
+    """A model can be measured on text too short to split; other parts are not even decoded."""
+    vocabulary = Vocabulary(["a", "b", "</s>", "<unk>"])
+    (tmp_path / "short.txt").write_text("a b\nb c\n")
+    part = load_part(DataConfig(corpus=str(tmp_path / "short.txt")), vocabulary, "all")
+    assert list(part) == [[0, 1], [1, 3]]
+    with pytest.raises(ConfigError, match="data.corpus: the dev part of .* at least one sentence"):
+        load_text(DataConfig(corpus=str(tmp_path / "short.txt")))
+    for name, line in (("train", b"caf\xe9\n"), ("dev", b"a\n"), ("test", b"b\nb a\n")):
+        (tmp_path / f"{name}.txt").write_bytes(line)
+    config = DataConfig(corpus=str(tmp_path))
+    assert list(load_part(config, vocabulary, "test")) == [[1], [1, 0]]
+    with pytest.raises(ConfigError, match="train.txt, line 1 must be UTF-8"):
+        load_part(config, vocabulary, "all")
 
 
 def test_mean_difference_is_the_t_interval():

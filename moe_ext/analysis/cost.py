@@ -1,7 +1,5 @@
 """Parameters and operations of a language model, counted as in the paper's tables (7 and 8)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,8 +12,14 @@ from moe_ext.moe import MoE
 
 @dataclass(frozen=True)
 class Cost:
-    """ops_per_timestep: multiply-adds of one position's forward pass, embedding and softmax
-    excluded. parameters: weights without embedding and softmax. total_parameters: with both."""
+    """The size of a model.
+
+    Attributes:
+        ops_per_timestep: multiply-adds of one position's forward pass, embedding and softmax
+            excluded.
+        parameters: weights without embedding and softmax.
+        total_parameters: with both.
+    """
 
     ops_per_timestep: int
     parameters: int

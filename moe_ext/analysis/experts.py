@@ -1,7 +1,6 @@
 """What each expert of a trained language model sees (Table 9)."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from moe_ext.data import EncodedSentences, SentenceBatches, Vocabulary
 from moe_ext.models import LanguageModel, evaluating
 from moe_ext.moe import MoE
+from moe_ext.progress import progress
 
 NEIGHBOURS = 2  # words shown on either side
 _PURITY_POSITIONS = 50
@@ -20,15 +20,25 @@ _NO_WORD = -1
 
 
 class Context(NamedTuple):
-    """gate: the expert's weight at the word. words: the word in the middle of its neighbours, ""
-    beyond the ends of the sentence."""
+    """A word that an expert got, in its place.
+
+    Attributes:
+        gate: the expert's weight at the word.
+        words: the word in the middle of its neighbours, "" beyond the ends of the sentence.
+    """
 
     gate: float
     words: tuple[str, ...]
 
 
 class Word(NamedTuple):
-    """times: how often the expert got the word; share: of all its occurrences."""
+    """A word that sets an expert apart.
+
+    Attributes:
+        word: the word.
+        times: how often the expert got it.
+        share: of all its occurrences.
+    """
 
     word: str
     times: int
@@ -37,11 +47,17 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """share: of all tokens, how many this expert is one of the k for (an even share is k / E).
-    information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in nats,
-    less what is left of it when words and experts are paired at random. purity: share of the most
-    frequent word among the 50 highest gates. words: the ones that contribute most to the
-    information. contexts: the distinct ones with the highest gates, highest first."""
+    """What one expert does.
+
+    Attributes:
+        expert: its index.
+        share: of all tokens, how many it is one of the k for (an even share is k / E).
+        information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in
+            nats, less what is left of it when words and experts are paired at random.
+        purity: share of the most frequent word among the 50 highest gates.
+        words: the ones that contribute most to the information, most first.
+        contexts: the distinct ones with the highest gates, highest first.
+    """
 
     expert: int
     share: float
@@ -52,16 +68,26 @@ class ExpertReport:
 
 
 def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
-    """Most information first; experts that get less than half of an even share come last, because
-    few tokens always look special."""
+    """Most information first.
+
+    Experts that get less than half of an even share come last: few tokens always look special.
+    """
     half = sum(report.share for report in reports) / len(reports) / 2
     return sorted(reports, key=lambda r: (r.share >= half, r.information), reverse=True)
 
 
 class _Routing(NamedTuple):
-    windows: Tensor  # [N, 5] int64: each position's input word between its neighbours
-    gates: Tensor  # [N, K]
-    expert_index: Tensor  # [N, K]
+    """Where N positions went.
+
+    Attributes:
+        windows: [N, 5] int64, each position's input word between its neighbours.
+        gates: [N, K].
+        expert_index: [N, K] int64.
+    """
+
+    windows: Tensor
+    gates: Tensor
+    expert_index: Tensor
 
 
 def inspect_experts(
@@ -75,11 +101,22 @@ def inspect_experts(
     num_words: int = 10,
     tokens_per_batch: int = 2_560,
 ) -> list[ExpertReport]:
-    """One report for each expert of the model's MoE layer number ``layer`` (counting MoE layers
-    only).
+    """One report for each expert of a MoE layer, in the experts' order.
 
-    Runs about ``num_positions`` positions of randomly chosen sentences without noise or dropout. An
-    expert that got none has share 0 and empty lists.
+    Runs randomly chosen sentences without noise or dropout. An expert that got none of their words
+    has share 0 and empty lists.
+
+    Args:
+        model: with a MoE layer.
+        sentences: in the ids of the vocabulary.
+        vocabulary: the model's.
+        num_positions: how many words to run, roughly.
+        layer: which MoE layer, counting these only.
+        num_contexts, num_words: how many to report of each expert.
+        tokens_per_batch: does not change what comes out but for the choice of sentences.
+
+    Raises:
+        ValueError: the model has no such layer.
     """
     moe_layers = [module for module in model.layers if isinstance(module, MoE)]
     if not 0 <= layer < len(moe_layers):
@@ -150,10 +187,15 @@ def _collect(
     batches = SentenceBatches(
         sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
     )
+    # Batches hold nearly equal numbers of tokens.
+    needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
+    bar = progress(
+        batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
+    )
     parts: list[_Routing] = []
     seen = 0
     with evaluating(model):
-        for batch in batches.epoch(0):
+        for batch in bar:
             _, aux = model(batch.inputs.to(device), batch.mask.to(device))
             # Input words, then the end of the sentence, then nothing: room for the neighbours.
             text = batch.inputs.masked_fill(~batch.mask, _NO_WORD)

@@ -5,15 +5,14 @@ A sentence w1..wn gives n + 1 predictions, the last of them of its end:
     inputs   </s>  w1  w2 ... wn
     targets  w1    w2  ... wn </s>
 
-so ``</s>`` is also the symbol before the first word, and nothing else is ever predicted or counted.
+so `</s>` is also the symbol before the first word, and nothing else is ever predicted or counted.
 """
-
-from __future__ import annotations
 
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,9 +24,12 @@ from moe_ext.data.vocabulary import Vocabulary
 class Batch:
     """B sentences side by side, padded to the longest, S predictions each.
 
-    inputs, targets: [B, S] int64 ids. mask: [B, S] bool, true where a prediction counts; elsewhere
-    both ids are ``</s>`` and mean nothing. sentence_index: [B] int64, where each row stands in the
-    sentences the batches were made of, for results by sentence.
+    Attributes:
+        inputs, targets: [B, S] int64, ids.
+        mask: [B, S] bool, True where a prediction counts; elsewhere both ids are `</s>` and mean
+            nothing.
+        sentence_index: [B] int64, where each row stands in the sentences the batches were made of,
+            for results by sentence.
     """
 
     inputs: Tensor
@@ -40,21 +42,32 @@ class Batch:
         """The number of predictions that count (waits for the device the mask is on)."""
         return int(self.mask.sum())
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
         """The same batch on another device."""
         index = None if self.sentence_index is None else self.sentence_index.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), self.mask.to(device), index)
+        return type(self)(
+            self.inputs.to(device), self.targets.to(device), self.mask.to(device), index
+        )
 
 
 class EncodedSentences:
     """Sentences as ids in two tensors: 4 bytes a word and 8 a sentence, whatever the corpus's size.
 
-    stream: [1 + words + sentences] int32, all sentences one after the other with ``</s>`` before
-    the first and after each, so that a sentence's inputs are a slice of it and its targets the
-    slice one further. starts: [sentences + 1] int64, where the inputs of each sentence begin in it.
+    Args:
+        sentences: the words of each as ids, without `</s>`; read once, in order.
+        eos_id: the id of `</s>`.
+
+    Attributes:
+        stream: [1 + words + sentences] int32, all sentences one after the other with `</s>` before
+            the first and after each, so that a sentence's inputs are a slice of it and its targets
+            the slice one further.
+        starts: [sentences + 1] int64, where the inputs of each sentence begin in it.
+
+    Raises:
+        ValueError: a sentence holds `</s>`.
     """
 
-    def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int):
+    def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
         stream = array("i", [eos_id])
         starts = array("q", [0])
         for ids in sentences:
@@ -79,7 +92,7 @@ class EncodedSentences:
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> list[int]:
-        """The words of one sentence as ids, without ``</s>``."""
+        """The words of one sentence as ids, without `</s>`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
         index %= len(self)
@@ -89,24 +102,37 @@ class EncodedSentences:
 def encode_sentences(
     sentences: Iterable[Sequence[str]], vocabulary: Vocabulary
 ) -> EncodedSentences:
-    """The words of each sentence as ids of ``vocabulary``, held compactly; read once, in order."""
+    """The words of each sentence as ids of `vocabulary`, held compactly; read once, in order."""
     return EncodedSentences(map(vocabulary.encode, sentences), vocabulary.eos_id)
 
 
 class SentenceBatches:
-    """Cuts sentences, sorted by length, into batches of about ``tokens_per_batch`` predictions.
+    """Cuts sentences, sorted by length, into batches of about `tokens_per_batch` predictions.
 
-    Sorting puts sentences of nearly equal length together: little is padding (``padding_share``),
-    and the number of batches is the same in every epoch. With ``shuffle`` each epoch draws anew
-    which sentences of equal length meet in a batch, and the order of the batches; both are
-    functions of (seed, epoch) alone, torch's global generator is neither used nor moved. Without it
-    the batches go from short sentences to long. Either way an epoch has each sentence exactly once.
+    Sorting puts sentences of nearly equal length together: little is padding (`padding_share`), and
+    the number of batches is the same in every epoch. Either way of going through them, an epoch has
+    each sentence exactly once.
 
-    sentences: from ``encode_sentences``, or any iterable of lists of ids. max_length: the largest
-    number of predictions in a row, to bound the memory of training; a longer sentence is cut into
-    several rows, each to start from a zero state with the true word before it as first input. Every
-    word is still predicted once, but some with less context: leave it None in evaluation, so that
-    the perplexity is that of whole sentences.
+    Args:
+        sentences: from `encode_sentences`, or any iterable of lists of ids.
+        eos_id: the id of `</s>`.
+        tokens_per_batch: predictions in a batch, roughly.
+        max_length: the largest number of predictions in a row, to bound the memory of training. A
+            longer sentence is cut into several rows, each to start from a zero state with the true
+            word before it as first input: every word is still predicted once, but some with less
+            context. Leave it None in evaluation, for the perplexity of whole sentences.
+        shuffle: whether each epoch draws anew which sentences of equal length meet in a batch, and
+            the order of the batches. Both are functions of (seed, epoch) alone, torch's global
+            generator is neither used nor moved. Otherwise the batches go from short sentences to
+            long.
+        seed: of the order.
+
+    Attributes:
+        num_sentences, num_tokens: of an epoch; tokens are predictions, ends of sentences included.
+        num_batches: of an epoch, the same for all.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no sentence.
     """
 
     def __init__(
@@ -118,7 +144,7 @@ class SentenceBatches:
         max_length: int | None = None,
         shuffle: bool,
         seed: int = 0,
-    ):
+    ) -> None:
         if not isinstance(sentences, EncodedSentences):
             sentences = EncodedSentences(sentences, eos_id)
         if sentences.eos_id != eos_id:
@@ -162,6 +188,7 @@ class SentenceBatches:
         rows_per_batch = share.bincount()
         rows_per_batch = rows_per_batch[rows_per_batch > 0]  # a long row may span several shares
         self._batch_end = rows_per_batch.cumsum(0)
+        self.num_batches = len(self._batch_end)
         longest = lengths[self._batch_end - 1]
         self._num_positions = int((rows_per_batch * longest).sum())
 
@@ -170,26 +197,22 @@ class SentenceBatches:
         """Padded positions as a share of all positions of an epoch."""
         return 1 - self.num_tokens / self._num_positions
 
-    def num_batches(self, epoch: int = 0) -> int:
-        """The number of batches of an epoch; the same for all."""
-        return len(self._batch_end)
-
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from batch ``start`` on, the same as without an interruption."""
-        if not 0 <= start <= self.num_batches():
+        """The batches of an epoch from batch `start` on, the same as without an interruption."""
+        if not 0 <= start <= self.num_batches:
             raise ValueError(
-                f"SentenceBatches.epoch: start must be in [0, {self.num_batches()}], got {start}"
+                f"SentenceBatches.epoch: start must be in [0, {self.num_batches}], got {start}"
             )
         return self._batches(epoch, start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        num_rows, num_batches = len(self._row_length), self.num_batches()
+        num_rows = len(self._row_length)
         rows = torch.arange(num_rows, device="cpu")
-        batch_order = torch.arange(num_batches, device="cpu")
+        batch_order = torch.arange(self.num_batches, device="cpu")
         if self.shuffle:
             generator = torch.Generator("cpu").manual_seed(_mix(self.seed, epoch))
             rows = torch.randperm(num_rows, generator=generator, device="cpu")
-            batch_order = torch.randperm(num_batches, generator=generator, device="cpu")
+            batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
         # Stable, so that rows of equal length keep their (random) order.
         rows = rows[self._row_length[rows].sort(stable=True).indices]
         for index in batch_order[start:].tolist():

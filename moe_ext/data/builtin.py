@@ -1,15 +1,13 @@
 """The built-in corpus: English sentences from the documentation of Python and torch.
 
 Where torch runs there is documentation: the docstrings of the standard library and of torch, and
-the language manual in ``pydoc_data.topics``. Its prose makes a corpus that exists on every machine,
+the language manual in `pydoc_data.topics`. Its prose makes a corpus that exists on every machine,
 without a download. The sources are parsed, never imported.
 
 Case is kept, as in the 1-billion-word benchmark: lower-casing would make perplexities look better
 by asking less, and could not be undone. Sentences are tokenised as there: punctuation and the
 endings 's and n't stand apart, dotted names such as torch.nn.Linear stay whole.
 """
-
-from __future__ import annotations
 
 import ast
 import hashlib
@@ -20,11 +18,14 @@ import platform
 import re
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+from moe_ext.data.files import atomic_file
+from moe_ext.progress import progress
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
 # Files that hold documentation in plain string literals rather than in docstrings.
@@ -36,16 +37,20 @@ _MIN_WORDS, _MAX_WORDS = 4, 80
 def builtin_sentences() -> list[str]:
     """The distinct sentences, words apart by spaces, in a fixed order for given versions.
 
-    Made in about 20 seconds on the first call and kept in ``$XDG_CACHE_HOME/moe_ext`` or
-    ``~/.cache/moe_ext``, under a name that changes with Python, torch, the files read and this
-    code.
+    Made in about 20 seconds on the first call and kept in `$XDG_CACHE_HOME/moe_ext` or
+    `~/.cache/moe_ext`, under a name that changes with Python, torch, the files read and this code.
+    Where nothing can be written, it is made anew on each call.
     """
     files = _source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"
     if cached.is_file():
         return cached.read_text("utf-8").splitlines()
-    sentences = list(_distinct(s for file in files for s in _sentences_of(file)))
-    _write_whole(cached, "".join(f"{sentence}\n" for sentence in sentences))
+    bar = progress(files, "making the built-in corpus", "files")
+    sentences = list(_distinct(s for file in bar for s in _sentences_of(file)))
+    with suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(cached) as file:
+            file.writelines(f"{sentence}\n".encode() for sentence in sentences)
     return sentences
 
 
@@ -59,19 +64,6 @@ def _key(files: list[Path]) -> str:
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write so that another process sees the whole file or none; a read-only place is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, encoding="utf-8", newline="\n", delete=False
-        ) as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # the corpus is made again next time
 
 
 def _source_files() -> list[Path]:

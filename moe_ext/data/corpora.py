@@ -1,18 +1,18 @@
 """Text as sentences: where the training, development and test sentences of a corpus come from."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import lzma
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, cast
 
+PARTS = ("train", "dev", "test")
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
 _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
@@ -25,7 +25,7 @@ class CorpusError(ValueError):
 class Sentences(Iterable[list[str]]):
     """Sentences as lists of words, read anew on each iteration, so that they take no memory."""
 
-    def __init__(self, read: Callable[[], Iterator[list[str]]]):
+    def __init__(self, read: Callable[[], Iterator[list[str]]]) -> None:
         self._read = read
 
     def __iter__(self) -> Iterator[list[str]]:
@@ -34,35 +34,53 @@ class Sentences(Iterable[list[str]]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three parts of a corpus, each an iterable of sentences that can be read repeatedly."""
+    """A corpus, whole and in parts, each an iterable of sentences that can be read repeatedly.
+
+    Attributes:
+        train, dev, test: the three parts.
+        all: every sentence once.
+    """
 
     train: Sentences
     dev: Sentences
     test: Sentences
+    all: Sentences
 
 
 def load_corpus(
     name_or_path: str | Path,
     *,
+    parts: Sequence[str] = PARTS,
     max_train_sentences: int | None = None,
     dev_share: float = 0.02,
     test_share: float = 0.02,
 ) -> Corpus:
     """The corpus of that name or place; one sentence a line, its words apart by spaces, as UTF-8.
 
-    * ``"builtin"``: made from the documentation of Python and torch on this machine (builtin.py);
-    * a folder in the 1-billion-word layout: training shards 1 to 99, heldout shard 1 as dev and
-      heldout shard 0 as test;
-    * a folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``;
-    * the prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``), ``NAME.test.txt``;
-    * one text file, or a folder of them, split by a hash of the sentence into dev (``dev_share``),
-      test (``test_share``) and train (the rest): the same sentence is always in the same part, on
-      every machine and whatever is added to the corpus later.
+    Blank lines are skipped, the order of the lines is kept. Text is read as it is needed; a line
+    that is not UTF-8 raises an error that names it, because guessing an encoding would silently
+    change the vocabulary.
 
-    Each ``.txt`` may be ``.txt.gz`` or ``.txt.xz``. Blank lines are skipped, the order of the lines
-    is kept. ``max_train_sentences`` keeps the first ones of the training part. Text is read as it
-    is needed; a line that is not UTF-8 raises an error that names it, because guessing an encoding
-    would silently change the vocabulary. CorpusError is raised for all that is wrong with a corpus.
+    Args:
+        name_or_path: one of
+            * "builtin": made from the documentation of Python and torch on this machine
+              (builtin.py);
+            * a folder in the 1-billion-word layout: training shards 1 to 99, heldout shard 1 as dev
+              and heldout shard 0 as test;
+            * a folder with `train.txt`, `dev.txt` (or `valid.txt`) and `test.txt`;
+            * the prefix `NAME` of `NAME.train.txt`, `NAME.dev.txt` (or `valid`), `NAME.test.txt`;
+            * one text file, or a folder of them, split by a hash of the sentence: the same sentence
+              is always in the same part, on every machine and whatever is added to the corpus
+              later.
+            Each `.txt` may be `.txt.gz` or `.txt.xz`.
+        parts: the attributes of the corpus that must hold at least one sentence.
+        max_train_sentences: keep the first ones of the training part (None: all of them); `all`
+            stays whole.
+        dev_share, test_share: of the sentences, where a hash decides; the rest is for training.
+
+    Raises:
+        CorpusError: whatever is wrong with the corpus, here or when it is read.
+        ValueError: another argument is out of range.
     """
     if max_train_sentences is not None and max_train_sentences < 1:
         raise ValueError(
@@ -75,7 +93,7 @@ def load_corpus(
         )
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
-        from .builtin import builtin_sentences
+        from moe_ext.data.builtin import builtin_sentences
 
         lines = builtin_sentences()
         corpus = _hash_split(lambda: map(str.split, lines), dev_share, test_share)
@@ -103,17 +121,29 @@ def load_corpus(
             "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, or 'builtin'"
         )
 
-    for part in ("train", "dev", "test"):
+    for part in parts:
         if next(iter(getattr(corpus, part)), None) is None:
+            if part == "all":
+                raise CorpusError(f"{path} must hold at least one sentence, got none")
             raise CorpusError(
-                f"the {part} part of {name_or_path} must hold at least one sentence, got none; "
+                f"the {part} part of {path} must hold at least one sentence, got none; "
                 "give a longer text, a larger share, or each part as a file of its own"
             )
     if max_train_sentences is not None:
         train = corpus.train
         limited = Sentences(lambda: islice(train, max_train_sentences))
-        corpus = Corpus(limited, corpus.dev, corpus.test)
+        corpus = replace(corpus, train=limited)
     return corpus
+
+
+def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
+    """A corpus whose parts are files of their own."""
+    return Corpus(
+        train=Sentences(partial(_read_files, train)),
+        dev=Sentences(partial(_read_files, dev)),
+        test=Sentences(partial(_read_files, test)),
+        all=Sentences(partial(_read_files, [*train, *dev, *test])),
+    )
 
 
 def _lm1b(folder: Path) -> Corpus:
@@ -135,11 +165,7 @@ def _lm1b(folder: Path) -> Corpus:
     for file in heldout:
         if not file.is_file():
             raise CorpusError(f"{file} is missing; unpack the corpus again")
-    return Corpus(
-        train=Sentences(lambda: _read_files(shards)),
-        dev=Sentences(lambda: _read_files(heldout[1:])),
-        test=Sentences(lambda: _read_files(heldout[:1])),
-    )
+    return _of_parts(shards, heldout[1:], heldout[:1])
 
 
 def _given_parts(path: Path, separator: str) -> Corpus:
@@ -154,11 +180,7 @@ def _given_parts(path: Path, separator: str) -> Corpus:
             )
         files.append(file)
     train, dev, test = files
-    return Corpus(
-        train=Sentences(lambda: _read_files([train])),
-        dev=Sentences(lambda: _read_files([dev])),
-        test=Sentences(lambda: _read_files([test])),
-    )
+    return _of_parts([train], [dev], [test])
 
 
 def _hash_split(
@@ -174,6 +196,7 @@ def _hash_split(
         train=part(dev_share + test_share, 1.0),
         dev=part(0.0, dev_share),
         test=part(dev_share, dev_share + test_share),
+        all=Sentences(read),
     )
 
 
@@ -194,7 +217,7 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 def _variant(stem: Path) -> Path | None:
-    """The file ``stem``.txt, plain or compressed, if there is one."""
+    """The file `stem`.txt, plain or compressed, if there is one."""
     variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
     return next((file for file in variants if file.is_file()), None)
 

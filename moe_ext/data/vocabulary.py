@@ -1,11 +1,12 @@
 """The words a language model knows, numbered by decreasing frequency."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Self
+
+from moe_ext.data.files import atomic_file
 
 # How vocabulary files spell the two special entries, ours first. Of the two files in use for the
 # 1-billion-word benchmark one has <S> and </S>, the other marks both ends of a sentence by <S>.
@@ -16,17 +17,26 @@ _EOS_SPELLINGS = ("</s>", "</S>", "<S>")
 class Vocabulary:
     """A numbered list of words; id 0 is the most frequent entry of the training text.
 
-    ``<unk>`` (every word outside the list) and ``</s>`` (the end of a sentence, and the symbol
-    before its first word) are ordinary entries: they are predicted, counted in the perplexity, and
-    have their place in the order of frequency, which a log-uniform sampler of classes relies on.
-    Padding is no entry: padded positions are masked, so that no probability is spent on them.
+    `<unk>` (every word outside the list) and `</s>` (the end of a sentence, and the symbol before
+    its first word) are ordinary entries: they are predicted, counted in the perplexity, and have
+    their place in the order of frequency, which a log-uniform sampler of classes relies on. Padding
+    is no entry: padded positions are masked, so that no probability is spent on them.
+
+    Args:
+        words: in the order of their ids.
+
+    Attributes:
+        words: the entries by id.
+        unk_id, eos_id: the ids of `<unk>` and `</s>`.
+
+    Raises:
+        ValueError: the words are not distinct, lack `<unk>` or `</s>`, or hold white space.
     """
 
     UNK = "<unk>"
     EOS = "</s>"
 
-    def __init__(self, words: Iterable[str]):
-        """``words[i]`` gets id ``i``; they must be distinct and include ``<unk>`` and ``</s>``."""
+    def __init__(self, words: Iterable[str]) -> None:
         self.words = tuple(words)
         self._id_of = {word: index for index, word in enumerate(self.words)}
         if len(self._id_of) < len(self.words):
@@ -42,14 +52,18 @@ class Vocabulary:
         self.eos_id = self._id_of[self.EOS]
 
     @classmethod
-    def build(
-        cls, sentences: Iterable[Sequence[str]], max_size: int, min_count: int = 1
-    ) -> Vocabulary:
-        """The most frequent words of ``sentences`` that occur at least ``min_count`` times.
+    def build(cls, sentences: Iterable[Sequence[str]], max_size: int, min_count: int = 1) -> Self:
+        """The most frequent words, ordered by decreasing count, ties by spelling.
 
-        ``max_size`` is the largest number of entries, ``<unk>`` and ``</s>`` included. Entries are
-        ordered by decreasing count, ties by spelling; ``</s>`` counts once a sentence, ``<unk>``
-        once for each word left out. Raises ValueError on an empty corpus or ``max_size`` below 3.
+        `</s>` counts once a sentence, `<unk>` once for each word left out.
+
+        Args:
+            sentences: the training text; read once.
+            max_size: the largest number of entries, `<unk>` and `</s>` included.
+            min_count: how often a word must occur.
+
+        Raises:
+            ValueError: there is no word, a sentence holds `</s>`, or a number is out of range.
         """
         if max_size < 3:
             raise ValueError(
@@ -85,12 +99,16 @@ class Vocabulary:
         return cls(word for word, _ in sorted(kept, key=by_frequency))
 
     def encode(self, words: Iterable[str]) -> list[int]:
-        """The id of each word; ``unk_id`` for a word outside the vocabulary."""
+        """The id of each word; `unk_id` for a word outside the vocabulary."""
         id_of, unk_id = self._id_of.get, self.unk_id
         return [id_of(word, unk_id) for word in words]
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """The word of each id; IndexError for an id outside [0, len)."""
+        """The word of each id.
+
+        Raises:
+            IndexError: an id is outside [0, len).
+        """
         size = len(self.words)
         words = []
         for index in ids:
@@ -101,16 +119,20 @@ class Vocabulary:
 
     def save(self, path: str | Path) -> None:
         """Write one word a line, in the order of the ids, as UTF-8."""
-        Path(path).write_text("".join(f"{word}\n" for word in self.words), "utf-8", newline="\n")
+        with atomic_file(Path(path)) as file:
+            file.writelines(f"{word}\n".encode() for word in self.words)
 
     @classmethod
-    def load(cls, path: str | Path) -> Vocabulary:
+    def load(cls, path: str | Path) -> Self:
         """Read a file of one word a line; the first line is id 0.
 
         The files of the 1-billion-word benchmark are read too: a count after the word is ignored,
-        ``<UNK>`` is ``<unk>``, and ``</S>``, or ``<S>`` where that is the only mark, is ``</s>``.
-        Beside ``</S>``, ``<S>`` stays an entry that never occurs: ids and size (793,471) stand.
-        ValueError names the offending line.
+        `<UNK>` is `<unk>`, and `</S>`, or `<S>` where that is the only mark, is `</s>`. Beside
+        `</S>`, `<S>` stays an entry that never occurs: ids and size (793,471) stand.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a line, which is named, is not one word, or a special entry is missing.
         """
         path = Path(path)
         if not path.is_file():

@@ -1,7 +1,5 @@
 """The paper's language models (App. C.1): embedding, LSTM, MoE, LSTM, softmax."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_ext.checks import require
 from moe_ext.data import Batch
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.models.lstm import LSTM
@@ -20,19 +19,16 @@ from moe_ext.ops import ACTIVATIONS
 LAYER_KINDS = ("lstm", "moe", "ffn")
 
 
-def require(holds: bool, name: str, rule: str, value: object) -> None:
-    """Raises ValueError "<name> must <rule>, got <value>" unless it holds."""
-    if not holds:
-        raise ValueError(f"{name} must {rule}, got {value!r}")
-
-
 def _require_activation(name: str) -> None:
     require(name in ACTIVATIONS, "activation", f"be one of {', '.join(sorted(ACTIVATIONS))}", name)
 
 
 @dataclass
 class MoEConfig:
-    """A mixture-of-experts layer: every token goes through ``k`` of ``num_experts`` experts."""
+    """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
+
+    Attributes: those of `moe_ext.MoE` that have the same names.
+    """
 
     num_experts: int = 32
     k: int = 4
@@ -61,7 +57,10 @@ class MoEConfig:
 
 @dataclass
 class FeedForwardConfig:
-    """The dense layer in the MoE's place: one expert that every token goes through, no gate."""
+    """The dense layer in the MoE's place: one expert that every token goes through, no gate.
+
+    Attributes: those of `moe_ext.FeedForwardExperts` that have the same names.
+    """
 
     hidden_sizes: list[int] = field(default_factory=lambda: [4096])
     activation: str = "relu"
@@ -75,12 +74,16 @@ class FeedForwardConfig:
 
 @dataclass
 class LanguageModelConfig:
-    """A stack of ``layers`` between embedding and softmax, every one ``d_model`` wide.
+    """A stack of layers between embedding and softmax, every one `d_model` wide.
 
-    layers: of "lstm", "moe" and "ffn". The paper's models: ["lstm", "moe", "lstm"]; MoE-1-Wide and
-    MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512: four "lstm". dropout: on
-    the output of each layer and of the embedding. residual: add each layer's input to its output.
-    lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 means d_model.
+    Attributes:
+        d_model: D.
+        layers: of "lstm", "moe" and "ffn". The paper's models: ["lstm", "moe", "lstm"]; MoE-1-Wide
+            and MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512: four "lstm".
+        dropout: probability, on the output of each layer and of the embedding.
+        residual: add each layer's input to its output.
+        lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 is d_model.
+        moe, ffn: what these layers are.
     """
 
     d_model: int = 512
@@ -109,12 +112,15 @@ class LanguageModelConfig:
 
 
 class LossParts(NamedTuple):
-    """What one batch contributes. The objective is ``nll_sum / num_tokens + aux_loss``; a
-    perplexity is made of the first two alone.
+    """What one batch contributes.
 
-    nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included). num_tokens:
-    how many. aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
-    aux: what each MoE layer reports, in order.
+    The objective is nll_sum / num_tokens + aux_loss; a perplexity is made of the first two alone.
+
+    Attributes:
+        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included).
+        num_tokens: how many.
+        aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
+        aux: what each MoE layer reports, in order.
     """
 
     nll_sum: Tensor
@@ -132,10 +138,15 @@ class LanguageModel(nn.Module):
     softmax are separate, each [vocab_size, d_model]; the embedding starts normal with deviation
     d_model^-1/2, the softmax uniform with variance 1 / d_model and zero bias.
 
-    noise_generator: where the gates' noise comes from; torch's default generator if None. With one
-    of its own, a model with MoE layers and one without draw the same dropout masks from the same
-    seed. From the same seed their embedding and softmax start equal too, and so do the LSTMs, in
-    order.
+    Models of the same seed that differ in their other layers start from the same embedding, softmax
+    and LSTMs, in order.
+
+    Args:
+        config: the layers.
+        vocab_size: V, the number of classes of the softmax.
+        noise_generator: where the gates' noise comes from; None is torch's default generator. With
+            one of its own, a model with MoE layers and one without draw the same dropout masks from
+            the same seed.
     """
 
     def __init__(
@@ -144,7 +155,7 @@ class LanguageModel(nn.Module):
         vocab_size: int,
         *,
         noise_generator: torch.Generator | None = None,
-    ):
+    ) -> None:
         super().__init__()
         self.config = config
         d_model = config.d_model
@@ -186,10 +197,14 @@ class LanguageModel(nn.Module):
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """inputs: [B, S] ids; mask: [B, S] bool, True for real tokens (all, if None).
+        """Ids to what the softmax reads.
 
-        Returns what the softmax reads, [B, S, d_model] (undefined where masked), and each MoE
-        layer's report.
+        Args:
+            inputs: [B, S] int64, ids.
+            mask: [B, S] bool, True at real tokens; None if all are.
+
+        Returns:
+            [B, S, D], undefined where masked, and each MoE layer's report.
         """
         h = self.dropout(self.embedding(inputs))
         reports = []

@@ -1,7 +1,5 @@
 """The LSTM layer of the language models (App. C.1; Sak et al. 2014 for the projection)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -10,14 +8,20 @@ class LSTM(nn.Module):
     """One unidirectional LSTM over whole sentences, each from a zero state.
 
         i, f, j, o = W [x_t, m_{t-1}] + b          c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
-        m_t = sigmoid(o) tanh(c_t), projected to ``d_model`` if ``units`` is larger
+        m_t = sigmoid(o) tanh(c_t), projected to `d_model` if `units` is larger
 
-    x: [B, S, D] -> [B, S, D]. Sentences are padded on the right, where nothing reads what comes
-    out. Weights start uniform with variance 1 / fan_in (input and recurrent together), biases at
-    zero, the forget gate's at 1 so that the cell remembers from the start.
+    Weights start uniform with variance 1 / fan_in (input and recurrent together), biases at zero,
+    the forget gate's at 1 so that the cell remembers from the start.
+
+    Args:
+        d_model: D, the width of x and of what comes out.
+        units: width of the cell; None or 0 is d_model.
+
+    Raises:
+        ValueError: units is below d_model.
     """
 
-    def __init__(self, d_model: int, units: int | None = None):
+    def __init__(self, d_model: int, units: int | None = None) -> None:
         super().__init__()
         units = units or d_model
         if units < d_model:
@@ -39,4 +43,5 @@ class LSTM(nn.Module):
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] to m [B, S, D]. Sentences are padded on the right, where m means nothing."""
         return self.lstm(x)[0]

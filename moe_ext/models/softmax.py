@@ -1,11 +1,9 @@
 """Softmax over the vocabulary, a few rows at a time: the [T, V] logits never exist as a whole.
 
-With 10,000 classes the softmax is most of a small language model's work. Taken in blocks that stay
-in the cache, with the gradient formed while the logits are there, it takes half the time and a
-tenth of the memory of a linear layer followed by ``torch.nn.functional.cross_entropy``.
+With 10,000 classes the softmax is most of a small language model's work. It is taken in blocks that
+stay in the cache, and the gradient is formed while the logits are there: no logit is written to
+memory to be read again, and none is computed twice.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 
@@ -13,20 +11,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_ext.ops.dtypes import accumulation_dtype
+
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """Sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], in nats: a float32 scalar.
 
-    hidden: [T, D]; weight: [V, D]; bias: [V]; targets: [T] int64. Under autocast the matrix
-    products are in its dtype and the rest in float32.
+    Under autocast the matrix products are in its dtype and the rest in float32.
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D].
+        bias: [V].
+        targets: [T] int64, in [0, V).
     """
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 
 @torch.no_grad()
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Each term of that sum: [T] float32, nats; no gradient."""
-    nll = hidden.new_empty(len(targets), dtype=_accumulation_dtype(hidden))
+    """Each term of the sum of `linear_cross_entropy`: [T] float32, nats; no gradient."""
+    nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
     weight, dtype = _cast(weight, hidden)
     for rows in _blocks(len(targets), weight):
         logits = _logits(hidden[rows].to(dtype), weight, bias)
@@ -39,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
         if not any(ctx.needs_input_grad):
             return linear_nll(hidden, weight, bias, targets).sum()
-        full = _accumulation_dtype(hidden)
+        full = accumulation_dtype(hidden)
         total = torch.zeros((), dtype=full, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=full)
@@ -75,10 +80,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(g.to(s.dtype) for g, s in zip(grads, ctx.saved_tensors, strict=True)), None
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _cast(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
     """The weight in the dtype of the matrix products, cast once for all blocks, and that dtype."""
     device = hidden.device.type
@@ -88,7 +89,7 @@ def _cast(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    full = _accumulation_dtype(hidden)
+    full = accumulation_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.dtype == full:
             return torch.addmm(bias, hidden, weight.t())

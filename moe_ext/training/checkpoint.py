@@ -2,49 +2,24 @@
 
     config.toml  vocabulary.txt  metrics.jsonl  checkpoints/step-00000500.pt  tensorboard/
 
-Each file is written so that a crash leaves the old one or the new one, whole.
+Each file is written so that a crash leaves the old one or the new one, whole. config.toml comes
+first: where it is, there is a run to resume.
 """
 
-from __future__ import annotations
-
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from moe_ext.data import Vocabulary
+from moe_ext.data.files import atomic_file
 from moe_ext.models import LanguageModel
 from moe_ext.training.config import Config, ConfigError, config_from_dict
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces ``path`` at the end of the block: temporary, fsync, rename."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's files are private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
-
-
 def save_checkpoint(run: Path, state: dict[str, Any], keep: int) -> Path:
-    """Write ``state``, which holds its "step", and delete all but the newest ``keep``."""
+    """Write the state, which holds its "step", and delete all but the newest `keep`."""
     path = run / "checkpoints" / f"step-{state['step']:08d}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
@@ -60,7 +35,11 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def load_checkpoint(run: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run, on the CPU. Raises ConfigError if none can be read."""
+    """The newest checkpoint of a run, on the CPU.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
     found = checkpoints(run)
     if not found:
         raise ConfigError(
@@ -85,7 +64,11 @@ class TrainedModel:
 
 
 def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
-    """The newest model of a run folder. Raises ConfigError where the folder does not hold one."""
+    """The newest model of a run folder.
+
+    Raises:
+        ConfigError: the folder does not hold one.
+    """
     run = Path(run)
     state = load_checkpoint(run)
     config = config_from_dict(state["config"])
@@ -100,7 +83,11 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
 
 
 def check_vocabulary(vocabulary: Vocabulary, state: dict[str, Any], source: object) -> None:
-    """Raises ConfigError unless the vocabulary is the one the checkpoint was trained with."""
+    """Compares the vocabulary with the one that the checkpoint was trained with.
+
+    Raises:
+        ConfigError: they differ; it names `source`, where the vocabulary is from.
+    """
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
             f"the vocabulary of {source} ({len(vocabulary)} words, "

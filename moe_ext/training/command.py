@@ -1,7 +1,6 @@
 """How the scripts end: for what the user can put right, one sentence instead of a traceback."""
 
-from __future__ import annotations
-
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -9,11 +8,25 @@ from moe_ext.training.config import ConfigError
 
 
 def exit_status(main: Callable[[], object]) -> int:
-    """Run a script's ``main``. 0: done; 2: a ConfigError; 1: training diverged; 130: Ctrl-C."""
+    """Run a script's `main` and say how it ended.
+
+    Returns:
+        0: done. `scripts/train.py` is also done when Ctrl-C or SIGTERM came while it trained: it
+            has saved and says how to go on.
+        1: training diverged (FloatingPointError).
+        2: a ConfigError or OSError, whose sentence is on stderr; argparse ends with 2 as well.
+        130: Ctrl-C, or SIGTERM during training. `scripts/compare.py` and `scripts/quickstart.py`
+            end so in training too, because their report is not there: what was trained is saved,
+            and the same command goes on from it.
+    """
     try:
         main()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"error: {place}{error.strerror or error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -22,3 +35,20 @@ def exit_status(main: Callable[[], object]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number that is not below `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {minimum}, got {text!r}"
+            )
+        return value
+
+    return parse

@@ -4,8 +4,6 @@ Runs of the same seed share the order of the data, the dropout masks and the ini
 softmax and LSTMs. The unit of analysis is the test log-perplexity of a run after its last step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -18,11 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis import Cost, cost
-from moe_ext.training.checkpoint import atomic_file
+from moe_ext.data.files import atomic_file
 from moe_ext.training.config import Config, ConfigError, config_differences, config_from_dict
 from moe_ext.training.logging import read_metrics
-from moe_ext.training.loop import Text, Trainer
-from moe_ext.training.metrics import evaluate, mean_of
+from moe_ext.training.loop import Trainer
+from moe_ext.training.metrics import evaluate, mean_of, perplexity
+from moe_ext.training.text import Text
 
 ARMS = ("moe", "dense")
 _BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
@@ -30,9 +29,18 @@ _BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. balance: CV(Importance), CV(Load), max/mean Load over its last training
-    batches and layers, {} without MoE layers. sentence_nll: [N] float64, nats of each test
-    sentence."""
+    """A finished run.
+
+    Attributes:
+        run: its folder.
+        seed: its seed.
+        cost: the size of its model.
+        test_nll: nats per token of the test part, after the last step.
+        words_per_second: predictions in training, median over the log lines.
+        balance: CV(Importance), CV(Load), max/mean Load over the last training batches and all
+            layers; {} without MoE layers.
+        sentence_nll: [N] float64, nats of each test sentence.
+    """
 
     run: Path
     seed: int
@@ -44,18 +52,24 @@ class Result:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.test_nll)
+        return perplexity(self.test_nll)
 
 
 @dataclass(frozen=True)
 class Interval:
+    """A mean and what it may be."""
+
     mean: float
     low: float
     high: float
 
 
 def dense_counterpart(config: Config) -> Config:
-    """MoE-1-Wide of App. C.1: one expert, k times as wide, in the place of the MoE."""
+    """MoE-1-Wide of App. C.1: one expert, k times as wide, in the place of the MoE.
+
+    Raises:
+        ConfigError: the model has no MoE layer, or experts of other than one hidden layer.
+    """
     model = config.model
     if "moe" not in model.layers or len(model.moe.hidden_sizes) != 1:
         raise ConfigError(
@@ -74,8 +88,11 @@ def dense_counterpart(config: Config) -> Config:
 def train_pair(config: Config, text: Text, output: str | Path) -> dict[str, Result]:
     """Both arms of one seed, in OUTPUT/moe-seedN and OUTPUT/dense-seedN.
 
-    Finished runs are not repeated, interrupted ones are continued. Raises KeyboardInterrupt if a
-    signal stopped one.
+    Finished runs are not repeated, interrupted ones are continued.
+
+    Raises:
+        ConfigError: the folder holds something else.
+        KeyboardInterrupt: a signal stopped a run, which is saved.
     """
     results = {}
     for arm, arm_config in zip(ARMS, (config, dense_counterpart(config)), strict=True):
@@ -92,7 +109,12 @@ def _train_and_test(config: Config, text: Text) -> Result:
     if not trainer.run():
         raise KeyboardInterrupt
     run = trainer.folder
-    test = evaluate(trainer.model, text.test, tokens_per_batch=config.data.tokens_per_batch)
+    test = evaluate(
+        trainer.model,
+        text.test,
+        tokens_per_batch=config.data.tokens_per_batch,
+        title="testing" if config.log.progress else "",
+    )
     with atomic_file(run / "test_nll.pt") as file:
         torch.save(test.sentence_nll, file)
     records = read_metrics(run, "train")
@@ -163,8 +185,14 @@ def bootstrap_difference(
 ) -> Interval:
     """(sum a - sum b) / tokens with its percentile interval over resampled test sentences.
 
-    a, b, lengths: [N] nats of each sentence under two models, and its tokens. Says how far the
-    sentences of this test set decide between these two runs; how far seeds do, it can't say.
+    Says how far the sentences of this test set decide between these two runs; how far seeds do, it
+    can't say.
+
+    Args:
+        a, b: [N], nats of each sentence under two models.
+        lengths: [N] int64, its tokens.
+        samples: how often sentences are drawn anew.
+        confidence: of the interval.
     """
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()
@@ -178,9 +206,11 @@ def bootstrap_difference(
 
 
 def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[str, Any]:
-    """All numbers of a comparison, ready for JSON. Differences are ln ppl(MoE) - ln ppl(dense):
-    below zero where the MoE is better; e^difference - 1 is the relative change of the
-    perplexity."""
+    """All numbers of a comparison, ready for JSON.
+
+    Differences are ln ppl(MoE) - ln ppl(dense): below zero where the MoE is better; the relative
+    change of the perplexity is e^difference - 1.
+    """
     lengths = text.test.starts.diff()
     rows: list[dict[str, Any]] = []
     for pair in pairs:

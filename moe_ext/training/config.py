@@ -3,18 +3,17 @@
 config = read_config("configs/small/moe-32.toml", ["steps=500", "model.moe.k=2"])
 """
 
-from __future__ import annotations
-
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from moe_ext.checks import require
 from moe_ext.models import LanguageModelConfig
-from moe_ext.models.language_model import require
 
 
 class ConfigError(ValueError):
@@ -23,10 +22,16 @@ class ConfigError(ValueError):
 
 @dataclass
 class DataConfig:
-    """corpus: "builtin" or a path (moe_ext/data/corpora.py). vocab_size: at most so many entries,
-    <unk> and </s> included; min_count: of words seen at least so often. tokens_per_batch:
-    predictions per batch, roughly. max_length: longest row in training (0: whole sentences).
-    max_train_sentences: use only the first ones (0: all)."""
+    """The text.
+
+    Attributes:
+        corpus: "builtin" or a path (moe_ext/data/corpora.py).
+        vocab_size: at most so many entries, `<unk>` and `</s>` included.
+        min_count: entries are words seen at least so often.
+        tokens_per_batch: predictions per batch, roughly.
+        max_length: longest row in training (0: whole sentences).
+        max_train_sentences: use only the first ones (0: all).
+    """
 
     corpus: str = "builtin"
     vocab_size: int = 10_000
@@ -52,10 +57,16 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam under the schedule of App. C.1 (moe_ext/optim.py). learning_rate: its peak. clip_norm:
-    bound on the norm of all gradients together (0: none). accumulate: batches per step; the loss of
-    a step is the mean over all their tokens plus the mean, weighted by tokens, of their balancing
-    losses: each batch is balanced by itself."""
+    """Adam under the schedule of App. C.1 (moe_ext/optim.py).
+
+    Attributes:
+        learning_rate: its peak.
+        warmup_steps: where the peak is.
+        beta1, beta2, eps: of Adam.
+        clip_norm: bound on the norm of all gradients together (0: none).
+        accumulate: batches per step; the loss of a step is the mean over all their tokens plus the
+            mean, weighted by tokens, of their balancing losses: each batch is balanced by itself.
+    """
 
     learning_rate: float = 1e-3
     warmup_steps: int = 1_000
@@ -77,8 +88,15 @@ class OptimizerConfig:
 
 @dataclass
 class LogConfig:
-    """Intervals in steps (0: never). eval_sentences: of the dev part, so many sentences (0: all).
-    keep_checkpoints: the newest so many. tensorboard: write event files for it too."""
+    """What is shown and kept.
+
+    Attributes:
+        log_every, eval_every, save_every: intervals in steps; 0 of the last two: at the end only.
+        eval_sentences: of the dev part, so many sentences (0: all).
+        keep_checkpoints: the newest so many.
+        tensorboard: write event files for it too.
+        progress: show a bar; where stderr is no terminal, a line every log_every steps.
+    """
 
     log_every: int = 50
     eval_every: int = 500
@@ -100,9 +118,18 @@ class LogConfig:
 
 @dataclass
 class Config:
-    """A training run. output: its folder (runs/NAME of the file, if not given). resume: continue
-    the run that is there. steps: optimizer steps in all. device: "cpu", "cuda" or another torch
-    device. num_threads: of torch (0: its default). autocast: "" for float32, or "bfloat16"."""
+    """A training run.
+
+    Attributes:
+        output: its folder (runs/NAME of the file, if not given).
+        resume: continue the run that is there.
+        seed: of weights, data order, dropout and noise.
+        steps: optimizer steps in all.
+        device: "cpu", "cuda" or "cuda:N".
+        num_threads: of torch (0: its default).
+        autocast: "" for float32, or "bfloat16".
+        data, model, optimizer, log: the tables of further options.
+    """
 
     output: str = ""
     resume: bool = False
@@ -117,22 +144,28 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "seed", "be at least 0", self.seed)
+        # torch's generators take 64 bits, and a run has three of them.
+        require(0 <= self.seed < 2**62, "seed", "be in [0, 2**62)", self.seed)
         require(self.steps >= 1, "steps", "be at least 1", self.steps)
         require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file, with ``key=value`` overrides; keys are dotted, values TOML.
+    """The configuration in a TOML file.
 
-    A value that is not TOML is taken as a string, so that ``data.corpus=builtin`` needs no quotes.
-    Raises ConfigError, which names key, rule and value.
+    Args:
+        path: the file.
+        overrides: `key=value`, keys dotted and values TOML; a value that is not TOML is taken as a
+            string, so that `data.corpus=builtin` needs no quotes.
+
+    Raises:
+        ConfigError: names key, rule and value.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"there is no configuration file {path}; give one such as configs/quickstart.toml"
+            f"there is no configuration file {path}; give one such as configs/small/moe-32.toml"
         )
     try:
         table = tomllib.loads(path.read_text("utf-8"))
@@ -149,7 +182,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_from_dict(table: dict[str, Any]) -> Config:
-    """A Config of nested dicts, as in TOML; missing keys take their defaults."""
+    """A Config of nested dicts, as in TOML; missing keys take their defaults.
+
+    Raises:
+        ConfigError: names key, rule and value.
+    """
     return _build(Config, table, "")
 
 
@@ -226,17 +263,19 @@ def _build(cls: Any, table: Any, path: str) -> Any:
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:
-    """``value`` if it is of type ``hint``; an int serves as a float, a bool not as an int."""
+    """The value, if it is of type `hint`; an int serves as a float, a bool not as an int."""
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         if isinstance(value, list):
             return [_check_type(item, element, key) for element in value]
         raise ConfigError(f"{key} must be a list of {item.__name__}, got {value!r}")
     if hint is float and type(value) is int:
-        return float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not hint:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(f"{key} must be {names[hint]}, got {value!r}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{key} must be finite, got {value}")
     return value
 
 

@@ -1,36 +1,54 @@
 """Where a run's numbers go: a progress bar, metrics.jsonl and TensorBoard."""
 
-from __future__ import annotations
-
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from moe_ext.training.checkpoint import atomic_file
+from moe_ext.data.files import atomic_file
 from moe_ext.training.config import ConfigError, LogConfig
+
+
+def summary_writer() -> Any:
+    """TensorBoard's SummaryWriter class.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "TensorBoard is not installed; install it (pip install tensorboard) "
+            "or set log.tensorboard=false"
+        ) from None
+    return SummaryWriter
 
 
 class RunLog:
     """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the latest.
 
-    ``start_step`` > 0 continues an earlier log: what it holds beyond that step is dropped, because
-    the steps since the checkpoint will be made again.
+    On a terminal a progress bar shows them, and a line above it those of the dev part; where stderr
+    is a file or a pipe, each is a line.
+
+    Args:
+        run: the run's folder.
+        config: what to show and write.
+        start_step: 0, or the step of the checkpoint from which the run goes on: what the log holds
+            beyond it is dropped, because these steps will be made again.
+        steps: of the whole run.
+        title: what the lines begin with.
     """
 
-    def __init__(self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str):
+    def __init__(
+        self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str
+    ) -> None:
         self._writer = None
         if config.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ConfigError(
-                    "TensorBoard is not installed; install it (pip install tensorboard) "
-                    "or set log.tensorboard=false"
-                ) from None
-            self._writer = SummaryWriter(run / "tensorboard", purge_step=start_step + 1)
+            self._writer = summary_writer()(run / "tensorboard", purge_step=start_step + 1)
         path = run / "metrics.jsonl"
         kept = [record for record in read_metrics(run) if record["step"] <= start_step]
         with atomic_file(path) as file:
@@ -42,14 +60,22 @@ class RunLog:
             desc=title,
             unit="step",
             dynamic_ncols=True,
-            disable=not config.progress,
+            disable=None if config.progress else True,  # None: unless stderr is a terminal
         )
+        self._title, self._steps = title, steps
+        self._lines = config.progress and self._bar.disable
 
     def step_done(self) -> None:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """values: numbers, or nested lists of numbers (by MoE layer)."""
+        """One record.
+
+        Args:
+            kind: "train" or "dev".
+            step: the steps done.
+            values: numbers, or nested lists of numbers (by MoE layer).
+        """
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:
@@ -71,15 +97,13 @@ class RunLog:
             for key, value in values.items()
             if key in shown
         ]
-        if kind == "train":
+        line = f"{self._title}: step {step}/{self._steps}, {kind} {', '.join(text)}"
+        if self._lines:
+            print(line, file=sys.stderr, flush=True)
+        elif kind == "train":
             self._bar.set_postfix_str(", ".join(text))
-        else:
-            self.say(f"step {step}: {kind} {', '.join(text)}")
-
-    def say(self, text: str) -> None:
-        """A line above the progress bar."""
-        if not self._bar.disable:
-            self._bar.write(text)
+        elif not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
@@ -89,8 +113,14 @@ class RunLog:
 
 
 def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, in order; [] if there is none. A last line that a crash
-    cut short is left out."""
+    """The records of a run's metrics.jsonl, in order; [] if there is none.
+
+    A last line that a crash cut short is left out.
+
+    Args:
+        run: the run's folder.
+        kind: "train" or "dev"; None for both.
+    """
     path = run / "metrics.jsonl"
     records = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:

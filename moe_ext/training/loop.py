@@ -1,16 +1,12 @@
 """The training loop of the language models."""
 
-from __future__ import annotations
-
 import math
-import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,19 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.data import (
-    Batch,
-    CorpusError,
-    EncodedSentences,
-    SentenceBatches,
-    Vocabulary,
-    encode_sentences,
-    load_corpus,
-)
+from moe_ext.data import Batch, EncodedSentences, SentenceBatches
+from moe_ext.data.files import atomic_file
 from moe_ext.models import LanguageModel, LossParts
 from moe_ext.optim import language_model_schedule
 from moe_ext.training.checkpoint import (
-    atomic_file,
     check_vocabulary,
     checkpoints,
     load_checkpoint,
@@ -39,55 +27,68 @@ from moe_ext.training.checkpoint import (
 from moe_ext.training.config import (
     Config,
     ConfigError,
-    DataConfig,
     config_differences,
     read_config,
     to_toml,
 )
-from moe_ext.training.logging import RunLog
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.logging import RunLog, summary_writer
 from moe_ext.training.metrics import evaluate, mean_of
+from moe_ext.training.text import Text, load_text
 
 # What a resumed run may have different from the run it continues, besides the options of [log].
 _FREE_ON_RESUME = {"output", "resume", "steps", "device", "num_threads"}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A corpus as ids of its own vocabulary."""
+class _Window:
+    """What the steps since the last log line add up to."""
 
-    vocabulary: Vocabulary
-    train: EncodedSentences
-    dev: EncodedSentences
-    test: EncodedSentences
+    def __init__(self) -> None:
+        self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
+        self.seconds = 0.0
+        self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
+        self.tokens_per_expert: list[Tensor] = []  # by MoE layer
 
+    def add(self, parts: LossParts) -> None:
+        self.nll_sum += parts.nll_sum.item()
+        self.aux_sum += parts.aux_loss.item() * parts.num_tokens
+        self.num_tokens += parts.num_tokens
+        self.balance.append([aux.metrics() for aux in parts.aux])
+        counts = [aux.tokens_per_expert for aux in parts.aux]
+        if self.tokens_per_expert:
+            counts = [a + b for a, b in zip(self.tokens_per_expert, counts, strict=True)]
+        self.tokens_per_expert = counts
 
-def load_text(config: DataConfig, vocabulary: Vocabulary | None = None) -> Text:
-    """The corpus, in the given vocabulary or in that of its own training part.
+    def check_finite(self, step: int) -> None:
+        if not math.isfinite(self.nll_sum + self.aux_sum):
+            raise FloatingPointError(
+                f"the loss of step {step} is not finite; lower optimizer.learning_rate or set "
+                "optimizer.clip_norm=1, and start again or resume from the last checkpoint"
+            )
 
-    Raises ConfigError for all that is wrong with it.
-    """
-    try:
-        corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
-        if vocabulary is None:
-            vocabulary = Vocabulary.build(corpus.train, config.vocab_size, config.min_count)
-        return Text(
-            vocabulary,
-            *(
-                encode_sentences(part, vocabulary)
-                for part in (corpus.train, corpus.dev, corpus.test)
-            ),
-        )
-    except CorpusError as error:
-        raise ConfigError(f"data.corpus: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from error
+    def summary(self) -> dict[str, Any]:
+        """The numbers of the window.
+
+        nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
+        predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
+        6, one value for each MoE layer. load: the tokens each expert got, relative to an even
+        share, for each MoE layer.
+        """
+        values: dict[str, Any] = {
+            "nll": self.nll_sum / self.num_tokens,
+            "aux_loss": self.aux_sum / self.num_tokens,
+            "words_per_second": self.num_tokens / self.seconds,
+        }
+        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
+        for key in layers[0] if layers else ():
+            values[key] = [layer[key] for layer in layers]
+        if layers:
+            values["load"] = [(n / n.float().mean()).tolist() for n in self.tokens_per_expert]
+        return values
 
 
 class Trainer:
     """Trains the model of a configuration in the configuration's output folder.
-
-        trainer = Trainer(config)
-        finished = trainer.run()         # False if Ctrl-C or SIGTERM stopped it; all is saved then
 
     Nothing is written before everything the run needs has been read and checked. On one thread a
     resumed run ends in the same bits as an uninterrupted one: a checkpoint holds the model,
@@ -95,13 +96,25 @@ class Trainer:
 
     Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
     different models with the same seed see the same data order and dropout masks.
+
+    Args:
+        config: the run.
+        text: the corpus of `config.data`, where the caller has it already.
+
+    Raises:
+        ConfigError: the folder, the device or the corpus cannot be used.
+
+    Example:
+        >>> trainer = Trainer(config)
+        >>> finished = trainer.run()  # False if Ctrl-C or SIGTERM stopped it; all is saved then
     """
 
-    def __init__(self, config: Config, text: Text | None = None):
-        """text: the corpus of ``config.data``, where the caller has it already."""
+    def __init__(self, config: Config, text: Text | None = None) -> None:
         self.config = config
         self.folder = Path(config.output)
         set_up_torch(config.device, config.num_threads, config.autocast)
+        if config.log.tensorboard:
+            summary_writer()
         state = self._earlier_state()
         self.text = text or load_text(config.data)
         if state is not None:
@@ -144,13 +157,19 @@ class Trainer:
             self._restore(state)
 
     def run(self) -> bool:
-        """Train up to ``config.steps``. True if that was reached, False if a signal stopped it."""
+        """Train up to `config.steps`.
+
+        Returns:
+            True if that was reached, False if a signal stopped it.
+
+        Raises:
+            FloatingPointError: the loss is not finite; the last checkpoint stays as it is.
+        """
         config, steps = self.config, self.config.steps
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_folder()
         log = RunLog(
             self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
         )
-        self._write_folder()
         batches = self._batch_stream()
         window = _Window()
         try:
@@ -171,6 +190,7 @@ class Trainer:
                             self.model,
                             self.dev,
                             tokens_per_batch=config.data.tokens_per_batch,
+                            title="dev" if config.log.progress else "",
                         )
                         values = {"nll": dev.nll, "perplexity": dev.perplexity}
                         log.write("dev", self.step, values | {"tokens": self.tokens})
@@ -216,24 +236,31 @@ class Trainer:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def _write_folder(self) -> None:
+        """The configuration first: whatever ends the process after that, the run can be resumed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.folder / "config.toml") as file:
             file.write(to_toml(replace(self.config, resume=False)).encode())
         if self.step == 0:
             self.text.vocabulary.save(self.folder / "vocabulary.txt")
 
     def _earlier_state(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the run to continue; None to start. Raises ConfigError rather
-        than touch a folder that holds something else."""
+        """The newest checkpoint of the run to continue; None to start.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
         config, folder = self.config, self.folder
         if not config.output:
             raise ConfigError(
                 "output must name the folder of the run, got ''; give output=runs/NAME"
             )
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"output must be a folder, {folder} is a file; give another one")
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"output must be a folder, {there} is a file; give another one")
         written = folder / "config.toml"
         if not config.resume:
-            if folder.is_dir() and any(folder.iterdir()):
+            # A start that was killed leaves at most the hidden temporary file of config.toml.
+            if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):
                 raise ConfigError(
                     f"{folder} is not empty; continue the run in it with resume=true, "
                     "or give another folder with output=..."
@@ -289,82 +316,6 @@ class Trainer:
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"
-
-
-class _Window:
-    """What the steps since the last log line add up to."""
-
-    def __init__(self) -> None:
-        self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
-        self.seconds = 0.0
-        self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
-        self.tokens_per_expert: list[Tensor] = []  # by MoE layer
-
-    def add(self, parts: LossParts) -> None:
-        self.nll_sum += parts.nll_sum.item()
-        self.aux_sum += parts.aux_loss.item() * parts.num_tokens
-        self.num_tokens += parts.num_tokens
-        self.balance.append([aux.metrics() for aux in parts.aux])
-        counts = [aux.tokens_per_expert for aux in parts.aux]
-        if self.tokens_per_expert:
-            counts = [a + b for a, b in zip(self.tokens_per_expert, counts, strict=True)]
-        self.tokens_per_expert = counts
-
-    def check_finite(self, step: int) -> None:
-        if not math.isfinite(self.nll_sum + self.aux_sum):
-            raise FloatingPointError(
-                f"the loss of step {step} is not finite; lower optimizer.learning_rate or set "
-                "optimizer.clip_norm=1, and start again or resume from the last checkpoint"
-            )
-
-    def summary(self) -> dict[str, Any]:
-        """nll and aux_loss: means by token, the latter not part of the former. words_per_second
-        counts predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as
-        in Table 6, one value for each MoE layer. load: the tokens each expert got, relative to an
-        even share."""
-        values: dict[str, Any] = {
-            "nll": self.nll_sum / self.num_tokens,
-            "aux_loss": self.aux_sum / self.num_tokens,
-            "words_per_second": self.num_tokens / self.seconds,
-        }
-        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
-        for key in layers[0] if layers else ():
-            values[key] = [layer[key] for layer in layers]
-        if layers:
-            values["load"] = [(n / n.float().mean()).tolist() for n in self.tokens_per_expert]
-        return values
-
-
-def set_up_torch(device: str, num_threads: int, autocast: str = "") -> None:
-    """To be called before the first tensor operation. num_threads: 0 leaves torch's default.
-
-    Raises ConfigError if torch can't use the device.
-    """
-    if autocast:
-        avoid_missing_amx()
-    if num_threads:
-        torch.set_num_threads(num_threads)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device must be one torch can use here, got {device!r}: {reason}"
-        ) from error
-
-
-def avoid_missing_amx() -> None:
-    """Keep oneDNN from AMX on virtual machines, unless ONEDNN_MAX_CPU_ISA is set.
-
-    Some advertise amx_bf16 without its tile palettes, and a bfloat16 product then ends in SIGILL.
-    oneDNN reads the variable once, at the process's first matrix product.
-    """
-    try:
-        cpu = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return
-    if re.search(r"\bamx_bf16\b", cpu) and re.search(r"\bhypervisor\b", cpu):
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _due(step: int, every: int) -> bool:

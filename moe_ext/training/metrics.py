@@ -1,7 +1,5 @@
 """What is measured: perplexity, and how evenly the experts are used."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,14 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.data import EncodedSentences, SentenceBatches
+from moe_ext.data import Batch, EncodedSentences, SentenceBatches
 from moe_ext.models import LanguageModel, evaluating
+from moe_ext.progress import progress
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), of nats per token; infinite where that is beyond a float."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """sentence_nll: [N] float64, nats of each sentence in the order of the corpus. num_tokens: all
-    predictions, ends of sentences included."""
+    """How well a model predicts a text.
+
+    Attributes:
+        sentence_nll: [N] float64, nats of each sentence in the order of the corpus.
+        num_tokens: all predictions, ends of sentences included.
+    """
 
     sentence_nll: Tensor
     num_tokens: int
@@ -29,23 +40,36 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(all nats / all tokens): token-weighted, without the balancing losses."""
-        return math.exp(self.nll)
+        return perplexity(self.nll)
 
 
 def evaluate(
-    model: LanguageModel, sentences: EncodedSentences, *, tokens_per_batch: int = 2_560
+    model: LanguageModel,
+    sentences: EncodedSentences,
+    *,
+    tokens_per_batch: int = 2_560,
+    title: str = "evaluating",
 ) -> Evaluation:
     """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
 
     Sums are kept in float64 by sentence, so that the result does not depend on tokens_per_batch.
+
+    Args:
+        model: on any device; its mode is left as it was.
+        sentences: in the ids of the model's vocabulary.
+        tokens_per_batch: predictions in a batch, roughly.
+        title: of the progress bar; "" for none.
     """
     device = model.embedding.weight.device
     batches = SentenceBatches(
         sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=False
     )
     sentence_nll = torch.zeros(len(sentences), dtype=torch.float64, device=device)
+    epoch: Iterable[Batch] = batches.epoch(0)
+    if title:
+        epoch = progress(epoch, title, "batches", batches.num_batches)
     with evaluating(model), torch.inference_mode():
-        for batch in batches.epoch(0):
+        for batch in epoch:
             batch = batch.to(device)
             assert batch.sentence_index is not None  # SentenceBatches sets it
             sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
