@@ -3,7 +3,7 @@
     python scripts/quickstart.py             # 7 minutes on 2 cores; called by scripts/quickstart.sh
     python scripts/quickstart.py --quick     # seconds: tiny models, to see that all works
 
-The models are configs/quickstart.toml and its dense counterpart. Both learn from
+The models are configs/small/moe-32.toml and its dense counterpart, moe-1-wide.toml. Both learn from
 the same batches of the built-in corpus with equal operations per word. Prints the test perplexity
 of both, how evenly the experts are used, and what three of them specialise in; writes
 OUTPUT/quickstart.png with the learning curves and the load of the experts over time. Expect: test
@@ -36,7 +36,8 @@ from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.text import load_text
 
-_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
+_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "small" / "moe-32.toml"
+_LOG = ["log.log_every=20", "log.eval_every=100"]  # enough points for the curves
 _QUICK = [
     "steps=30",
     "data.vocab_size=1000",
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
 
     started = time.perf_counter()
     quick = _QUICK if options.quick else []
-    config = read_config(_CONFIG, [*quick, *options.overrides])
+    config = read_config(_CONFIG, [*_LOG, *quick, *options.overrides])
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
     set_up_torch(config.device, config.num_threads, config.autocast)
     print("reading the built-in corpus (made on the first run)", flush=True)
