@@ -15,7 +15,7 @@ def cpu_flags():
 # Some virtual machines advertise AMX but leave cpuid leaf 0x1D (its tile palettes) empty. oneDNN
 # then configures a palette that does not exist, and torch's own bfloat16 matrix product, with which
 # tests compare, ends in SIGILL. The leaf cannot be read from here, so AMX is left out on every
-# virtual machine: the tests lose nothing but speed. oneDNN reads the variable at the process's first
+# virtual machine: the tests lose nothing but speed. oneDNN reads the variable once, at the first
 # matrix product.
 if {"amx_bf16", "hypervisor"} <= cpu_flags():
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
