@@ -107,12 +107,16 @@ def test_noise_epsilon(device, nu):
     assert torch.all(actual.noise_stddev[0] == nu)
 
 
-@pytest.mark.parametrize("E", [1, 2, 3, 17, 64, 255, 256, 257, 1000, 4096])
-@pytest.mark.parametrize("k", [1, 2, 17, 64, "E"])
+@pytest.mark.parametrize(
+    "E, k",
+    [
+        (E, k)
+        for E in (1, 2, 3, 17, 64, 255, 256, 257, 1000, 4096)
+        for k in sorted({1, 2, 17, 64, E})
+        if k <= E
+    ],
+)
 def test_any_number_of_experts(device, E, k):
-    k = E if k == "E" else k
-    if k > E or k * E > 600_000:
-        pytest.skip("no such top k, or a reference that takes minutes")
     clean = torch.randn(3, E, dtype=torch.float64)
     gates, index, threshold, threshold_index, _ = ops.noisy_topk_gating(
         clean.to(device), None, None, k
