@@ -14,44 +14,12 @@
 namespace moe_ext::cpu {
 namespace {
 
-struct AddScaledRow {
-  template <typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(acc_t scale, const scalar_t* row, int64_t size, acc_t* sum) {
-    for (int64_t d = 0; d < size; ++d) {
-      sum[d] = std::fma(scale, static_cast<acc_t>(row[d]), sum[d]);
-    }
-  }
-};
-
 Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
   check_combine(expert_output, gates, inverse);
-  const int64_t num_tokens = gates.size(0);
-  const int64_t k = gates.size(1);
-  const int64_t width = expert_output.size(1);
-  const Tensor rows = expert_output.contiguous();
-  const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
   const Tensor row_of = inverse.contiguous();
   check_permutation("combine", "inverse", row_of);
-  Tensor y = empty_rows({num_tokens, width}, rows.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "combine", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    const auto* rows_data = rows.const_data_ptr<scalar_t>();
-    const auto* weights_data = weights.const_data_ptr<acc_t>();
-    const auto* row_data = row_of.const_data_ptr<int64_t>();
-    auto* y_data = y.mutable_data_ptr<scalar_t>();
-    parallel_for(num_tokens, k * width, [&](int64_t begin, int64_t end) {
-      RowSum<scalar_t, acc_t> sum(width);
-      for (int64_t t = begin; t < end; ++t) {
-        acc_t* total = sum.start(y_data + t * width);
-        for (int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
-          vectorized<AddScaledRow>(weights_data[slot], rows_data + row_data[slot] * width, width,
-                                   total);
-        }
-        sum.finish();
-      }
-    });
-  });
-  return y;
+  return sum_of_rows(expert_output.contiguous(), row_of,
+                     gates.to(accumulate_type(expert_output)).contiguous());
 }
 
 // dE_j = G_j dy and dG_j = <dy, E_j> for one choice, each element read once.

@@ -1,7 +1,5 @@
 // The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
 // rows.
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -13,7 +11,6 @@
 #include "empty_rows.h"
 #include "parallel.h"
 #include "row_sum.h"
-#include "vectorize.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -98,13 +95,6 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse) {
   return rows;
 }
 
-struct AddRow {
-  template <typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(const scalar_t* row, int64_t size, acc_t* sum) {
-    for (int64_t d = 0; d < size; ++d) sum[d] += static_cast<acc_t>(row[d]);
-  }
-};
-
 // dx_t = sum_j drows[inverse(t, j)], in the order of the choices.
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
   constexpr auto op = "_dispatch_backward";
@@ -113,31 +103,9 @@ Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
   check_dim(op, "grad_rows", grad_rows, 2);
   check_floating(op, "grad_rows", grad_rows);
   check_device(op, "inverse", inverse, grad_rows);
-  const int64_t num_tokens = inverse.size(0);
-  const int64_t k = inverse.size(1);
-  const int64_t width = grad_rows.size(1);
-  const Tensor rows = grad_rows.contiguous();
   const Tensor row_of = inverse.contiguous();
-  check_index_range(op, "inverse", row_of, rows.size(0));
-  Tensor grad_x = empty_rows({num_tokens, width}, rows.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, rows.scalar_type(), "dispatch_backward", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        const auto* rows_data = rows.const_data_ptr<scalar_t>();
-        const auto* row_data = row_of.const_data_ptr<int64_t>();
-        auto* grad_data = grad_x.mutable_data_ptr<scalar_t>();
-        parallel_for(num_tokens, k * width, [&](int64_t begin, int64_t end) {
-          RowSum<scalar_t, acc_t> sum(width);
-          for (int64_t t = begin; t < end; ++t) {
-            acc_t* total = sum.start(grad_data + t * width);
-            for (int64_t j = 0; j < k; ++j) {
-              vectorized<AddRow>(rows_data + row_data[t * k + j] * width, width, total);
-            }
-            sum.finish();
-          }
-        });
-      });
-  return grad_x;
+  check_index_range(op, "inverse", row_of, grad_rows.size(0));
+  return sum_of_rows(grad_rows.contiguous(), row_of, /*weights=*/Tensor());
 }
 
 }  // namespace
