@@ -1,4 +1,4 @@
-"""The form that all rules of a configuration share."""
+"""The form that all rules of options share."""
 
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
@@ -6,7 +6,7 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
 
     Args:
         holds: whether the rule is kept; if so, nothing happens.
-        name: the option.
+        name: the option, after "<class>: " for a module's argument.
         rule: what it must, such as "be at least 1".
         value: what it is.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.checks import require
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
@@ -48,11 +49,12 @@ class FeedForwardExperts(nn.Module):
                 "FeedForwardExperts: num_experts, d_model, hidden_sizes and d_output must be at "
                 f"least 1, got {num_experts}, {d_model}, {list(hidden_sizes)} and {d_output}"
             )
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"FeedForwardExperts: activation must be one of {', '.join(sorted(ACTIVATIONS))}, "
-                f"got {activation!r}"
-            )
+        require(
+            activation in ACTIVATIONS,
+            "FeedForwardExperts: activation",
+            f"be one of {', '.join(sorted(ACTIVATIONS))}",
+            activation,
+        )
         self.num_experts = num_experts
         self.activation = activation
         factor = 2 if activation in GATED_ACTIVATIONS else 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.checks import require
 
 
 class Gating(NamedTuple):
@@ -40,10 +41,9 @@ def _count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     return ops.importance(torch.ones_like(gates), expert_index, num_experts)
 
 
-def _check_sizes(gate: str, **sizes: int) -> None:
+def _require_sizes(gate: str, **sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{gate}: {name} must be at least 1, got {size}")
+        require(size >= 1, f"{gate}: {name}", "be at least 1", size)
 
 
 class SoftmaxGate(nn.Module):
@@ -59,7 +59,7 @@ class SoftmaxGate(nn.Module):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
-        _check_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
+        _require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -111,15 +111,14 @@ class NoisyTopKGate(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
-        if not 1 <= k <= num_experts:
-            raise ValueError(
-                f"NoisyTopKGate: k must be between 1 and num_experts = {num_experts}, got {k}"
-            )
-        if noise_epsilon < 0:
-            raise ValueError(
-                f"NoisyTopKGate: noise_epsilon must be at least 0, got {noise_epsilon}"
-            )
+        _require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
+        require(
+            1 <= k <= num_experts,
+            "NoisyTopKGate: k",
+            f"be between 1 and num_experts = {num_experts}",
+            k,
+        )
+        require(noise_epsilon >= 0, "NoisyTopKGate: noise_epsilon", "be at least 0", noise_epsilon)
         self.num_experts = num_experts
         self.k = k
         self.noise_epsilon = noise_epsilon

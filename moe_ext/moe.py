@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
 from moe_ext.gates import NoisyTopKGate
 from moe_ext.losses import cv_squared, importance_loss, load_loss
@@ -99,8 +100,7 @@ class MoE(nn.Module):
             raise ValueError(
                 f"MoE: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
             )
-        if not 1 <= k <= num_experts:
-            raise ValueError(f"MoE: k must be between 1 and num_experts = {num_experts}, got {k}")
+        require(1 <= k <= num_experts, "MoE: k", f"be between 1 and num_experts = {num_experts}", k)
         if min(w_importance, w_load) < 0:
             raise ValueError(
                 f"MoE: w_importance and w_load must be at least 0, got {w_importance} and {w_load}"
@@ -132,8 +132,7 @@ class MoE(nn.Module):
             ("experts", experts, "num_experts", num_experts),
         ):
             given = getattr(module, size, expected)
-            if given != expected:
-                raise ValueError(f"MoE: {name} must be for {size} = {expected}, got {given}")
+            require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
         self.gate = gate
         self.experts = experts
 
