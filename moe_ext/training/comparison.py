@@ -145,11 +145,7 @@ def _load_result(config: Config, text: Text) -> Result | None:
     if not (run / "result.json").is_file():
         return None
     values = json.loads((run / "result.json").read_text("utf-8"))
-    changed = [
-        key
-        for key in config_differences(config_from_dict(values["config"]), config)
-        if key not in ("output", "resume", "num_threads", "device") and not key.startswith("log.")
-    ]
+    changed = config_differences(config_from_dict(values["config"]), config)
     if values["vocabulary"] != text.vocabulary.fingerprint():
         changed.append("the text of data.corpus")
     if changed:

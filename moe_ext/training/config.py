@@ -190,10 +190,18 @@ def config_from_dict(table: dict[str, Any]) -> Config:
     return _build(Config, table, "")
 
 
+# Where and how a run is done, not what it computes; so are the options of [log].
+_NOT_COMPARED = {"output", "resume", "device", "num_threads"}
+
+
 def config_differences(a: Config, b: Config) -> list[str]:
-    """The dotted keys in which two configurations differ."""
+    """The dotted keys in which two configurations describe different runs."""
     flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))
-    return [key for key in flat_a if flat_a[key] != flat_b[key]]
+    return [
+        key
+        for key in flat_a
+        if flat_a[key] != flat_b[key] and key not in _NOT_COMPARED and not key.startswith("log.")
+    ]
 
 
 def to_toml(config: Config) -> str:

@@ -36,9 +36,6 @@ from moe_ext.training.logging import RunLog, summary_writer
 from moe_ext.training.metrics import evaluate, mean_of
 from moe_ext.training.text import Text, load_text
 
-# What a resumed run may have different from the run it continues, besides the options of [log].
-_FREE_ON_RESUME = {"output", "resume", "steps", "device", "num_threads"}
-
 
 class _Window:
     """What the steps since the last log line add up to."""
@@ -271,9 +268,7 @@ class Trainer:
                 f"there is no run in {folder} to resume; leave out resume=true to start it"
             )
         changed = [
-            key
-            for key in config_differences(read_config(written), config)
-            if key not in _FREE_ON_RESUME and not key.startswith("log.")
+            key for key in config_differences(read_config(written), config) if key != "steps"
         ]
         if changed:
             raise ConfigError(
