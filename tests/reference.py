@@ -6,8 +6,11 @@ equation as it is written.
 
 n experts, k of them chosen; x is one row of the batch X, c = x·W_g its clean logits, r = x·W_noise,
 s = Softplus(r) + nu the standard deviation of its noise, and h = H(x). Ties go to the lower index.
+A hierarchy has a groups of b experts: i is a group, j an expert of it, and X^(i) the rows that
+chose group i. Flattened, expert (i, j) is number i·b + j.
 """
 
+import functools
 import math
 
 import torch
@@ -34,10 +37,14 @@ def G_sigma(x, W_g):
     return Softmax(x @ W_g)
 
 
-def top_k(v, k):
-    """Indices of the k highest components, highest first; NaN ranks below every number."""
+def top_k(v, k, priority=None):
+    """Indices of the k highest components, highest first; NaN ranks below every number.
+
+    Ties go to the smaller priority, if there is one, then to the lower index.
+    """
     v = [float(v_i) for v_i in v]
-    return sorted(range(len(v)), key=lambda i: (math.isnan(v[i]), -v[i], i))[:k]
+    first = [0] * len(v) if priority is None else priority.tolist()
+    return sorted(range(len(v)), key=lambda i: (math.isnan(v[i]), -v[i], first[i], i))[:k]
 
 
 def KeepTopK(v, k):
@@ -156,17 +163,360 @@ def E_i(x, W, b=None, activation="relu"):
     return x
 
 
-def MoE(X, W_g, W_noise, noise, k, experts, nu=1e-2):
-    """Eq. 1: y = sum_i G(x)_i E_i(x), and the batch's G, Importance and Load; noise None: H = c."""
+def noisy_logits(X, W_g, W_noise, noise, nu):
+    """C, S and H(X) of a batch; noise None: H = C, and there is no S."""
     C = X @ W_g
     if noise is None:
-        H_X = C
-    else:
-        S = Softplus(X @ W_noise) + nu
-        H_X = [H(c, x @ W_noise, e, nu) for c, x, e in zip(C, X, noise, strict=True)]
+        return C, None, C
+    S = Softplus(X @ W_noise) + nu
+    H_X = [H(c, x @ W_noise, e, nu) for c, x, e in zip(C, X, noise, strict=True)]
+    return C, S, H_X
+
+
+def MoE(X, W_g, W_noise, noise, k, experts, nu=1e-2):
+    """Eq. 1: y = sum_i G(x)_i E_i(x), and the batch's G, Importance and Load; noise None: H = c."""
+    C, S, H_X = noisy_logits(X, W_g, W_noise, noise, nu)
     G_X = torch.stack([G(h, k) for h in H_X])
     Y = []
     for x, g, h in zip(X, G_X, H_X, strict=True):
         Y.append(sum(g[i] * experts[i](x) for i in top_k(h, k)))  # the others are not computed
     load = None if noise is None else Load(C, S, H_X, k)
     return torch.stack(Y), G_X, Importance(G_X), load
+
+
+# Appendix B: hierarchical mixtures
+
+
+def G_H(g_primary, g_secondary):
+    """App. B: the gates of one row over the a·b experts, G_primary(x)_i · G_i(x)_j."""
+    a, b = len(g_secondary), len(g_secondary[0])
+    return torch.stack([g_primary[i] * g_secondary[i][j] for i in range(a) for j in range(b)])
+
+
+def y_H(x, g_primary, g_secondary, experts):
+    """App. B, Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); 0 gates need no expert."""
+    y = 0
+    for i in range(len(g_primary)):
+        for j in range(len(g_secondary[i])):
+            if g_primary[i] != 0 and g_secondary[i][j] != 0:
+                y = y + g_primary[i] * g_secondary[i][j] * experts[i][j](x)
+    return y
+
+
+def Importance_H(G_primary_X, G_secondary_X):
+    """App. B: Importance_H(X)_ij = sum over x of G_primary(x)_i · G_i(x)_j."""
+    _, a, b = G_secondary_X.shape
+    importance = [[G_primary_X.new_zeros(()) for _ in range(b)] for _ in range(a)]
+    for g_primary, g_secondary in zip(G_primary_X, G_secondary_X, strict=True):
+        for i in range(a):
+            for j in range(b):
+                importance[i][j] = importance[i][j] + g_primary[i] * g_secondary[i][j]
+    return torch.stack([torch.stack(row) for row in importance])
+
+
+def Load_H(load_primary, load_secondary, sizes):
+    """App. B: Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|; 0 for an empty group.
+
+    sizes[i] = |X^(i)| counts rows: it has no gradient. Load_i(X^(i))_j alone would have none to the
+    primary gate.
+    """
+    a, b = len(load_secondary), len(load_secondary[0])
+    load = load_primary.new_zeros(a, b)
+    for i in range(a):
+        for j in range(b):
+            if sizes[i] > 0:
+                load[i, j] = load_primary[i] * load_secondary[i][j] / sizes[i]
+    return load
+
+
+def hierarchical_gates(
+    X,
+    W_g_primary,
+    W_noise_primary,
+    W_g_secondary,
+    W_noise_secondary,
+    noise_primary,
+    noise_secondary,
+    k1,
+    k2,
+    nu=1e-2,
+):
+    """App. B: G_primary(X) [T, a] and G_i(X) [T, a, b], 0 for the groups that x did not choose.
+
+    Then the parts of Load_H: Load_primary(X), all Load_i(X^(i)) and all |X^(i)|. noise_secondary is
+    [T, k1, b]: slot s of a row is for the group that has its s-th highest primary H.
+    """
+    a, b = len(W_g_secondary), W_g_secondary[0].shape[1]
+    C, S, H_X = noisy_logits(X, W_g_primary, W_noise_primary, noise_primary, nu)
+    G_primary_X = torch.stack([G(h, k1) for h in H_X])
+    groups = dispatch(torch.tensor([top_k(h, k1) for h in H_X]), a)
+
+    G_secondary_X = [[X.new_zeros(b) for _ in range(a)] for _ in X]
+    load_secondary = []
+    for i, rows in enumerate(groups):
+        X_i = X[[t for t, _ in rows]]
+        noise_i = None if noise_secondary is None else [noise_secondary[t, s] for t, s in rows]
+        W_noise_i = None if noise_secondary is None else W_noise_secondary[i]
+        C_i, S_i, H_i = noisy_logits(X_i, W_g_secondary[i], W_noise_i, noise_i, nu)
+        for (t, _), h in zip(rows, H_i, strict=True):
+            G_secondary_X[t][i] = G(h, k2)
+        if noise_secondary is not None:
+            load_secondary.append(Load(C_i, S_i, H_i, k2))
+
+    G_secondary_X = torch.stack([torch.stack(gates) for gates in G_secondary_X])
+    load_primary = None if noise_primary is None else Load(C, S, H_X, k1)
+    return G_primary_X, G_secondary_X, load_primary, load_secondary, [len(r) for r in groups]
+
+
+def HierarchicalMoE(
+    X,
+    W_g_primary,
+    W_noise_primary,
+    W_g_secondary,
+    W_noise_secondary,
+    noise_primary,
+    noise_secondary,
+    k1,
+    k2,
+    experts,
+    nu=1e-2,
+):
+    """App. B: Y, the dense gates [T, a·b], Importance_H and Load_H [a, b], the latter if noisy.
+
+    W_g_secondary and W_noise_secondary hold a matrix [d, b] for each group, experts[i][j] is E_ij.
+    """
+    G_primary_X, G_secondary_X, load_primary, load_secondary, sizes = hierarchical_gates(
+        X,
+        W_g_primary,
+        W_noise_primary,
+        W_g_secondary,
+        W_noise_secondary,
+        noise_primary,
+        noise_secondary,
+        k1,
+        k2,
+        nu,
+    )
+    rows = list(zip(X, G_primary_X, G_secondary_X, strict=True))
+    Y = torch.stack([y_H(x, g_primary, g_secondary, experts) for x, g_primary, g_secondary in rows])
+    G_X = torch.stack([G_H(g_primary, g_secondary) for _, g_primary, g_secondary in rows])
+    load = None if noise_primary is None else Load_H(load_primary, load_secondary, sizes)
+    return Y, G_X, Importance_H(G_primary_X, G_secondary_X), load
+
+
+# Appendix F: strictly balanced gating. There X is the batch of softmax gates, G_sigma(x) its rows.
+
+
+def M_topk(X, k):
+    """App. F: 1 for the top k experts of each row."""
+    M = torch.zeros_like(X)
+    for t in range(X.shape[0]):
+        for i in top_k(X[t], k):
+            M[t, i] = 1
+    return M
+
+
+def M_batchwise(X, m, priority=None):
+    """App. F: 1 for the top m rows of each expert; among equals the smaller priority [T, n]."""
+    M = torch.zeros_like(X)
+    for i in range(X.shape[1]):
+        for t in top_k(X[:, i], m, None if priority is None else priority[:, i]):
+            M[t, i] = 1
+    return M
+
+
+def M_threshold(X, T):
+    """App. F: 1 where x_i > T_i."""
+    M = torch.zeros_like(X)
+    for t in range(X.shape[0]):
+        for i in range(X.shape[1]):
+            M[t, i] = 1 if X[t, i] > T[i] else 0
+    return M
+
+
+def rows_per_expert(k, size, n):
+    """App. F: m = k|X| / n, the nearest integer, a half rounded up; at least 1, at most |X|."""
+    return min(max((2 * k * size + n) // (2 * n), 1), size)
+
+
+def G_strict(g_sigma, M):
+    """App. F: G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j; 0 for a row that no expert chose."""
+    n = len(g_sigma)
+    if not any(M):
+        return torch.zeros_like(g_sigma)
+    total = sum(g_sigma[j] * M[j] for j in range(n))
+    return torch.stack([g_sigma[i] * M[i] / total for i in range(n)])
+
+
+def L_batchwise(X, T, m, priority=None):
+    """App. F: sum_j sum_i (M_threshold(X_j, T)_i - M_batchwise(X, m)_ji) (X_ji - T_i)."""
+    threshold, batchwise = M_threshold(X, T), M_batchwise(X, m, priority)
+    L = T.new_zeros(())
+    for j in range(X.shape[0]):
+        for i in range(X.shape[1]):
+            L = L + (threshold[j, i] - batchwise[j, i]) * (X[j, i] - T[i])
+    return L
+
+
+def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
+    """App. F, for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
+
+    Training chooses by M_batchwise, evaluation by M_threshold. L_batchwise trains only T.
+    """
+    n = W_g.shape[1]
+    G_sigma_X = [G_sigma(x, W_g) for x in X]
+    G_sigma_X = torch.stack(G_sigma_X) if G_sigma_X else X.new_zeros(0, n)
+    L = None
+    if training:
+        m = rows_per_expert(k, len(X), n)
+        M = M_batchwise(G_sigma_X, m, priority)
+        if T is not None:
+            L = L_batchwise(G_sigma_X.detach(), T, m, priority)
+    else:
+        M = M_threshold(G_sigma_X, T)
+    G_X = [G_strict(g_sigma, M_x) for g_sigma, M_x in zip(G_sigma_X, M, strict=True)]
+    return torch.stack(G_X) if G_X else X.new_zeros(0, n), M, L
+
+
+def BalancedMoE(X, W_g, k, experts, d_output, T=None, priority=None, training=True):
+    """App. F: Y, G(X), Importance and, in training with T, L_batchwise."""
+    G_X, M, L = balanced_gates(X, W_g, k, T, priority, training)
+    Y = X.new_zeros(len(X), d_output)  # 0 for a row that no expert chose
+    for t, x in enumerate(X):
+        for i in range(len(experts)):
+            if M[t, i]:
+                Y[t] = Y[t] + G_X[t, i] * experts[i](x)
+    return Y, G_X, Importance(G_X), L
+
+
+def HierarchicalBalancedMoE(
+    X,
+    W_g_primary,
+    W_g_secondary,
+    k1,
+    k2,
+    experts,
+    d_output,
+    T_primary=None,
+    T_secondary=None,
+    priority_primary=None,
+    priority_secondary=None,
+    training=True,
+):
+    """App. B with the gates of App. F: Y, the dense gates [T, a·b], Importance_H [a, b], L.
+
+    Each group takes m1 = k1|X| / a rows of the batch, each of its experts m2 = k2·m1 / b of those.
+    L is the sum of the L_batchwise of all a + 1 gates. priority_secondary[i] is [|X^(i)|, b], its
+    rows those of X^(i) in the order of the batch.
+    """
+    a, b = len(W_g_secondary), W_g_secondary[0].shape[1]
+    G_primary_X, M, L = balanced_gates(X, W_g_primary, k1, T_primary, priority_primary, training)
+    G_secondary_X = X.new_zeros(len(X), a, b)
+    for i in range(a):
+        rows = [t for t in range(len(X)) if M[t, i]]
+        G_i, _, L_i = balanced_gates(
+            X[rows],
+            W_g_secondary[i],
+            k2,
+            None if T_secondary is None else T_secondary[i],
+            None if priority_secondary is None else priority_secondary[i],
+            training,
+        )
+        for t, g in zip(rows, G_i, strict=True):
+            G_secondary_X[t, i] = g
+        L = None if L is None else L + L_i
+
+    Y, G_X = X.new_zeros(len(X), d_output), X.new_zeros(len(X), a * b)
+    for t, x in enumerate(X):
+        Y[t] = Y[t] + y_H(x, G_primary_X[t], G_secondary_X[t], experts)
+        G_X[t] = G_H(G_primary_X[t], G_secondary_X[t])
+    return Y, G_X, Importance_H(G_primary_X, G_secondary_X), L
+
+
+# Appendix D: optimisers of the experts. w and g are one matrix and its gradient; the new w and the
+# new state are returned.
+
+
+def Adam(w, g, v, t, lr, beta2, eps):
+    """Adam with beta1 = 0, step t = 1, 2, ...: the rule that App. D factors; w of any shape."""
+    v = beta2 * v + (1 - beta2) * g**2
+    return w - lr * g / (torch.sqrt(v / (1 - beta2**t)) + eps), v
+
+
+def Adagrad(w, g, v, lr, eps):
+    """Adagrad: v is the sum of all g² so far; w of any shape."""
+    v = v + g**2
+    return w - lr * g / (torch.sqrt(v) + eps), v
+
+
+def row_means(A):
+    """The average of each row."""
+    return torch.stack([sum(row) / len(row) for row in A])
+
+
+def column_means(A):
+    """The average of each column."""
+    return row_means(A.T)
+
+
+def V_factored(vr, vc):
+    """App. D: outer product of the row and column averages, divided by the mean of either."""
+    mean = sum(vr) / len(vr)
+    if mean == 0:
+        return vr.new_zeros(len(vr), len(vc))
+    return torch.stack([torch.stack([r * c / mean for c in vc]) for r in vr])
+
+
+def FactoredAdam(w, g, vr, vc, t, lr, beta2, eps, denominator="paper"):
+    """App. D: Adam with beta1 = 0 and a factored second moment; step t = 1, 2, ...
+
+    denominator "diet" divides by the mean of the square roots instead of the root of the mean.
+    """
+    vr = beta2 * vr + (1 - beta2) * row_means(g**2)
+    vc = beta2 * vc + (1 - beta2) * column_means(g**2)
+    correction = 1 - beta2**t  # of V once: it is in vr, in vc and in their mean
+    if denominator == "paper":
+        d = torch.sqrt(V_factored(vr, vc) / correction) + eps
+    else:
+        root_r = [torch.sqrt(r / correction) + eps for r in vr]
+        root_c = [torch.sqrt(c / correction) + eps for c in vc]
+        mean = sum(root_c) / len(root_c)
+        d = torch.stack([torch.stack([r * c / mean for c in root_c]) for r in root_r])
+    return w - lr * g / d, vr, vc
+
+
+def FactoredAdagrad(w, g, vr, vc, lr, eps):
+    """App. D: the same for Adagrad, whose averages are summed over time."""
+    vr = vr + row_means(g**2)
+    vc = vc + column_means(g**2)
+    return w - lr * g / (torch.sqrt(V_factored(vr, vc)) + eps), vr, vc
+
+
+# Section 3.1, last paragraph: recurrent mixtures
+
+
+def MoELSTM_step(x, h, c, W_g, W_noise, noise, k, experts, b, nu=1e-2):
+    """Sec. 3.1: h', c' of an LSTM whose weight matrix is a MoE of matrices [d_in + d_rec, 4u].
+
+    One step of a batch, its inputs [x, h]; b [4u] is the bias and i, f, j, o the order of the
+    gates. Then G, Importance and Load of the MoE.
+    """
+    z, G_X, importance, load = MoE(torch.cat([x, h], 1), W_g, W_noise, noise, k, experts, nu)
+    sigmoid = ACTIVATIONS["sigmoid"]
+    i, f, j, o = (z + b).split(c.shape[1], 1)
+    c = sigmoid(f) * c + sigmoid(i) * torch.tanh(j)
+    return sigmoid(o) * torch.tanh(c), c, G_X, importance, load
+
+
+@functools.cache
+def C(t, m):
+    """Gruslys et al. 2016: fewest forward steps to backpropagate through t with m stored states.
+
+    Run y steps, store the state, solve the t - y steps on the right with m - 1 states, then the y
+    steps on the left with m. The first state is one of the m.
+    """
+    if m == 1:
+        return t * (t + 1) // 2
+    if m >= t:
+        return 2 * t - 1
+    return min(y + C(t - y, m - 1) + C(y, m) for y in range(1, t))

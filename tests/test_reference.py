@@ -163,3 +163,64 @@ def test_moe_by_hand():
     z = [[(ln3 + 1) / s, 1 / s, -1 / s], [-ln3 / s, ln3 / s, (1 + ln3) / s]]
     phi = [[0.5 * math.erfc(-z_i / math.sqrt(2)) for z_i in row] for row in z]
     assert noisy[3].tolist() == pytest.approx([a + b for a, b in zip(*phi, strict=True)], rel=1e-12)
+
+
+def matrix(generator, *shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def hierarchy(generator, T, d, a, b, k1):
+    """Inputs, weights and noise of a hierarchical mixture, and experts that scale their input."""
+    return {
+        "X": matrix(generator, T, d),
+        "W_g_primary": matrix(generator, d, a),
+        "W_noise_primary": matrix(generator, d, a),
+        "W_g_secondary": list(matrix(generator, a, d, b)),
+        "W_noise_secondary": list(matrix(generator, a, d, b)),
+        "noise_primary": matrix(generator, T, a),
+        "noise_secondary": matrix(generator, T, k1, b),
+    }
+
+
+def scaling_experts(a, b):
+    return [[lambda x, s=1 + i * b + j: s * x for j in range(b)] for i in range(a)]
+
+
+@pytest.mark.parametrize("level", ["primary", "secondary"])
+def test_hierarchy_of_one_group_or_of_groups_of_one(level):
+    """a = 1 or b = 1: the flat mixture."""
+    generator = torch.Generator().manual_seed(2)
+    T, d, n, k = 7, 3, 5, 2
+    a, b, k1, k2 = (n, 1, k, 1) if level == "primary" else (1, n, 1, k)
+    p = hierarchy(generator, T, d, a, b, k1)
+    Y, G_X, importance, load = ref.HierarchicalMoE(**p, k1=k1, k2=k2, experts=scaling_experts(a, b))
+    if level == "primary":
+        flat = p["W_g_primary"], p["W_noise_primary"], p["noise_primary"]
+    else:
+        flat = p["W_g_secondary"][0], p["W_noise_secondary"][0], p["noise_secondary"][:, 0]
+    experts = [lambda x, s=1 + i: s * x for i in range(n)]
+    expected = ref.MoE(p["X"], *flat, k, experts)
+    for actual, flat in zip((Y, G_X, importance.flatten(), load.flatten()), expected, strict=True):
+        torch.testing.assert_close(actual, flat, rtol=1e-14, atol=1e-14)
+
+
+def test_load_h_has_a_gradient_to_the_primary_gate():
+    """The naive form Load_i(X^(i))_j has none: the paper's reason for the definition."""
+    p = hierarchy(torch.Generator().manual_seed(3), T=9, d=4, a=3, b=4, k1=2)
+    primary = [p["W_g_primary"].requires_grad_(), p["W_noise_primary"].requires_grad_()]
+    secondary = [w.requires_grad_() for w in p["W_g_secondary"] + p["W_noise_secondary"]]
+    _, _, load_primary, load_secondary, sizes = ref.hierarchical_gates(**p, k1=2, k2=2)
+
+    naive = ref.CV_squared(torch.cat(load_secondary))
+    grads = torch.autograd.grad(naive, primary, allow_unused=True, retain_graph=True)
+    assert grads == (None, None)
+    assert all(g.abs().max() > 0 for g in torch.autograd.grad(naive, secondary, retain_graph=True))
+
+    load = ref.Load_H(load_primary, load_secondary, sizes)
+    grads = torch.autograd.grad(ref.CV_squared(load.flatten()), primary + secondary)
+    assert all(g.abs().max() > 0 for g in grads)
+
+
+def test_forward_steps_of_backpropagation_through_time():
+    steps = [ref.C(100, m) / 100 for m in (1, 2, 3, 5, 10, 20, 100)]
+    assert steps == [50.5, 9.45, 5.90, 4.16, 3.22, 2.78, 1.99]
