@@ -186,6 +186,105 @@ def scaling_experts(a, b):
     return [[lambda x, s=1 + i * b + j: s * x for j in range(b)] for i in range(a)]
 
 
+def test_hierarchy_by_hand():
+    X = torch.tensor([[1.0], [-1.0]]).double()
+    primary = vec(math.log(3), 0)[None]
+    secondary = [vec(0, math.log(4))[None], vec(0, 0)[None]]
+    gates = X, primary, None, secondary, None, None, None
+    Y, G_X, importance, load = ref.HierarchicalMoE(*gates, 2, 2, scaling_experts(2, 2))
+    # primary gates 3/4, 1/4 and 1/4, 3/4; in group 0 1/5, 4/5 and 4/5, 1/5; in group 1 1/2
+    torch.testing.assert_close(G_X[0], vec(0.15, 0.6, 0.125, 0.125))
+    torch.testing.assert_close(G_X[1], vec(0.2, 0.05, 0.375, 0.375))
+    torch.testing.assert_close(Y[:, 0], vec(0.15 + 1.2 + 0.875, -0.2 - 0.1 - 2.625))
+    torch.testing.assert_close(importance, torch.stack([vec(0.35, 0.65), vec(0.5, 0.5)]))
+    assert load is None
+    # k = 1 + 1: one gate of 1; row 0 takes expert (0, 1), row 1 the first of the tie in group 1
+    Y, G_X, importance, load = ref.HierarchicalMoE(*gates, 1, 1, scaling_experts(2, 2))
+    assert G_X.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert Y.tolist() == [[2], [-3]]
+
+
+def test_hierarchy_evaluates_only_the_experts_of_its_gates():
+    p = hierarchy(torch.Generator().manual_seed(4), T=6, d=3, a=4, b=3, k1=2)
+    calls = [[0] * 3 for _ in range(4)]
+
+    def expert(i, j):
+        def E_ij(x):
+            calls[i][j] += 1
+            return x
+
+        return E_ij
+
+    experts = [[expert(i, j) for j in range(3)] for i in range(4)]
+    Y, G_X, importance, _ = ref.HierarchicalMoE(**p, k1=2, k2=2, experts=experts)
+    torch.testing.assert_close(Y, p["X"])  # each is the identity, and the gates of a row sum to 1
+    assert (G_X > 0).sum(1).tolist() == [4] * 6
+    assert torch.tensor(calls).equal((G_X > 0).sum(0).view(4, 3))
+    torch.testing.assert_close(importance, G_X.sum(0).view(4, 3))
+
+
+def test_secondary_noise_belongs_to_the_slot():
+    """The order of a row's slots is that of its primary H, the highest first."""
+    X = torch.tensor([[1.0], [-1.0]]).double()
+    zeros = torch.zeros(1, 2).double()
+    noise = torch.zeros(2, 2, 2).double()
+    noise[:, 0, 1] = 1
+    gates = X, vec(1, 0)[None], zeros, [zeros] * 2, [zeros] * 2, torch.zeros(2, 2).double(), noise
+    _, G_X, _, _ = ref.HierarchicalMoE(*gates, 2, 1, scaling_experts(2, 2))
+    # the noise lifts expert 1 of the first slot's group: group 0 for row 0, group 1 for row 1
+    assert (G_X > 0).tolist() == [[False, True, True, False], [True, False, False, True]]
+
+
+def test_load_h_by_hand():
+    secondary = [vec(1, 2), vec(3, 5), vec(0, 0)]
+    load = ref.Load_H(vec(6, 2, 1), secondary, [3, 4, 0])
+    assert load.tolist() == [[2, 4], [1.5, 2.5], [0, 0]]
+
+
+def test_load_h_of_one_row():
+    """The group without rows has load 0 in all its experts, and no NaN in any gradient."""
+    zeros = torch.zeros(1, 2).double()
+    primary = vec(1, 0)[None].requires_grad_()
+    secondary = [vec(0, 2)[None].requires_grad_(), vec(1, 1)[None].requires_grad_()]
+    noise = torch.zeros(1, 2).double(), torch.zeros(1, 1, 2).double()
+    gates = vec(1)[None], primary, zeros, secondary, [zeros] * 2, *noise
+    load = ref.HierarchicalMoE(*gates, 1, 1, scaling_experts(2, 2))[3]
+    s = math.log(2) + 0.01
+    phi = [0.5 * math.erfc(-z / s / math.sqrt(2)) for z in (1, -2, 2)]
+    expected = vec(phi[0] * phi[1], phi[0] * phi[2], 0, 0)
+    torch.testing.assert_close(load.flatten(), expected, rtol=1e-14, atol=0)
+    grads = torch.autograd.grad(ref.CV_squared(load.flatten()), [primary, secondary[0]])
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in grads)
+
+
+def test_load_h_with_all_experts_of_a_group():
+    """k2 = b: Load_i(X^(i))_j = |X^(i)|, so that every expert has the load of its group."""
+    p = hierarchy(torch.Generator().manual_seed(5), T=8, d=3, a=4, b=2, k1=1)
+    _, _, load_primary, load_secondary, sizes = ref.hierarchical_gates(**p, k1=1, k2=2)
+    assert sum(sizes) == 8
+    assert [row.tolist() for row in load_secondary] == [[size] * 2 for size in sizes]
+    load = ref.Load_H(load_primary, load_secondary, sizes)
+    taken = (torch.tensor(sizes) > 0).double()
+    torch.testing.assert_close(load, (load_primary * taken)[:, None].expand(4, 2))
+
+
+def test_hierarchy_gradients_are_those_of_finite_differences():
+    p = hierarchy(torch.Generator().manual_seed(6), T=4, d=2, a=3, b=3, k1=2)
+    names = [name for name in p if not name.startswith("noise")]
+    p = {name: torch.stack(list(p[name])).requires_grad_(name in names) for name in p}
+
+    def outputs(*values):
+        Y, _, importance, load = ref.HierarchicalMoE(
+            **{**p, **dict(zip(names, values, strict=True))},
+            k1=2,
+            k2=2,
+            experts=scaling_experts(3, 3),
+        )
+        return Y, importance, load
+
+    assert torch.autograd.gradcheck(outputs, [p[name] for name in names], fast_mode=True)
+
+
 @pytest.mark.parametrize("level", ["primary", "secondary"])
 def test_hierarchy_of_one_group_or_of_groups_of_one(level):
     """a = 1 or b = 1: the flat mixture."""
@@ -221,6 +320,381 @@ def test_load_h_has_a_gradient_to_the_primary_gate():
     assert all(g.abs().max() > 0 for g in grads)
 
 
+def test_masks_by_hand():
+    X = torch.stack([vec(0.5, 0.2), vec(0.3, 0.4), vec(0.5, 0.1)])
+    assert ref.M_topk(X, 1).tolist() == [[1, 0], [0, 1], [1, 0]]
+    assert ref.M_batchwise(X, 0).tolist() == [[0, 0]] * 3
+    assert ref.M_batchwise(X, 2).tolist() == [[1, 1], [0, 1], [1, 0]]
+    assert ref.M_batchwise(X, 3).tolist() == [[1, 1]] * 3
+    assert ref.M_threshold(X, vec(0.3, 0.1)).tolist() == [[1, 1], [0, 1], [1, 0]]
+
+
+def test_ties_go_by_priority():
+    X = torch.stack([vec(0.5, 0.5)] * 3)
+    assert ref.M_batchwise(X, 1).tolist() == [[1, 1], [0, 0], [0, 0]]
+    priority = torch.tensor([[2, 1], [0, 1], [1, 0]])
+    assert ref.M_batchwise(X, 1, priority).tolist() == [[0, 0], [1, 0], [0, 1]]
+    assert ref.M_batchwise(X, 2, priority).tolist() == [[0, 1], [1, 0], [1, 1]]
+    X[0, 0] += 1e-9  # not a tie: the priority has no say
+    assert ref.M_batchwise(X, 1, priority)[:, 0].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "k, size, n, m",
+    [
+        (2, 8, 4, 4),
+        (1, 5, 2, 3),
+        (1, 7, 3, 2),
+        (1, 8, 3, 3),
+        (1, 1, 9, 1),
+        (4, 3, 2, 3),
+        (2, 0, 4, 0),
+    ],
+)
+def test_rows_per_expert(k, size, n, m):
+    assert ref.rows_per_expert(k, size, n) == m
+
+
+def test_strict_gates_by_hand():
+    gates = ref.G_strict(vec(0.5, 0.3, 0.2), vec(1, 0, 1))
+    torch.testing.assert_close(gates, vec(5 / 7, 0, 2 / 7), rtol=1e-15, atol=0)
+    assert ref.G_strict(vec(0.5, 0.3, 0.2), vec(0, 0, 0)).tolist() == [0, 0, 0]
+
+
+def test_strict_gates_of_the_top_k_mask_are_those_of_top_k_gating():
+    generator = torch.Generator().manual_seed(7)
+    X, W_g = matrix(generator, 6, 3), matrix(generator, 3, 5)
+    G_sigma_X = torch.stack([ref.G_sigma(x, W_g) for x in X])
+    for g_sigma, M, c in zip(G_sigma_X, ref.M_topk(G_sigma_X, 2), X @ W_g, strict=True):
+        expected = ref.G(c, 2)
+        torch.testing.assert_close(ref.G_strict(g_sigma, M), expected, rtol=1e-14, atol=0)
+
+
+def test_strict_gates_have_the_gradient_of_a_softmax_over_the_mask():
+    """dL/dc_i = G_i (v_i - sum_a G_a v_a): the experts outside the mask get none."""
+    c, v = matrix(torch.Generator().manual_seed(8), 2, 5)
+    M = vec(1, 0, 1, 1, 0)
+    c.requires_grad_()
+    gates = ref.G_strict(ref.Softmax(c), M)
+    (grad,) = torch.autograd.grad(gates @ v, c)
+    torch.testing.assert_close(grad, gates * (v - gates @ v), rtol=1e-12, atol=1e-15)
+
+
+def test_l_batchwise_by_hand():
+    X = vec(0.9, 0.6, 0.5, 0.1)[:, None]
+    # m = 2; T = 0.4 lets 0.5 pass too: 0.1; T = 0.8 shuts 0.6 out: -(0.6 - 0.8)
+    for threshold, expected in [(0.4, 0.1), (0.5, 0), (0.55, 0), (0.6, 0), (0.8, 0.2)]:
+        assert float(ref.L_batchwise(X, vec(threshold), 2)) == pytest.approx(expected, abs=1e-15)
+    two = torch.cat([X, 1 - X], 1)  # the sum over the experts; the second has m = 2 in 0.9 and 0.5
+    assert float(ref.L_batchwise(two, vec(0.4, 0.45), 2)) == pytest.approx(0.1)
+    assert float(ref.L_batchwise(two, vec(0.4, 0.3), 2)) == pytest.approx(0.1 + 0.1)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_l_batchwise_is_convex_in_the_threshold(m):
+    """Its slope is m - #{j : X_j > T}, and it is 0 exactly from X_(m+1) to X_(m)."""
+    X = torch.rand(8, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    order = X[:, 0].sort(descending=True).values
+    lower = order[m] if m < 8 else -math.inf
+    for step in range(-10, 130):
+        T = vec(step / 120).requires_grad_()
+        L = ref.L_batchwise(X, T, m)
+        (slope,) = torch.autograd.grad(L, T)
+        assert float(slope) == m - int((X > T).sum())
+        if lower <= T <= order[m - 1]:
+            assert float(L) == 0
+        else:
+            assert float(L) > 0
+
+
+def test_l_batchwise_gradient_to_the_scores():
+    X = vec(0.9, 0.6, 0.5, 0.1)[:, None].requires_grad_()
+    (grad,) = torch.autograd.grad(ref.L_batchwise(X, vec(0.05), 2), X)
+    assert grad.tolist() == [[0], [0], [1], [1]]
+
+
+def test_balanced_moe_by_hand():
+    # softmax gates of [x, 0]: 3/4, 1/4 for x = ln 3; m = 1·4 / 2
+    X = vec(math.log(3), math.log(4), math.log(2), -math.log(2))[:, None]
+    experts = [lambda x: x, lambda x: 10 * x]
+    W_g = vec(1, 0)[None]
+    Y, G_X, importance, L = ref.BalancedMoE(X, W_g, 1, experts, 1, T=vec(0.7, 0.3))
+    assert G_X.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
+    torch.testing.assert_close(Y, torch.cat([X[:2], 10 * X[2:]]))
+    assert importance.tolist() == [2, 2] and float(L) == 0
+    # evaluation: gates 3/4, 1/4; 4/5, 1/5; 2/3, 1/3; 1/3, 2/3 against the thresholds
+    _, G_X, _, _ = ref.BalancedMoE(X, W_g, 1, experts, 1, T=vec(0.7, 0.24), training=False)
+    expected = torch.stack([vec(0.75, 0.25), vec(1, 0), vec(0, 1), vec(0, 1)])
+    torch.testing.assert_close(G_X, expected)
+    Y, G_X, importance, L = ref.BalancedMoE(X, W_g, 1, experts, 1, T=vec(0.7, 0.4), training=False)
+    assert G_X.tolist() == [[1, 0], [1, 0], [0, 0], [0, 1]]
+    torch.testing.assert_close(Y[:, 0], X[:, 0] * vec(1, 1, 0, 10))
+    assert importance.tolist() == [2, 1] and L is None
+
+
+def test_balanced_moe_gives_every_expert_m_rows():
+    generator = torch.Generator().manual_seed(10)
+    X, W_g = matrix(generator, 11, 3), matrix(generator, 3, 4)
+    experts = [lambda x: x] * 4
+    Y, G_X, importance, L = ref.BalancedMoE(X, W_g, 1, experts, 3)
+    assert (G_X > 0).sum(0).tolist() == [3] * 4  # 11 / 4 = 2.75
+    chosen = (G_X > 0).any(1).double()
+    assert 0 < chosen.sum() < 11  # some rows are chosen by nobody: their output is 0
+    torch.testing.assert_close(G_X.sum(1), chosen)
+    torch.testing.assert_close(Y, X * chosen[:, None])
+    assert float(importance.sum()) == pytest.approx(float(chosen.sum())) and L is None
+
+
+def test_thresholds_between_the_ranks_give_the_gates_of_training():
+    generator = torch.Generator().manual_seed(11)
+    X, W_g, m = matrix(generator, 9, 3), matrix(generator, 3, 4), 5
+    ranked = torch.softmax(X @ W_g, 1).sort(0, descending=True).values
+    T = (ranked[m - 1] + ranked[m]) / 2
+    G_X, M, L = ref.balanced_gates(X, W_g, 2, T)
+    assert float(L) == 0
+    evaluated, mask, _ = ref.balanced_gates(X, W_g, 2, T, training=False)
+    assert mask.equal(M) and evaluated.equal(G_X)
+    alone, _, _ = ref.balanced_gates(X[3:4], W_g, 2, T, training=False)
+    torch.testing.assert_close(alone[0], G_X[3], rtol=1e-14, atol=0)  # whatever the rest is
+
+
+def test_thresholds_alone_are_trained_by_l_batchwise():
+    generator = torch.Generator().manual_seed(12)
+    X, W_g = matrix(generator, 6, 3), matrix(generator, 3, 4).requires_grad_()
+    T = vec(0.1, 0.2, 0.3, 0.4).requires_grad_()
+    G_X, _, L = ref.balanced_gates(X, W_g, 2, T)
+    grads = torch.autograd.grad(L, [T, W_g], allow_unused=True)
+    count = (torch.softmax(X @ W_g, 1) > T).sum(0)
+    assert grads[0].equal(3.0 - count) and grads[1] is None
+    assert torch.autograd.grad(G_X.square().sum(), T, allow_unused=True) == (None,)
+
+
+def test_balanced_moe_of_no_rows():
+    X, W_g, T = torch.zeros(0, 3).double(), torch.zeros(3, 4).double(), torch.zeros(4).double()
+    for training in (True, False):
+        Y, G_X, importance, _ = ref.BalancedMoE(X, W_g, 2, [None] * 4, 5, T, training=training)
+        assert Y.shape == (0, 5) and G_X.shape == (0, 4) and importance.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("level", ["primary", "secondary"])
+def test_balanced_hierarchy_of_one_group_or_of_groups_of_one(level, training):
+    generator = torch.Generator().manual_seed(13)
+    X, W_g, T = matrix(generator, 9, 3), matrix(generator, 3, 4), vec(0.2, 0.3, 0.1, 0.25)
+    one, below = torch.zeros(3, 1).double(), vec(0.5)
+    experts = [lambda x, s=1 + i: s * x for i in range(4)]
+    expected = ref.BalancedMoE(X, W_g, 2, experts, 3, T, training=training)
+    if level == "primary":
+        gates, k = (X, W_g, [one] * 4), (2, 1)
+        grouped, thresholds = [[E] for E in experts], (T, [below] * 4)
+    else:
+        gates, k = (X, one, [W_g]), (1, 2)
+        grouped, thresholds = [experts], (below, [T])
+    Y, G_X, importance, L = ref.HierarchicalBalancedMoE(
+        *gates, *k, grouped, 3, *thresholds, training=training
+    )
+    assert G_X.equal(expected[1])
+    torch.testing.assert_close(Y, expected[0])
+    torch.testing.assert_close(importance.flatten(), expected[2])
+    # the gate of one expert chooses all its rows by either mask: its loss is 0
+    assert expected[3] == L
+
+
+def test_balanced_hierarchy_gives_every_expert_m2_rows():
+    generator = torch.Generator().manual_seed(14)
+    X, primary = matrix(generator, 12, 3), matrix(generator, 3, 4)
+    secondary = list(matrix(generator, 4, 3, 2))
+    k1, k2, m1, m2 = 2, 1, 6, 3
+    T = vec(0.2, 0.3, 0.1, 0.25), [vec(0.5, 0.4)] * 4
+    Y, G_X, importance, L = ref.HierarchicalBalancedMoE(
+        X, primary, secondary, k1, k2, scaling_experts(4, 2), 3, *T
+    )
+    assert (G_X > 0).sum(0).tolist() == [m2] * 8
+    torch.testing.assert_close(importance, G_X.sum(0).view(4, 2))
+    torch.testing.assert_close(Y, X * (G_X @ torch.arange(1.0, 9).double())[:, None])
+
+    scores = torch.softmax(X @ primary, 1)
+    M = ref.M_batchwise(scores, m1)
+    expected = ref.L_batchwise(scores, T[0], m1)
+    for i in range(4):
+        rows = M[:, i] == 1
+        assert int(rows.sum()) == m1
+        inside = torch.softmax(X[rows] @ secondary[i], 1)
+        expected = expected + ref.L_batchwise(inside, T[1][i], m2)
+        # both levels select: the group its rows, and of those each expert its top m2
+        both = ref.M_batchwise(inside, m2)
+        assert (G_X[rows][:, 2 * i : 2 * i + 2] > 0).equal(both == 1)
+        assert not G_X[~rows][:, 2 * i : 2 * i + 2].any()
+    assert float(L) == pytest.approx(float(expected))
+
+
+def test_balanced_hierarchy_breaks_ties_by_priority():
+    """At the symmetric start all is a tie; the secondary priority has the rows of the group."""
+    X = torch.ones(4, 1).double()
+    primary = torch.tensor([[3, 0], [1, 1], [0, 2], [2, 3]])
+    secondary = [torch.tensor([[0, 1], [1, 0]])] * 2
+    _, G_X, _, _ = ref.HierarchicalBalancedMoE(
+        X,
+        torch.zeros(1, 2).double(),
+        [torch.zeros(1, 2).double()] * 2,
+        1,
+        1,
+        scaling_experts(2, 2),
+        1,
+        priority_primary=primary,
+        priority_secondary=secondary,
+    )
+    # group 0 takes rows 1, 2, group 1 rows 0, 1, and of its two rows each expert one
+    assert G_X.tolist() == [[0, 0, 1, 0], [0.5, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_factored_adam_by_hand():
+    w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
+    state = torch.zeros(2).double(), torch.zeros(2).double()
+    # averages of g²: rows 2.5, 4.5, columns 5, 2, mean 3.5; the first correction undoes 1 - beta2
+    w, vr, vc = ref.FactoredAdam(w, g, *state, 1, lr=0.1, beta2=0.98, eps=0)
+    torch.testing.assert_close(vr, 0.02 * vec(2.5, 4.5))
+    torch.testing.assert_close(vc, 0.02 * vec(5, 2))
+    V = torch.stack([vec(12.5, 5), vec(22.5, 9)]) / 3.5
+    torch.testing.assert_close(w, -0.1 * g / V.sqrt())
+    again, vr, vc = ref.FactoredAdam(w, 2 * g, vr, vc, 2, lr=0.1, beta2=0.98, eps=1e-3)
+    # second averages (0.98·1 + 4) / (0.98 + 1) times the first
+    torch.testing.assert_close(vr, 0.02 * 4.98 * vec(2.5, 4.5))
+    expected = w - 0.2 * g / ((V * 4.98 / 1.98).sqrt() + 1e-3)
+    torch.testing.assert_close(again, expected)
+
+
+def rank_one_gradients(steps):
+    """Matrices whose squares are multiples of one outer product, their signs random."""
+    generator = torch.Generator().manual_seed(15)
+    u, v = matrix(generator, 3), matrix(generator, 5)
+    for _ in range(steps):
+        yield matrix(generator, 1) * u[:, None] * v * matrix(generator, 3, 5).sign()
+
+
+def test_factoring_is_exact_for_squares_of_rank_one():
+    w = {rule: torch.ones(3, 5).double() for rule in ("adam", "factored", "adagrad", "sums")}
+    vr, vc, sr, sc = (torch.zeros(n).double() for n in (3, 5, 3, 5))
+    v, s = torch.zeros(2, 3, 5).double()
+    for t, g in enumerate(rank_one_gradients(4), 1):
+        w["adam"], v = ref.Adam(w["adam"], g, v, t, 0.1, 0.9, 1e-4)
+        w["factored"], vr, vc = ref.FactoredAdam(w["factored"], g, vr, vc, t, 0.1, 0.9, 1e-4)
+        w["adagrad"], s = ref.Adagrad(w["adagrad"], g, s, 0.1, 1e-4)
+        w["sums"], sr, sc = ref.FactoredAdagrad(w["sums"], g, sr, sc, 0.1, 1e-4)
+        torch.testing.assert_close(ref.V_factored(vr, vc), v)
+        torch.testing.assert_close(ref.V_factored(sr, sc), s)
+    torch.testing.assert_close(w["factored"], w["adam"])
+    torch.testing.assert_close(w["sums"], w["adagrad"])
+    assert not w["sums"].allclose(w["factored"])
+
+
+def test_factors_keep_the_averages():
+    """For any gradients the rows and columns of V average to those of the squares."""
+    generator = torch.Generator().manual_seed(16)
+    w, v = torch.zeros(2, 3, 5).double()
+    vr, vc = torch.zeros(3).double(), torch.zeros(5).double()
+    for t in range(1, 4):
+        g = matrix(generator, 3, 5)
+        _, v = ref.Adam(w, g, v, t, 0.1, 0.9, 1e-8)
+        w, vr, vc = ref.FactoredAdam(w, g, vr, vc, t, 0.1, 0.9, 1e-8)
+    V = ref.V_factored(vr, vc)
+    torch.testing.assert_close(V.mean(1), v.mean(1))
+    torch.testing.assert_close(V.mean(0), v.mean(0))
+    assert not V.allclose(v)
+
+
+def test_diet_denominator():
+    """Larger than the paper's by sqrt(mean vc) / mean sqrt(vc), one constant per matrix."""
+    w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
+    step = {"w": w, "g": g, "vr": w[0], "vc": w[0], "t": 1, "lr": 0.1, "beta2": 0.98}
+    paper, vr, vc = ref.FactoredAdam(**step, eps=0)
+    diet, *state = ref.FactoredAdam(**step, eps=0, denominator="diet")
+    assert state[0].equal(vr) and state[1].equal(vc)
+    constant = math.sqrt(3.5) / ((math.sqrt(5) + math.sqrt(2)) / 2)
+    assert constant > 1
+    torch.testing.assert_close(diet * constant, paper)
+    # eps = 1 goes to each root: (sqrt(2.5) + 1)(sqrt(5) + 1) / (mean sqrt(vc) + 1) for g_00
+    diet, _, _ = ref.FactoredAdam(**step, eps=1, denominator="diet")
+    d = (math.sqrt(2.5) + 1) * (math.sqrt(5) + 1) / ((math.sqrt(5) + math.sqrt(2)) / 2 + 1)
+    assert float(diet[0, 0]) == pytest.approx(-0.1 / d)
+
+
+@pytest.mark.parametrize("denominator", ["paper", "diet"])
+def test_a_matrix_without_gradient_stays(denominator):
+    """No 0 / 0 before the first gradient; later the averages decay."""
+    w, zero = torch.ones(2, 3).double(), torch.zeros(3).double()
+    step = {"g": 0 * w, "lr": 0.1, "beta2": 0.5, "eps": 1e-8, "denominator": denominator}
+    same, vr, vc = ref.FactoredAdam(w, vr=zero[:2], vc=zero, t=1, **step)
+    assert same.equal(w) and not vr.any() and not vc.any()
+    same, vr, vc = ref.FactoredAdam(w, vr=zero[:2] + 1, vc=zero + 1, t=2, **step)
+    assert same.equal(w) and vr.tolist() == [0.5] * 2 and vc.tolist() == [0.5] * 3
+    same, _, _ = ref.FactoredAdagrad(w, 0 * w, zero[:2], zero, 0.1, 1e-8)
+    assert same.equal(w)
+
+
+def test_unfactored_rules_are_those_of_torch():
+    generator = torch.Generator().manual_seed(17)
+    w, v, sums = matrix(generator, 5), torch.zeros(5).double(), torch.zeros(5).double()
+    adam, adagrad = w.clone().requires_grad_(), w.clone().requires_grad_()
+    optimizers = [
+        torch.optim.Adam([adam], lr=0.1, betas=(0.0, 0.98), eps=1e-3),
+        torch.optim.Adagrad([adagrad], lr=0.1, eps=1e-3),
+    ]
+    other = w
+    for t in range(1, 4):
+        g = matrix(generator, 5)
+        adam.grad, adagrad.grad = g.clone(), g.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        w, v = ref.Adam(w, g, v, t, 0.1, 0.98, 1e-3)
+        other, sums = ref.Adagrad(other, g, sums, 0.1, 1e-3)
+    torch.testing.assert_close(w, adam.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(other, adagrad.detach(), rtol=1e-13, atol=0)
+
+
+def test_recurrent_mixture_by_hand():
+    """Units of 1: every gate's pre-activation is the bias, the mixture's own 0 or not."""
+    X, h, c = vec(2)[None], vec(3)[None], vec(0.5)[None]
+    b = vec(
+        math.log(3), -math.log(3), math.atanh(0.5), 0
+    )  # i = 3/4, f = 1/4, tanh(j) = 1/2, o = 1/2
+    W_g = torch.zeros(2, 2).double()
+    experts = [lambda x: x[0] * vec(0, 0, 0, 0), lambda x: x[1] * vec(0, 0, 0, math.log(3) / 3)]
+    gates = X, h, c, W_g, None, None
+    h1, c1, G_X, importance, load = ref.MoELSTM_step(*gates, 1, experts, b)
+    assert float(c1) == pytest.approx(0.125 + 0.375)
+    assert float(h1) == pytest.approx(0.5 * math.tanh(0.5))
+    assert G_X.tolist() == [[1, 0]] and importance.tolist() == [1, 0] and load is None
+    h1, c1, _, _, _ = ref.MoELSTM_step(*gates, 1, experts[::-1], b)  # o = sigmoid(ln 3)
+    assert float(h1) == pytest.approx(0.75 * math.tanh(0.5))
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 2)])
+def test_recurrent_mixture_is_an_lstm_with_the_mixed_matrix(n, k):
+    generator = torch.Generator().manual_seed(18)
+    d_in, u = 3, 2
+    x, h, c = matrix(generator, 1, d_in), matrix(generator, 1, u), matrix(generator, 1, u)
+    W = matrix(generator, n, d_in + u, 4 * u)
+    b, W_g, W_noise = matrix(generator, 4 * u), *matrix(generator, 2, d_in + u, n)
+    experts = [lambda x, i=i: ref.E_i(x, [W[i]]) for i in range(n)]
+    noise = matrix(generator, 1, n)
+    h1, c1, G_X, importance, load = ref.MoELSTM_step(x, h, c, W_g, W_noise, noise, k, experts, b)
+    mixed = (G_X[0][:, None, None] * W).sum(0)
+    expected = torch.lstm_cell(x, (h, c), mixed[:d_in].T, mixed[d_in:].T, b, torch.zeros_like(b))
+    torch.testing.assert_close((h1, c1), expected)
+    assert importance.equal(G_X[0]) and (G_X > 0).sum() == k
+    assert load.equal(ref.MoE(torch.cat([x, h], 1), W_g, W_noise, noise, k, experts)[3])
+
+
 def test_forward_steps_of_backpropagation_through_time():
     steps = [ref.C(100, m) / 100 for m in (1, 2, 3, 5, 10, 20, 100)]
     assert steps == [50.5, 9.45, 5.90, 4.16, 3.22, 2.78, 1.99]
+
+
+def test_forward_steps_are_those_of_optimal_checkpointing():
+    """Griewank and Walther 2000: (r + 1) t - binomial(m + r, r - 1), binomial(m + r, r) >= t."""
+    for t in range(1, 40):
+        for m in range(1, 45):
+            r = next(r for r in range(t) if math.comb(m + r, r) >= t)
+            expected = (r + 1) * t - (math.comb(m + r, r - 1) if r else 0)
+            assert ref.C(t, m) == expected
