@@ -34,14 +34,14 @@ auto noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noi
 
 template <c10::DeviceType device>
 Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
-            const Tensor& expert_index) {
+            const Tensor& expert_index, const OptionalTensor& group_offsets) {
   const BelowAutocast<device> guard;
   static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-          "moe_ext::load");
+      find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const OptionalTensor&)>("moe_ext::load");
   return op.call(cached_cast(at::kFloat, clean_logits, device),
                  cached_cast(at::kFloat, noise_stddev, device),
-                 cached_cast(at::kFloat, threshold, device), expert_index);
+                 cached_cast(at::kFloat, threshold, device), expert_index, group_offsets);
 }
 
 template <c10::DeviceType device>

@@ -71,6 +71,16 @@ inline void check_index_range(const char* op, const char* name, const Tensor& in
                     *wrong);
 }
 
+// A contiguous CPU tensor [n + 1] of the bounds of n groups of rows.
+inline void check_offsets(const char* op, const char* name, const Tensor& offsets,
+                          int64_t num_rows) {
+  const at::IntArrayRef bounds(offsets.const_data_ptr<int64_t>(), offsets.numel());
+  TORCH_CHECK_VALUE(bounds.front() == 0 && bounds.back() == num_rows &&
+                        std::is_sorted(bounds.begin(), bounds.end()),
+                    op, ": ", name, " must ascend from 0 to the number of rows ", num_rows,
+                    ", got ", bounds);
+}
+
 // A contiguous CPU tensor of indices must hold each of 0 ... size - 1 once: what is written through
 // it is then written whole.
 inline void check_permutation(const char* op, const char* name, const Tensor& index) {
@@ -113,7 +123,8 @@ inline void check_noisy_topk_gating(const Tensor& clean_logits,
 }
 
 inline void check_load(const Tensor& clean_logits, const Tensor& noise_stddev,
-                       const Tensor& threshold, const Tensor& expert_index) {
+                       const Tensor& threshold, const Tensor& expert_index,
+                       const OptionalTensor& group_offsets) {
   constexpr auto op = "load";
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
@@ -124,6 +135,21 @@ inline void check_load(const Tensor& clean_logits, const Tensor& noise_stddev,
   check_dim(op, "expert_index", expert_index, 2);
   check_argument(op, "expert_index", expert_index, clean_logits, at::kLong,
                  {num_tokens, expert_index.sym_size(1)});
+  if (group_offsets) {
+    check_device(op, "group_offsets", *group_offsets, clean_logits);
+    check_type(op, "group_offsets", *group_offsets, at::kLong);
+    check_dim(op, "group_offsets", *group_offsets, 1);
+    TORCH_CHECK_VALUE(group_offsets->sym_size(0) >= 2, op,
+                      ": group_offsets must have at least 2 elements, got shape ",
+                      group_offsets->sym_sizes());
+  }
+}
+
+// [E], or [G, E] for the rows' G groups.
+inline c10::SymDimVector load_shape(const Tensor& clean_logits,
+                                    const OptionalTensor& group_offsets) {
+  if (!group_offsets) return {clean_logits.sym_size(1)};
+  return {group_offsets->sym_size(0) - 1, clean_logits.sym_size(1)};
 }
 
 inline void check_num_experts(const char* op, const c10::SymInt& num_experts) {

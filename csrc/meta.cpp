@@ -32,14 +32,15 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_meta(
 }
 
 Tensor load_meta(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
-                 const Tensor& expert_index) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index);
-  return noise_stddev.new_empty_symint({clean_logits.sym_size(1)});
+                 const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  return noise_stddev.new_empty_symint(load_shape(clean_logits, group_offsets));
 }
 
 std::tuple<Tensor, Tensor, Tensor> load_backward_meta(const Tensor&, const Tensor& clean_logits,
                                                       const Tensor& noise_stddev,
-                                                      const Tensor& threshold, const Tensor&) {
+                                                      const Tensor& threshold, const Tensor&,
+                                                      const OptionalTensor&) {
   return {like(clean_logits), like(noise_stddev), like(threshold)};
 }
 

@@ -26,13 +26,14 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i)
+  // App. B: with group_offsets [G + 1], the Load_i(X^(i)) of each group i of the rows.
   m.def(
-      "load(Tensor clean_logits, Tensor noise_stddev, Tensor threshold, Tensor expert_index) "
-      "-> Tensor",
+      "load(Tensor clean_logits, Tensor noise_stddev, Tensor threshold, Tensor expert_index, "
+      "Tensor? group_offsets) -> Tensor",
       tags);
   m.def(
       "_load_backward(Tensor grad_load, Tensor clean_logits, Tensor noise_stddev, "
-      "Tensor threshold, Tensor expert_index) -> (Tensor, Tensor, Tensor)",
+      "Tensor threshold, Tensor expert_index, Tensor? group_offsets) -> (Tensor, Tensor, Tensor)",
       tags);
 
   // Eq. 6: Importance(X) = sum_x G(x)

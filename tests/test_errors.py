@@ -30,7 +30,11 @@ def arguments():
     return {
         "noisy_topk_gating": dict(clean_logits=clean, raw_noise_stddev=raw, noise=noise, k=K),
         "load": dict(
-            clean_logits=clean, noise_stddev=stddev, threshold=threshold, expert_index=index
+            clean_logits=clean,
+            noise_stddev=stddev,
+            threshold=threshold,
+            expert_index=index,
+            group_offsets=torch.tensor([0, 3, T]),
         ),
         "importance": dict(gates=gates, expert_index=index, num_experts=E),
         "dispatch_plan": dict(expert_index=index, num_experts=E),
@@ -56,6 +60,7 @@ FLOATS = [
 ]
 INDICES = [
     ("load", "expert_index"),
+    ("load", "group_offsets"),
     ("importance", "expert_index"),
     ("dispatch_plan", "expert_index"),
     ("dispatch", "inverse"),
@@ -191,6 +196,12 @@ def test_offsets_run_from_0_to_the_number_of_rows(offsets):
         ops.grouped_linear(**{**arguments()["grouped_linear"], "offsets": torch.tensor(offsets)})
 
 
+@pytest.mark.parametrize("offsets", [[1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []])
+def test_group_offsets_run_from_0_to_the_number_of_tokens(offsets):
+    offsets = torch.tensor(offsets, dtype=torch.int64)
+    refuses("load", ValueError, "group_offsets must", group_offsets=offsets)
+
+
 @pytest.mark.parametrize(
     "op, name",
     [
@@ -311,7 +322,11 @@ def test_backward_operators_check_what_memory_depends_on():
         ),
         (
             ValueError,
-            lambda: op._load_backward(gates[0], x, x.abs(), torch.zeros(4, 2), index),
+            lambda: op._load_backward(gates[0], x, x.abs(), torch.zeros(4, 2), index, None),
+        ),
+        (
+            ValueError,
+            lambda: op._load_backward(x[:1], x, x.abs(), torch.zeros(4, 2), index, offsets[:2]),
         ),
     ):
         with pytest.raises(error, match=r"^\w+: \w+ must "):

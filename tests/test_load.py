@@ -1,6 +1,7 @@
 """ops.load: P(x, i) and Load(X) of App. A, with the gradient that passes through the thresholds."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import reference as ref
@@ -275,6 +276,66 @@ def test_sum_over_batch_parts(device):
     assert_exact(parts, whole)
 
 
+GROUPS = [[0, 7], [0, 3, 7], [0, 0, 2, 2, 7, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def load_by_group(clean, stddev, threshold, index, offsets, detach_threshold=False):
+    """The definition: the load of each group's rows alone."""
+    arguments = clean, stddev, threshold, index
+    return torch.stack(
+        [
+            ops.load(*(x[begin:end] for x in arguments), detach_threshold)
+            for begin, end in pairwise(offsets.tolist())
+        ]
+    )
+
+
+@pytest.mark.parametrize("offsets", GROUPS)
+@pytest.mark.parametrize("detach_threshold", [False, True])
+def test_groups_are_loads_of_their_rows(device, offsets, detach_threshold):
+    """To the last bit, gradients too; a group without rows has load 0."""
+    arguments = op_arguments(7, 6, 2, device)
+    offsets = torch.tensor(offsets, device=device)
+    results = []
+    for function in (
+        lambda *a: ops.load(*a, detach_threshold, group_offsets=offsets),
+        lambda *a: load_by_group(*a, offsets, detach_threshold),
+    ):
+        leaves = [x.clone().requires_grad_() for x in arguments[:3]]
+        out = function(*leaves, arguments[3])
+        cotangent = torch.arange(1, out.numel() + 1, dtype=out.dtype, device=device)
+        results.append([out, *gradients([out], leaves, [cotangent.reshape(out.shape)])])
+    assert results[0][0].shape == (len(offsets) - 1, 6)
+    for actual, expected in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("T, E", [(0, 3), (1, 5), (300, 7), (1000, 64)])
+def test_one_group_is_the_whole_batch(device, T, E):
+    arguments = op_arguments(T, E, 2, device, torch.float32)
+    cotangent = torch.randn(E, device=device)
+    results = []
+    for options in ({}, {"group_offsets": torch.tensor([0, T], device=device)}):
+        leaves = [x.clone().requires_grad_() for x in arguments[:3]]
+        out = ops.load(*leaves, arguments[3], **options).reshape(E)
+        results.append([out, *gradients([out], leaves, [cotangent])])
+    for grouped, whole in zip(*results, strict=True):
+        assert_same_bits(grouped, whole)
+
+
+def test_groups_add_up_to_the_whole(device):
+    arguments = op_arguments(1000, 5, 2, device)
+    bounds = torch.tensor([0, 40, 41, 41, 500, 1000], device=device)
+    assert_exact(ops.load(*arguments, group_offsets=bounds).sum(0), ops.load(*arguments))
+
+
+def test_gradcheck_in_groups(device):
+    clean, stddev, threshold, index = op_arguments(5, 4, 2, device)
+    bounds = torch.tensor([0, 2, 2, 5], device=device)
+    leaves = [x.requires_grad_() for x in (clean, stddev, threshold)]
+    assert torch.autograd.gradcheck(lambda *a: ops.load(*a, index, group_offsets=bounds), leaves)
+
+
 def test_any_layout(device):
     clean, stddev, threshold, index = op_arguments(6, 8, 3, device)
     expected = ops.load(clean, stddev, threshold, index)
@@ -305,12 +366,14 @@ def test_nan_stays_in_its_expert(device):
 
 @pytest.mark.parametrize("T, E, k", [(5, 6, 2), (5, 6, 6), (0, 4, 2)])
 @pytest.mark.parametrize("detach_threshold", [False, True])
-def test_opcheck(device, T, E, k, detach_threshold):
+@pytest.mark.parametrize("grouped", [False, True])
+def test_opcheck(device, T, E, k, detach_threshold, grouped):
     arguments = op_arguments(T, E, k, device, torch.float32)
+    bounds = torch.tensor([0, T // 2, T // 2, T], device=device) if grouped else None
 
     def function():
         leaves = [x.clone().requires_grad_() for x in arguments[:3]]
-        ops.load(*leaves, arguments[3], detach_threshold).sum().backward()
+        ops.load(*leaves, arguments[3], detach_threshold, bounds).sum().backward()
 
     opcheck_all(function, {"load", "_load_backward"})
 
@@ -333,15 +396,17 @@ def test_second_derivative_is_refused(device):
     )
 
 
-def test_deterministic(threads):
+@pytest.mark.parametrize("bounds", [None, [0, 3, 3, 1000, 1001, 3000]])
+def test_deterministic(threads, bounds):
     """The sum over tokens does not depend on how threads share them."""
     clean, stddev, threshold, index = op_arguments(3000, 64, 4, dtype=torch.float32)
     cotangent = torch.randn(64)
+    groups = None if bounds is None else torch.tensor(bounds)
 
     def function():
         leaves = [x.clone().requires_grad_() for x in (clean, stddev, threshold)]
-        out = ops.load(*leaves, index)
-        return out, *torch.autograd.grad(out @ cotangent, leaves)
+        out = ops.load(*leaves, index, group_offsets=groups)
+        return out, *torch.autograd.grad((out @ cotangent).sum(), leaves)
 
     assert_deterministic(function, threads)
 

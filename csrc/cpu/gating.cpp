@@ -4,6 +4,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <bit>

@@ -1,6 +1,7 @@
 // Importance(X) = sum_x G(x) (Eq. 6) on the CPU.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "../checks.h"
@@ -15,18 +16,17 @@ Tensor importance_cpu(const Tensor& gates, const Tensor& expert_index, int64_t n
   const Tensor kept = gates.contiguous();
   const Tensor chosen = expert_index.contiguous();
   check_index_range("importance", "expert_index", chosen, num_experts);
-  Tensor importance;
+  Tensor importance = at::empty({num_experts}, kept.options().dtype(accumulate_type(kept)));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     const auto* gates_data = kept.const_data_ptr<scalar_t>();
     const auto* index_data = chosen.const_data_ptr<int64_t>();
-    importance = sum_over_tokens<acc_t>(
-        gates.size(0), num_experts, k, kept.options().dtype(accumulate_type(kept)),
-        [&](int64_t begin, int64_t end, acc_t* sum) {
-          for (int64_t slot = begin * k; slot < end * k; ++slot) {
-            sum[index_data[slot]] += static_cast<acc_t>(gates_data[slot]);
-          }
-        });
+    sum_over_tokens<acc_t>({0, gates.size(0)}, k, importance,
+                           [&](int64_t begin, int64_t end, acc_t* sum) {
+                             for (int64_t slot = begin * k; slot < end * k; ++slot) {
+                               sum[index_data[slot]] += static_cast<acc_t>(gates_data[slot]);
+                             }
+                           });
   });
   return importance;
 }

@@ -3,8 +3,10 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 #include <vector>
 
@@ -32,9 +34,19 @@ struct ProbRow {
   }
 };
 
+// Where each group of rows begins and ends; without group_offsets, one group of all.
+std::vector<int64_t> group_bounds(const char* op, const OptionalTensor& group_offsets,
+                                  int64_t num_tokens) {
+  if (!group_offsets) return {0, num_tokens};
+  const Tensor bounds = group_offsets->contiguous();
+  check_offsets(op, "group_offsets", bounds, num_tokens);
+  const auto* data = bounds.const_data_ptr<int64_t>();
+  return {data, data + bounds.numel()};
+}
+
 Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
-                const Tensor& expert_index) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index);
+                const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const int64_t k = expert_index.size(1);
@@ -43,23 +55,23 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
   const Tensor limits = threshold.contiguous();
   const Tensor chosen = expert_index.contiguous();
   check_index_range("load", "expert_index", chosen, num_experts);
-  Tensor load;
+  const auto groups = group_bounds("load", group_offsets, num_tokens);
+  Tensor load = at::empty_symint(load_shape(clean_logits, group_offsets), noise_stddev.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     const auto* clean_data = clean.const_data_ptr<scalar_t>();
     const auto* stddev_data = stddev.const_data_ptr<acc_t>();
     const auto* limits_data = limits.const_data_ptr<acc_t>();
     const auto* chosen_data = chosen.const_data_ptr<int64_t>();
-    load = sum_over_tokens<acc_t>(num_tokens, num_experts, 4 * num_experts, stddev.options(),
-                                  [&](int64_t begin, int64_t end, acc_t* sum) {
-                                    std::vector<acc_t> prob(num_experts);
-                                    for (int64_t t = begin; t < end; ++t) {
-                                      vectorized<ProbRow>(clean_data + t * num_experts,
-                                                          stddev_data + t * num_experts,
-                                                          limits_data + 2 * t, chosen_data + t * k,
-                                                          k, num_experts, prob.data(), sum);
-                                    }
-                                  });
+    sum_over_tokens<acc_t>(
+        groups, 4 * num_experts, load, [&](int64_t begin, int64_t end, acc_t* sum) {
+          std::vector<acc_t> prob(num_experts);
+          for (int64_t t = begin; t < end; ++t) {
+            vectorized<ProbRow>(clean_data + t * num_experts, stddev_data + t * num_experts,
+                                limits_data + 2 * t, chosen_data + t * k, k, num_experts,
+                                prob.data(), sum);
+          }
+        });
   });
   return load;
 }
@@ -94,14 +106,12 @@ struct ProbRowBackward {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
-                                                     const Tensor& clean_logits,
-                                                     const Tensor& noise_stddev,
-                                                     const Tensor& threshold,
-                                                     const Tensor& expert_index) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index);
+std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
+    const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
+    const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
   check_argument("_load_backward", "grad_load", grad_load, clean_logits,
-                 accumulate_type(clean_logits), {clean_logits.sym_size(1)});
+                 accumulate_type(clean_logits), load_shape(clean_logits, group_offsets));
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const int64_t k = expert_index.size(1);
@@ -111,6 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
   const Tensor limits = threshold.contiguous();
   const Tensor chosen = expert_index.contiguous();
   check_index_range("_load_backward", "expert_index", chosen, num_experts);
+  const auto groups = group_bounds("_load_backward", group_offsets, num_tokens);
   Tensor grad_clean = at::empty(clean.sizes(), clean.options());
   Tensor grad_stddev = at::empty(stddev.sizes(), stddev.options());
   Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
@@ -127,12 +138,15 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(const Tensor& grad_load,
         auto* grad_threshold_data = grad_threshold.mutable_data_ptr<acc_t>();
         parallel_for(num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
           std::vector<acc_t> q(num_experts);
+          // The last group that begins at or before the first row.
+          auto group = std::upper_bound(groups.begin(), groups.end(), begin) - groups.begin() - 1;
           for (int64_t t = begin; t < end; ++t) {
+            while (t >= groups[group + 1]) ++group;
             vectorized<ProbRowBackward>(
-                grad_data, clean_data + t * num_experts, stddev_data + t * num_experts,
-                limits_data + 2 * t, chosen_data + t * k, k, num_experts, q.data(),
-                grad_clean_data + t * num_experts, grad_stddev_data + t * num_experts,
-                grad_threshold_data + 2 * t);
+                grad_data + group * num_experts, clean_data + t * num_experts,
+                stddev_data + t * num_experts, limits_data + 2 * t, chosen_data + t * k, k,
+                num_experts, q.data(), grad_clean_data + t * num_experts,
+                grad_stddev_data + t * num_experts, grad_threshold_data + 2 * t);
           }
         });
       });

@@ -3,11 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "vectorize.h"
 
@@ -24,29 +24,54 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   torch::stable::parallel_for(0, size, grain, body);
 }
 
-// A sum of [num_columns] over tokens: add(begin, end, sum) adds the tokens [begin, end) in order to
-// `sum`. Tokens are added in chunks of fixed size and the chunks in their order, whoever computes
-// them.
+// The sums over each group of tokens, one row of `sum` for each: add(begin, end, row) adds the
+// tokens [begin, end) in order to `row`. A group's tokens are added in chunks of a size that
+// depends on shapes alone, and its chunks in their order, whoever computes them.
 template <typename acc_t, typename Add>
-at::Tensor sum_over_tokens(int64_t num_tokens, int64_t num_columns, int64_t work_per_token,
-                           const at::TensorOptions& options, const Add& add) {
-  constexpr int64_t kChunk = 128;
-  const int64_t num_chunks = (num_tokens + kChunk - 1) / kChunk;
-  at::Tensor sum = at::zeros({num_columns}, options);
-  if (num_chunks == 0) return sum;
-  at::Tensor partial = at::zeros({num_chunks, num_columns}, options);
-  auto* partial_data = partial.mutable_data_ptr<acc_t>();
-  parallel_for(num_chunks, kChunk * work_per_token, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      add(chunk * kChunk, std::min(num_tokens, (chunk + 1) * kChunk),
-          partial_data + chunk * num_columns);
+void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::Tensor& sum,
+                     const Add& add) {
+  const int64_t num_groups = group_offsets.size() - 1;
+  const int64_t num_columns = sum.size(-1);
+  // A chunk is worth no less than adding up its row.
+  const int64_t size = std::max<int64_t>(128, num_columns / work_per_token);
+  // A group's first chunk is summed in the group's row, the others in rows after all groups'.
+  struct Chunk {
+    int64_t group, begin, end, row;
+  };
+  std::vector<Chunk> chunks;
+  auto* sum_data = sum.mutable_data_ptr<acc_t>();
+  int64_t num_rows = num_groups;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t first = group_offsets[group];
+    const int64_t end = group_offsets[group + 1];
+    if (first == end) std::fill_n(sum_data + group * num_columns, num_columns, acc_t(0));
+    for (int64_t begin = first; begin < end; begin += size) {
+      const int64_t row = begin == first ? group : num_rows++;
+      chunks.push_back({group, begin, std::min(end, begin + size), row});
+    }
+  }
+  if (chunks.empty()) return;
+  at::Tensor others = at::empty({num_rows - num_groups, num_columns}, sum.options());
+  auto* others_data = others.mutable_data_ptr<acc_t>();
+  const auto row_data = [&](int64_t row) {
+    return row < num_groups ? sum_data + row * num_columns
+                            : others_data + (row - num_groups) * num_columns;
+  };
+  const int64_t num_chunks = chunks.size();
+  const int64_t tokens_per_chunk = group_offsets.back() / num_chunks;
+  parallel_for(num_chunks, tokens_per_chunk * work_per_token, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      auto* row = row_data(chunks[c].row);
+      std::fill_n(row, num_columns, acc_t(0));
+      add(chunks[c].begin, chunks[c].end, row);
     }
   });
-  auto* sum_data = sum.mutable_data_ptr<acc_t>();
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    for (int64_t i = 0; i < num_columns; ++i) sum_data[i] += partial_data[chunk * num_columns + i];
+  for (const Chunk& chunk : chunks) {
+    if (chunk.row < num_groups) continue;
+    auto* total = row_data(chunk.group);
+    const auto* row = row_data(chunk.row);
+    for (int64_t i = 0; i < num_columns; ++i) total[i] += row[i];
   }
-  return sum;
 }
 
 }  // namespace moe_ext::cpu
