@@ -4,6 +4,7 @@ gates      x to k experts per token                Sec. 2.1     moe_ext/gates.py
 losses     importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.py
 experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
 MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
+           with a gate of two levels               App. B       moe_ext/hierarchical.py
 ops        the operators below them, one page each              moe_ext/ops/
 """
 
@@ -14,6 +15,7 @@ _build.load()
 from moe_ext import ops  # noqa: E402  (the operators are registered by the line above)
 from moe_ext.experts import FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import Gating, NoisyTopKGate, SoftmaxGate  # noqa: E402
+from moe_ext.hierarchical import HierarchicalMoE, HierarchicalNoisyTopKGate  # noqa: E402
 from moe_ext.losses import cv_squared, importance_loss, load_loss  # noqa: E402
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.ops import importance, load  # noqa: E402
@@ -23,6 +25,8 @@ __version__ = _build.version()
 __all__ = [
     "FeedForwardExperts",
     "Gating",
+    "HierarchicalMoE",
+    "HierarchicalNoisyTopKGate",
     "MoE",
     "MoEAux",
     "ModuleExperts",

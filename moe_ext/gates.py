@@ -1,5 +1,6 @@
 """The gating networks, Section 2.1."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -27,21 +28,30 @@ class Gating(NamedTuple):
     load: Tensor
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
+def logits(
+    x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+) -> Tensor:
     """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     # The meta device has no autocast, and says so with an error.
     meta = x.device.type == "meta"
     with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
-        return x.to(wide) @ weight.to(wide)
+        return product(x.to(wide), weight.to(wide))
 
 
-def _count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
+def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draws of the gates' noise, of the shape and type of `like`; None is the global generator."""
+    if generator is None:
+        return torch.randn_like(like)
+    return torch.empty_like(like).normal_(generator=generator)
+
+
+def count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     """The number of tokens of each expert, [E] in the gates' type."""
     return ops.importance(torch.ones_like(gates), expert_index, num_experts)
 
 
-def _require_sizes(gate: str, **sizes: int) -> None:
+def require_sizes(gate: str, **sizes: int) -> None:
     for name, size in sizes.items():
         require(size >= 1, f"{gate}: {name}", "be at least 1", size)
 
@@ -59,18 +69,16 @@ class SoftmaxGate(nn.Module):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
-        _require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the gates of all E experts, in the experts' order."""
-        gates = torch.softmax(_logits(x, self.w_gate), dim=-1)
+        gates = torch.softmax(logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
         importance = ops.importance(gates, expert_index, self.num_experts)
-        return Gating(
-            gates, expert_index, importance, _count(gates, expert_index, self.num_experts)
-        )
+        return Gating(gates, expert_index, importance, count(gates, expert_index, self.num_experts))
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
@@ -111,7 +119,7 @@ class NoisyTopKGate(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
         require(
             1 <= k <= num_experts,
             "NoisyTopKGate: k",
@@ -129,14 +137,11 @@ class NoisyTopKGate(nn.Module):
 
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
-        clean_logits = _logits(x, self.w_gate)
+        clean_logits = logits(x, self.w_gate)
         raw_noise_stddev = noise = None
         if self.training:
-            raw_noise_stddev = _logits(x, self.w_noise)
-            if self.generator is None:
-                noise = torch.randn_like(clean_logits)
-            else:
-                noise = torch.empty_like(clean_logits).normal_(generator=self.generator)
+            raw_noise_stddev = logits(x, self.w_noise)
+            noise = standard_normal(clean_logits, self.generator)
         kept = ops.noisy_topk_gating(
             clean_logits, raw_noise_stddev, noise, self.k, self.noise_epsilon
         )
@@ -150,7 +155,7 @@ class NoisyTopKGate(nn.Module):
                 self.detach_threshold,
             )
         else:
-            load = _count(kept.gates, kept.expert_index, self.num_experts)
+            load = count(kept.gates, kept.expert_index, self.num_experts)
         return Gating(kept.gates, kept.expert_index, importance, load)
 
     def extra_repr(self) -> str:

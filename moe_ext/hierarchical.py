@@ -1,0 +1,209 @@
+"""The hierarchical mixture of experts, Appendix B."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.checks import require
+from moe_ext.gates import Gating, count, logits, require_sizes, standard_normal
+from moe_ext.moe import MoE
+
+
+def k_of_levels(
+    name: str, k: int | tuple[int, int], num_groups: int, experts_per_group: int
+) -> tuple[int, int]:
+    """(k1, k2) of a `k` that is both or one for each level; `name` begins the error messages."""
+    require(isinstance(k, int) or len(k) == 2, f"{name}: k", "be a number or a pair", k)
+    k1, k2 = (k, k) if isinstance(k, int) else k
+    for level, chosen, choices, limit in (
+        ("first", k1, num_groups, "num_groups"),
+        ("second", k2, experts_per_group, "experts_per_group"),
+    ):
+        rule = f"be between 1 and {limit} = {choices} at the {level} level"
+        require(1 <= chosen <= choices, f"{name}: k", rule, k)
+    return k1, k2
+
+
+class HierarchicalNoisyTopKGate(nn.Module):
+    """Noisy top-k gating on two levels (Appendix B): k1 of a groups, k2 of each one's b experts.
+
+    G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `NoisyTopKGate`, for the a · b experts
+    numbered i · b + j. A secondary gate G_i sees X^(i) = {x : G_primary(x)_i > 0} alone. With
+
+        Importance_H(X)_ij = Σ_x G_primary(x)_i · G_i(x)_j
+        Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
+
+    and |X^(i)| a true count, without gradient, the losses balance all experts and train both
+    levels. An empty group has load 0, and nothing divides by its size.
+
+    It costs T · (a + k1 · b) logits. All four matrices start at zero; what `NoisyTopKGate` says of
+    evaluation and of k = 1 holds on each level. A level with one choice draws no noise and changes
+    nothing: with a = 1 or b = 1 this is a `NoisyTopKGate`, to the last bit from the same seed.
+
+    Args:
+        d_model: D, the width of x.
+        num_groups: a.
+        experts_per_group: b.
+        k: (k1, k2), groups per token and experts per chosen group; a number is both.
+        noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
+
+    Raises:
+        ValueError: a size is below 1, k1 is not between 1 and a, k2 not between 1 and b, or
+            noise_epsilon is negative.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_groups: int,
+        experts_per_group: int,
+        k: int | tuple[int, int],
+        *,
+        noise_epsilon: float = 1e-2,
+        detach_threshold: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        name = "HierarchicalNoisyTopKGate"
+        require_sizes(
+            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
+        )
+        require(noise_epsilon >= 0, f"{name}: noise_epsilon", "be at least 0", noise_epsilon)
+        self.num_groups = num_groups
+        self.experts_per_group = experts_per_group
+        self.num_experts = num_groups * experts_per_group
+        self.k_of_levels = k_of_levels(name, k, num_groups, experts_per_group)
+        self.k = self.k_of_levels[0] * self.k_of_levels[1]
+        self.noise_epsilon = noise_epsilon
+        self.detach_threshold = detach_threshold
+        self.generator = generator
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.w_noise = nn.Parameter(torch.zeros(d_model, num_groups))
+        secondary = num_groups, d_model, experts_per_group
+        self.w_gate_secondary = nn.Parameter(torch.zeros(secondary))
+        self.w_noise_secondary = nn.Parameter(torch.zeros(secondary))
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the k1 · k2 gates of each token: by group, each in order of falling logit."""
+        k1, k2 = self.k_of_levels
+        clean = logits(x, self.w_gate)
+        raw = noise = None
+        if self.training:
+            raw, noise = logits(x, self.w_noise), self._noise(clean)
+        primary = ops.noisy_topk_gating(clean, raw, noise, k1, self.noise_epsilon)
+
+        # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
+        plan = ops.dispatch_plan(primary.expert_index, self.num_groups)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return ops.grouped_linear(ops.dispatch(x, plan.inverse), weight, None, plan.offsets)
+
+        clean_rows = logits(x, self.w_gate_secondary, product)
+        raw_rows = noise_rows = None
+        if self.training:
+            raw_rows = logits(x, self.w_noise_secondary, product)
+            # Drawn by slots: a token's noise does not depend on the groups of the others.
+            noise_rows = self._noise(clean_rows).index_select(0, plan.permutation)
+        secondary = ops.noisy_topk_gating(clean_rows, raw_rows, noise_rows, k2, self.noise_epsilon)
+
+        # As in combine a row's output by its gate, here its secondary gates by the primary one.
+        row_of_slot = plan.inverse.reshape(-1, 1)
+        gates = ops.combine(secondary.gates, primary.gates.reshape(-1, 1), row_of_slot)
+        expert_index = secondary.expert_index.index_select(0, plan.inverse.reshape(-1))
+        expert_index = expert_index + primary.expert_index.reshape(-1, 1) * self.experts_per_group
+        gates, expert_index = gates.view(-1, self.k), expert_index.view(-1, self.k)
+
+        importance = ops.importance(gates, expert_index, self.num_experts)
+        if not self.training:
+            return Gating(
+                gates, expert_index, importance, count(gates, expert_index, self.num_experts)
+            )
+        load = ops.load(
+            clean,
+            primary.noise_stddev,
+            primary.threshold,
+            primary.expert_index,
+            self.detach_threshold,
+        )
+        if self.experts_per_group > 1:
+            load_of_group = ops.load(
+                clean_rows,
+                secondary.noise_stddev,
+                secondary.threshold,
+                secondary.expert_index,
+                self.detach_threshold,
+                plan.offsets,
+            )
+            load = load / plan.tokens_per_expert.clamp_min(1)
+            load = (load[:, None] * load_of_group).reshape(-1)
+        return Gating(gates, expert_index, importance, load)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        if like.shape[1] == 1:
+            return torch.zeros_like(like)
+        return standard_normal(like, self.generator)
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.w_gate.shape[0]}, num_groups={self.num_groups}, "
+            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}"
+        )
+
+
+class HierarchicalMoE(MoE):
+    """y_H = Σ_i Σ_j G_primary(x)_i · G_i(x)_j · E_ij(x) (Eq. 12): `MoE` with a gate of two levels.
+
+    Its num_experts is a · b, its k is k1 · k2; expert E_ij has the index i · b + j, in the losses
+    and in what `MoEAux` reports too.
+
+    Args:
+        d_model: D, the width of x.
+        num_groups: a.
+        experts_per_group: b.
+        k: (k1, k2), groups per token and experts per chosen group; a number is both.
+        gate: a module from x [T, D] to `Gating` over the a · b experts; None is
+            `HierarchicalNoisyTopKGate`, with noise_epsilon and generator.
+        noise_epsilon, generator: see `NoisyTopKGate`.
+        options: the others of `MoE`, by name.
+
+    Raises:
+        ValueError: as `HierarchicalNoisyTopKGate` and `MoE`.
+
+    Example:
+        >>> layer = HierarchicalMoE(512, num_groups=16, experts_per_group=16, k=2)
+        >>> y, aux = layer(torch.randn(8, 20, 512))
+        >>> aux.expert_index.shape
+        torch.Size([160, 4])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_groups: int,
+        experts_per_group: int,
+        k: int | tuple[int, int],
+        *,
+        gate: nn.Module | None = None,
+        noise_epsilon: float = 1e-2,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        name = "HierarchicalMoE"
+        require_sizes(
+            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
+        )
+        k1, k2 = k_of_levels(name, k, num_groups, experts_per_group)
+        if gate is None:
+            gate = HierarchicalNoisyTopKGate(
+                d_model,
+                num_groups,
+                experts_per_group,
+                (k1, k2),
+                noise_epsilon=noise_epsilon,
+                generator=generator,
+            )
+        else:
+            options.update(noise_epsilon=noise_epsilon, generator=generator)
+        super().__init__(d_model, num_groups * experts_per_group, k1 * k2, gate=gate, **options)
