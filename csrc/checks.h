@@ -152,8 +152,43 @@ inline c10::SymDimVector load_shape(const Tensor& clean_logits,
   return {group_offsets->sym_size(0) - 1, clean_logits.sym_size(1)};
 }
 
+inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m) {
+  constexpr auto op = "batchwise_topm";
+  check_dim(op, "scores", scores, 3);
+  check_floating(op, "scores", scores);
+  const auto num_rows = scores.sym_size(1);
+  TORCH_CHECK_VALUE(m >= 0 && m <= num_rows, op,
+                    ": m must be between 0 and the number of rows = ", num_rows, ", got ", m);
+}
+
+inline void check_selected_softmax(const Tensor& logits, const Tensor& expert_index,
+                                   const Tensor& token_offsets) {
+  constexpr auto op = "selected_softmax";
+  check_dim(op, "logits", logits, 2);
+  check_floating(op, "logits", logits);
+  check_dim(op, "expert_index", expert_index, 1);
+  check_argument(op, "expert_index", expert_index, logits, at::kLong, expert_index.sym_sizes());
+  check_argument(op, "token_offsets", token_offsets, logits, at::kLong, {logits.sym_size(0) + 1});
+}
+
 inline void check_num_experts(const char* op, const c10::SymInt& num_experts) {
   TORCH_CHECK_VALUE(num_experts >= 1, op, ": num_experts must be at least 1, got ", num_experts);
+}
+
+inline void check_selected_softmax_backward(const Tensor& grad_gates, const Tensor& gates,
+                                            const Tensor& expert_index, const Tensor& token_offsets,
+                                            const c10::SymInt& num_experts) {
+  constexpr auto op = "_selected_softmax_backward";
+  check_dim(op, "gates", gates, 1);
+  check_type(op, "gates", gates, accumulate_type(gates));
+  check_argument(op, "grad_gates", grad_gates, gates, gates.scalar_type(), gates.sym_sizes());
+  check_argument(op, "expert_index", expert_index, gates, at::kLong, gates.sym_sizes());
+  check_device(op, "token_offsets", token_offsets, gates);
+  check_type(op, "token_offsets", token_offsets, at::kLong);
+  check_dim(op, "token_offsets", token_offsets, 1);
+  TORCH_CHECK_VALUE(token_offsets.sym_size(0) >= 1, op,
+                    ": token_offsets must have at least 1 element, got 0");
+  check_num_experts(op, num_experts);
 }
 
 inline void check_importance(const Tensor& gates, const Tensor& expert_index,

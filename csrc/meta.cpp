@@ -44,6 +44,28 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_meta(const Tensor&, const Tenso
   return {like(clean_logits), like(noise_stddev), like(threshold)};
 }
 
+std::tuple<Tensor, Tensor> batchwise_topm_meta(const Tensor& scores, c10::SymInt m) {
+  check_batchwise_topm(scores, m);
+  const auto G = scores.sym_size(0);
+  const auto E = scores.sym_size(2);
+  return {scores.new_empty_symint({G, E, m}, scores.options().dtype(at::kLong)),
+          scores.new_empty_symint({G, E})};
+}
+
+Tensor selected_softmax_meta(const Tensor& logits, const Tensor& expert_index,
+                             const Tensor& token_offsets) {
+  check_selected_softmax(logits, expert_index, token_offsets);
+  return logits.new_empty_symint(expert_index.sym_sizes(),
+                                 logits.options().dtype(accumulate_type(logits)));
+}
+
+Tensor selected_softmax_backward_meta(const Tensor& grad_gates, const Tensor& gates,
+                                      const Tensor& expert_index, const Tensor& token_offsets,
+                                      c10::SymInt num_experts) {
+  check_selected_softmax_backward(grad_gates, gates, expert_index, token_offsets, num_experts);
+  return gates.new_empty_symint({token_offsets.sym_size(0) - 1, num_experts});
+}
+
 Tensor importance_meta(const Tensor& gates, const Tensor& expert_index, c10::SymInt num_experts) {
   check_importance(gates, expert_index, num_experts);
   return gates.new_empty_symint({num_experts}, gates.options().dtype(accumulate_type(gates)));
@@ -98,6 +120,9 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_noisy_topk_gating_backward", &moe_ext::noisy_topk_gating_backward_meta);
   m.impl("load", &moe_ext::load_meta);
   m.impl("_load_backward", &moe_ext::load_backward_meta);
+  m.impl("batchwise_topm", &moe_ext::batchwise_topm_meta);
+  m.impl("selected_softmax", &moe_ext::selected_softmax_meta);
+  m.impl("_selected_softmax_backward", &moe_ext::selected_softmax_backward_meta);
   m.impl("importance", &moe_ext::importance_meta);
   m.impl("dispatch_plan", &moe_ext::dispatch_plan_meta);
   m.impl("dispatch", &moe_ext::dispatch_meta);

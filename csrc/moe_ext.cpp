@@ -36,6 +36,20 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor threshold, Tensor expert_index, Tensor? group_offsets) -> (Tensor, Tensor, Tensor)",
       tags);
 
+  // App. F, M_batchwise(X, m): the m rows with the largest scores of each column, for each of G
+  // batches; scores [G, N, E], row_index [G, E, m] ascending, mth_score [G, E].
+  m.def("batchwise_topm(Tensor scores, SymInt m) -> (Tensor row_index, Tensor mth_score)", tags);
+
+  // App. F: G(x)_i = G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j, the softmax over the selected
+  // logits of each token: those of the experts expert_index[s], token_offsets[t] <= s <
+  // token_offsets[t + 1]
+  m.def("selected_softmax(Tensor logits, Tensor expert_index, Tensor token_offsets) -> Tensor",
+        tags);
+  m.def(
+      "_selected_softmax_backward(Tensor grad_gates, Tensor gates, Tensor expert_index, "
+      "Tensor token_offsets, SymInt num_experts) -> Tensor",
+      tags);
+
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 

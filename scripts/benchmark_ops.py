@@ -105,6 +105,21 @@ def gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     return ours, plain
 
 
+def batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
+    """The top m = k·T/E rows of every column of softmax gates, against topk along the columns."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.softmax(torch.randn(T, E, generator=generator), dim=-1)
+    m = k * T // E
+
+    def ours() -> None:
+        ops.batchwise_topm(scores, m)
+
+    def plain() -> None:
+        scores.topk(m, dim=0)
+
+    return ours, plain
+
+
 def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     """The dispatch plan against a stable argsort and a bincount."""
     index = random_choices(T, E, k)
@@ -193,6 +208,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         moved, plain, fresh_copy, warm_copy = dispatch_and_combine(T, E, k, D)
         for operation, ours, peer, name in (
             ("gating + load, fwd + bwd", *gating_and_load(T, E, k), "plain torch"),
+            ("batchwise mask", *batchwise_mask(T, E, k), "topk(dim=0)"),
             ("dispatch plan", *plan(T, E, k), "argsort + bincount"),
             ("dispatch + combine, fwd + bwd", moved, plain, "index_select + index_add"),
             ("dispatch + combine, fwd + bwd", moved, fresh_copy, "copy, fresh memory"),

@@ -61,6 +61,11 @@ def one_of_each(device):
             lambda c, s, t: ops.load(c, s, t, index),
             (clean, gating.noise_stddev, gating.threshold),
         ),
+        "batchwise_topm": (lambda s: (s, *ops.batchwise_topm(s, 3)), (clean,)),
+        "selected_softmax": (
+            lambda c: ops.selected_softmax(c, index.flatten(), 2 * torch.arange(8, device=device)),
+            (clean,),
+        ),
         "importance": (lambda g: ops.importance(g, index, E), (gating.gates,)),
         "dispatch_plan": (lambda x: (x, *ops.dispatch_plan(index, E)), (x,)),
         "dispatch": (lambda x: ops.dispatch(x, inverse), (x,)),
@@ -75,6 +80,8 @@ def one_of_each(device):
 NAMES = [
     "noisy_topk_gating",
     "load",
+    "batchwise_topm",
+    "selected_softmax",
     "importance",
     "dispatch_plan",
     "dispatch",

@@ -36,6 +36,10 @@ def arguments():
             expert_index=index,
             group_offsets=torch.tensor([0, 3, T]),
         ),
+        "batchwise_topm": dict(scores=torch.randn(2, T, E), m=K),
+        "selected_softmax": dict(
+            logits=clean, expert_index=index.flatten(), token_offsets=torch.arange(0, T * K + 1, K)
+        ),
         "importance": dict(gates=gates, expert_index=index, num_experts=E),
         "dispatch_plan": dict(expert_index=index, num_experts=E),
         "dispatch": dict(x=torch.randn(T, D), inverse=plan.inverse),
@@ -51,6 +55,8 @@ FLOATS = [
     ("load", "clean_logits"),
     ("load", "noise_stddev"),
     ("load", "threshold"),
+    ("batchwise_topm", "scores"),
+    ("selected_softmax", "logits"),
     ("importance", "gates"),
     ("combine", "expert_output"),
     ("combine", "gates"),
@@ -61,6 +67,8 @@ FLOATS = [
 INDICES = [
     ("load", "expert_index"),
     ("load", "group_offsets"),
+    ("selected_softmax", "expert_index"),
+    ("selected_softmax", "token_offsets"),
     ("importance", "expert_index"),
     ("dispatch_plan", "expert_index"),
     ("dispatch", "inverse"),
@@ -113,6 +121,7 @@ def test_number_of_dimensions(op, name):
         ("load", "threshold", 0),
         ("load", "threshold", 1),
         ("load", "expert_index", 0),
+        ("selected_softmax", "token_offsets", 0),
         ("importance", "expert_index", 0),
         ("importance", "expert_index", 1),
         ("grouped_linear", "weight", 1),
@@ -154,6 +163,12 @@ def test_k_out_of_range(k):
         assert str(E) in message
 
 
+@pytest.mark.parametrize("m", [-1, T + 1, 1000])
+def test_m_out_of_range(m):
+    message = refuses("batchwise_topm", ValueError, "m must", m=m)
+    assert str(m) in message.split("got")[1] and str(T) in message
+
+
 @pytest.mark.parametrize("nu", [-0.1, float("nan")])
 def test_noise_epsilon_out_of_range(nu):
     refuses("noisy_topk_gating", ValueError, "noise_epsilon must", noise_epsilon=nu)
@@ -177,6 +192,21 @@ def test_expert_index_out_of_range(op, bad):
     index[2, 1] = bad
     message = refuses(op, IndexError, "expert_index must", expert_index=index)
     assert str(bad) in message.split("got")[1]
+
+
+@pytest.mark.parametrize("bad", [-1, E, 10**12])
+def test_selected_expert_out_of_range(bad):
+    index = arguments()["selected_softmax"]["expert_index"].clone()
+    index[2] = bad
+    message = refuses("selected_softmax", IndexError, "expert_index must", expert_index=index)
+    assert str(bad) in message.split("got")[1]
+
+
+@pytest.mark.parametrize("offsets", [[1, 2, 4, 6, 8], [0, 4, 2, 6, 8], [0, 2, 4, 6, 9]])
+def test_token_offsets_run_from_0_to_the_number_of_slots(offsets):
+    refuses(
+        "selected_softmax", ValueError, "token_offsets must", token_offsets=torch.tensor(offsets)
+    )
 
 
 @pytest.mark.parametrize("bad", [-1, T * K, 10**12])

@@ -623,6 +623,12 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     importance = ops.importance(gates, index, E)
     cotangent = torch.randn(E).to(gates.dtype)
     show(f"importance {dtype}", importance, *torch.autograd.grad(importance, gates, cotangent))
+    chosen = ops.batchwise_topm(clean.detach().round(), 29)
+    offsets = torch.arange(0, T * K + 1, K)
+    gates_of_chosen = ops.selected_softmax(clean, index.flatten(), offsets)
+    cotangent = torch.randn(T * K).to(gates.dtype)
+    grads = torch.autograd.grad(gates_of_chosen, clean, cotangent)
+    show(f"balanced gating {dtype}", *chosen, gates_of_chosen, *grads)
     plan = ops.dispatch_plan(index, E)
     x = leaf(T, D)
     rows = ops.dispatch(x, plan.inverse)
@@ -656,7 +662,7 @@ def test_bits_do_not_depend_on_the_instruction_set():
         ).stdout.splitlines()
         for isa in names
     }
-    assert len(printed["default"]) == 24
+    assert len(printed["default"]) == 28
     differing = {
         (isa, line.rsplit(" ", 1)[0])
         for isa in names[1:]

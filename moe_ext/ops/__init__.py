@@ -6,6 +6,7 @@ on the number of threads. A second derivative is refused with a RuntimeError (im
 linear, has one), and so are the gradients of torch.func, by torch itself.
 """
 
+from moe_ext.ops.balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops.combine import combine
 from moe_ext.ops.dispatch import DispatchPlan, dispatch, dispatch_plan
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS, experts, grouped_linear
@@ -16,8 +17,10 @@ from moe_ext.ops.load import load
 __all__ = [
     "ACTIVATIONS",
     "GATED_ACTIVATIONS",
+    "BatchwiseTopM",
     "DispatchPlan",
     "NoisyTopKGating",
+    "batchwise_topm",
     "combine",
     "dispatch",
     "dispatch_plan",
@@ -26,4 +29,5 @@ __all__ = [
     "importance",
     "load",
     "noisy_topk_gating",
+    "selected_softmax",
 ]

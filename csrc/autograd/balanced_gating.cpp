@@ -1,0 +1,45 @@
+#include "function.h"
+
+namespace moe_ext::autograd {
+namespace {
+
+struct SelectedSoftmax : torch::autograd::Function<SelectedSoftmax> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& expert_index,
+                        const Tensor& token_offsets) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>(
+        "moe_ext::selected_softmax");
+    const auto gates = op.call(logits, expert_index, token_offsets);
+    // Not the logits: the gradient is a function of the gates.
+    ctx->save_for_backward({gates, expert_index, token_offsets});
+    ctx->saved_data["num_experts"] = logits.sym_size(1);
+    ctx->saved_data["logits_type"] = logits.scalar_type();
+    return gates;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                             c10::SymInt)>("moe_ext::_selected_softmax_backward");
+    const auto grad_logits =
+        op.call(grads[0], saved[0], saved[1], saved[2], ctx->saved_data["num_experts"].toSymInt());
+    return {grad_logits.to(ctx->saved_data["logits_type"].toScalarType()), Tensor(), Tensor()};
+  }
+};
+
+Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
+                        const Tensor& token_offsets) {
+  return SelectedSoftmax::apply(logits, expert_index, token_offsets);
+}
+
+}  // namespace
+}  // namespace moe_ext::autograd
+
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
+  m.impl("batchwise_topm", torch::CppFunction::makeFallthrough());  // a choice has no derivative
+  m.impl("selected_softmax", &moe_ext::autograd::selected_softmax);
+  m.impl("_selected_softmax_backward", moe_ext::autograd::no_second_derivative());
+}

@@ -1,0 +1,298 @@
+// Strictly balanced gating (App. F) on the CPU: the batchwise mask, and the softmax over what a
+// mask selects.
+#include "../math/balanced_gating.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "../checks.h"
+#include "../math/gating.h"
+#include "parallel.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// The m-th largest of a column of keys, how many are larger, and how many at least as large.
+template <typename key_t>
+struct Cut {
+  key_t key;
+  int64_t num_larger;
+  int64_t num_reaching;
+};
+
+template <typename key_t>
+MOE_EXT_KERNEL int64_t count_at_least(const key_t* keys, int64_t size, key_t bound) {
+  std::make_unsigned_t<key_t> count = 0;  // as wide as a key: a vector compares and counts as one
+  for (int64_t i = 0; i < size; ++i) count += keys[i] >= bound;
+  return static_cast<int64_t>(count);
+}
+
+// By bisection: some 25 passes over the column as vectors, whatever the scores' distribution.
+struct FindCut {
+  template <typename key_t>
+  MOE_EXT_KERNEL void run(const key_t* keys, int64_t size, int64_t m, Cut<key_t>* cut) {
+    using unsigned_t = std::make_unsigned_t<key_t>;
+    key_t low = keys[0];
+    key_t high = keys[0];
+    for (int64_t i = 1; i < size; ++i) {
+      low = keys[i] < low ? keys[i] : low;
+      high = keys[i] > high ? keys[i] : high;
+    }
+    *cut = {high, 0, size};
+    while (low < high) {
+      const auto half = (static_cast<unsigned_t>(high) - static_cast<unsigned_t>(low)) / 2;
+      const auto middle = static_cast<key_t>(static_cast<unsigned_t>(high) - half);
+      const int64_t count = count_at_least(keys, size, middle);
+      if (count >= m) {
+        low = middle;
+        cut->num_reaching = count;
+      } else {
+        high = middle - 1;
+        cut->num_larger = count;
+      }
+    }
+    cut->key = low;
+  }
+};
+
+// Makes of the keys equal to `tied` their tie breaks, and sets the others above and below these.
+struct BreakTies {
+  template <typename key_t>
+  MOE_EXT_KERNEL void run(uint32_t column, int64_t size, key_t tied, key_t* keys) {
+    for (int64_t i = 0; i < size; ++i) {
+      const key_t other = keys[i] > tied ? std::numeric_limits<key_t>::max() : key_t(-1);
+      const key_t order = math::tie_break(column, static_cast<uint32_t>(i));
+      keys[i] = keys[i] == tied ? order : other;
+    }
+  }
+};
+
+// The rows of the m largest keys, ascending; of those equal to the cut the lowest rows.
+struct RowsAbove {
+  template <typename key_t>
+  MOE_EXT_KERNEL void run(const key_t* keys, int64_t size, int64_t m, Cut<key_t> cut,
+                          int64_t* rows) {
+    int64_t num_equal = m - cut.num_larger;
+    auto offer = [&](int64_t row) {
+      if (keys[row] == cut.key && num_equal-- <= 0) return;
+      *rows++ = row;
+    };
+    // Compared as vectors, into a byte each; the few nonzero bytes are offered.
+    constexpr int64_t kWord = 8;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      uint8_t reaches[kLanes];
+      for (int64_t l = 0; l < kLanes; ++l) reaches[l] = keys[i + l] >= cut.key;
+      for (int64_t w = 0; w < kLanes; w += kWord) {
+        uint64_t word;
+        std::memcpy(&word, reaches + w, kWord);
+        for (; word != 0; word &= word - 1) offer(i + w + std::countr_zero(word) / 8);
+      }
+    }
+    for (; i < size; ++i) {
+      if (keys[i] >= cut.key) offer(i);
+    }
+  }
+};
+
+constexpr int64_t kTile = 16;  // columns that are taken together: a cache line of float32
+
+// out[2j] = in[j], out[2j + 1] = in[j + half]: rotates the bits of a position by one. Four times
+// rotates those of a 16 x 16 tile by four, which exchanges row and column.
+template <typename key_t>
+MOE_EXT_KERNEL void perfect_shuffle(const key_t* in, key_t* out) {
+  constexpr int64_t kHalf = kTile * kTile / 2;
+  for (int64_t j = 0; j < kHalf; ++j) {
+    out[2 * j] = in[j];
+    out[2 * j + 1] = in[j + kHalf];
+  }
+}
+
+// The keys of some columns of a matrix, column by column: column c at c * stride.
+struct KeysOfColumns {
+  template <typename scalar_t, typename key_t>
+  MOE_EXT_KERNEL void run(const scalar_t* scores, int64_t num_rows, int64_t row_size,
+                          int64_t num_columns, int64_t stride, key_t* keys) {
+    using acc_t = at::opmath_type<scalar_t>;
+    key_t tile[kTile * kTile] = {};
+    key_t other[kTile * kTile];
+    const auto transpose = [&](int64_t first, int64_t rows, int64_t columns)
+        __attribute__((always_inline)) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const scalar_t* row = scores + (first + r) * row_size;
+        for (int64_t c = 0; c < columns; ++c) {
+          tile[r * kTile + c] = math::order_key(static_cast<acc_t>(row[c]));
+        }
+      }
+      perfect_shuffle(tile, other);
+      perfect_shuffle(other, tile);
+      perfect_shuffle(tile, other);
+      perfect_shuffle(other, tile);
+      for (int64_t c = 0; c < columns; ++c) {
+        for (int64_t r = 0; r < rows; ++r) keys[c * stride + first + r] = tile[c * kTile + r];
+      }
+    };
+    int64_t first = 0;
+    if (num_columns == kTile) {  // whole tiles, of a size that the compiler knows
+      for (; first + kTile <= num_rows; first += kTile) transpose(first, kTile, kTile);
+    }
+    for (; first < num_rows; first += kTile) {
+      transpose(first, std::min(kTile, num_rows - first), num_columns);
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m) {
+  check_batchwise_topm(scores, m);
+  const int64_t num_groups = scores.size(0);
+  const int64_t num_rows = scores.size(1);
+  const int64_t num_experts = scores.size(2);
+  const Tensor source = scores.contiguous();
+  Tensor row_index = at::empty({num_groups, num_experts, m}, source.options().dtype(at::kLong));
+  if (m == 0) {
+    return {row_index, at::full({num_groups, num_experts}, std::numeric_limits<double>::infinity(),
+                                source.options())};
+  }
+  Tensor mth_score = at::empty({num_groups, num_experts}, source.options());
+  auto* index_data = row_index.mutable_data_ptr<int64_t>();
+  const int64_t num_blocks = (num_experts + kTile - 1) / kTile;
+  // Columns of equal alignment would share the cache's few lines of that alignment.
+  const int64_t stride = num_rows + kTile;
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, source.scalar_type(), "batchwise_topm", [&] {
+        using key_t = decltype(math::order_key(at::opmath_type<scalar_t>()));
+        const auto* source_data = source.const_data_ptr<scalar_t>();
+        auto* mth_data = mth_score.mutable_data_ptr<scalar_t>();
+        constexpr int64_t kPasses = 4;  // what the bisection costs, in elements touched
+        parallel_for(
+            num_groups * num_blocks, kPasses * kTile * num_rows, [&](int64_t begin, int64_t end) {
+              std::vector<key_t> keys(kTile * stride);
+              for (int64_t block = begin; block < end; ++block) {
+                const int64_t group = block / num_blocks;
+                const int64_t first = block % num_blocks * kTile;
+                const int64_t num_columns = std::min(kTile, num_experts - first);
+                vectorized<KeysOfColumns>(source_data + group * num_rows * num_experts + first,
+                                          num_rows, num_experts, num_columns, stride, keys.data());
+                for (int64_t c = 0; c < num_columns; ++c) {
+                  const int64_t column = group * num_experts + first + c;
+                  key_t* column_keys = keys.data() + c * stride;
+                  Cut<key_t> cut;
+                  vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
+                  mth_data[column] = static_cast<scalar_t>(math::score_of_key(cut.key));
+                  if (cut.num_reaching > m) {
+                    vectorized<BreakTies>(static_cast<uint32_t>(column), num_rows, cut.key,
+                                          column_keys);
+                    vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
+                  }
+                  vectorized<RowsAbove>(static_cast<const key_t*>(column_keys), num_rows, m, cut,
+                                        index_data + column * m);
+                }
+              }
+            });
+      });
+  return {row_index, mth_score};
+}
+
+// One token: softmax over its selected logits.
+struct SelectedSoftmax {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const scalar_t* logits, const int64_t* selected, int64_t size,
+                          acc_t* gates) {
+    acc_t largest = -std::numeric_limits<acc_t>::infinity();
+    for (int64_t s = 0; s < size; ++s) {
+      gates[s] = static_cast<acc_t>(logits[selected[s]]);
+      largest = gates[s] > largest ? gates[s] : largest;
+    }
+    acc_t sum = 0;
+    for (int64_t s = 0; s < size; ++s) {
+      gates[s] = math::unnormalized_gate(gates[s], largest);
+      sum += gates[s];
+    }
+    for (int64_t s = 0; s < size; ++s) gates[s] /= sum;
+  }
+};
+
+Tensor selected_softmax_cpu(const Tensor& logits, const Tensor& expert_index,
+                            const Tensor& token_offsets) {
+  constexpr auto op = "selected_softmax";
+  check_selected_softmax(logits, expert_index, token_offsets);
+  const int64_t num_tokens = logits.size(0);
+  const int64_t num_experts = logits.size(1);
+  const Tensor source = logits.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  const Tensor offsets = token_offsets.contiguous();
+  check_index_range(op, "expert_index", chosen, num_experts);
+  check_offsets(op, "token_offsets", offsets, chosen.numel());
+  Tensor gates = at::empty(chosen.sizes(), source.options().dtype(accumulate_type(source)));
+  const int64_t work = 8 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, source.scalar_type(), "selected_softmax", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        const auto* source_data = source.const_data_ptr<scalar_t>();
+        const auto* chosen_data = chosen.const_data_ptr<int64_t>();
+        const auto* bound = offsets.const_data_ptr<int64_t>();
+        auto* gates_data = gates.mutable_data_ptr<acc_t>();
+        parallel_for(num_tokens, work, [&](int64_t begin, int64_t end) {
+          for (int64_t t = begin; t < end; ++t) {
+            vectorized<SelectedSoftmax>(source_data + t * num_experts, chosen_data + bound[t],
+                                        bound[t + 1] - bound[t], gates_data + bound[t]);
+          }
+        });
+      });
+  return gates;
+}
+
+// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for the selected i, with v = dL/dG; 0 for the others.
+Tensor selected_softmax_backward_cpu(const Tensor& grad_gates, const Tensor& gates,
+                                     const Tensor& expert_index, const Tensor& token_offsets,
+                                     int64_t num_experts) {
+  constexpr auto op = "_selected_softmax_backward";
+  check_selected_softmax_backward(grad_gates, gates, expert_index, token_offsets, num_experts);
+  const Tensor grad = grad_gates.contiguous();
+  const Tensor weights = gates.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  const Tensor offsets = token_offsets.contiguous();
+  check_index_range(op, "expert_index", chosen, num_experts);
+  check_offsets(op, "token_offsets", offsets, chosen.numel());
+  const int64_t num_tokens = offsets.numel() - 1;
+  Tensor grad_logits = at::zeros({num_tokens, num_experts}, weights.options());
+  const int64_t work = 4 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
+  AT_DISPATCH_FLOATING_TYPES(weights.scalar_type(), "selected_softmax_backward", [&] {
+    const auto* grad_data = grad.const_data_ptr<scalar_t>();
+    const auto* weights_data = weights.const_data_ptr<scalar_t>();
+    const auto* chosen_data = chosen.const_data_ptr<int64_t>();
+    const auto* bound = offsets.const_data_ptr<int64_t>();
+    auto* logits_data = grad_logits.mutable_data_ptr<scalar_t>();
+    parallel_for(num_tokens, work, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        scalar_t mean = 0;
+        for (int64_t s = bound[t]; s < bound[t + 1]; ++s) mean += weights_data[s] * grad_data[s];
+        for (int64_t s = bound[t]; s < bound[t + 1]; ++s) {
+          logits_data[t * num_experts + chosen_data[s]] +=
+              math::noisy_logit_gradient(weights_data[s], grad_data[s], mean);
+        }
+      }
+    });
+  });
+  return grad_logits;
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
+  m.impl("batchwise_topm", &moe_ext::cpu::batchwise_topm_cpu);
+  m.impl("selected_softmax", &moe_ext::cpu::selected_softmax_cpu);
+  m.impl("_selected_softmax_backward", &moe_ext::cpu::selected_softmax_backward_cpu);
+}
