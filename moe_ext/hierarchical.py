@@ -105,7 +105,7 @@ class HierarchicalNoisyTopKGate(nn.Module):
         if self.training:
             raw_rows = logits(x, self.w_noise_secondary, product)
             # Drawn by slots: a token's noise does not depend on the groups of the others.
-            noise_rows = self._noise(clean_rows).index_select(0, plan.permutation)
+            noise_rows = ops.dispatch(self._noise(clean_rows), plan.inverse.reshape(-1, 1))
         secondary = ops.noisy_topk_gating(clean_rows, raw_rows, noise_rows, k2, self.noise_epsilon)
 
         # As in combine a row's output by its gate, here its secondary gates by the primary one.

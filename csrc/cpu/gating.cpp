@@ -15,6 +15,7 @@
 
 #include "../checks.h"
 #include "../math/softplus.h"
+#include "empty_rows.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -201,7 +202,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
   Tensor expert_index = at::empty({num_tokens, k}, index);
   Tensor threshold = at::empty({num_tokens, 2}, real);
   Tensor threshold_index = at::empty({num_tokens, 2}, index);
-  Tensor noise_stddev = at::empty({noise ? num_tokens : 0, num_experts}, real);
+  Tensor noise_stddev = empty_rows({noise ? num_tokens : 0, num_experts}, real);
   const Tensor clean = clean_logits.contiguous();
   const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
   const Tensor drawn = noise ? noise->contiguous() : Tensor();
@@ -321,9 +322,9 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
   const auto contiguous = [](const OptionalTensor& tensor) {
     return tensor ? tensor->contiguous() : Tensor();
   };
-  Tensor grad_clean = at::empty(clean_logits.sizes(), clean_logits.options());
+  Tensor grad_clean = empty_rows(clean_logits.sizes(), clean_logits.options());
   Tensor grad_raw =
-      at::empty({noise ? clean_logits.size(0) : 0, clean_logits.size(1)}, clean_logits.options());
+      empty_rows({noise ? clean_logits.size(0) : 0, clean_logits.size(1)}, clean_logits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;

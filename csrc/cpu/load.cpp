@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "empty_rows.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -122,8 +123,8 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
   const Tensor chosen = expert_index.contiguous();
   check_index_range("_load_backward", "expert_index", chosen, num_experts);
   const auto groups = group_bounds("_load_backward", group_offsets, num_tokens);
-  Tensor grad_clean = at::empty(clean.sizes(), clean.options());
-  Tensor grad_stddev = at::empty(stddev.sizes(), stddev.options());
+  Tensor grad_clean = empty_rows(clean.sizes(), clean.options());
+  Tensor grad_stddev = empty_rows(stddev.sizes(), stddev.options());
   Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
