@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <vector>
 
 #include "checks.h"
 #include "operator.h"
@@ -45,22 +46,28 @@ Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor
 }
 
 template <c10::DeviceType device>
-Tensor grouped_linear(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
-                      const Tensor& offsets) {
+std::tuple<Tensor, std::vector<Tensor>> experts(const Tensor& x, const OptionalTensor& offsets,
+                                                const OptionalTensor& inverse,
+                                                const OptionalTensor& token_offsets,
+                                                const OptionalTensor& gates, at::TensorList weights,
+                                                at::TensorList biases, c10::string_view activation,
+                                                bool keep_hidden) {
   const BelowAutocast<device> guard;
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&)>(
-          "moe_ext::grouped_linear");
+  static const auto op = find_operator<std::tuple<Tensor, std::vector<Tensor>>(
+      const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+      const OptionalTensor&, at::TensorList, at::TensorList, c10::string_view, bool)>(
+      "moe_ext::experts");
   const auto type = at::autocast::get_autocast_dtype(device);
-  return op.call(cached_cast(type, rows, device), cached_cast(type, weight, device),
-                 cached_cast(type, bias, device), offsets);
+  return op.call(cached_cast(type, x, device), offsets, inverse, token_offsets, gates,
+                 cached_cast(type, weights, device), cached_cast(type, biases, device), activation,
+                 keep_hidden);
 }
 
 template <c10::DeviceType device>
 void register_for(torch::Library& m) {
   m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
   m.impl("load", &load<device>);
-  m.impl("grouped_linear", &grouped_linear<device>);
+  m.impl("experts", &experts<device>);
 }
 
 }  // namespace

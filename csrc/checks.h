@@ -8,8 +8,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 namespace moe_ext {
@@ -92,6 +94,20 @@ inline void check_permutation(const char* op, const char* name, const Tensor& in
                       " twice");
     seen[data[i]] = 1;
   }
+}
+
+// inverse [T, K], or inverse [R] and token_offsets [T + 1]. Returns T.
+inline c10::SymInt check_slots(const char* op, const Tensor& inverse,
+                               const OptionalTensor& token_offsets, const Tensor& like) {
+  check_device(op, "inverse", inverse, like);
+  check_type(op, "inverse", inverse, at::kLong);
+  check_dim(op, "inverse", inverse, token_offsets ? 1 : 2);
+  if (!token_offsets) return inverse.sym_size(0);
+  check_dim(op, "token_offsets", *token_offsets, 1);
+  const auto size = token_offsets->sym_size(0);
+  TORCH_CHECK_VALUE(size >= 1, op, ": token_offsets must have at least 1 element, got 0");
+  check_argument(op, "token_offsets", *token_offsets, like, at::kLong, {size});
+  return size - 1;
 }
 
 // The type of sums and of everything after the logits: float32 for the half types.
@@ -202,42 +218,118 @@ inline void check_importance(const Tensor& gates, const Tensor& expert_index,
 
 inline void check_dispatch_plan(const Tensor& expert_index, const c10::SymInt& num_experts) {
   constexpr auto op = "dispatch_plan";
-  check_dim(op, "expert_index", expert_index, 2);
+  TORCH_CHECK_VALUE(expert_index.dim() == 1 || expert_index.dim() == 2, op,
+                    ": expert_index must have 1 or 2 dimensions, got shape ",
+                    expert_index.sym_sizes());
   check_type(op, "expert_index", expert_index, at::kLong);
   check_num_experts(op, num_experts);
 }
 
-inline void check_dispatch(const Tensor& x, const Tensor& inverse) {
+inline void check_dispatch(const Tensor& x, const Tensor& inverse,
+                           const OptionalTensor& token_offsets) {
   constexpr auto op = "dispatch";
   check_dim(op, "x", x, 2);
   check_floating(op, "x", x);
-  check_dim(op, "inverse", inverse, 2);
-  check_argument(op, "inverse", inverse, x, at::kLong, {x.sym_size(0), inverse.sym_size(1)});
+  check_shape(op, "x", x, {check_slots(op, inverse, token_offsets, x), x.sym_size(1)});
 }
 
-inline void check_combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
+inline void check_combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+                          const OptionalTensor& token_offsets) {
   constexpr auto op = "combine";
   check_dim(op, "expert_output", expert_output, 2);
   check_floating(op, "expert_output", expert_output);
-  check_dim(op, "gates", gates, 2);
   check_device(op, "gates", gates, expert_output);
   check_floating(op, "gates", gates);
-  check_argument(op, "inverse", inverse, expert_output, at::kLong, gates.sym_sizes());
-  check_shape(op, "expert_output", expert_output, {gates.sym_numel(), expert_output.sym_size(1)});
+  check_slots(op, inverse, token_offsets, expert_output);
+  check_shape(op, "gates", gates, inverse.sym_sizes());
+  check_shape(op, "expert_output", expert_output, {inverse.sym_numel(), expert_output.sym_size(1)});
 }
 
-inline void check_grouped_linear(const Tensor& rows, const Tensor& weight,
-                                 const OptionalTensor& bias, const Tensor& offsets) {
-  constexpr auto op = "grouped_linear";
-  check_dim(op, "rows", rows, 2);
-  check_floating(op, "rows", rows);
-  check_dim(op, "weight", weight, 3);
-  const auto type = rows.scalar_type();
-  const auto num_experts = weight.sym_size(0);
-  const auto d_output = weight.sym_size(2);
-  check_argument(op, "weight", weight, rows, type, {num_experts, rows.sym_size(1), d_output});
-  if (bias) check_argument(op, "bias", *bias, rows, type, {num_experts, d_output});
-  check_argument(op, "offsets", offsets, rows, at::kLong, {num_experts + 1});
+// The activations of the experts; a gated one takes twice its width and multiplies one half with
+// the other.
+inline bool is_gated(std::string_view activation) { return activation.ends_with("glu"); }
+
+inline void check_activation(const char* op, std::string_view activation) {
+  constexpr std::string_view kNames =
+      "geglu, gelu, glu, identity, reglu, relu, sigmoid, silu, swiglu, tanh";
+  bool known = false;
+  for (size_t begin = 0; begin < kNames.size() && !known;) {
+    const size_t end = std::min(kNames.find(", ", begin), kNames.size());
+    known = kNames.substr(begin, end - begin) == activation;
+    begin = end + 2;
+  }
+  TORCH_CHECK_VALUE(known, op, ": activation must be one of ", kNames, ", got '", activation, "'");
+}
+
+inline void check_experts(const char* op, const Tensor& x, const OptionalTensor& offsets,
+                          const OptionalTensor& inverse, const OptionalTensor& token_offsets,
+                          const OptionalTensor& gates, at::TensorList weights,
+                          at::TensorList biases, std::string_view activation) {
+  check_dim(op, "x", x, 2);
+  check_floating(op, "x", x);
+  check_activation(op, activation);
+  TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
+                    ": weights and biases must be one for each linear layer, at least one, got ",
+                    weights.size(), " weights and ", biases.size(), " biases");
+  const auto type = x.scalar_type();
+  check_dim(op, "weights[0]", weights[0], 3);
+  const auto num_experts = weights[0].sym_size(0);
+  check_num_experts(op, num_experts);
+  c10::SymInt width = x.sym_size(1);
+  for (size_t l = 0; l < weights.size(); ++l) {
+    const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
+    check_dim(op, name("weights").c_str(), weights[l], 3);
+    const auto columns = weights[l].sym_size(2);
+    check_argument(op, name("weights").c_str(), weights[l], x, type, {num_experts, width, columns});
+    if (!biases.empty()) {
+      check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
+    }
+    const bool halved = is_gated(activation) && l + 1 < weights.size();
+    TORCH_CHECK_VALUE(!halved || columns % 2 == 0, op, ": weights[", l,
+                      "] must have an even number of columns before ", activation, ", got ",
+                      columns);
+    width = halved ? columns / 2 : columns;
+  }
+  TORCH_CHECK_VALUE(inverse || (!token_offsets && !gates), op,
+                    ": inverse must be given with token_offsets and gates, got None");
+  c10::SymInt num_rows = x.sym_size(0);
+  if (inverse) {
+    check_shape(op, "x", x, {check_slots(op, *inverse, token_offsets, x), x.sym_size(1)});
+    num_rows = inverse->sym_numel();
+  }
+  if (gates) {
+    check_device(op, "gates", *gates, x);
+    check_floating(op, "gates", *gates);
+    check_shape(op, "gates", *gates, inverse->sym_sizes());
+  }
+  if (offsets) {
+    check_argument(op, "offsets", *offsets, x, at::kLong, {num_experts + 1});
+  } else {
+    TORCH_CHECK_VALUE(num_rows % num_experts == 0, op,
+                      ": the number of rows must be a multiple of num_experts = ", num_experts,
+                      " where offsets are None, got ", num_rows);
+  }
+}
+
+// The number of rows that go out: [T] with gates, else [R].
+inline c10::SymInt experts_num_outputs(const Tensor& x, const OptionalTensor& inverse,
+                                       const OptionalTensor& gates) {
+  return inverse && !gates ? inverse->sym_numel() : x.sym_size(0);
+}
+
+inline void check_experts_backward(const Tensor& grad_y, const Tensor& x,
+                                   const OptionalTensor& inverse, const OptionalTensor& gates,
+                                   at::TensorList weights, at::TensorList hidden) {
+  constexpr auto op = "_experts_backward";
+  const auto type = x.scalar_type();
+  check_argument(op, "grad_y", grad_y, x, type,
+                 {experts_num_outputs(x, inverse, gates), weights.back().sym_size(2)});
+  TORCH_CHECK_VALUE(hidden.empty() || hidden.size() + 1 == weights.size(), op,
+                    ": hidden must be none, or one for each hidden layer, got ", hidden.size());
+  const auto num_rows = inverse ? inverse->sym_numel() : x.sym_size(0);
+  for (size_t l = 0; l < hidden.size(); ++l) {
+    check_argument(op, "hidden", hidden[l], x, type, {num_rows, weights[l].sym_size(2)});
+  }
 }
 
 }  // namespace moe_ext

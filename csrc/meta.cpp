@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <vector>
 
 #include "checks.h"
 
@@ -79,37 +80,55 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_meta(const Tensor& expe
           expert_index.new_empty_symint({num_experts + 1})};
 }
 
-Tensor dispatch_meta(const Tensor& x, const Tensor& inverse) {
-  check_dispatch(x, inverse);
+Tensor dispatch_meta(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
+  check_dispatch(x, inverse, token_offsets);
   return x.new_empty_symint({inverse.sym_numel(), x.sym_size(1)});
 }
 
-Tensor dispatch_backward_meta(const Tensor& grad_rows, const Tensor& inverse) {
-  return grad_rows.new_empty_symint({inverse.sym_size(0), grad_rows.sym_size(1)});
+Tensor dispatch_backward_meta(const Tensor& grad_rows, const Tensor& inverse,
+                              const OptionalTensor& token_offsets) {
+  const auto T = check_slots("_dispatch_backward", inverse, token_offsets, grad_rows);
+  return grad_rows.new_empty_symint({T, grad_rows.sym_size(1)});
 }
 
-Tensor combine_meta(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
-  check_combine(expert_output, gates, inverse);
-  return expert_output.new_empty_symint({gates.sym_size(0), expert_output.sym_size(1)});
+Tensor combine_meta(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+                    const OptionalTensor& token_offsets) {
+  check_combine(expert_output, gates, inverse, token_offsets);
+  const auto T = check_slots("combine", inverse, token_offsets, expert_output);
+  return expert_output.new_empty_symint({T, expert_output.sym_size(1)});
 }
 
 std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor&, const Tensor& expert_output,
-                                                 const Tensor& gates, const Tensor&) {
+                                                 const Tensor& gates, const Tensor&,
+                                                 const OptionalTensor&) {
   return {like(expert_output), like(gates)};
 }
 
-Tensor grouped_linear_meta(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
-                           const Tensor& offsets) {
-  check_grouped_linear(rows, weight, bias, offsets);
-  return rows.new_empty_symint({rows.sym_size(0), weight.sym_size(2)});
+std::tuple<Tensor, std::vector<Tensor>> experts_meta(
+    const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
+    const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
+    at::TensorList biases, c10::string_view activation, bool keep_hidden) {
+  check_experts("experts", x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  const auto R = inverse ? inverse->sym_numel() : x.sym_size(0);
+  std::vector<Tensor> hidden;
+  for (size_t l = 0; keep_hidden && l + 1 < weights.size(); ++l) {
+    hidden.push_back(x.new_empty_symint({R, weights[l].sym_size(2)}));
+  }
+  return {x.new_empty_symint({experts_num_outputs(x, inverse, gates), weights.back().sym_size(2)}),
+          hidden};
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_linear_backward_meta(const Tensor&, const Tensor& rows,
-                                                                const Tensor& weight,
-                                                                const OptionalTensor& bias,
-                                                                const Tensor&) {
-  const auto E = bias ? weight.sym_size(0) : c10::SymInt(0);
-  return {like(rows), like(weight), weight.new_empty_symint({E, weight.sym_size(2)})};
+std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_meta(
+    const Tensor&, const Tensor& x, const OptionalTensor&, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor& gates, at::TensorList weights,
+    at::TensorList biases, at::TensorList, c10::string_view) {
+  const auto like_each = [](at::TensorList tensors) {
+    std::vector<Tensor> each;
+    for (const Tensor& tensor : tensors) each.push_back(like(tensor));
+    return each;
+  };
+  return {like(x), gates ? like(*gates) : x.new_empty({0}, x.options().dtype(accumulate_type(x))),
+          like_each(weights), like_each(biases)};
 }
 
 }  // namespace
@@ -129,6 +148,6 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_dispatch_backward", &moe_ext::dispatch_backward_meta);
   m.impl("combine", &moe_ext::combine_meta);
   m.impl("_combine_backward", &moe_ext::combine_backward_meta);
-  m.impl("grouped_linear", &moe_ext::grouped_linear_meta);
-  m.impl("_grouped_linear_backward", &moe_ext::grouped_linear_backward_meta);
+  m.impl("experts", &moe_ext::experts_meta);
+  m.impl("_experts_backward", &moe_ext::experts_backward_meta);
 }

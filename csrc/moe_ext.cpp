@@ -53,29 +53,45 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // The routed rows, sorted by expert and then by token: permutation [R] from row to slot t * K +
-  // j, inverse [T, K] from slot to row, tokens_per_expert [E], offsets [E + 1].
+  // Slots are the (token, expert) pairs ordered by token: the K of token t are t * K + j, or those
+  // from token_offsets[t] to token_offsets[t + 1] where their number differs. Rows are the same
+  // pairs ordered by expert and then by token: permutation [R] from row to slot, inverse from slot
+  // to row in the shape of expert_index, [T, K] or [R], tokens_per_expert [E], offsets [E + 1].
   m.def(
       "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
       "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",
       tags);
 
-  // rows[inverse[t, j]] = x[t]
-  m.def("dispatch(Tensor x, Tensor inverse) -> Tensor", tags);
-  m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse) -> Tensor", tags);
+  // rows[inverse[s]] = x[t] for the slots s of each token t
+  m.def("dispatch(Tensor x, Tensor inverse, Tensor? token_offsets) -> Tensor", tags);
+  m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse, Tensor? token_offsets) -> Tensor",
+        tags);
 
-  // Eq. 1: y[t] = sum_j gates[t, j] * expert_output[inverse[t, j]]
-  m.def("combine(Tensor expert_output, Tensor gates, Tensor inverse) -> Tensor", tags);
+  // Eq. 1: y[t] = the sum of gates[s] * expert_output[inverse[s]] over the slots s of token t
   m.def(
-      "_combine_backward(Tensor grad_y, Tensor expert_output, Tensor gates, Tensor inverse) "
-      "-> (Tensor, Tensor)",
+      "combine(Tensor expert_output, Tensor gates, Tensor inverse, Tensor? token_offsets) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "_combine_backward(Tensor grad_y, Tensor expert_output, Tensor gates, Tensor inverse, "
+      "Tensor? token_offsets) -> (Tensor, Tensor)",
       tags);
 
-  // A linear layer of the experts: rows of expert e times weight[e], plus bias[e].
-  m.def("grouped_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor offsets) -> Tensor", tags);
+  // The experts E_e: linear layers with an activation between them, each expert's on its rows,
+  // which are those from offsets[e] to offsets[e + 1], or R / E each. The input are the rows; or,
+  // with inverse, the tokens, as in dispatch. The output are the rows; or, with gates, Eq. 1 for
+  // the tokens, as in combine. hidden: [R, columns] of each layer but the last, before the
+  // activation, if they are to be kept.
   m.def(
-      "_grouped_linear_backward(Tensor grad_out, Tensor rows, Tensor weight, Tensor? bias, "
-      "Tensor offsets) -> (Tensor, Tensor, Tensor)",
+      "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
+      "Tensor[] weights, Tensor[] biases, str activation, bool keep_hidden) "
+      "-> (Tensor y, Tensor[] hidden)",
+      tags);
+  // Computes hidden again where it was not kept.
+  m.def(
+      "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
+      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[] biases, Tensor[] hidden, "
+      "str activation) -> (Tensor, Tensor, Tensor[], Tensor[])",
       tags);
 }
 

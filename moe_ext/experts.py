@@ -75,10 +75,32 @@ class FeedForwardExperts(nn.Module):
         for bias in self.biases or ():
             nn.init.zeros_(bias)
 
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """rows [R, D] grouped by expert, offsets [E + 1], to [R, d_output]."""
-        biases = None if self.biases is None else list(self.biases)
-        return ops.experts(rows, offsets, list(self.weights), biases, self.activation)
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor | None,
+        *,
+        inverse: Tensor | None = None,
+        gates: Tensor | None = None,
+        token_offsets: Tensor | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Rows x [R, D] grouped by expert, offsets [E + 1], to [R, d_output].
+
+        Or, with the further arguments of `moe_ext.ops.experts`, tokens x [T, D] to the mixture
+        [T, d_output].
+        """
+        return ops.experts(
+            x,
+            list(self.weights),
+            None if self.biases is None else list(self.biases),
+            self.activation,
+            offsets=offsets,
+            inverse=inverse,
+            gates=gates,
+            token_offsets=token_offsets,
+            recompute=recompute,
+        )
 
     def extra_repr(self) -> str:
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)

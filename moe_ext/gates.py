@@ -12,20 +12,28 @@ from moe_ext.checks import require
 
 
 class Gating(NamedTuple):
-    """A gate's decision for T tokens.
+    """A gate's decision for T tokens, as slots: (token, expert) pairs ordered by token.
 
     Attributes:
-        gates: [T, K], float32 or float64.
-        expert_index: [T, K] int64.
+        gates: [T, K], or [R] with token_offsets; float32 or float64.
+        expert_index: int64, the expert of each gate.
         importance: [E], the sum of each expert's gates (Eq. 6).
         load: [E], the expected number of tokens of each expert (Appendix A); without noise, its
             limit: the number of tokens routed, which has no gradient.
+        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
+        equal_load: every expert has R / E tokens, so that the counts need not be read.
+        loss: scalar, of the gate's own, to be added to the layer's; or None.
+        metrics: scalars that tell how the gate does, for `MoEAux.metrics`.
     """
 
     gates: Tensor
     expert_index: Tensor
     importance: Tensor
     load: Tensor
+    token_offsets: Tensor | None = None
+    equal_load: bool = False
+    loss: Tensor | None = None
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
 
 def logits(

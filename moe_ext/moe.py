@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
-from moe_ext.gates import NoisyTopKGate
+from moe_ext.gates import Gating, NoisyTopKGate
 from moe_ext.losses import cv_squared, importance_loss, load_loss
 
 
@@ -17,13 +18,15 @@ class MoEAux(NamedTuple):
     """What a MoE layer returns beside its output; T counts the tokens that the mask left.
 
     Attributes:
-        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)², to be added to the mean
-            loss per token in nats. Losses of several layers add up.
+        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² and the gate's own, to be
+            added to the mean loss per token in nats. Losses of several layers add up.
         importance: [E], the sum of each expert's gates.
         load: [E], the smooth number of tokens of each expert.
-        gates: [T, K].
-        expert_index: [T, K] int64.
+        gates: [T, K], or [R] with token_offsets.
+        expert_index: int64, the expert of each gate.
         tokens_per_expert: [E] int64, the true number of tokens of each expert.
+        token_offsets: [T + 1] int64, where each token's gates begin and end; None: K each.
+        gate_metrics: scalars of the gate's own.
     """
 
     loss: Tensor
@@ -32,16 +35,21 @@ class MoEAux(NamedTuple):
     gates: Tensor
     expert_index: Tensor
     tokens_per_expert: Tensor
+    token_offsets: Tensor | None = None
+    gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
     def metrics(self) -> dict[str, float]:
-        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load)."""
+        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load); and the gate's.
+
+        Reads the values, so that a GPU is waited for.
+        """
         with torch.no_grad():
             load = self.load.double()
             return {
                 "cv_importance": cv_squared(self.importance.double()).sqrt().item(),
                 "cv_load": cv_squared(load).sqrt().item(),
                 "max_over_mean_load": (load.max() / load.mean().clamp_min(1e-30)).item(),
-            }
+            } | {name: value.item() for name, value in self.gate_metrics.items()}
 
 
 class MoE(nn.Module):
@@ -52,6 +60,9 @@ class MoE(nn.Module):
     3. dispatch: every token copied to its rows
     4. experts: each on its rows
     5. combine: each token's outputs summed with its gates
+
+    With feed-forward experts steps 3 to 5 are one operator, which keeps x and the hidden layers for
+    the backward pass; with recompute, x alone (App. D).
 
     Args:
         d_model: D, the width of x.
@@ -64,6 +75,8 @@ class MoE(nn.Module):
         experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of
             any modules, one for each expert; None is FeedForwardExperts, with hidden_sizes,
             activation and bias.
+        recompute: compute the experts again in the backward pass instead of keeping anything of
+            them: one more product of rows and weights for each hidden layer, the same bits.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
@@ -90,6 +103,7 @@ class MoE(nn.Module):
         bias: bool = False,
         gate: nn.Module | None = None,
         experts: nn.Module | Sequence[nn.Module] | None = None,
+        recompute: bool = False,
         w_importance: float = 0.1,
         w_load: float = 0.1,
         noise_epsilon: float = 1e-2,
@@ -113,6 +127,7 @@ class MoE(nn.Module):
             )
         self.d_model = d_model
         self.num_experts = num_experts
+        self.recompute = recompute
         self.w_importance = w_importance
         self.w_load = w_load
         if gate is None:
@@ -164,14 +179,49 @@ class MoE(nn.Module):
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 
-        gates, expert_index, importance, load = self.gate(tokens)
-        plan = ops.dispatch_plan(expert_index, self.num_experts)
-        rows = ops.dispatch(tokens, plan.inverse)
-        expert_output = self.experts(rows, plan.offsets)
-        y = ops.combine(expert_output, gates, plan.inverse).to(x.dtype)
+        gating = Gating(*self.gate(tokens))
+        plan = ops.dispatch_plan(gating.expert_index, self.num_experts)
+        y = self._mixture(tokens, gating, plan).to(x.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
-        loss = importance_loss(importance, self.w_importance) + load_loss(load, self.w_load)
-        aux = MoEAux(loss, importance, load, gates, expert_index, plan.tokens_per_expert)
+        loss = importance_loss(gating.importance, self.w_importance)
+        loss = loss + load_loss(gating.load, self.w_load)
+        if gating.loss is not None:
+            loss = loss + gating.loss
+        aux = MoEAux(
+            loss,
+            gating.importance,
+            gating.load,
+            gating.gates,
+            gating.expert_index,
+            plan.tokens_per_expert,
+            gating.token_offsets,
+            gating.metrics,
+        )
         return y.view(*x.shape[:-1], y.shape[-1]), aux
+
+    def _mixture(self, tokens: Tensor, gating: Gating, plan: ops.DispatchPlan) -> Tensor:
+        """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]."""
+        token_offsets = gating.token_offsets
+        if isinstance(self.experts, FeedForwardExperts):
+            return self.experts(
+                tokens,
+                None if gating.equal_load else plan.offsets,
+                inverse=plan.inverse,
+                gates=gating.gates,
+                token_offsets=token_offsets,
+                recompute=self.recompute,
+            )
+
+        def mixture(tokens: Tensor, gates: Tensor) -> Tensor:
+            rows = ops.dispatch(tokens, plan.inverse, token_offsets)
+            expert_output = self.experts(rows, plan.offsets)
+            return ops.combine(expert_output, gates, plan.inverse, token_offsets)
+
+        if self.recompute:
+            return checkpoint(mixture, tokens, gating.gates, use_reentrant=False)
+        return mixture(tokens, gating.gates)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, num_experts={self.num_experts}, recompute={self.recompute}"

@@ -23,6 +23,7 @@ if {"amx_bf16", "hypervisor"} <= cpu_flags():
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import moe_ext  # noqa: E402
 
@@ -85,6 +86,11 @@ def assert_as_accurate(actual, plain, exact):
     allowed = 2 * (plain.double() - exact).abs().max()
     allowed = allowed + 2 * torch.finfo(plain.dtype).eps * exact.abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def tensors_of(aux):
+    """The tensors of a layer's report, without what this gate leaves out."""
+    return [leaf for leaf in tree_leaves(aux) if isinstance(leaf, torch.Tensor)]
 
 
 def gradients(outputs, inputs, cotangents):

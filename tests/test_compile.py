@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_same_bits, gradients, recorded_ops
+from conftest import assert_same_bits, gradients, recorded_ops, tensors_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_ext import MoE, ops
@@ -30,7 +30,7 @@ def results(function, layer, x):
     layer.zero_grad()
     (y.pow(2).sum() + aux.loss).backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
-    return [y, *aux, leaf.grad, *grads]
+    return [y, *tensors_of(aux), leaf.grad, *grads]
 
 
 def assert_close(actual, expected):
@@ -70,8 +70,8 @@ def one_of_each(device):
         "dispatch_plan": (lambda x: (x, *ops.dispatch_plan(index, E)), (x,)),
         "dispatch": (lambda x: ops.dispatch(x, inverse), (x,)),
         "combine": (lambda o, g: ops.combine(o, g, inverse), (rows, gating.gates)),
-        "grouped_linear": (
-            lambda r, w, b: ops.grouped_linear(r, w, b, offsets),
+        "experts": (
+            lambda r, w, b: ops.experts(r, [w], [b], offsets=offsets),
             (rows, weight, bias),
         ),
     }
@@ -86,7 +86,7 @@ NAMES = [
     "dispatch_plan",
     "dispatch",
     "combine",
-    "grouped_linear",
+    "experts",
 ]
 
 
@@ -191,7 +191,7 @@ def test_export_keeps_the_ops(device):
     program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: tokens}})
     graphs = [m.graph for m in program.graph_module.modules() if hasattr(m, "graph")]
     names = {str(node.target) for graph in graphs for node in graph.nodes}
-    assert {"moe_ext.noisy_topk_gating.default", "moe_ext.combine.default"} <= names
+    assert {"moe_ext.noisy_topk_gating.default", "moe_ext.experts.default"} <= names
     other = torch.randn(14, D, device=device)
     assert_same_bits(program.module()(other)[0], layer(other)[0])
 

@@ -16,7 +16,7 @@ from moe_ext import (
     ops,
 )
 
-T, E, K, D, F = 4, 5, 2, 3, 6
+T, E, K, D, F = 4, 5, 2, 3, 7
 
 
 def arguments():
@@ -44,7 +44,7 @@ def arguments():
         "dispatch_plan": dict(expert_index=index, num_experts=E),
         "dispatch": dict(x=torch.randn(T, D), inverse=plan.inverse),
         "combine": dict(expert_output=rows, gates=gates, inverse=plan.inverse),
-        "grouped_linear": dict(rows=rows, weight=weight, bias=bias, offsets=plan.offsets),
+        "experts": dict(x=rows, weights=[weight], biases=[bias], offsets=plan.offsets),
     }
 
 
@@ -60,9 +60,7 @@ FLOATS = [
     ("importance", "gates"),
     ("combine", "expert_output"),
     ("combine", "gates"),
-    ("grouped_linear", "rows"),
-    ("grouped_linear", "weight"),
-    ("grouped_linear", "bias"),
+    ("experts", "x"),
 ]
 INDICES = [
     ("load", "expert_index"),
@@ -73,7 +71,7 @@ INDICES = [
     ("dispatch_plan", "expert_index"),
     ("dispatch", "inverse"),
     ("combine", "inverse"),
-    ("grouped_linear", "offsets"),
+    ("experts", "offsets"),
 ]
 TENSORS = [*FLOATS, *INDICES, ("dispatch", "x")]
 
@@ -124,9 +122,6 @@ def test_number_of_dimensions(op, name):
         ("selected_softmax", "token_offsets", 0),
         ("importance", "expert_index", 0),
         ("importance", "expert_index", 1),
-        ("grouped_linear", "weight", 1),
-        ("grouped_linear", "bias", 0),
-        ("grouped_linear", "bias", 1),
     ],
 )
 def test_sizes_that_do_not_fit(op, name, axis):
@@ -144,8 +139,7 @@ def test_sizes_that_do_not_fit(op, name, axis):
         ("dispatch", "inverse"),
         ("combine", "inverse"),
         ("combine", "gates"),
-        ("grouped_linear", "offsets"),
-        ("grouped_linear", "weight"),
+        ("experts", "offsets"),
     ],
 )
 def test_lengths_that_do_not_fit(op, name):
@@ -222,8 +216,8 @@ def test_inverse_out_of_range(op, bad):
     "offsets", [[1, 2, 3, 4, 5, 8], [0, 4, 2, 6, 7, 8], [0, 1, 2, 3, 4, 9], [0, 1, 2, 3, 4, 5]]
 )
 def test_offsets_run_from_0_to_the_number_of_rows(offsets):
-    with pytest.raises((ValueError, IndexError), match="^grouped_linear: offsets must .*, got "):
-        ops.grouped_linear(**{**arguments()["grouped_linear"], "offsets": torch.tensor(offsets)})
+    with pytest.raises((ValueError, IndexError), match="^experts: offsets must .*, got "):
+        ops.experts(**{**arguments()["experts"], "offsets": torch.tensor(offsets)})
 
 
 @pytest.mark.parametrize("offsets", [[1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []])
@@ -237,8 +231,6 @@ def test_group_offsets_run_from_0_to_the_number_of_tokens(offsets):
     [
         ("noisy_topk_gating", "noise"),
         ("load", "threshold"),
-        ("grouped_linear", "weight"),
-        ("grouped_linear", "bias"),
     ],
 )
 def test_types_that_do_not_fit(op, name):
@@ -255,7 +247,7 @@ def test_types_that_do_not_fit(op, name):
     ],
 )
 def test_devices_that_do_not_fit(op, name):
-    refuses(op, ValueError, r"\w+ must", **{name: arguments()[op][name].to("meta")})
+    refuses(op, ValueError, r"\S+ must", **{name: arguments()[op][name].to("meta")})
 
 
 # Modules
@@ -317,15 +309,36 @@ def test_mask():
 def test_experts_op():
     rows, offsets = torch.randn(6, D), torch.tensor([0, 2, 6])
     w1, w2 = torch.randn(2, D, F), torch.randn(2, F, D)
-    ops.experts(rows, offsets, [w1, w2], None, "relu")
-    with pytest.raises(ValueError, match=r"experts: activation must .*got '?rely"):
-        ops.experts(rows, offsets, [w1, w2], None, "rely")
-    with pytest.raises(ValueError, match=r"must .*got"):
-        ops.experts(rows, offsets, [w1, w1], None, "relu")
-    with pytest.raises(ValueError, match=r"must .*got"):
-        ops.experts(rows, offsets, [w1, w2], [torch.randn(2, F)], "relu")
-    with pytest.raises(ValueError, match=r"weights.* must .*got"):
-        ops.experts(rows, offsets, [], None, "relu")
+    b1, b2 = torch.randn(2, F), torch.randn(2, D)
+    inverse, gates = torch.arange(6).view(3, 2), torch.rand(3, 2)
+    call = dict(x=rows, weights=[w1, w2], biases=[b1, b2], offsets=offsets)
+    ops.experts(**call)
+    assert F % 2 == 1
+    for error, pattern, changes in (
+        (ValueError, "activation must .*'rely'", dict(activation="rely")),
+        (ValueError, "activation must .*', '", dict(activation=", ")),
+        (ValueError, r"weights\[1\] must", dict(weights=[w1, w1])),
+        (ValueError, r"weights\[1\] must", dict(weights=[w1, w2[:1]])),
+        (TypeError, r"weights\[0\] must", dict(weights=[w1.double(), w2])),
+        (ValueError, r"weights\[0\] must have 3 dim", dict(weights=[w1[0], w2])),
+        (
+            ValueError,
+            r"weights\[0\] must .*even",
+            dict(activation="glu", weights=[w1[..., 1:], w2]),
+        ),
+        (ValueError, "weights and biases must", dict(biases=[b1])),
+        (ValueError, "weights and biases must", dict(weights=[], biases=None)),
+        (ValueError, r"biases\[1\] must", dict(biases=[b1, b1])),
+        (TypeError, r"biases\[0\] must", dict(biases=[b1.double(), b2])),
+        (ValueError, "inverse must be given", dict(gates=gates)),
+        (ValueError, "gates must", dict(x=rows[:3], inverse=inverse, gates=gates[:2])),
+        (ValueError, "x must", dict(inverse=inverse)),
+        (ValueError, "the number of rows must be a multiple", dict(x=rows[:5], offsets=None)),
+        (ValueError, "inverse must have 1 dim", dict(inverse=inverse, token_offsets=offsets)),
+    ):
+        with pytest.raises(error, match=f"^experts: {pattern}") as caught:
+            ops.experts(**{**call, **changes})
+        assert ", got " in str(caught.value)
 
 
 def test_backward_operators_check_what_memory_depends_on():
@@ -335,15 +348,23 @@ def test_backward_operators_check_what_memory_depends_on():
     gates, inverse = torch.rand(4, 2), torch.arange(8).view(4, 2)
     weight, offsets = torch.randn(5, 3, 2), torch.tensor([0, 2, 4, 4, 4, 8])
     op = torch.ops.moe_ext
-    grouped = (torch.randn(8, 2), rows, weight, None)
+    grad = torch.randn(8, 2)
+
+    def experts_backward(grad, offsets, inverse=None, token_offsets=None, gates=None, hidden=()):
+        routing = (offsets, inverse, token_offsets, gates)
+        return op._experts_backward(grad, rows, *routing, [weight], [], hidden, "relu")
+
     for error, call in (
-        (ValueError, lambda: op._grouped_linear_backward(*grouped, torch.empty(0).long())),
-        (ValueError, lambda: op._grouped_linear_backward(*grouped, offsets[:2])),
-        (ValueError, lambda: op._grouped_linear_backward(rows, rows, weight, None, offsets)),
-        (IndexError, lambda: op._dispatch_backward(rows, inverse + 1)),
-        (TypeError, lambda: op._dispatch_backward(rows, inverse.float())),
-        (ValueError, lambda: op._combine_backward(x[:3], rows, gates, inverse)),
-        (ValueError, lambda: op._combine_backward(x, rows, gates, torch.zeros_like(inverse))),
+        (ValueError, lambda: experts_backward(grad, torch.empty(0).long())),
+        (ValueError, lambda: experts_backward(grad, offsets[:2])),
+        (ValueError, lambda: experts_backward(rows, offsets)),
+        (ValueError, lambda: experts_backward(grad, offsets, hidden=[grad])),
+        (IndexError, lambda: experts_backward(grad, offsets, torch.arange(1, 9)[:, None])),
+        (IndexError, lambda: op._dispatch_backward(rows, inverse + 1, None)),
+        (TypeError, lambda: op._dispatch_backward(rows, inverse.float(), None)),
+        (ValueError, lambda: op._dispatch_backward(rows[:7], inverse, None)),
+        (ValueError, lambda: op._combine_backward(x[:3], rows, gates, inverse, None)),
+        (ValueError, lambda: op._combine_backward(x, rows, gates, torch.zeros_like(inverse), None)),
         (
             IndexError,
             lambda: op._noisy_topk_gating_backward(

@@ -1,4 +1,4 @@
-"""ops.grouped_linear, ops.experts, FeedForwardExperts and ModuleExperts (Sec. 3.2)."""
+"""ops.experts, FeedForwardExperts and ModuleExperts (Sec. 3.2)."""
 
 import copy
 import math
@@ -71,7 +71,11 @@ def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64, 
     return normal(sum(counts), widths[0], device=device, dtype=dtype), weights, biases
 
 
-# ops.grouped_linear
+# ops.experts with a single matrix: a linear layer for each expert
+
+
+def grouped_linear(rows, weight, bias, offsets):
+    return ops.experts(rows, [weight], None if bias is None else [bias], offsets=offsets)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -85,7 +89,7 @@ def test_grouped_linear_equals_reference(device, counts, D, F, bias):
     )
     moved = [x.detach().to(device).requires_grad_() for x in tensors]
     args = moved if bias else [*moved, None]
-    actual = ops.grouped_linear(*args, offsets_of(counts, device))
+    actual = grouped_linear(*args, offsets_of(counts, device))
     assert actual.shape == (sum(counts), F) and actual.is_contiguous()
     assert_exact(actual.detach(), expected.detach())
     cotangent = torch.randn_like(expected)
@@ -104,14 +108,14 @@ def test_any_number_of_experts(device, E):
     rows, weight, bias = make(counts, 3, 2, device)
     owner = torch.repeat_interleave(torch.arange(E), torch.tensor(counts)).to(device)
     expected = torch.einsum("rd,rdf->rf", rows, weight[owner]) + bias[owner]
-    assert_exact(ops.grouped_linear(rows, weight, bias, offsets_of(counts, device)), expected)
+    assert_exact(grouped_linear(rows, weight, bias, offsets_of(counts, device)), expected)
 
 
 @pytest.mark.parametrize("rows", [65_535, 65_536, 200_000])
 def test_many_rows(device, rows):
     counts = [rows // 2, 0, rows - rows // 2]
     x, weight, bias = make(counts, 2, 3, device)
-    actual = ops.grouped_linear(x, weight, bias, offsets_of(counts, device))
+    actual = grouped_linear(x, weight, bias, offsets_of(counts, device))
     assert_exact(actual, plain_linear(x, weight, bias, counts))
 
 
@@ -123,7 +127,7 @@ def test_grouped_linear_lower_precision(device, dtype, counts, D, F):
     cotangent = normal(sum(counts), F, device=device, dtype=dtype)
     results, grads = [], []
     for function, cast in (
-        (lambda *a: ops.grouped_linear(*a, offsets_of(counts, device)), lambda x: x),
+        (lambda *a: grouped_linear(*a, offsets_of(counts, device)), lambda x: x),
         (lambda *a: plain_linear(*a, counts), lambda x: x),
         (lambda *a: plain_linear(*a, counts), lambda x: x.double()),
     ):
@@ -140,17 +144,15 @@ def test_grouped_linear_gradcheck(device):
     counts = [2, 0, 3]
     leaves = [x.requires_grad_() for x in make(counts, 3, 2, device)]
     offsets = offsets_of(counts, device)
-    assert torch.autograd.gradcheck(lambda *a: ops.grouped_linear(*a, offsets), leaves)
-    assert torch.autograd.gradcheck(
-        lambda r, w: ops.grouped_linear(r, w, None, offsets), leaves[:2]
-    )
+    assert torch.autograd.gradcheck(lambda *a: grouped_linear(*a, offsets), leaves)
+    assert torch.autograd.gradcheck(lambda r, w: grouped_linear(r, w, None, offsets), leaves[:2])
 
 
 def test_only_what_needs_a_gradient_gets_one(device):
     tensors, offsets = make([2, 0, 3], 3, 2, device), offsets_of([2, 0, 3], device)
     for one in range(3):
         leaves = [x.clone().requires_grad_(i == one) for i, x in enumerate(tensors)]
-        ops.grouped_linear(*leaves, offsets).sum().backward()
+        grouped_linear(*leaves, offsets).sum().backward()
         assert [x.grad is not None for x in leaves] == [i == one for i in range(3)]
 
 
@@ -159,10 +161,10 @@ def test_grouped_linear_any_layout(device):
     counts = [4, 0, 3]
     tensors, offsets = make(counts, 5, 6, device), offsets_of(counts, device)
     base = [x.clone().requires_grad_() for x in tensors]
-    expected = ops.grouped_linear(*base, offsets)
+    expected = grouped_linear(*base, offsets)
     moved = [x.mT.contiguous().mT.requires_grad_() for x in tensors]
     assert not any(x.is_contiguous() for x in moved)
-    actual = ops.grouped_linear(*moved, offsets)
+    actual = grouped_linear(*moved, offsets)
     assert_exact(actual.detach(), expected.detach())
     for a, e in zip(
         torch.autograd.grad(actual.sum(), moved),  # an expanded gradient
@@ -172,8 +174,8 @@ def test_grouped_linear_any_layout(device):
         assert_exact(a, e)
     row = tensors[0][:1].expand(7, 5)
     assert_same_bits(
-        ops.grouped_linear(row, *tensors[1:], offsets),
-        ops.grouped_linear(row.clone(), *tensors[1:], offsets),
+        grouped_linear(row, *tensors[1:], offsets),
+        grouped_linear(row.clone(), *tensors[1:], offsets),
     )
 
 
@@ -186,7 +188,7 @@ def test_empty_expert_has_zero_gradient_in_dirty_memory(device, dtype, size):
     for _ in range(3):
         poison_freed_memory(4 * size, size * size, 4 * size * size, 7 * size, device=device)
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = ops.grouped_linear(*leaves, offsets)
+        out = grouped_linear(*leaves, offsets)
         poison_freed_memory(4 * size, size * size, 4 * size * size, 7 * size, device=device)
         grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
@@ -200,7 +202,7 @@ def test_zero_rows(device):
     for _ in range(2):
         poison_freed_memory(6, 18, device=device)
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = ops.grouped_linear(*leaves, offsets)
+        out = grouped_linear(*leaves, offsets)
         assert out.shape == (0, 2)
         out.sum().backward()
         for leaf in leaves:
@@ -216,7 +218,7 @@ def test_unused_expert_with_nan_weights_poisons_nothing(device):
         if spoil:
             leaves[1][1], leaves[2][1] = math.nan, math.inf
         leaves = [x.requires_grad_() for x in leaves]
-        out = ops.grouped_linear(*leaves, offsets)
+        out = grouped_linear(*leaves, offsets)
         results.append([out, *torch.autograd.grad(out.pow(2).sum(), leaves)])
     for clean, spoilt in zip(*results, strict=True):
         assert_same_bits(spoilt, clean)
@@ -228,10 +230,10 @@ def test_nan_row_stays_in_its_row(device, dtype):
     counts = [20, 0, 4]
     rows, weight, bias = make(counts, 24, 40, device, dtype)
     offsets = offsets_of(counts, device)
-    clean = ops.grouped_linear(rows, weight, bias, offsets)
+    clean = grouped_linear(rows, weight, bias, offsets)
     rows[5] = math.nan
     weight.requires_grad_()
-    spoilt = ops.grouped_linear(rows, weight, bias, offsets)
+    spoilt = grouped_linear(rows, weight, bias, offsets)
     assert spoilt[5].isnan().all()
     rest = torch.arange(24, device=device) != 5
     assert_same_bits(spoilt[rest], clean[rest])
@@ -250,15 +252,15 @@ def test_grouped_linear_opcheck(device, counts, bias, transposed):
     def function():
         leaves = [x.detach().requires_grad_() for x in tensors]
         args = leaves if bias else [*leaves[:2], None]
-        ops.grouped_linear(*args, offsets).sum().backward()
+        grouped_linear(*args, offsets).sum().backward()
 
-    opcheck_all(function, {"grouped_linear", "_grouped_linear_backward"})
+    opcheck_all(function, {"experts", "_experts_backward"})
 
 
 def test_grouped_linear_second_derivative_is_refused(device):
     offsets = offsets_of([2, 0, 3], device)
     assert_second_derivative_refused(
-        lambda *a: ops.grouped_linear(*a, offsets),
+        lambda *a: grouped_linear(*a, offsets),
         tuple(x.requires_grad_() for x in make([2, 0, 3], 3, 2, device)),
     )
 
@@ -271,13 +273,13 @@ def test_grouped_linear_deterministic(threads, dtype):
 
     def function():
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = ops.grouped_linear(*leaves, offsets)
+        out = grouped_linear(*leaves, offsets)
         return out, *torch.autograd.grad(out, leaves, cotangent)
 
     assert_deterministic(function, threads)
 
 
-# ops.experts
+# ops.experts with hidden layers
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -291,10 +293,10 @@ def test_experts_equal_reference(device, activation, counts, bias):
     n = len(weights)
     actual = ops.experts(
         moved[0],
-        offsets_of(counts, device),
         moved[1 : 1 + n],
         moved[1 + n :] if bias else None,
         activation,
+        offsets=offsets_of(counts, device),
     )
     assert_exact(actual.detach(), expected.detach())
     if sum(counts):
@@ -312,7 +314,7 @@ def test_experts_equal_reference(device, activation, counts, bias):
 def test_depth(device, activation, widths):
     """A single matrix, which is linear, and two hidden layers."""
     rows, weights, biases = make_experts([3, 0, 4], widths, activation, device)
-    actual = ops.experts(rows, offsets_of([3, 0, 4], device), weights, biases, activation)
+    actual = ops.experts(rows, weights, biases, activation, offsets=offsets_of([3, 0, 4], device))
     expected = by_reference(
         rows.cpu(), [w.cpu() for w in weights], [b.cpu() for b in biases], [3, 0, 4], activation
     )
@@ -336,7 +338,7 @@ def test_experts_lower_precision(device, activation, dtype):
         return plain_linear(h, w2, b2, counts)
 
     def tested(rows, w1, w2, b1, b2):
-        return ops.experts(rows, offsets_of(counts, device), [w1, w2], [b1, b2], activation)
+        return ops.experts(rows, [w1, w2], [b1, b2], activation, offsets=offsets_of(counts, device))
 
     results, grads = [], []
     cotangent = normal(70, 8, device=device, dtype=dtype)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_exact, assert_same_bits, recorded_ops
+from conftest import assert_exact, assert_same_bits, recorded_ops, tensors_of
 
 from moe_ext import NoisyTopKGate, SoftmaxGate
 
@@ -174,7 +174,7 @@ def test_evaluation_draws_nothing_and_repeats(device, own_generator):
     if device == "cuda":
         cuda_state = torch.cuda.get_rng_state()
     first, second = gate(x), gate(x)
-    for a, b in zip(first, second, strict=True):
+    for a, b in zip(tensors_of(first), tensors_of(second), strict=True):
         assert_same_bits(a, b)
         assert a.isfinite().all()
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -217,7 +217,7 @@ def test_autocast_leaves_the_gate_in_float32(device, training):
         (result.gates[:, 0].sum() + result.importance.pow(2).sum()).backward()
         assert gate.w_gate.grad.dtype == torch.float32
         results.append([*result, gate.w_gate.grad.clone()])
-    for plain, cast in zip(*results, strict=True):
+    for plain, cast in zip(*map(tensors_of, results), strict=True):
         assert_same_bits(cast, plain)
 
 
@@ -256,7 +256,7 @@ def test_copies_pickles_and_states(device):
     fresh = NoisyTopKGate(D, E, 2).double().to(device).eval()
     fresh.load_state_dict(gate.state_dict())
     for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate)), fresh):
-        for a, b in zip(twin(x), gate(x), strict=True):
+        for a, b in zip(tensors_of(twin(x)), tensors_of(gate(x)), strict=True):
             assert_same_bits(a, b)
 
 

@@ -18,6 +18,7 @@ from conftest import (
     gradients,
     poison_freed_memory,
     recorded_ops,
+    tensors_of,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -200,7 +201,7 @@ def test_any_leading_shape(device, shape, training):
     y, aux = layer(x.reshape(*shape, D))
     assert y.shape == (*shape, D)
     assert_same_bits(y.reshape(8, D), expected)
-    for a, b in zip(aux, expected_aux, strict=True):
+    for a, b in zip(tensors_of(aux), tensors_of(expected_aux), strict=True):
         assert_same_bits(a, b)
 
 
@@ -254,7 +255,7 @@ def test_padding_changes_nothing(device, training, padding, bias):
             assert torch.count_nonzero(y[~mask]) == 0
             assert torch.count_nonzero(grads["x"][~mask]) == 0
             y, grads["x"] = y[mask], grads["x"][mask]
-        results.append([y, *aux, *grads.values()])
+        results.append([y, *tensors_of(aux), *grads.values()])
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
     assert len(aux.gates) == 8 and int(aux.tokens_per_expert.sum()) == 16
@@ -348,7 +349,7 @@ def test_evaluation_draws_nothing_and_repeats(device):
     state = torch.get_rng_state()
     (y, aux), (again, aux_again) = layer(x), layer(x)
     assert_same_bits(y, again)
-    for a, b in zip(aux, aux_again, strict=True):
+    for a, b in zip(tensors_of(aux), tensors_of(aux_again), strict=True):
         assert_same_bits(a, b)
     assert aux.loss.isfinite()
     assert torch.equal(torch.get_rng_state(), state)
@@ -479,7 +480,9 @@ def test_activation_checkpointing(device):
             y, aux = layer(leaf)
         layer.zero_grad()
         total(y, aux).backward()
-        results.append([y, *aux, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+        results.append(
+            [y, *tensors_of(aux), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+        )
     for plain, recomputed in zip(*results, strict=True):
         assert_same_bits(recomputed, plain)
     assert len(routes) == 3
@@ -589,7 +592,7 @@ def test_deterministic(threads, dtype):
         leaf = x.clone().requires_grad_()
         y, aux = layer(leaf)
         loss = y.float().pow(2).sum() + aux.loss
-        return y, *aux, *all_gradients(loss, leaf, layer).values()
+        return y, *tensors_of(aux), *all_gradients(loss, leaf, layer).values()
 
     assert_deterministic(function, threads)
 
@@ -639,10 +642,10 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     cotangent = torch.randn(T, D).to(dtype)
     show(f"combine {dtype}", y, *torch.autograd.grad(y, (output, gates), cotangent))
     rows, weight, bias = leaf(T * K, D), leaf(E, D, F), leaf(E, F)
-    out = ops.grouped_linear(rows, weight, bias, plan.offsets)
+    out = ops.experts(rows, [weight], [bias], offsets=plan.offsets)
     cotangent = torch.randn(T * K, F).to(dtype)
     grads = torch.autograd.grad(out, (rows, weight, bias), cotangent)
-    show(f"grouped_linear {dtype}", out, *grads)
+    show(f"experts {dtype}", out, *grads)
 """
 
 

@@ -7,25 +7,29 @@ struct Combine : torch::autograd::Function<Combine> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& expert_output, const Tensor& gates,
-                        const Tensor& inverse) {
+                        const Tensor& inverse, const OptionalTensor& token_offsets) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({expert_output, gates, inverse});
+    ctx->save_for_backward({expert_output, gates, inverse, or_undefined(token_offsets)});
     static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>("moe_ext::combine");
-    return op.call(expert_output, gates, inverse);
+        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)>(
+            "moe_ext::combine");
+    return op.call(expert_output, gates, inverse, token_offsets);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, const Tensor&)>("moe_ext::_combine_backward");
-    const auto [grad_expert_output, grad_gates] = op.call(grads[0], saved[0], saved[1], saved[2]);
-    return {grad_expert_output, grad_gates, Tensor()};
+        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&)>(
+        "moe_ext::_combine_backward");
+    const auto [grad_expert_output, grad_gates] =
+        op.call(grads[0], saved[0], saved[1], saved[2], if_defined(saved[3]));
+    return {grad_expert_output, grad_gates, Tensor(), Tensor()};
   }
 };
 
-Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
-  return Combine::apply(expert_output, gates, inverse);
+Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+               const OptionalTensor& token_offsets) {
+  return Combine::apply(expert_output, gates, inverse, token_offsets);
 }
 
 }  // namespace

@@ -3,25 +3,29 @@
 namespace moe_ext::autograd {
 namespace {
 
+using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
+
 struct Dispatch : torch::autograd::Function<Dispatch> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& inverse) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& inverse,
+                        const OptionalTensor& token_offsets) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({inverse});
-    static const auto op = find_operator<Tensor(const Tensor&, const Tensor&)>("moe_ext::dispatch");
-    return op.call(x, inverse);
+    ctx->save_for_backward({inverse, or_undefined(token_offsets)});
+    static const auto op = find_operator<Signature>("moe_ext::dispatch");
+    return op.call(x, inverse, token_offsets);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto inverse = ctx->get_saved_variables()[0];
-    static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&)>("moe_ext::_dispatch_backward");
-    return {op.call(grads[0], inverse), Tensor()};
+    const auto saved = ctx->get_saved_variables();
+    static const auto op = find_operator<Signature>("moe_ext::_dispatch_backward");
+    return {op.call(grads[0], saved[0], if_defined(saved[1])), Tensor(), Tensor()};
   }
 };
 
-Tensor dispatch(const Tensor& x, const Tensor& inverse) { return Dispatch::apply(x, inverse); }
+Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
+  return Dispatch::apply(x, inverse, token_offsets);
+}
 
 }  // namespace
 }  // namespace moe_ext::autograd

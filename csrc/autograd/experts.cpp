@@ -3,39 +3,77 @@
 namespace moe_ext::autograd {
 namespace {
 
-struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
+using Hidden = std::vector<Tensor>;
+
+struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& weight,
-                        const OptionalTensor& bias, const Tensor& offsets) {
+  // y, then the hidden layers, which are not differentiated.
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& offsets,
+                               const OptionalTensor& inverse, const OptionalTensor& token_offsets,
+                               const OptionalTensor& gates, const at::TensorList& weights,
+                               const at::TensorList& biases, const std::string& activation,
+                               bool keep_hidden) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({rows, weight, or_undefined(bias), offsets});
-    static const auto op =
-        find_operator<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&)>(
-            "moe_ext::grouped_linear");
-    return op.call(rows, weight, bias, offsets);
+    static const auto op = find_operator<std::tuple<Tensor, Hidden>(
+        const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, at::TensorList, at::TensorList, c10::string_view, bool)>(
+        "moe_ext::experts");
+    auto [y, hidden] = op.call(x, offsets, inverse, token_offsets, gates, weights, biases,
+                               activation, keep_hidden);
+    variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
+                        or_undefined(token_offsets), or_undefined(gates)};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    saved.insert(saved.end(), biases.begin(), biases.end());
+    saved.insert(saved.end(), hidden.begin(), hidden.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["num_layers"] = static_cast<int64_t>(weights.size());
+    ctx->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
+    ctx->saved_data["activation"] = activation;
+    ctx->mark_non_differentiable(hidden);
+    variable_list outputs{y};
+    outputs.insert(outputs.end(), hidden.begin(), hidden.end());
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&)>(
-        "moe_ext::_grouped_linear_backward");
-    const auto [grad_rows, grad_weight, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], if_defined(saved[2]), saved[3]);
-    return {grad_rows, grad_weight, saved[2].defined() ? grad_bias : Tensor(), Tensor()};
+    const auto num_layers = ctx->saved_data["num_layers"].toInt();
+    const auto num_biases = ctx->saved_data["num_biases"].toInt();
+    const auto weights = at::TensorList(saved).slice(5, num_layers);
+    const auto biases = at::TensorList(saved).slice(5 + num_layers, num_biases);
+    const auto hidden = at::TensorList(saved).slice(5 + num_layers + num_biases);
+    static const auto op = find_operator<std::tuple<Tensor, Tensor, Hidden, Hidden>(
+        const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, at::TensorList, at::TensorList,
+        at::TensorList, c10::string_view)>("moe_ext::_experts_backward");
+    const auto activation = ctx->saved_data["activation"].toStringRef();
+    const auto [grad_x, grad_gates, grad_weights, grad_biases] =
+        op.call(grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]),
+                if_defined(saved[3]), if_defined(saved[4]), weights, biases, hidden, activation);
+    variable_list out{grad_x, Tensor(), Tensor(), Tensor(),
+                      saved[4].defined() ? grad_gates : Tensor()};
+    out.insert(out.end(), grad_weights.begin(), grad_weights.end());
+    out.insert(out.end(), grad_biases.begin(), grad_biases.end());
+    out.insert(out.end(), {Tensor(), Tensor()});
+    return out;
   }
 };
 
-Tensor grouped_linear(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
-                      const Tensor& offsets) {
-  return GroupedLinear::apply(rows, weight, bias, offsets);
+std::tuple<Tensor, Hidden> experts(const Tensor& x, const OptionalTensor& offsets,
+                                   const OptionalTensor& inverse,
+                                   const OptionalTensor& token_offsets, const OptionalTensor& gates,
+                                   at::TensorList weights, at::TensorList biases,
+                                   c10::string_view activation, bool keep_hidden) {
+  const auto out = Experts::apply(x, offsets, inverse, token_offsets, gates, weights, biases,
+                                  std::string(activation), keep_hidden);
+  return {out[0], Hidden(out.begin() + 1, out.end())};
 }
 
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("grouped_linear", &moe_ext::autograd::grouped_linear);
-  m.impl("_grouped_linear_backward", moe_ext::autograd::no_second_derivative());
+  m.impl("experts", &moe_ext::autograd::experts);
+  m.impl("_experts_backward", moe_ext::autograd::no_second_derivative());
 }

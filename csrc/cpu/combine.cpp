@@ -8,17 +8,16 @@
 #include "../checks.h"
 #include "empty_rows.h"
 #include "parallel.h"
-#include "row_sum.h"
+#include "slots.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
 namespace {
 
-Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse) {
-  check_combine(expert_output, gates, inverse);
-  const Tensor row_of = inverse.contiguous();
-  check_permutation("combine", "inverse", row_of);
-  return sum_of_rows(expert_output.contiguous(), row_of,
+Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+                   const OptionalTensor& token_offsets) {
+  check_combine(expert_output, gates, inverse, token_offsets);
+  return sum_of_rows(expert_output.contiguous(), Slots("combine", inverse, token_offsets),
                      gates.to(accumulate_type(expert_output)).contiguous());
 }
 
@@ -37,18 +36,17 @@ struct ScaleAndDot {
 };
 
 std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tensor& expert_output,
-                                                const Tensor& gates, const Tensor& inverse) {
-  check_combine(expert_output, gates, inverse);
-  check_argument("_combine_backward", "grad_y", grad_y, expert_output, expert_output.scalar_type(),
-                 {gates.sym_size(0), expert_output.sym_size(1)});
-  const int64_t num_tokens = gates.size(0);
-  const int64_t k = gates.size(1);
+                                                const Tensor& gates, const Tensor& inverse,
+                                                const OptionalTensor& token_offsets) {
+  constexpr auto op = "_combine_backward";
+  check_combine(expert_output, gates, inverse, token_offsets);
+  const Slots slots(op, inverse, token_offsets);
   const int64_t width = expert_output.size(1);
+  check_argument(op, "grad_y", grad_y, expert_output, expert_output.scalar_type(),
+                 {slots.num_tokens(), width});
   const Tensor grad = grad_y.contiguous();
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
-  const Tensor row_of = inverse.contiguous();
-  check_permutation("_combine_backward", "inverse", row_of);
   Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
   Tensor grad_weights = at::empty(weights.sizes(), weights.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -57,15 +55,15 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tens
         const auto* grad_data = grad.const_data_ptr<scalar_t>();
         const auto* rows_data = rows.const_data_ptr<scalar_t>();
         const auto* weights_data = weights.const_data_ptr<acc_t>();
-        const auto* row_data = row_of.const_data_ptr<int64_t>();
         auto* grad_rows_data = grad_rows.mutable_data_ptr<scalar_t>();
         auto* grad_weights_data = grad_weights.mutable_data_ptr<acc_t>();
-        parallel_for(num_tokens, 2 * k * width, [&](int64_t begin, int64_t end) {
-          for (int64_t slot = begin * k; slot < end * k; ++slot) {
-            const int64_t row = row_data[slot] * width;
-            vectorized<ScaleAndDot>(weights_data[slot], grad_data + slot / k * width,
-                                    rows_data + row, width, grad_rows_data + row,
-                                    grad_weights_data + slot);
+        slots.for_tokens(2 * width, [&](int64_t begin, int64_t end) {
+          for (int64_t t = begin; t < end; ++t) {
+            for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
+              const int64_t row = slots.row(slot) * width;
+              vectorized<ScaleAndDot>(weights_data[slot], grad_data + t * width, rows_data + row,
+                                      width, grad_rows_data + row, grad_weights_data + slot);
+            }
           }
         });
       });

@@ -10,7 +10,7 @@
 #include "../checks.h"
 #include "empty_rows.h"
 #include "parallel.h"
-#include "row_sum.h"
+#include "slots.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -72,40 +72,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& exper
   return {permutation, inverse, tokens_per_expert, offsets};
 }
 
-Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse) {
-  check_dispatch(x, inverse);
-  const int64_t num_tokens = x.size(0);
-  const int64_t k = inverse.size(1);
+Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
+  check_dispatch(x, inverse, token_offsets);
   const Tensor source = x.contiguous();
-  const Tensor row_of = inverse.contiguous();
-  check_permutation("dispatch", "inverse", row_of);
-  Tensor rows = empty_rows({num_tokens * k, x.size(1)}, x.options());
+  const Slots slots("dispatch", inverse, token_offsets);
+  Tensor rows = empty_rows({slots.num_slots(), x.size(1)}, x.options());
   const int64_t bytes = x.size(1) * x.element_size();
   const auto* source_data = static_cast<const char*>(source.const_data_ptr());
-  const auto* row_data = row_of.const_data_ptr<int64_t>();
   auto* rows_data = static_cast<char*>(rows.mutable_data_ptr());
-  // By tokens rather than by rows: a token is read once, and its k copies come from the cache.
-  parallel_for(num_tokens, k * x.size(1), [&](int64_t begin, int64_t end) {
+  // By tokens rather than by rows: a token is read once, and its copies come from the cache.
+  slots.for_tokens(x.size(1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t j = 0; j < k; ++j) {
-        std::memcpy(rows_data + row_data[t * k + j] * bytes, source_data + t * bytes, bytes);
+      for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
+        std::memcpy(rows_data + slots.row(slot) * bytes, source_data + t * bytes, bytes);
       }
     }
   });
   return rows;
 }
 
-// dx_t = sum_j drows[inverse(t, j)], in the order of the choices.
-Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse) {
+// dx_t = the sum of drows over the slots of t, in their order.
+Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse,
+                             const OptionalTensor& token_offsets) {
   constexpr auto op = "_dispatch_backward";
-  check_dim(op, "inverse", inverse, 2);
-  check_type(op, "inverse", inverse, at::kLong);
   check_dim(op, "grad_rows", grad_rows, 2);
   check_floating(op, "grad_rows", grad_rows);
-  check_device(op, "inverse", inverse, grad_rows);
-  const Tensor row_of = inverse.contiguous();
-  check_index_range(op, "inverse", row_of, grad_rows.size(0));
-  return sum_of_rows(grad_rows.contiguous(), row_of, /*weights=*/Tensor());
+  check_slots(op, inverse, token_offsets, grad_rows);
+  check_shape(op, "grad_rows", grad_rows, {inverse.sym_numel(), grad_rows.sym_size(1)});
+  return sum_of_rows(grad_rows.contiguous(), Slots(op, inverse, token_offsets),
+                     /*weights=*/Tensor());
 }
 
 }  // namespace

@@ -1,88 +1,593 @@
-// The experts' linear layers on the CPU: rows sorted by expert times one matrix per expert.
-#include <ATen/ops/addmm.h>
+// The experts on the CPU: gather of the tokens, feed-forward networks, gated sum (Eq. 1), as one
+// operator that works on a block of one expert's rows at a time, in cache.
+//
+// A layer of an expert is Z = A W + b, and the next layer's input is its activation. Backward, with
+// P = dL/dA of the last layer before the gate came in:
+//   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
+//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <atomic>
+#include <string_view>
 #include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "../checks.h"
+#include "../math/activation.h"
 #include "empty_rows.h"
+#include "gemm.h"
+#include "parallel.h"
+#include "slots.h"
+#include "vectorize.h"
 
 namespace moe_ext::cpu {
 namespace {
 
-// Calls body(expert, first_row, num_rows) for every expert.
+// Elementwise kernels, on blocks of rows.
+
+template <typename Activation>
+struct Activate {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* z, int64_t num_rows, int64_t width, acc_t* out) {
+    if constexpr (Activation::kGated) {
+      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, out += width) {
+        for (int64_t i = 0; i < width; ++i) out[i] = Activation::value(z[i]) * z[width + i];
+      }
+    } else {
+      for (int64_t i = 0; i < num_rows * width; ++i) out[i] = Activation::value(z[i]);
+    }
+  }
+};
+
+template <typename Activation>
+struct ActivateBackward {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* z, const acc_t* grad, int64_t num_rows, int64_t width,
+                          acc_t* grad_z) {
+    if constexpr (Activation::kGated) {
+      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, grad_z += 2 * width, grad += width) {
+        for (int64_t i = 0; i < width; ++i) {
+          grad_z[i] = grad[i] * z[width + i] * Activation::derivative(z[i]);
+          grad_z[width + i] = grad[i] * Activation::value(z[i]);
+        }
+      }
+    } else {
+      for (int64_t i = 0; i < num_rows * width; ++i) {
+        grad_z[i] = grad[i] * Activation::derivative(z[i]);
+      }
+    }
+  }
+};
+
+struct Convert {
+  template <typename from_t, typename to_t>
+  MOE_EXT_KERNEL void run(const from_t* from, int64_t size, to_t* to) {
+    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<to_t>(from[i]);
+  }
+};
+
+struct Add {
+  template <typename from_t, typename to_t>
+  MOE_EXT_KERNEL void run(const from_t* from, int64_t size, to_t* sum) {
+    for (int64_t i = 0; i < size; ++i) sum[i] += static_cast<to_t>(from[i]);
+  }
+};
+
+struct Scale {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(acc_t scale, int64_t size, acc_t* row) {
+    for (int64_t i = 0; i < size; ++i) row[i] *= scale;
+  }
+};
+
+struct Dot {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* a, const acc_t* b, int64_t size, acc_t* product) {
+    *product = sum_of_terms<acc_t>(
+        size, [&](int64_t i, acc_t partial)
+                  __attribute__((always_inline)) { return std::fma(a[i], b[i], partial); });
+  }
+};
+
+// Calls body with the activation of that name.
 template <typename Body>
-void for_each_expert(const char* op, const Tensor& offsets, int64_t num_rows, const Body& body) {
-  const Tensor bounds = offsets.contiguous();
-  const auto* bound = bounds.const_data_ptr<int64_t>();
-  const int64_t num_experts = bounds.numel() - 1;
-  bool ascending = bound[0] == 0 && bound[num_experts] == num_rows;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    ascending = ascending && bound[expert] <= bound[expert + 1];
-  }
-  TORCH_CHECK_VALUE(ascending, op, ": offsets must ascend from 0 to the number of rows ", num_rows,
-                    ", got ", at::IntArrayRef(bound, num_experts + 1));
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    body(expert, bound[expert], bound[expert + 1] - bound[expert]);
-  }
+void with_activation(std::string_view name, const Body& body) {
+  if (name == "relu") return body(math::Relu());
+  if (name == "gelu") return body(math::Gelu());
+  if (name == "silu") return body(math::Silu());
+  if (name == "tanh") return body(math::Tanh());
+  if (name == "sigmoid") return body(math::Sigmoid());
+  if (name == "reglu") return body(math::Gated<math::Relu>());
+  if (name == "geglu") return body(math::Gated<math::Gelu>());
+  if (name == "swiglu") return body(math::Gated<math::Silu>());
+  if (name == "glu") return body(math::Gated<math::Sigmoid>());
+  return body(math::Identity());
 }
 
-Tensor grouped_linear_cpu(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias,
-                          const Tensor& offsets) {
-  check_grouped_linear(rows, weight, bias, offsets);
-  Tensor out = empty_rows({rows.size(0), weight.size(2)}, rows.options());
-  for_each_expert("grouped_linear", offsets, rows.size(0),
-                  [&](int64_t expert, int64_t first, int64_t count) {
-                    if (count == 0) return;
-                    const Tensor in_e = rows.narrow(0, first, count);
-                    Tensor out_e = out.narrow(0, first, count);
-                    if (bias) {
-                      at::addmm_out(out_e, bias->select(0, expert), in_e, weight.select(0, expert));
-                    } else {
-                      at::mm_out(out_e, in_e, weight.select(0, expert));
-                    }
-                  });
-  return out;
+// Sizes in a workspace are multiples of a cache line.
+constexpr int64_t round_up(int64_t size) { return (size + 15) / 16 * 16; }
+
+// Consecutive rows of one expert. The gradients of its weights are sums over its blocks: where
+// there are several, each has a partial sum of its own.
+struct Block {
+  int64_t expert;
+  int64_t first_row;
+  int64_t num_rows;
+  int64_t part;     // which of the expert's blocks
+  bool last;        // of the expert's blocks
+  int64_t partial;  // which partial sum; -1 for the only block of its expert
+};
+
+// How many rows a block has at most: enough for the products to reach their full rate. It does not
+// depend on the number of threads, on which so the results do not depend.
+constexpr int64_t kMaxBlock = 1024;
+
+std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t num_rows) {
+  const auto* bound = offsets.defined() ? offsets.const_data_ptr<int64_t>() : nullptr;
+  const int64_t each = num_rows / num_experts;
+  std::vector<Block> blocks;
+  blocks.reserve(num_experts + num_rows / kMaxBlock);
+  int64_t num_partial = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    const int64_t first = bound ? bound[expert] : expert * each;
+    const int64_t count = bound ? bound[expert + 1] - first : each;
+    const int64_t parts = std::max<int64_t>(1, (count + kMaxBlock - 1) / kMaxBlock);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t begin = part * count / parts;
+      const int64_t end = (part + 1) * count / parts;
+      blocks.push_back({expert, first + begin, end - begin, part, part == parts - 1,
+                        parts > 1 ? num_partial++ : -1});
+    }
+  }
+  return blocks;
 }
 
-// drows = dout W^T, dW = rows^T dout, dbias = the sum of dout's rows: each written once, in place.
-// An expert without rows gets zeros: mm over zero rows writes them.
-std::tuple<Tensor, Tensor, Tensor> grouped_linear_backward_cpu(const Tensor& grad_out,
-                                                               const Tensor& rows,
-                                                               const Tensor& weight,
-                                                               const OptionalTensor& bias,
-                                                               const Tensor& offsets) {
-  check_grouped_linear(rows, weight, bias, offsets);
-  check_argument("_grouped_linear_backward", "grad_out", grad_out, rows, rows.scalar_type(),
-                 {rows.sym_size(0), weight.sym_size(2)});
-  const Tensor grad = grad_out.contiguous();
-  Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
-  Tensor grad_weight = empty_rows(weight.sizes(), weight.options());
-  Tensor grad_bias = at::empty({bias ? weight.size(0) : 0, weight.size(2)}, weight.options());
-  for_each_expert("_grouped_linear_backward", offsets, rows.size(0),
-                  [&](int64_t expert, int64_t first, int64_t count) {
-                    const Tensor grad_e = grad.narrow(0, first, count);
-                    Tensor grad_weight_e = grad_weight.select(0, expert);
-                    at::mm_out(grad_weight_e, rows.narrow(0, first, count).t(), grad_e);
-                    if (count > 0) {
-                      Tensor grad_rows_e = grad_rows.narrow(0, first, count);
-                      at::mm_out(grad_rows_e, grad_e, weight.select(0, expert).t());
-                    }
-                    if (bias) {
-                      Tensor grad_bias_e = grad_bias.select(0, expert);
-                      at::sum_out(grad_bias_e, grad_e, {0});
-                    }
-                  });
-  return {grad_rows, grad_weight, grad_bias};
+// Calls body(block, workspace) for every block, each thread with a workspace of its own for
+// `workspace_size` numbers and taking the next block when it is done with one.
+template <typename acc_t, typename Body>
+void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t workspace_size,
+                    const at::TensorOptions& options, const Body& body) {
+  constexpr int64_t kMinFlops = 1 << 18;
+  isa();  // an error in MOE_EXT_ISA must not first come up in the parallel region
+  const int64_t num_blocks = static_cast<int64_t>(blocks.size());
+  const int64_t num_threads =
+      std::clamp<int64_t>(flops / kMinFlops, 1, torch::stable::get_num_threads());
+  const int64_t at_once = std::max<int64_t>(1, num_blocks / (32 * num_threads));
+  Tensor workspaces = empty_rows({num_threads, workspace_size}, options);
+  auto* workspace = workspaces.mutable_data_ptr<acc_t>();
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
+    for (int64_t first; (first = next.fetch_add(at_once)) < num_blocks;) {
+      for (int64_t b = first; b < std::min(num_blocks, first + at_once); ++b) {
+        body(blocks[b], workspace + thread * workspaces.size(1));
+      }
+    }
+  });
+}
+
+// What the two directions share: the layers, the blocks, and where the rows come from.
+template <typename scalar_t>
+class Experts {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
+  static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
+
+  Experts(const char* op, const Tensor& x, const OptionalTensor& offsets,
+          const OptionalTensor& inverse, const OptionalTensor& token_offsets,
+          at::TensorList weights, at::TensorList biases, std::string_view activation)
+      : x_(x.contiguous()), activation_(activation) {
+    if (inverse) {
+      slots_.emplace(op, *inverse, token_offsets);
+      token_of_.resize(slots_->num_slots());
+      slot_of_.resize(slots_->num_slots());
+      slots_->for_tokens(1, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+          for (int64_t slot = slots_->begin(t); slot < slots_->end(t); ++slot) {
+            token_of_[slots_->row(slot)] = t;
+            slot_of_[slots_->row(slot)] = slot;
+          }
+        }
+      });
+    }
+    num_rows_ = inverse ? slots_->num_slots() : x.size(0);
+    if (offsets) {
+      offsets_ = offsets->contiguous();
+      check_offsets(op, "offsets", offsets_, num_rows_);
+    }
+    for (size_t l = 0; l < weights.size(); ++l) {
+      weights_.push_back(weights[l].contiguous());
+      if (!biases.empty()) biases_.push_back(biases[l].contiguous());
+      weight_size_ = std::max(weight_size_, weights[l].size(1) * weights[l].size(2));
+      widest_ = std::max({widest_, weights[l].size(1), weights[l].size(2)});
+      flops_per_row_ += 2 * weights[l].size(1) * weights[l].size(2);
+    }
+    blocks_ = blocks_of(offsets_, weights[0].size(0), num_rows_);
+    for (const Block& block : blocks_) {
+      most_rows_ = std::max(most_rows_, block.num_rows);
+      num_partial_ += block.partial >= 0;
+    }
+  }
+
+  const std::vector<Block>& blocks() const { return blocks_; }
+  const std::optional<Slots>& slots() const { return slots_; }
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
+  bool has_bias() const { return !biases_.empty(); }
+  int64_t fan_in(int64_t layer) const { return weights_[layer].size(1); }
+  int64_t columns(int64_t layer) const { return weights_[layer].size(2); }
+  int64_t token_of(int64_t row) const { return token_of_[row]; }
+  int64_t slot_of(int64_t row) const { return slot_of_[row]; }
+  int64_t flops() const { return num_rows_ * flops_per_row_; }
+  int64_t num_partial() const { return num_partial_; }
+  int64_t weight_size() const { return weight_size_; }
+
+  // The room that any layer's input or output takes, and what `activations` take in all.
+  int64_t rows_size() const { return round_up(most_rows_ * widest_); }
+  int64_t activations_size() const {
+    return (2 * num_layers() - 1) * rows_size() + (kSame ? 0 : round_up(weight_size_));
+  }
+
+  // The next `size` numbers of a workspace.
+  static acc_t* take(acc_t*& workspace, int64_t size) {
+    return std::exchange(workspace, workspace + round_up(size));
+  }
+
+  // The weights of one expert and layer, in the type that is computed with.
+  const acc_t* weight(int64_t expert, int64_t layer, acc_t* space) const {
+    const int64_t size = fan_in(layer) * columns(layer);
+    return widened(weights_[layer].template const_data_ptr<scalar_t>() + expert * size, size,
+                   space);
+  }
+
+  const scalar_t* bias_data(int64_t expert, int64_t layer) const {
+    return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
+  }
+
+  const acc_t* bias(int64_t expert, int64_t layer, acc_t* space) const {
+    return widened(bias_data(expert, layer), columns(layer), space);
+  }
+
+  // rows, or their copy in `space` in the type that is computed with.
+  static const acc_t* widened(const scalar_t* rows, int64_t size, acc_t* space) {
+    if constexpr (kSame) {
+      return rows;
+    } else {
+      vectorized<Convert>(rows, size, space);
+      return space;
+    }
+  }
+
+  // The block's rows of a tensor of tokens (gathered into `space`), or of rows.
+  const acc_t* gather(const Block& block, const scalar_t* data, bool by_token, int64_t width,
+                      acc_t* space) const {
+    if (!by_token) return widened(data + block.first_row * width, block.num_rows * width, space);
+    for (int64_t r = 0; r < block.num_rows; ++r) {
+      vectorized<Convert>(data + token_of(block.first_row + r) * width, width, space + r * width);
+    }
+    return space;
+  }
+
+  // The inputs of the block's layers, and the hidden layers before their activation.
+  struct Activations {
+    std::vector<const acc_t*> input;  // [num_rows, fan_in] of each layer
+    std::vector<const acc_t*> z;      // [num_rows, columns] of each hidden layer
+    acc_t* weight_space;
+  };
+
+  // With `hidden` given and `computed` already, reads the hidden layers; else computes them, and
+  // writes them to `hidden` if it is given.
+  Activations activations(const Block& block, const std::vector<scalar_t*>& hidden, bool computed,
+                          acc_t*& workspace) const {
+    Activations a;
+    const int64_t n = block.num_rows;
+    a.weight_space = take(workspace, kSame ? 0 : weight_size_);
+    a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
+                             fan_in(0), take(workspace, n * fan_in(0))));
+    for (int64_t l = 0; l + 1 < num_layers(); ++l) {
+      const int64_t size = n * columns(l);
+      scalar_t* kept = hidden.empty() ? nullptr : hidden[l] + block.first_row * columns(l);
+      acc_t* z = take(workspace, size);
+      if constexpr (kSame) z = kept != nullptr ? kept : z;
+      if (computed) {
+        widened(kept, size, z);
+      } else {
+        linear(block, l, a.input[l], a.weight_space, z);
+        round(size, kept, z);
+      }
+      a.z.push_back(z);
+      acc_t* out = take(workspace, n * fan_in(l + 1));
+      with_activation(activation_, [&](auto activation) {
+        vectorized<Activate<decltype(activation)>>(static_cast<const acc_t*>(z), n, fan_in(l + 1),
+                                                   out);
+      });
+      a.input.push_back(out);
+    }
+    return a;
+  }
+
+  // out = in W + b, [num_rows, columns]
+  void linear(const Block& block, int64_t layer, const acc_t* in, acc_t* weight_space,
+              acc_t* out) const {
+    if (has_bias()) {
+      for (int64_t r = 0; r < block.num_rows; ++r) {
+        vectorized<Convert>(bias_data(block.expert, layer), columns(layer),
+                            out + r * columns(layer));
+      }
+    }
+    gemm<acc_t>(block.num_rows, columns(layer), fan_in(layer), {in},
+                {weight(block.expert, layer, weight_space)}, has_bias() ? 1 : 0, out);
+  }
+
+  // Hidden layers have the precision of their type, kept or not: both give the same gradients.
+  static void round(int64_t size, scalar_t* kept, acc_t* z) {
+    if constexpr (!kSame) {
+      if (kept != nullptr) vectorized<Convert>(static_cast<const acc_t*>(z), size, kept);
+      for (int64_t i = 0; i < size; ++i) z[i] = static_cast<acc_t>(static_cast<scalar_t>(z[i]));
+    }
+  }
+
+  void activate_backward(int64_t num_rows, int64_t layer, const acc_t* z, const acc_t* grad,
+                         acc_t* grad_z) const {
+    with_activation(activation_, [&](auto activation) {
+      vectorized<ActivateBackward<decltype(activation)>>(z, grad, num_rows, fan_in(layer + 1),
+                                                         grad_z);
+    });
+  }
+
+ private:
+  Tensor x_;
+  std::string_view activation_;
+  std::optional<Slots> slots_;
+  std::vector<int64_t> token_of_, slot_of_;  // of each row
+  Tensor offsets_;
+  std::vector<Tensor> weights_, biases_;
+  std::vector<Block> blocks_;
+  int64_t num_rows_ = 0;
+  int64_t weight_size_ = 0, widest_ = 0, flops_per_row_ = 0;
+  int64_t most_rows_ = 0, num_partial_ = 0;
+};
+
+template <typename scalar_t>
+std::vector<scalar_t*> data_of(at::TensorList tensors) {
+  std::vector<scalar_t*> data;
+  for (const Tensor& tensor : tensors) data.push_back(tensor.mutable_data_ptr<scalar_t>());
+  return data;
+}
+
+// The rows that come out, [num_rows, columns of the last layer].
+template <typename scalar_t>
+Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
+               const at::TensorOptions& options) {
+  using acc_t = at::opmath_type<scalar_t>;
+  const int64_t last = experts.num_layers() - 1;
+  const int64_t width = experts.columns(last);
+  Tensor rows = empty_rows({experts.num_rows(), width}, options);
+  auto* rows_data = rows.mutable_data_ptr<scalar_t>();
+  const auto hidden_data = data_of<scalar_t>(hidden);
+  for_each_block<acc_t>(
+      experts.blocks(), experts.flops(), experts.activations_size() + experts.rows_size(),
+      options.dtype(c10::CppTypeToScalarType<acc_t>::value),
+      [&](const Block& block, acc_t* workspace) {
+        if (block.num_rows == 0) return;
+        const auto a = experts.activations(block, hidden_data, /*computed=*/false, workspace);
+        scalar_t* out = rows_data + block.first_row * width;
+        if constexpr (experts.kSame) {
+          experts.linear(block, last, a.input[last], a.weight_space, out);
+        } else {
+          experts.linear(block, last, a.input[last], a.weight_space, workspace);
+          vectorized<Convert>(static_cast<const acc_t*>(workspace), block.num_rows * width, out);
+        }
+      });
+  return rows;
+}
+
+// One parameter's gradient for all experts, and its place in a partial sum.
+template <typename scalar_t>
+struct ParameterGradient {
+  scalar_t* data;
+  int64_t size;    // of one expert
+  int64_t offset;  // in a partial sum
+};
+
+// The gradients of the weights, then of the biases, in their tensors; of the gates, in theirs; and
+// of the input rows, which it returns.
+template <typename scalar_t>
+Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
+                at::TensorList hidden, at::TensorList grad_parameters, const Tensor& grad_gates) {
+  using acc_t = at::opmath_type<scalar_t>;
+  constexpr bool kSame = Experts<scalar_t>::kSame;
+  const auto wide = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
+  const int64_t num_layers = experts.num_layers();
+  const int64_t last = num_layers - 1;
+  const int64_t d_model = experts.fan_in(0);
+  Tensor grad_rows = empty_rows({experts.num_rows(), d_model}, grad.options());
+  auto* grad_rows_data = grad_rows.mutable_data_ptr<scalar_t>();
+  const auto* grad_data = grad.const_data_ptr<scalar_t>();
+  const auto* gates_data = gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr;
+  auto* grad_gates_data = grad_gates.mutable_data_ptr<acc_t>();
+  const auto hidden_data = data_of<scalar_t>(hidden);
+
+  std::vector<ParameterGradient<scalar_t>> parameters;
+  int64_t partial_size = 0;
+  for (const Tensor& each : grad_parameters) {
+    const int64_t size = each.numel() / each.size(0);
+    parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
+    partial_size += round_up(size);
+  }
+  const int64_t num_partial = experts.num_partial();
+  Tensor partial = empty_rows({num_partial, partial_size}, wide);
+  auto* partial_data = partial.mutable_data_ptr<acc_t>();
+
+  const int64_t workspace_size = experts.activations_size() + 3 * experts.rows_size() +
+                                 (kSame ? 0 : round_up(experts.weight_size()));
+  for_each_block<acc_t>(
+      experts.blocks(), 2 * experts.flops(), workspace_size, wide,
+      [&](const Block& block, acc_t* workspace) {
+        const int64_t n = block.num_rows;
+        if (n == 0) {
+          for (const auto& parameter : parameters) {
+            std::fill_n(parameter.data + block.expert * parameter.size, parameter.size,
+                        scalar_t(0));
+          }
+          return;
+        }
+        const auto a = experts.activations(block, hidden_data, !hidden_data.empty(), workspace);
+        acc_t* grad_space = experts.take(workspace, kSame ? 0 : experts.weight_size());
+        acc_t* out_space = experts.take(workspace, experts.rows_size());
+        acc_t* grad_in = experts.take(workspace, experts.rows_size());
+        acc_t* grad_z = experts.take(workspace, experts.rows_size());
+
+        // Calls write(target) with the place of this block's share of a parameter's gradient.
+        const auto write_gradient = [&](int64_t index, const auto& write) {
+          const auto& parameter = parameters[index];
+          scalar_t* whole = parameter.data + block.expert * parameter.size;
+          if (block.partial >= 0) {
+            write(partial_data + block.partial * partial_size + parameter.offset);
+          } else if constexpr (kSame) {
+            write(whole);
+          } else {
+            write(grad_space);
+            vectorized<Convert>(static_cast<const acc_t*>(grad_space), parameter.size, whole);
+          }
+        };
+
+        const acc_t* grad_out = experts.gather(block, grad_data, gates_data != nullptr,
+                                               experts.columns(last), out_space);
+        for (int64_t l = last; l >= 0; --l) {
+          const int64_t columns = experts.columns(l);
+          const int64_t fan_in = experts.fan_in(l);
+          gemm<acc_t>(n, fan_in, columns, {grad_out},
+                      transposed(experts.weight(block.expert, l, a.weight_space)), 0, grad_in);
+          if (l == last && gates_data != nullptr) {
+            for (int64_t r = 0; r < n; ++r) {
+              const int64_t slot = experts.slot_of(block.first_row + r);
+              acc_t* dy = out_space + r * columns;
+              acc_t* grad_gate = grad_gates_data + slot;
+              vectorized<Dot>(static_cast<const acc_t*>(grad_in + r * fan_in),
+                              a.input[l] + r * fan_in, fan_in, grad_gate);
+              if (experts.has_bias()) {
+                acc_t product;
+                vectorized<Dot>(static_cast<const acc_t*>(dy),
+                                experts.bias(block.expert, l, grad_z), columns, &product);
+                *grad_gate += product;
+              }
+              vectorized<Scale>(gates_data[slot], fan_in, grad_in + r * fan_in);
+              vectorized<Scale>(gates_data[slot], columns, dy);
+            }
+          }
+          write_gradient(l, [&](acc_t* target) {
+            gemm<acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out}, 0, target);
+          });
+          if (experts.has_bias()) {
+            write_gradient(num_layers + l, [&](acc_t* target) {
+              std::fill_n(target, columns, acc_t(0));
+              for (int64_t r = 0; r < n; ++r) {
+                vectorized<Add>(grad_out + r * columns, columns, target);
+              }
+            });
+          }
+          if (l > 0) {
+            experts.activate_backward(n, l - 1, a.z[l - 1], grad_in, grad_z);
+            grad_out = grad_z;
+          }
+        }
+        vectorized<Convert>(static_cast<const acc_t*>(grad_in), n * d_model,
+                            grad_rows_data + block.first_row * d_model);
+      });
+
+  // The partial sums of an expert, in the order of its blocks whoever adds them.
+  constexpr int64_t kChunk = 1024;
+  const int64_t num_chunks = num_partial == 0 ? 0 : (partial_size + kChunk - 1) / kChunk;
+  parallel_for(num_chunks, kChunk * num_partial, [&](int64_t begin, int64_t end) {
+    for (const auto& parameter : parameters) {
+      const int64_t first = std::max(kChunk * begin, parameter.offset);
+      const int64_t size = std::min(kChunk * end, parameter.offset + parameter.size) - first;
+      if (size <= 0) continue;
+      acc_t* sum = nullptr;
+      for (const Block& block : experts.blocks()) {
+        if (block.partial < 0) continue;
+        acc_t* summand = partial_data + block.partial * partial_size + first;
+        if (block.part == 0) {
+          sum = summand;
+        } else {
+          vectorized<Add>(static_cast<const acc_t*>(summand), size, sum);
+        }
+        if (block.last) {
+          vectorized<Convert>(
+              static_cast<const acc_t*>(sum), size,
+              parameter.data + block.expert * parameter.size + first - parameter.offset);
+        }
+      }
+    }
+  });
+  return grad_rows;
+}
+
+std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const OptionalTensor& offsets,
+                                                    const OptionalTensor& inverse,
+                                                    const OptionalTensor& token_offsets,
+                                                    const OptionalTensor& gates,
+                                                    at::TensorList weights, at::TensorList biases,
+                                                    c10::string_view activation, bool keep_hidden) {
+  constexpr auto op = "experts";
+  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  Tensor y;
+  std::vector<Tensor> hidden;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
+                                    activation);
+    for (int64_t l = 0; keep_hidden && l + 1 < experts.num_layers(); ++l) {
+      hidden.push_back(empty_rows({experts.num_rows(), experts.columns(l)}, x.options()));
+    }
+    y = forward(experts, hidden, x.options());
+    if (gates) {
+      y = sum_of_rows(y, *experts.slots(), gates->to(accumulate_type(x)).contiguous());
+    }
+  });
+  return {y, hidden};
+}
+
+std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cpu(
+    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
+    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
+    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    c10::string_view activation) {
+  constexpr auto op = "_experts_backward";
+  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  check_experts_backward(grad_y, x, inverse, gates, weights, hidden);
+  const auto type = accumulate_type(x);
+  Tensor grad_x;
+  Tensor grad_gates =
+      at::empty(gates ? gates->sizes() : at::IntArrayRef({0}), x.options().dtype(type));
+  std::vector<Tensor> grads;
+  for (const auto& parameters : {weights, biases}) {
+    for (const Tensor& parameter : parameters) {
+      grads.push_back(empty_rows(parameter.sizes(), x.options()));
+    }
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
+                                    activation);
+    grad_x = backward(experts, grad_y.contiguous(), gates ? gates->to(type).contiguous() : Tensor(),
+                      hidden, grads, grad_gates);
+    if (inverse) grad_x = sum_of_rows(grad_x, *experts.slots(), /*weights=*/Tensor());
+  });
+  const auto first_bias = grads.begin() + static_cast<int64_t>(weights.size());
+  return {grad_x, gates ? grad_gates.to(gates->scalar_type()) : grad_gates,
+          std::vector<Tensor>(grads.begin(), first_bias),
+          std::vector<Tensor>(first_bias, grads.end())};
 }
 
 }  // namespace
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("grouped_linear", &moe_ext::cpu::grouped_linear_cpu);
-  m.impl("_grouped_linear_backward", &moe_ext::cpu::grouped_linear_backward_cpu);
+  m.impl("experts", &moe_ext::cpu::experts_cpu);
+  m.impl("_experts_backward", &moe_ext::cpu::experts_backward_cpu);
 }

@@ -9,7 +9,7 @@ linear, has one), and so are the gradients of torch.func, by torch itself.
 from moe_ext.ops.balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops.combine import combine
 from moe_ext.ops.dispatch import DispatchPlan, dispatch, dispatch_plan
-from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS, experts, grouped_linear
+from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS, experts
 from moe_ext.ops.gating import NoisyTopKGating, noisy_topk_gating
 from moe_ext.ops.importance import importance
 from moe_ext.ops.load import load
@@ -25,7 +25,6 @@ __all__ = [
     "dispatch",
     "dispatch_plan",
     "experts",
-    "grouped_linear",
     "importance",
     "load",
     "noisy_topk_gating",

@@ -7,11 +7,14 @@ from torch import Tensor
 
 
 class DispatchPlan(NamedTuple):
-    """The routed rows sorted by expert, then by token; slot t·K + j is the j-th choice of token t.
+    """The (token, expert) pairs in two orders.
+
+    Slots are the pairs ordered by token, as the gate gives them: with K for every token, slot
+    t·K + j is the j-th choice of token t. Rows are the same pairs ordered by expert, then by slot.
 
     Attributes:
         permutation: [R] int64, from row to slot.
-        inverse: [T, K] int64, from slot to row.
+        inverse: [T, K] or [R] int64 as expert_index, from slot to row.
         tokens_per_expert: [E] int64.
         offsets: [E + 1] int64; expert e's rows are offsets[e] <= r < offsets[e + 1].
     """
@@ -23,10 +26,10 @@ class DispatchPlan(NamedTuple):
 
 
 def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
-    """Sorts the routed rows by expert: a stable counting sort, O(T·K + E).
+    """Sorts the slots by expert: a stable counting sort, O(R + E).
 
     Args:
-        expert_index: [T, K] int64, each in [0, num_experts).
+        expert_index: [T, K] or [R] int64, the expert of each slot, in [0, num_experts).
         num_experts: E.
 
     Raises:
@@ -35,14 +38,16 @@ def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
     return DispatchPlan(*torch.ops.moe_ext.dispatch_plan(expert_index, num_experts))
 
 
-def dispatch(x: Tensor, inverse: Tensor) -> Tensor:
-    """Copies every token to its rows, rows[inverse[t, j]] = x[t]; returns [R, D].
+def dispatch(x: Tensor, inverse: Tensor, token_offsets: Tensor | None = None) -> Tensor:
+    """Copies every token to its rows, rows[inverse[s]] = x[t] for its slots s; returns [R, D].
 
     Args:
         x: [T, D].
-        inverse: [T, K] int64, a permutation of 0 … T·K - 1 as `dispatch_plan` makes it.
+        inverse: [T, K] int64, or [R] with token_offsets: a permutation of 0 … R - 1 as
+            `dispatch_plan` makes it.
+        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
 
     Raises:
         ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
     """
-    return torch.ops.moe_ext.dispatch(x, inverse)
+    return torch.ops.moe_ext.dispatch(x, inverse, token_offsets)

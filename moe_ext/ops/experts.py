@@ -1,90 +1,80 @@
-"""The experts' computation, Section 2 and 3.2: feed-forward networks on rows grouped by expert."""
+"""The experts' computation, Sections 2 and 3.2: feed-forward networks, each on its own rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+ACTIVATIONS = (
+    "geglu",
+    "gelu",
+    "glu",
+    "identity",
+    "reglu",
+    "relu",
+    "sigmoid",
+    "silu",
+    "swiglu",
+    "tanh",
+)
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """act(a) · b, of an input whose last dimension holds a and b side by side."""
-
-    def apply(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return activation(a) * b
-
-    return apply
-
-
-GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": _gated(F.gelu),
-    "glu": _gated(torch.sigmoid),
-    "reglu": _gated(F.relu),
-    "swiglu": _gated(F.silu),
-}
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "identity": lambda x: x,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    **GATED_ACTIVATIONS,
-}
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """out[r] = rows[r] · weight[e] + bias[e] for the rows r of expert e; returns [R, F].
-
-    Args:
-        rows: [R, D], grouped by expert.
-        weight: [E, D, F].
-        bias: [E, F] or None.
-        offsets: [E + 1] int64, ascending from 0 to R: expert e has the rows from offsets[e] on.
-
-    Raises:
-        ValueError, TypeError: an argument's shape, type, device or value does not fit.
-    """
-    return torch.ops.moe_ext.grouped_linear(rows, weight, bias, offsets)
+# act(a) · b, of an input whose last dimension holds a and b side by side.
+GATED_ACTIVATIONS = ("geglu", "glu", "reglu", "swiglu")
 
 
 def experts(
-    rows: Tensor,
-    offsets: Tensor,
+    x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] | None = None,
     activation: str = "relu",
+    *,
+    offsets: Tensor | None = None,
+    inverse: Tensor | None = None,
+    gates: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    recompute: bool = False,
 ) -> Tensor:
-    """E_e(x) for the rows x of every expert e: linear layers with an activation between them.
+    """E_e(x), linear layers with an activation between them, of the experts e that x is for.
+
+    Three forms, of which the last is the whole of Eq. 1 as one operator:
+
+    - without inverse and gates, x are rows grouped by expert, and so is what comes out;
+    - with inverse, x are tokens, copied to their rows as `dispatch` does;
+    - with inverse and gates, y_t = Σ_s gates[s] · E_s(x_t), summed as `combine` does.
+
+    For the backward pass it keeps x and the hidden layers before their activation, not the copies
+    of the tokens, nor the experts' outputs: ∂L/∂gate = ⟨∂L/∂A, A⟩ with A the last layer's input.
 
     Args:
-        rows: [R, D], grouped by expert.
-        offsets: [E + 1] int64, where each expert's rows begin and end.
+        x: [R, D], or [T, D] with inverse.
         weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]; before a gated activation the
-            matrix is twice as wide as the layer.
+            matrix is twice as wide as the layer. A single one makes a linear layer for each expert.
         biases: one [E, width] for each of `weights`, or None.
-        activation: a key of `ACTIVATIONS`.
+        activation: one of `ACTIVATIONS`.
+        offsets: [E + 1] int64, where each expert's rows begin and end; None: R / E rows each.
+        inverse: [T, K] int64, or [R] with token_offsets, the rows of each token's slots, as
+            `dispatch_plan` makes it.
+        gates: of inverse's shape, of any floating type.
+        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
+        recompute: keep x only, and compute the hidden layers again in the backward pass (App. D):
+            the same bits in less memory.
 
     Returns:
-        [R, D_out].
+        [R, D_out], or [T, D_out] with gates.
 
     Raises:
-        ValueError, TypeError: an argument's shape, type, device or value does not fit.
+        ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"experts: activation must be one of {', '.join(sorted(ACTIVATIONS))}, "
-            f"got {activation!r}"
-        )
-    if len(weights) == 0 or (biases is not None and len(biases) != len(weights)):
-        raise ValueError(
-            "experts: weights and biases must be one for each linear layer, at least one, "
-            f"got {len(weights)} weights and {'no' if biases is None else len(biases)} biases"
-        )
-    for layer, weight in enumerate(weights):
-        if layer > 0:
-            rows = ACTIVATIONS[activation](rows)
-        rows = grouped_linear(rows, weight, None if biases is None else biases[layer], offsets)
-    return rows
+    keep_hidden = torch.is_grad_enabled() and not recompute
+    y, _ = torch.ops.moe_ext.experts(
+        x,
+        offsets,
+        inverse,
+        token_offsets,
+        gates,
+        weights,
+        biases or [],
+        activation,
+        keep_hidden,
+    )
+    return y

@@ -1,0 +1,121 @@
+// The activations of the experts' hidden layers, and their derivatives.
+//
+// Each is a struct with value(z) and derivative(z). A gated one is an activation of a first half a
+// times a second half b; which they are is in kGated.
+#pragma once
+
+#include "elementary.h"
+#include "normal.h"
+
+namespace moe_ext::math {
+
+// 1 / (1 + e^-z), without overflow on either side.
+template <typename T>
+MOE_EXT_INLINE T sigmoid(T z) {
+  const T e = exp(z < T(0) ? z : -z);  // at most 1
+  const T tail = e / (T(1) + e);
+  return z < T(0) ? tail : T(1) - tail;
+}
+
+// Near 0, where 1 - e^-2|z| cancels, the odd minimax polynomial.
+MOE_EXT_INLINE float tanh(float z) {
+  const float magnitude = z < 0.0f ? -z : z;
+  const float e = exp(-2.0f * magnitude);
+  const float far = (1.0f - e) / (1.0f + e);
+  const float square = z * z;
+  float p = -5.59101425e-03f;
+  p = std::fma(p, square, 2.05388181e-02f);
+  p = std::fma(p, square, -5.37096568e-02f);
+  p = std::fma(p, square, 1.33310922e-01f);
+  p = std::fma(p, square, -3.33332695e-01f);
+  const float near = std::fma(p * square, z, z);
+  const float tail = z < 0.0f ? -far : far;
+  return magnitude < 0.625f ? near : tail;
+}
+
+MOE_EXT_INLINE double tanh(double z) { return std::tanh(z); }
+
+struct Identity {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return z;
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T) {
+    return T(1);
+  }
+};
+
+// NaN stays NaN, as in torch.
+struct Relu {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return z < T(0) ? T(0) : z;
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T z) {
+    return z > T(0) ? T(1) : T(0);
+  }
+};
+
+// z Phi(z)
+struct Gelu {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return z * normal_cdf(z);
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T z) {
+    return std::fma(z, normal_density(z), normal_cdf(z));
+  }
+};
+
+struct Sigmoid {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return sigmoid(z);
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T z) {
+    const T s = sigmoid(z);
+    return s * (T(1) - s);
+  }
+};
+
+// z sigmoid(z)
+struct Silu {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return z * sigmoid(z);
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T z) {
+    const T s = sigmoid(z);
+    return s * std::fma(z, T(1) - s, T(1));
+  }
+};
+
+struct Tanh {
+  static constexpr bool kGated = false;
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return tanh(z);
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T derivative(T z) {
+    const T t = tanh(z);
+    return std::fma(-t, t, T(1));
+  }
+};
+
+template <typename Activation>
+struct Gated : Activation {
+  static constexpr bool kGated = true;
+};
+
+}  // namespace moe_ext::math
