@@ -98,7 +98,7 @@ class HierarchicalNoisyTopKGate(nn.Module):
         plan = ops.dispatch_plan(primary.expert_index, self.num_groups)
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            return ops.grouped_linear(ops.dispatch(x, plan.inverse), weight, None, plan.offsets)
+            return ops.experts(x, [weight], offsets=plan.offsets, inverse=plan.inverse)
 
         clean_rows = logits(x, self.w_gate_secondary, product)
         raw_rows = noise_rows = None

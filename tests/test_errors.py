@@ -324,7 +324,7 @@ def test_experts_op():
         (
             ValueError,
             r"weights\[0\] must .*even",
-            dict(activation="glu", weights=[w1[..., 1:], w2]),
+            dict(activation="glu", weights=[w1, w2]),
         ),
         (ValueError, "weights and biases must", dict(biases=[b1])),
         (ValueError, "weights and biases must", dict(weights=[], biases=None)),
