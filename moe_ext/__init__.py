@@ -5,6 +5,7 @@ losses     importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.
 experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
 MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
            with a gate of two levels               App. B       moe_ext/hierarchical.py
+           with experts that choose their tokens   App. F       moe_ext/balanced.py
 ops        the operators below them, one page each              moe_ext/ops/
 """
 
@@ -13,18 +14,30 @@ from moe_ext import _build
 _build.load()
 
 from moe_ext import ops  # noqa: E402  (the operators are registered by the line above)
+from moe_ext.balanced import (  # noqa: E402
+    BalancedGate,
+    HierarchicalBalancedGate,
+    batchwise_masks,
+)
 from moe_ext.experts import FeedForwardExperts, ModuleExperts  # noqa: E402
-from moe_ext.gates import Gating, NoisyTopKGate, SoftmaxGate  # noqa: E402
+from moe_ext.gates import Gating, NoisyTopKGate, SoftmaxGate, TopKGate  # noqa: E402
 from moe_ext.hierarchical import HierarchicalMoE, HierarchicalNoisyTopKGate  # noqa: E402
-from moe_ext.losses import cv_squared, importance_loss, load_loss  # noqa: E402
+from moe_ext.losses import (  # noqa: E402
+    batchwise_loss,
+    cv_squared,
+    importance_loss,
+    load_loss,
+)
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.ops import importance, load  # noqa: E402
 
 __version__ = _build.version()
 
 __all__ = [
+    "BalancedGate",
     "FeedForwardExperts",
     "Gating",
+    "HierarchicalBalancedGate",
     "HierarchicalMoE",
     "HierarchicalNoisyTopKGate",
     "MoE",
@@ -32,6 +45,9 @@ __all__ = [
     "ModuleExperts",
     "NoisyTopKGate",
     "SoftmaxGate",
+    "TopKGate",
+    "batchwise_loss",
+    "batchwise_masks",
     "cv_squared",
     "importance",
     "importance_loss",

@@ -92,6 +92,49 @@ class SoftmaxGate(nn.Module):
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
 
 
+class TopKGate(nn.Module):
+    """A softmax gate masked by its top k, without noise (Appendix F with M = TopK).
+
+        G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
+
+    W_g starts small and random, with a standard deviation of 0.1 · D^-1/2: from zero every token
+    would go to the same experts. Load is the number of tokens routed, which has no gradient: the
+    importance loss alone balances.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+        k: experts kept per token, 1 <= k <= E.
+
+    Raises:
+        ValueError: a size is below 1, or k is not between 1 and num_experts.
+    """
+
+    def __init__(self, d_model: int, num_experts: int, k: int) -> None:
+        super().__init__()
+        require_sizes("TopKGate", d_model=d_model, num_experts=num_experts)
+        require(
+            1 <= k <= num_experts,
+            "TopKGate: k",
+            f"be between 1 and num_experts = {num_experts}",
+            k,
+        )
+        self.num_experts = num_experts
+        self.k = k
+        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
+        nn.init.normal_(self.w_gate, std=0.1 * d_model**-0.5)
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
+        kept = ops.noisy_topk_gating(logits(x, self.w_gate), None, None, self.k)
+        slots = kept.gates, kept.expert_index
+        importance = ops.importance(*slots, self.num_experts)
+        return Gating(*slots, importance, count(*slots, self.num_experts))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
+
+
 class NoisyTopKGate(nn.Module):
     """Noisy top-k gating (Eqs. 3-5), with noise in training mode only.
 

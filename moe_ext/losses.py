@@ -1,4 +1,4 @@
-"""The balancing losses, Section 4 and Appendix A."""
+"""The balancing losses, Section 4 and Appendix A, and that of the thresholds, Appendix F."""
 
 import torch
 from torch import Tensor
@@ -40,3 +40,18 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
         weight: w_load.
     """
     return weight * cv_squared(load)
+
+
+def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
+    """L_batchwise = Σ_j Σ_i (M_threshold(X_j, T)_i - M_batchwise(X)_ji) (X_ji - T_i)  (Appendix F).
+
+    No term is negative, and all are 0 where the masks agree. ∂L/∂T_i is the number of tokens that
+    the batchwise mask gives to expert i less the number of those that pass its threshold.
+
+    Args:
+        scores: X, [..., T, E].
+        threshold: T, [..., E].
+        mask: M_batchwise(X), of the scores' shape, bool.
+    """
+    excess = scores - threshold.unsqueeze(-2)
+    return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()

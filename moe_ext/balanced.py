@@ -1,0 +1,350 @@
+"""Strictly balanced gating, Appendix F: in training every expert gets equally many tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_ext import ops
+from moe_ext.checks import require
+from moe_ext.gates import Gating, count, logits, require_sizes
+from moe_ext.hierarchical import k_of_levels
+from moe_ext.losses import batchwise_loss
+
+
+class _Agreement(NamedTuple):
+    """How the threshold mask compares with the batchwise one.
+
+    Attributes:
+        loss: L_batchwise.
+        num_differing: how many pairs of a token and an expert only one of the masks selects.
+        num_selected: how many the one selects and how many the other, together.
+    """
+
+    loss: Tensor
+    num_differing: Tensor
+    num_selected: Tensor
+
+
+class _Mask(NamedTuple):
+    """What a mask selects of N rows and E experts.
+
+    Attributes:
+        expert_index: [R] int64, the experts of the first row, ascending, of the second, …
+        row_offsets: [N + 1] int64, where each row's begin and end.
+        agreement: with the other mask, where the batchwise one has been computed.
+    """
+
+    expert_index: Tensor
+    row_offsets: Tensor
+    agreement: _Agreement | None = None
+
+
+def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
+    """m = k·T/E: the nearest whole number, a half rounded up; at least 1, but 0 of no rows.
+
+    Args:
+        k: experts per row, on average.
+        num_rows: T, or the size of a group of a hierarchical mixture.
+        num_experts: E.
+    """
+    return max(min(1, num_rows), (2 * k * num_rows + num_experts) // (2 * num_experts))
+
+
+def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
+    """M_threshold(x, T)_i = 1 where x_i > T_i, for scores [N, E]; waits for the device to count."""
+    mask = scores > threshold
+    return _Mask(mask.nonzero()[:, 1], F.pad(mask.sum(1).cumsum(0), (1, 0)))
+
+
+@torch.no_grad()
+def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> None:
+    """Thresholds just below the first batch's m-th scores, where the two masks agree.
+
+    The flag's value is not waited for: every batch writes, the same thresholds after the first.
+    """
+    start = torch.nextafter(mth_score, torch.full_like(mth_score, -torch.inf))
+    threshold.copy_(torch.where(initialized, threshold, start.view_as(threshold)))
+    initialized.fill_(True)
+
+
+class _StrictlyBalancedGate(nn.Module):
+    """What the flat and the hierarchical gate share: the batchwise mask and its thresholds.
+
+    Attributes:
+        batchwise: choose by the batchwise mask in evaluation, too.
+    """
+
+    def __init__(self, num_experts: int, k: int, detach_scores: bool) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.k = k
+        self.detach_scores = detach_scores
+        self.batchwise = False
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """G_σ, what the masks look at."""
+        return torch.softmax(logits.detach() if self.detach_scores else logits, dim=-1)
+
+    def _by_batch(self, scores: Tensor, k: int, threshold: Tensor, initialized: Tensor) -> _Mask:
+        """M_batchwise(X, m) of G groups of rows, scores [G, N, E]; their G·N rows in order."""
+        num_groups, num_rows, num_experts = scores.shape
+        m = rows_per_expert(k, num_rows, num_experts)
+        row_index, mth_score = ops.batchwise_topm(scores.detach(), m)
+        if self.training and num_rows > 0:
+            _initialize(threshold, initialized, mth_score)
+
+        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
+        passes = scores > bound.unsqueeze(1)
+        agreement = _Agreement(
+            batchwise_loss(scores, bound, mask),
+            (passes != mask).sum(),
+            passes.sum() + row_index.numel(),
+        )
+        if num_rows == 0:
+            return _Mask(row_index.new_zeros(0), row_index.new_zeros(1), agreement)
+        # From the rows of each expert to the experts of each row, by the counting sort that
+        # otherwise goes the other way. An entry's place is (g·E + e)·m + i.
+        first_row = num_rows * torch.arange(num_groups, device=scores.device)
+        row = row_index + first_row[:, None, None]
+        plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
+        return _Mask(plan.permutation // m % num_experts, plan.offsets, agreement)
+
+    def _gating(
+        self, gates: Tensor, expert_index: Tensor, token_offsets: Tensor, masks: list[_Mask]
+    ) -> Gating:
+        """The result, with what the masks of all levels report."""
+        num_tokens = len(token_offsets) - 1
+        num_without = (token_offsets.diff() == 0).sum()
+        metrics = {"share_without_expert": num_without / max(1, num_tokens)}
+        agreements = [mask.agreement for mask in masks if mask.agreement is not None]
+        loss = None
+        if agreements:
+            total = _Agreement(
+                *(torch.stack(part).sum(0) for part in zip(*agreements, strict=True))
+            )
+            loss = total.loss / max(1, num_tokens)
+            metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
+        slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
+        return Gating(
+            gates,
+            expert_index,
+            ops.importance(*slots, self.num_experts),
+            count(*slots, self.num_experts),
+            token_offsets,
+            equal_load=bool(agreements),
+            loss=loss,
+            metrics=metrics,
+        )
+
+
+class BalancedGate(_StrictlyBalancedGate):
+    """A softmax gate without noise whose experts choose their tokens (Appendix F).
+
+        G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
+
+    Training masks by M_batchwise: expert i gets the m = k·T/E tokens of the batch with the largest
+    G_σ(x)_i (`rows_per_expert`), so that a token has k experts on average, of 0 … E. One that has
+    none has no gate, and its output is 0. Load is then a constant: w_load has nothing to act on.
+
+    Evaluation masks by M_threshold: the experts with G_σ(x)_i > threshold_i, whatever else is in
+    the batch; that takes reading how many they are from the device. The thresholds are trained by
+    L_batchwise / T, which the result carries as its loss, from the first training batch on, whose
+    m-th scores they start at. Before it they are 0: an untrained gate is the softmax gate of Eq. 2,
+    all experts for every token. They live on the scale of a softmax over E experts: give them a
+    learning rate of their own, well below 1 / E.
+
+    W_g starts at zero. Then all scores are equal, and each expert gets tokens of its own by a fixed
+    pseudo-random choice (`moe_ext.ops.batchwise_topm`).
+
+    The metrics: mask_disagreement, |M_threshold xor M_batchwise| / (|M_threshold| + |M_batchwise|),
+    where the batchwise mask is in use, and share_without_expert, of the tokens.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+        k: experts per token on average, 1 <= k <= E.
+        detach_scores: L_batchwise trains the thresholds alone, not W_g and what is below it.
+
+    Attributes:
+        threshold: [E] parameter.
+        batchwise: choose by M_batchwise in evaluation, too (`batchwise_masks`).
+
+    Raises:
+        ValueError: a size is below 1, or k is not between 1 and num_experts.
+    """
+
+    initialized: Tensor
+
+    def __init__(
+        self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
+    ) -> None:
+        require_sizes("BalancedGate", d_model=d_model, num_experts=num_experts)
+        require(
+            1 <= k <= num_experts,
+            "BalancedGate: k",
+            f"be between 1 and num_experts = {num_experts}",
+            k,
+        )
+        super().__init__(num_experts, k, detach_scores)
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+        self.threshold = nn.Parameter(torch.zeros(num_experts))
+        self.register_buffer("initialized", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        gate_logits = logits(x, self.w_gate)
+        scores = self._scores(gate_logits)
+        if self.training or self.batchwise:
+            mask = self._by_batch(scores.unsqueeze(0), self.k, self.threshold, self.initialized)
+        else:
+            mask = _by_threshold(scores, self.threshold)
+        gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
+        return self._gating(gates, mask.expert_index, mask.row_offsets, [mask])
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
+
+
+class HierarchicalBalancedGate(_StrictlyBalancedGate):
+    """Strictly balanced gating on two levels: of a groups, then of each one's b experts.
+
+    G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `BalancedGate`, for the a · b experts
+    numbered i · b + j. In training each group takes m1 = k1·T/a tokens of the batch, X^(i), and
+    each of its experts m2 = k2·m1/b of those. The gates of a token whose group has no expert for it
+    sum to less than 1. A secondary gate sees X^(i) alone, so that T · (a + k1 · b) logits are made.
+
+    In evaluation thresholds choose on both levels. What `BalancedGate` says of the thresholds, the
+    start and the metrics holds for the two levels together.
+
+    Args:
+        d_model: D, the width of x.
+        num_groups: a.
+        experts_per_group: b.
+        k: (k1, k2), groups per token and experts per chosen group, on average; a number is both.
+        detach_scores: see `BalancedGate`.
+
+    Attributes:
+        threshold: [a] parameter.
+        threshold_secondary: [a, b] parameter.
+        batchwise: choose by M_batchwise in evaluation, too (`batchwise_masks`).
+
+    Raises:
+        ValueError: a size is below 1, k1 is not between 1 and a, or k2 not between 1 and b.
+    """
+
+    initialized: Tensor
+    initialized_secondary: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        num_groups: int,
+        experts_per_group: int,
+        k: int | tuple[int, int],
+        *,
+        detach_scores: bool = True,
+    ) -> None:
+        name = "HierarchicalBalancedGate"
+        require_sizes(
+            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
+        )
+        k1, k2 = k_of_levels(name, k, num_groups, experts_per_group)
+        super().__init__(num_groups * experts_per_group, k1 * k2, detach_scores)
+        self.num_groups = num_groups
+        self.experts_per_group = experts_per_group
+        self.k_of_levels = k1, k2
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.threshold = nn.Parameter(torch.zeros(num_groups))
+        self.register_buffer("initialized", torch.tensor(False))
+        self.w_gate_secondary = nn.Parameter(torch.zeros(num_groups, d_model, experts_per_group))
+        self.threshold_secondary = nn.Parameter(torch.zeros(num_groups, experts_per_group))
+        self.register_buffer("initialized_secondary", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Gating:
+        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        a, b = self.num_groups, self.experts_per_group
+        k1, k2 = self.k_of_levels
+        batchwise = self.training or self.batchwise
+        primary_logits = logits(x, self.w_gate)
+        scores = self._scores(primary_logits)
+        if batchwise:
+            groups = self._by_batch(scores.unsqueeze(0), k1, self.threshold, self.initialized)
+        else:
+            groups = _by_threshold(scores, self.threshold)
+
+        # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
+        plan = ops.dispatch_plan(groups.expert_index, a)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return ops.experts(
+                x,
+                [weight],
+                offsets=None if batchwise else plan.offsets,
+                inverse=plan.inverse,
+                token_offsets=groups.row_offsets,
+            )
+
+        secondary_logits = logits(x, self.w_gate_secondary, product)
+        scores = self._scores(secondary_logits)
+        if batchwise:
+            experts = self._by_batch(
+                scores.view(a, len(scores) // a, b),
+                k2,
+                self.threshold_secondary,
+                self.initialized_secondary,
+            )
+        else:
+            group = groups.expert_index.index_select(0, plan.permutation)
+            experts = _by_threshold(scores, self.threshold_secondary.index_select(0, group))
+
+        primary_gates = ops.selected_softmax(
+            primary_logits, groups.expert_index, groups.row_offsets
+        )
+        secondary_gates = ops.selected_softmax(
+            secondary_logits, experts.expert_index, experts.row_offsets
+        )
+        # From the order of the rows to that of the slots, each slot with its row's experts.
+        first = experts.row_offsets[:-1].index_select(0, plan.inverse)
+        num_experts = experts.row_offsets.diff().index_select(0, plan.inverse)
+        slot_offsets = F.pad(num_experts.cumsum(0), (1, 0))
+        slot = torch.repeat_interleave(num_experts, output_size=len(secondary_gates))
+        place = torch.arange(len(slot), device=x.device)
+        source = place + (first - slot_offsets[:-1]).index_select(0, slot)
+        primary_gates = ops.dispatch(primary_gates.unsqueeze(1), place, slot_offsets).squeeze(1)
+        gates = primary_gates * secondary_gates.index_select(0, source)
+        expert_index = groups.expert_index.index_select(0, slot) * b
+        expert_index = expert_index + experts.expert_index.index_select(0, source)
+        token_offsets = slot_offsets.index_select(0, groups.row_offsets)
+        return self._gating(gates, expert_index, token_offsets, [groups, experts])
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.w_gate.shape[0]}, num_groups={self.num_groups}, "
+            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}"
+        )
+
+
+@contextmanager
+def batchwise_masks(model: nn.Module) -> Iterator[None]:
+    """The strictly balanced gates of a model choose by the batchwise mask for a while.
+
+    In evaluation the other tokens of the batch then have a say in what a token's experts are: to
+    see what the thresholds cost.
+
+    Args:
+        model: any module with such gates in it.
+    """
+    gates = [module for module in model.modules() if isinstance(module, _StrictlyBalancedGate)]
+    before = [gate.batchwise for gate in gates]
+    for gate in gates:
+        gate.batchwise = True
+    try:
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.batchwise = value
