@@ -29,7 +29,7 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
         importance: [E], of the whole batch.
         weight: w_importance.
     """
-    return weight * cv_squared(importance)
+    return _weighted(importance, weight)
 
 
 def load_loss(load: Tensor, weight: float) -> Tensor:
@@ -39,7 +39,7 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
         load: [E], of the whole batch.
         weight: w_load.
     """
-    return weight * cv_squared(load)
+    return _weighted(load, weight)
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
@@ -55,3 +55,10 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
     """
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
+
+
+def _weighted(values: Tensor, weight: float) -> Tensor:
+    """weight · CV(values)², which costs nothing if the weight is 0."""
+    if weight == 0:
+        return values.new_zeros((), dtype=accumulation_dtype(values))
+    return weight * cv_squared(values)
