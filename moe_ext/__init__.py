@@ -6,6 +6,7 @@ experts    what the rows of each expert go through Sec. 3.2     moe_ext/experts.
 MoE        gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
            with a gate of two levels               App. B       moe_ext/hierarchical.py
            with experts that choose their tokens   App. F       moe_ext/balanced.py
+MoELSTM    an LSTM whose matrices are a MoE        Sec. 3.1     moe_ext/recurrent.py
 ops        the operators below them, one page each              moe_ext/ops/
 """
 
@@ -30,6 +31,7 @@ from moe_ext.losses import (  # noqa: E402
 )
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.ops import importance, load  # noqa: E402
+from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
 
 __version__ = _build.version()
 
@@ -42,6 +44,8 @@ __all__ = [
     "HierarchicalNoisyTopKGate",
     "MoE",
     "MoEAux",
+    "MoELSTM",
+    "MoELSTMCell",
     "ModuleExperts",
     "NoisyTopKGate",
     "SoftmaxGate",
