@@ -278,7 +278,7 @@ class _CellStep:
         named = dict(zip(self.names, tensors, strict=True))
         state, aux = functional_call(self.cell, named, (x, state))
         require(
-            aux.gates.dim() == 2,
+            aux.token_offsets is None,
             "MoELSTM: gate",
             "choose the same number of experts for every row",
             self.cell.moe.gate,

@@ -380,6 +380,42 @@ def test_gates_of_ones_own():
     assert_all_same_bits(*found)
 
 
+@pytest.mark.parametrize("slots", [None, 2])
+def test_the_gates_own_loss_is_summed_over_the_steps(slots):
+    class Gate(SoftmaxGate):
+        def forward(self, x):
+            return super().forward(x)._replace(loss=x.square().sum())
+
+    layer = MoELSTM(
+        D, U, E, E, gate=Gate(D + U, E), w_importance=0, w_load=0, memory_slots=slots
+    ).double()
+    x, (h, c) = make_inputs()
+    y, _, aux = layer(x, (h, c))
+    states = torch.cat([h[:, None], y[:, :-1]], 1)
+    expected = x.square().sum() + states.square().sum()
+    assert_exact(aux.loss.detach(), expected.detach())
+    leaves = [x, h, *layer.cell.moe.experts.weights]
+    actual = torch.autograd.grad(aux.loss, leaves, retain_graph=True)
+    for a, e in zip(actual, torch.autograd.grad(expected, leaves), strict=True):
+        assert_exact(a, e)
+
+
+def test_gates_with_slots_per_token_are_refused():
+    class Gate(SoftmaxGate):
+        def forward(self, x):
+            gating = super().forward(x)
+            offsets = torch.arange(0, E * len(x) + 1, E)
+            return gating._replace(
+                gates=gating.gates.flatten(),
+                expert_index=gating.expert_index.flatten(),
+                token_offsets=offsets,
+            )
+
+    layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
+    with pytest.raises(ValueError, match="MoELSTM: gate must choose the same number of experts"):
+        layer(make_inputs()[0])
+
+
 def test_gates_with_a_memory_are_refused_with_slots():
     class Gate(SoftmaxGate):
         def __init__(self, *sizes):
