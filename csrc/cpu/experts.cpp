@@ -79,6 +79,23 @@ struct Add {
   }
 };
 
+// Adds by groups of rows: a long sum of small numbers to a large one would lose them.
+struct SumOfRows {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* rows, int64_t num_rows, int64_t width, acc_t* group,
+                          acc_t* sum) {
+    constexpr int64_t kGroup = 32;
+    std::fill_n(sum, width, acc_t(0));
+    for (int64_t first = 0; first < num_rows; first += kGroup) {
+      std::fill_n(group, width, acc_t(0));
+      for (int64_t r = first; r < std::min(num_rows, first + kGroup); ++r) {
+        for (int64_t i = 0; i < width; ++i) group[i] += rows[r * width + i];
+      }
+      for (int64_t i = 0; i < width; ++i) sum[i] += group[i];
+    }
+  }
+};
+
 struct Scale {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(acc_t scale, int64_t size, acc_t* row) {
@@ -163,6 +180,7 @@ void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t wor
   auto* workspace = workspaces.mutable_data_ptr<acc_t>();
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
+    const SingleThreadedBlas single_threaded;
     for (int64_t first; (first = next.fetch_add(at_once)) < num_blocks;) {
       for (int64_t b = first; b < std::min(num_blocks, first + at_once); ++b) {
         body(blocks[b], workspace + thread * workspaces.size(1));
@@ -225,6 +243,7 @@ class Experts {
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
   int64_t num_partial() const { return num_partial_; }
+  int64_t widest() const { return widest_; }
   int64_t weight_size() const { return weight_size_; }
 
   // The room that any layer's input or output takes, and what `activations` take in all.
@@ -425,6 +444,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   auto* partial_data = partial.mutable_data_ptr<acc_t>();
 
   const int64_t workspace_size = experts.activations_size() + 3 * experts.rows_size() +
+                                 round_up(experts.widest()) +
                                  (kSame ? 0 : round_up(experts.weight_size()));
   for_each_block<acc_t>(
       experts.blocks(), 2 * experts.flops(), workspace_size, wide,
@@ -442,6 +462,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
         acc_t* out_space = experts.take(workspace, experts.rows_size());
         acc_t* grad_in = experts.take(workspace, experts.rows_size());
         acc_t* grad_z = experts.take(workspace, experts.rows_size());
+        acc_t* bias_space = experts.take(workspace, experts.widest());
 
         // Calls write(target) with the place of this block's share of a parameter's gradient.
         const auto write_gradient = [&](int64_t index, const auto& write) {
@@ -474,7 +495,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
               if (experts.has_bias()) {
                 acc_t product;
                 vectorized<Dot>(static_cast<const acc_t*>(dy),
-                                experts.bias(block.expert, l, grad_z), columns, &product);
+                                experts.bias(block.expert, l, bias_space), columns, &product);
                 *grad_gate += product;
               }
               vectorized<Scale>(gates_data[slot], fan_in, grad_in + r * fan_in);
@@ -486,10 +507,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {
-              std::fill_n(target, columns, acc_t(0));
-              for (int64_t r = 0; r < n; ++r) {
-                vectorized<Add>(grad_out + r * columns, columns, target);
-              }
+              vectorized<SumOfRows>(grad_out, n, columns, bias_space, target);
             });
           }
           if (l > 0) {

@@ -1,4 +1,4 @@
-// Matrix products by the BLAS that torch carries: one thread per call inside a parallel region.
+// Matrix products by the BLAS that torch carries, one thread per call.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,28 @@ void sgemm_(const char*, const char*, const int*, const int*, const int*, const 
 void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*,
             const double*, const int*, const double*, const int*, const double*, double*,
             const int*);
+// Of MKL, where torch carries that.
+__attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 }
 
 namespace moe_ext::cpu {
+
+// While it lives, this thread's products are computed by it alone. MKL would know of the parallel
+// region, but not add in the same order as on a single thread.
+class SingleThreadedBlas {
+ public:
+  SingleThreadedBlas() {
+    if (MKL_Set_Num_Threads_Local != nullptr) before_ = MKL_Set_Num_Threads_Local(1);
+  }
+  ~SingleThreadedBlas() {
+    if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(before_);
+  }
+  SingleThreadedBlas(const SingleThreadedBlas&) = delete;
+  SingleThreadedBlas& operator=(const SingleThreadedBlas&) = delete;
+
+ private:
+  int before_ = 0;
+};
 
 enum class Layout { kPlain, kTransposed };
 
