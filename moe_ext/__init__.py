@@ -18,6 +18,7 @@ from moe_ext import ops  # noqa: E402  (the operators are registered by the line
 from moe_ext.balanced import (  # noqa: E402
     BalancedGate,
     HierarchicalBalancedGate,
+    balanced_gates,
     batchwise_masks,
 )
 from moe_ext.experts import FeedForwardExperts, ModuleExperts  # noqa: E402
@@ -50,6 +51,7 @@ __all__ = [
     "NoisyTopKGate",
     "SoftmaxGate",
     "TopKGate",
+    "balanced_gates",
     "batchwise_loss",
     "batchwise_masks",
     "cv_squared",

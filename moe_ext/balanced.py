@@ -329,6 +329,11 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         )
 
 
+def balanced_gates(model: nn.Module) -> list[_StrictlyBalancedGate]:
+    """The strictly balanced gates in a model, flat or hierarchical."""
+    return [module for module in model.modules() if isinstance(module, _StrictlyBalancedGate)]
+
+
 @contextmanager
 def batchwise_masks(model: nn.Module) -> Iterator[None]:
     """The strictly balanced gates of a model choose by the batchwise mask for a while.
@@ -339,7 +344,7 @@ def batchwise_masks(model: nn.Module) -> Iterator[None]:
     Args:
         model: any module with such gates in it.
     """
-    gates = [module for module in model.modules() if isinstance(module, _StrictlyBalancedGate)]
+    gates = balanced_gates(model)
     before = [gate.batchwise for gate in gates]
     for gate in gates:
         gate.batchwise = True

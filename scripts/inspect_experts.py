@@ -70,7 +70,7 @@ td.word { font-weight: 600; background: #fff3c4; text-align: center; }
 """
 
 _LEGEND = (
-    "Share: tokens the expert is one of the k for. Information: how much the current word tells "
+    "Share: tokens that go through the expert. Information: how much the current word tells "
     "the expert's tokens from all tokens (Kullback-Leibler divergence in nats, less its value for "
     "shuffled words). Purity: share of the most frequent word among the 50 highest gates. Words: "
     "those that contribute most to the information, and the part of all their occurrences that "

@@ -8,6 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from moe_ext import (
+    BalancedGate,
+    HierarchicalBalancedGate,
+    HierarchicalNoisyTopKGate,
+    NoisyTopKGate,
+    TopKGate,
+)
 from moe_ext.analysis import ExpertReport, by_specialisation, cost, inspect_experts
 from moe_ext.data import Batch, EncodedSentences, Vocabulary
 from moe_ext.models import (
@@ -249,12 +256,54 @@ def test_moe_configuration_errors():
         MoEConfig(num_experts=4, k=5)
     with pytest.raises(ValueError, match="w_load must be at least 0, got -1"):
         MoEConfig(w_load=-1)
+    with pytest.raises(ValueError, match="gate must be one of noisy_topk, topk, .*, got 'top'"):
+        MoEConfig(gate="top")
+    with pytest.raises(ValueError, match="w_load must be 0 with gate = .balanced.*got 0.1"):
+        MoEConfig(gate="balanced")
+    with pytest.raises(ValueError, match="num_groups must divide num_experts = 32, got 5"):
+        MoEConfig(num_groups=5)
+    with pytest.raises(ValueError, match='num_groups must be .* 0 with gate = "topk", got 4'):
+        MoEConfig(gate="topk", num_groups=4, w_load=0)
+    with pytest.raises(ValueError, match=r"k must be in \[1, .*group = 4\], got 5"):
+        MoEConfig(num_experts=32, num_groups=8, k=5)
     with pytest.raises(ValueError, match="activation must be one of .*relu.*, got .rely"):
         FeedForwardConfig(activation="rely")
 
 
-def experts(n):
-    return {"moe": MoEConfig(num_experts=n, k=4, hidden_sizes=[1024])}
+@pytest.mark.parametrize(
+    ("options", "kind", "k"),
+    [
+        ({}, NoisyTopKGate, 2),
+        ({"num_groups": 2}, HierarchicalNoisyTopKGate, 4),
+        ({"gate": "topk", "w_load": 0}, TopKGate, 2),
+        ({"gate": "balanced", "w_load": 0}, BalancedGate, 2),
+        ({"gate": "balanced", "w_load": 0, "num_groups": 2}, HierarchicalBalancedGate, 4),
+    ],
+)
+def test_gates(options, kind, k):
+    """Every kind of gate in a model that learns; a balanced one gives each expert as much."""
+    noise = torch.Generator().manual_seed(2)
+    model = build(noise, moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[16], **options))
+    gate = model.layers[1].gate
+    assert type(gate) is kind and gate.k == k == model.config.moe.experts_per_token
+    batch = random_batch([5, 3, 4])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        parts = model.loss(batch)
+        optimizer.zero_grad()
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        optimizer.step()
+        losses.append(parts.nll_sum.item() / parts.num_tokens)
+    assert losses[-1] < 0.5 * losses[0]
+    loads = parts.aux[0].tokens_per_expert.tolist()
+    assert sum(loads) == 12 * k
+    assert len(set(loads)) == 1 or "balanced" not in options.values()
+    assert len(model.eval().token_nll(batch)) == 12
+
+
+def experts(n, **options):
+    return {"moe": MoEConfig(num_experts=n, hidden_sizes=[1024], **{"k": 4, **options})}
 
 
 @pytest.mark.parametrize(
@@ -274,6 +323,8 @@ def experts(n):
         (experts(32), 8.4, 37.8, 0.9),
         # The formula gives 8.6508 million operations for the printed 8.6.
         (experts(256), 8.65, 272.9, 1.1),
+        (experts(256, num_groups=16, k=2), 8.4, 272.9, 1.1),
+        (experts(4096, num_groups=16, k=2), 8.9, 4303.4, 5.1),
     ],
 )
 def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
@@ -286,14 +337,25 @@ def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
     assert round(counted.total_parameters / 1e9, 1) == total
 
 
-def gate_by_word(inputs, mask):
+LEFT_OUT = 7  # a word that a gate of varying numbers of experts sends nowhere
+
+
+def gate_by_word(inputs, mask, ragged):
     """Each word to expert word % 4, and to expert (word + 1) % 4 with the rest of the weight."""
     words = inputs[mask]
     first = 0.5 + words / 100
-    return torch.stack((first, 1 - first), 1), torch.stack((words % 4, (words + 1) % 4), 1)
+    gates = torch.stack((first, 1 - first), 1)
+    index = torch.stack((words % 4, (words + 1) % 4), 1)
+    if not ragged:
+        return {"gates": gates, "expert_index": index}
+    some = words != LEFT_OUT
+    offsets = F.pad(2 * some.cumsum(0), (1, 0))
+    flat = {"gates": gates[some].flatten(), "expert_index": index[some].flatten()}
+    return {**flat, "token_offsets": offsets}
 
 
-def test_inspect_experts_finds_what_a_known_gate_does():
+@pytest.mark.parametrize("ragged", [False, True])
+def test_inspect_experts_finds_what_a_known_gate_does(ragged):
     words = [f"w{i}" for i in range(VOCAB - 2)]
     vocabulary = Vocabulary([*words, "<unk>", "</s>"])
     generator = torch.Generator().manual_seed(4)
@@ -301,9 +363,8 @@ def test_inspect_experts_finds_what_a_known_gate_does():
     model = build()
 
     def forward(inputs, mask=None):
-        gates, index = gate_by_word(inputs, mask)
         h, aux = LanguageModel.forward(model, inputs, mask)
-        return h, (aux[0]._replace(gates=gates, expert_index=index),)
+        return h, (aux[0]._replace(**gate_by_word(inputs, mask, ragged)),)
 
     model.forward = forward
     encoded = EncodedSentences(sentences, vocabulary.eos_id)
@@ -312,6 +373,7 @@ def test_inspect_experts_finds_what_a_known_gate_does():
     inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
     for report in reports:
         mine = (inputs % 4 == report.expert) | ((inputs + 1) % 4 == report.expert)
+        mine &= torch.tensor(not ragged) | (inputs != LEFT_OUT)
         assert report.share == pytest.approx(mine.float().mean().item())
         assert report.information > 0.3  # about ln 2: each expert gets half of the words
         for word in report.words:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import assert_same_bits
 
+from moe_ext import balanced_gates, batchwise_masks
 from moe_ext.analysis import cost
 from moe_ext.data import Vocabulary
 from moe_ext.models import LanguageModel
@@ -258,6 +259,29 @@ def test_training_learns_and_logs(table):
     assert any((folder / "tensorboard").iterdir())
     # save_every 5: two are kept of twelve.
     assert [path.name for path in checkpoints(folder)] == ["step-00000055.pt", "step-00000060.pt"]
+
+
+def test_balanced_gates_are_measured_under_both_masks(table):
+    """In training each expert has as many tokens as the others; the thresholds of a resumed run
+    are those it was stopped with."""
+    moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
+    config = merged(table, steps=20, model={"moe": moe})
+    trainer = train(config)
+    for record in read_metrics(trainer.folder, "train"):
+        assert record["max_over_mean_load"] == [1.0] and record["load"] == [[1.0] * 4]
+        assert 0 <= record["mask_disagreement"][0] <= 1
+        assert 0 <= record["share_without_expert"][0] < 1
+    last = read_metrics(trainer.folder, "dev")[-1]
+    text, size = trainer.text.dev, config.data.tokens_per_batch
+    by_threshold = evaluate(trainer.model, text, tokens_per_batch=size, title="").perplexity
+    with batchwise_masks(trainer.model):
+        by_batch = evaluate(trainer.model, text, tokens_per_batch=size, title="").perplexity
+    assert last["perplexity"] == pytest.approx(by_threshold, rel=1e-6)
+    assert last["perplexity_batchwise"] == pytest.approx(by_batch, rel=1e-6)
+    assert by_batch != by_threshold
+    (gate,) = balanced_gates(trainer.model)
+    (resumed,) = balanced_gates(Trainer(replace(config, resume=True), trainer.text).model)
+    assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
 
 
 def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_ext.balanced import HierarchicalBalancedGate
 from moe_ext.experts import FeedForwardExperts
+from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models import LanguageModel
 from moe_ext.moe import MoE
 
@@ -36,15 +38,17 @@ def cost(model: LanguageModel) -> Cost:
     """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
 
     Every matrix is one multiply-add per weight and position; of a MoE's experts each position meets
-    k of E, and its gate's two matrices are used in full. The biases of the LSTMs, below the
-    precision of the tables, are left out of ops and parameters and are in the total.
+    k of E, and of a hierarchical gate's secondary matrices those of its groups. The biases of the
+    LSTMs, below the precision of the tables, are left out of ops and parameters and are in the
+    total.
     """
     ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, MoE):
-            gate, experts = _weights(layer.gate.parameters()), _weights(layer.experts.parameters())
-            ops += gate + experts * model.config.moe.k // layer.num_experts
-            parameters += gate + experts
+            experts = _weights(layer.experts.parameters())
+            k = model.config.moe.experts_per_token
+            ops += _gate_ops(layer.gate) + experts * k // layer.num_experts
+            parameters += _weights(layer.gate.parameters()) + experts
         elif isinstance(layer, FeedForwardExperts):
             ops += _weights(layer.weights)
             parameters += _weights(layer.weights)
@@ -53,6 +57,15 @@ def cost(model: LanguageModel) -> Cost:
             ops += matrices
             parameters += matrices
     return Cost(ops, parameters, sum(p.numel() for p in model.parameters()))
+
+
+def _gate_ops(gate: nn.Module) -> int:
+    """Of the matrices w_…: thresholds multiply nothing."""
+    matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
+    ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
+    if isinstance(gate, HierarchicalNoisyTopKGate | HierarchicalBalancedGate):
+        ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
+    return ops
 
 
 def _weights(tensors: Iterable[Tensor]) -> int:

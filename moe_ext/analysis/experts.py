@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moe_ext.data import EncodedSentences, SentenceBatches, Vocabulary
 from moe_ext.models import LanguageModel, evaluating
-from moe_ext.moe import MoE
+from moe_ext.moe import MoE, MoEAux
 from moe_ext.progress import progress
 
 NEIGHBOURS = 2  # words shown on either side
@@ -51,7 +51,7 @@ class ExpertReport:
 
     Attributes:
         expert: its index.
-        share: of all tokens, how many it is one of the k for (an even share is k / E).
+        share: of all tokens, how many go through it (an even share is k / E).
         information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in
             nats, less what is left of it when words and experts are paired at random.
         purity: share of the most frequent word among the 50 highest gates.
@@ -77,17 +77,19 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 class _Routing(NamedTuple):
-    """Where N positions went.
+    """Where N positions went, in R (position, expert) pairs.
 
     Attributes:
         windows: [N, 5] int64, each position's input word between its neighbours.
-        gates: [N, K].
-        expert_index: [N, K] int64.
+        position: [R] int64.
+        expert: [R] int64.
+        gate: [R].
     """
 
     windows: Tensor
-    gates: Tensor
-    expert_index: Tensor
+    position: Tensor
+    expert: Tensor
+    gate: Tensor
 
 
 def inspect_experts(
@@ -126,12 +128,12 @@ def inspect_experts(
         )
     num_experts = moe_layers[layer].num_experts
     routing = _collect(model, sentences, num_positions, layer, tokens_per_batch)
-    num_rows, k = routing.expert_index.shape
-    experts = routing.expert_index.flatten()
-    words = routing.windows[:, NEIGHBOURS].repeat_interleave(k)
+    experts = routing.expert
+    word_at = routing.windows[:, NEIGHBOURS]
+    words = word_at[routing.position]
 
     # Slots by expert, and by decreasing gate within each.
-    order = routing.gates.flatten().argsort(descending=True)
+    order = routing.gate.argsort(descending=True)
     order = order[experts[order].argsort(stable=True)]
     load = torch.bincount(experts, minlength=num_experts)
     ends = load.cumsum(0).tolist()
@@ -143,7 +145,7 @@ def inspect_experts(
     chance, chance_expert, _, _ = _information(experts, shuffled, load, len(vocabulary))
     information.index_add_(0, chance_expert, -chance)
 
-    occurrences = torch.bincount(words, minlength=len(vocabulary)) // k
+    occurrences = torch.bincount(word_at, minlength=len(vocabulary))
     by_contribution = contribution.argsort(descending=True)
     by_contribution = by_contribution[key_expert[by_contribution].argsort(stable=True)]
     key_ends = torch.bincount(key_expert, minlength=num_experts).cumsum(0).tolist()
@@ -157,7 +159,7 @@ def inspect_experts(
         reports.append(
             ExpertReport(
                 expert=expert,
-                share=len(slots) / num_rows,
+                share=len(slots) / len(word_at),
                 information=float(information[expert]),
                 purity=float(top.bincount().max() / len(top)) if len(top) else 0.0,
                 words=[
@@ -203,11 +205,22 @@ def _collect(
             last = batch.mask.sum(1, keepdim=True) + NEIGHBOURS
             text.scatter_(1, last, sentences.eos_id)
             windows = text.unfold(1, 2 * NEIGHBOURS + 1, 1)[batch.mask]
-            parts.append(_Routing(windows, aux[layer].gates.cpu(), aux[layer].expert_index.cpu()))
+            parts.append(_Routing(windows, *_slots(aux[layer], seen)))
             seen += len(windows)
             if seen >= num_positions:
                 break
     return _Routing(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _slots(aux: MoEAux, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Position, expert and gate of each slot, the layer's tokens being the positions from first."""
+    if aux.token_offsets is None:
+        num_tokens, k = aux.gates.shape
+        num_slots = torch.full((num_tokens,), k, device=aux.gates.device)
+    else:
+        num_slots = aux.token_offsets.diff()
+    position = first + torch.repeat_interleave(num_slots)
+    return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
 def _information(
@@ -225,11 +238,10 @@ def _contexts(
     routing: _Routing, slots: Tensor, vocabulary: Vocabulary, num_contexts: int
 ) -> list[Context]:
     """The distinct contexts of the first slots, which are in order of decreasing gate."""
-    k = routing.gates.shape[1]
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
-        window = tuple(routing.windows[slot // k].tolist())
-        contexts.setdefault(window, float(routing.gates[slot // k, slot % k]))
+        window = tuple(routing.windows[routing.position[slot]].tolist())
+        contexts.setdefault(window, float(routing.gate[slot]))
         if len(contexts) == num_contexts:
             break
     return [

@@ -3,20 +3,24 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require
 from moe_ext.data import Batch
 from moe_ext.experts import FeedForwardExperts
+from moe_ext.gates import TopKGate
+from moe_ext.hierarchical import HierarchicalMoE
 from moe_ext.models.lstm import LSTM
 from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.ops import ACTIVATIONS
 
 LAYER_KINDS = ("lstm", "moe", "ffn")
+GATE_KINDS = ("noisy_topk", "topk", "balanced")
 
 
 def _require_activation(name: str) -> None:
@@ -27,10 +31,16 @@ def _require_activation(name: str) -> None:
 class MoEConfig:
     """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
 
-    Attributes: those of `moe_ext.MoE` that have the same names.
+    Attributes: those of `moe_ext.MoE` that have the same names, and
+        gate: "noisy_topk" (Sec. 2.1), or one without noise, whose load has no gradient, so that
+            w_load must be 0: "topk" or "balanced" (App. F).
+        num_groups: groups of a hierarchical mixture (App. B), of which a token goes to k, and there
+            to k of the group's experts (0: a flat one).
     """
 
+    gate: str = "noisy_topk"
     num_experts: int = 32
+    num_groups: int = 0
     k: int = 4
     hidden_sizes: list[int] = field(default_factory=lambda: [1024])
     activation: str = "relu"
@@ -39,20 +49,43 @@ class MoEConfig:
     noise_epsilon: float = 1e-2
 
     def __post_init__(self) -> None:
+        require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
         require(self.num_experts >= 1, "num_experts", "be at least 1", self.num_experts)
         require(
-            1 <= self.k <= self.num_experts,
-            "k",
-            f"be in [1, num_experts = {self.num_experts}]",
-            self.k,
+            self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),
+            "num_groups",
+            'be at least 0, and 0 with gate = "topk"',
+            self.num_groups,
         )
+        require(
+            self.num_groups == 0 or self.num_experts % self.num_groups == 0,
+            "num_groups",
+            f"divide num_experts = {self.num_experts}",
+            self.num_groups,
+        )
+        choices = self.num_experts
+        if self.num_groups:
+            choices = min(self.num_groups, self.num_experts // self.num_groups)
+        rule = "num_experts" if self.num_groups == 0 else "num_groups and the experts of a group"
+        require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
         require(
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
         )
         _require_activation(self.activation)
         require(self.w_importance >= 0, "w_importance", "be at least 0", self.w_importance)
         require(self.w_load >= 0, "w_load", "be at least 0", self.w_load)
+        require(
+            self.w_load == 0 or self.gate == "noisy_topk",
+            "w_load",
+            f'be 0 with gate = "{self.gate}", whose load has no gradient',
+            self.w_load,
+        )
         require(self.noise_epsilon >= 0, "noise_epsilon", "be at least 0", self.noise_epsilon)
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts a token goes through (with a balanced gate, on average)."""
+        return self.k**2 if self.num_groups else self.k
 
 
 @dataclass
@@ -109,6 +142,33 @@ class LanguageModelConfig:
             f"be 0 or at least d_model = {self.d_model}",
             self.lstm_units,
         )
+
+
+def _mixture(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> MoE:
+    sizes: dict[str, Any] = {"k": config.k}
+    if config.num_groups:
+        sizes["num_groups"] = config.num_groups
+        sizes["experts_per_group"] = config.num_experts // config.num_groups
+    else:
+        sizes["num_experts"] = config.num_experts
+    noise: dict[str, Any] = {}
+    gate: nn.Module | None = None
+    if config.gate == "noisy_topk":
+        noise = {"noise_epsilon": config.noise_epsilon, "generator": noise_generator}
+    elif config.gate == "topk":
+        gate = TopKGate(d_model, **sizes)
+    else:
+        gate = (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **sizes)
+    return (HierarchicalMoE if config.num_groups else MoE)(
+        d_model,
+        **sizes,
+        **noise,
+        gate=gate,
+        hidden_sizes=tuple(config.hidden_sizes),
+        activation=config.activation,
+        w_importance=config.w_importance,
+        w_load=config.w_load,
+    )
 
 
 class LossParts(NamedTuple):
@@ -174,19 +234,7 @@ class LanguageModel(nn.Module):
             if kind == "lstm":
                 self.layers.append(next(lstms))
             elif kind == "moe":
-                self.layers.append(
-                    MoE(
-                        d_model,
-                        config.moe.num_experts,
-                        config.moe.k,
-                        hidden_sizes=tuple(config.moe.hidden_sizes),
-                        activation=config.moe.activation,
-                        w_importance=config.moe.w_importance,
-                        w_load=config.moe.w_load,
-                        noise_epsilon=config.moe.noise_epsilon,
-                        generator=noise_generator,
-                    )
-                )
+                self.layers.append(_mixture(config.moe, d_model, noise_generator))
             else:
                 self.layers.append(
                     FeedForwardExperts(

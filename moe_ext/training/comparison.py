@@ -79,7 +79,7 @@ def dense_counterpart(config: Config) -> Config:
     layers = ["ffn" if kind == "moe" else kind for kind in model.layers]
     wide = replace(
         model.ffn,
-        hidden_sizes=[model.moe.k * model.moe.hidden_sizes[0]],
+        hidden_sizes=[model.moe.experts_per_token * model.moe.hidden_sizes[0]],
         activation=model.moe.activation,
     )
     return replace(config, model=replace(model, layers=layers, ffn=wide))

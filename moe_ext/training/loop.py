@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.balanced import balanced_gates, batchwise_masks
 from moe_ext.data import Batch, EncodedSentences, SentenceBatches
 from moe_ext.data.files import atomic_file
 from moe_ext.models import LanguageModel, LossParts
@@ -68,8 +69,8 @@ class _Window:
 
         nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
         predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
-        6, one value for each MoE layer. load: the tokens each expert got, relative to an even
-        share, for each MoE layer.
+        6, one value for each MoE layer; so is what else the gates report. load: the tokens each
+        expert got, relative to an even share, for each MoE layer.
         """
         values: dict[str, Any] = {
             "nll": self.nll_sum / self.num_tokens,
@@ -183,13 +184,7 @@ class Trainer:
                         log.write("train", self.step, window.summary() | progress)
                         window = _Window()
                     if end or _due(self.step, config.log.eval_every):
-                        dev = evaluate(
-                            self.model,
-                            self.dev,
-                            tokens_per_batch=config.data.tokens_per_batch,
-                            title="dev" if config.log.progress else "",
-                        )
-                        values = {"nll": dev.nll, "perplexity": dev.perplexity}
+                        values = self._evaluate()
                         log.write("dev", self.step, values | {"tokens": self.tokens})
                     if end or _due(self.step, config.log.save_every):
                         self._save()
@@ -218,6 +213,24 @@ class Trainer:
         self.schedule.step()
         self.step += 1
         self.tokens += num_tokens
+
+    def _evaluate(self) -> dict[str, float]:
+        """Perplexity of the dev part; with strictly balanced gates perplexity_batchwise as well,
+        by the mask that training uses (App. F)."""
+        values: dict[str, float] = {}
+        masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
+        if balanced_gates(self.model):
+            masks["_batchwise"] = batchwise_masks(self.model)
+        for suffix, mask in masks.items():
+            with mask:
+                dev = evaluate(
+                    self.model,
+                    self.dev,
+                    tokens_per_batch=self.config.data.tokens_per_batch,
+                    title="dev" if self.config.log.progress else "",
+                )
+            values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
+        return values
 
     def _autocast(self):
         if self.config.autocast:
