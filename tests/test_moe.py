@@ -646,6 +646,12 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     cotangent = torch.randn(T * K, F).to(dtype)
     grads = torch.autograd.grad(out, (rows, weight, bias), cotangent)
     show(f"experts {dtype}", out, *grads)
+    for activation, factor in (("gelu", 1), ("silu", 1), ("tanh", 1), ("glu", 2)):
+        leaves = leaf(T, D), leaf(E, D, factor * F), leaf(E, F, D), leaf(E, factor * F), leaf(E, D)
+        y = ops.experts(leaves[0], leaves[1:3], leaves[3:], activation, offsets=plan.offsets,
+                        inverse=plan.inverse, gates=gates)
+        grads = torch.autograd.grad(y, (*leaves, gates), torch.randn(T, D).to(dtype))
+        show(f"{activation} {dtype}", y, *grads)
 """
 
 
@@ -665,7 +671,7 @@ def test_bits_do_not_depend_on_the_instruction_set():
         ).stdout.splitlines()
         for isa in names
     }
-    assert len(printed["default"]) == 28
+    assert len(printed["default"]) == 44
     differing = {
         (isa, line.rsplit(" ", 1)[0])
         for isa in names[1:]

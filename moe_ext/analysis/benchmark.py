@@ -1,0 +1,50 @@
+"""Functions timed side by side, for the benchmarks in scripts/."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from moe_ext import _C
+from moe_ext.info import blas_name, cpu_name
+
+
+class Ratio(NamedTuple):
+    """The quartiles of a ratio over the rounds."""
+
+    low: float
+    median: float
+    high: float
+
+
+def environment() -> str:
+    """What the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
+    return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {_C.isa()}"
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each function in every round: one after the other, so that all see the same noise.
+
+    Args:
+        functions: by name.
+        rounds: how often each is timed.
+        warm_up: rounds before, which are not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(-warm_up, rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> Ratio:
+    """Quartiles of the rounds' ratios; at least 2 rounds."""
+    pairs = zip(numerator, denominator, strict=True)
+    return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4))

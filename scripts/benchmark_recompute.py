@@ -1,0 +1,138 @@
+"""What recomputing the experts' hidden layers saves, and what it costs.
+
+    python scripts/benchmark_recompute.py                        # 1 and 2 threads, 3 minutes
+    python scripts/benchmark_recompute.py --experts 256 --json recompute.json
+
+A mixture of feed-forward experts (App. D), forward and backward, in float32: with its hidden layers
+kept and with them computed again, in interleaved rounds. "kept" is what autograd holds for the
+backward pass beside the parameters, in bytes per token, seen by saved-tensor hooks; "peak" is the
+memory that forward and backward take beyond their arguments (Linux, resident set).
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_ext import MoE, ops
+from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.memory import peak_mib
+
+
+@dataclass
+class Row:
+    """One way of the backward pass; times are medians over the rounds."""
+
+    threads: int
+    hidden: str
+    kept_bytes_per_token: float
+    peak_mib: float
+    forward_ms: float
+    total_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    same_gradients: bool
+
+
+def kept_bytes(function: Callable[[], object], parameters: list[Tensor]) -> int:
+    """What autograd saves in `function`, beside the parameters."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = function()
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    del kept  # its graph held the storages until here, so that none was counted for another
+    return sum(storages.values())
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    T, E, k, D = args.tokens, args.experts, args.k, args.width
+    print(environment())
+    print(f"T = {T}, E = {E}, k = {k}, D = {D}, F = {args.hidden}, {args.rounds} rounds\n")
+
+    torch.manual_seed(0)
+    experts = MoE(D, E, k, hidden_sizes=[args.hidden]).experts
+    parameters = list(experts.parameters())
+    index = torch.rand(T, E).topk(k, dim=-1).indices
+    plan = ops.dispatch_plan(index, E)
+    x = torch.randn(T, D, requires_grad=True)
+    gates = torch.rand(T, k).softmax(dim=-1).requires_grad_()
+    upstream = torch.randn(T, D)
+
+    def forward(recompute: bool) -> Tensor:
+        return experts(x, plan.offsets, inverse=plan.inverse, gates=gates, recompute=recompute)
+
+    def step(recompute: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(recompute), [x, gates, *parameters], upstream)
+
+    same = all(map(torch.equal, step(False), step(True)))
+    rows = []
+    ways = {"kept": False, "recomputed": True}
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        functions: dict[str, Callable[[], object]] = {}
+        for name, recompute in ways.items():
+            functions[f"forward, {name}"] = lambda recompute=recompute: forward(recompute)
+            functions[f"total, {name}"] = lambda recompute=recompute: step(recompute)
+        seconds = interleaved(functions, args.rounds)
+        for name, recompute in ways.items():
+            total = seconds[f"total, {name}"]
+            low, middle, high = ratio(total, seconds["total, kept"])
+            rows.append(
+                Row(
+                    threads,
+                    name,
+                    kept_bytes(lambda recompute=recompute: forward(recompute), parameters) / T,
+                    peak_mib(functions[f"total, {name}"]),
+                    1e3 * statistics.median(seconds[f"forward, {name}"]),
+                    1e3 * statistics.median(total),
+                    middle,
+                    low,
+                    high,
+                    same,
+                )
+            )
+    print(f"gradients of both have the same bits: {'yes' if same else 'NO'}")
+    print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
+    print(
+        "| threads | hidden layer | kept, bytes a token | peak, MiB | forward, ms | both, ms "
+        "| ratio | quartiles |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.threads} | {row.hidden} | {row.kept_bytes_per_token:,.0f} "
+            f"| {row.peak_mib:.0f} | {row.forward_ms:.1f} | {row.total_ms:.1f} "
+            f"| {row.ratio:.2f} | {row.ratio_low:.2f}-{row.ratio_high:.2f} |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
