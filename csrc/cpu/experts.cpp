@@ -8,6 +8,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,7 +20,7 @@
 #include <vector>
 
 #include "../checks.h"
-#include "../math/activation.h"
+#include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm.h"
 #include "parallel.h"
@@ -28,104 +29,6 @@
 
 namespace moe_ext::cpu {
 namespace {
-
-// Elementwise kernels, on blocks of rows.
-
-template <typename Activation>
-struct Activate {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* z, int64_t num_rows, int64_t width, acc_t* out) {
-    if constexpr (Activation::kGated) {
-      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, out += width) {
-        for (int64_t i = 0; i < width; ++i) out[i] = Activation::value(z[i]) * z[width + i];
-      }
-    } else {
-      for (int64_t i = 0; i < num_rows * width; ++i) out[i] = Activation::value(z[i]);
-    }
-  }
-};
-
-template <typename Activation>
-struct ActivateBackward {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* z, const acc_t* grad, int64_t num_rows, int64_t width,
-                          acc_t* grad_z) {
-    if constexpr (Activation::kGated) {
-      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, grad_z += 2 * width, grad += width) {
-        for (int64_t i = 0; i < width; ++i) {
-          grad_z[i] = grad[i] * z[width + i] * Activation::derivative(z[i]);
-          grad_z[width + i] = grad[i] * Activation::value(z[i]);
-        }
-      }
-    } else {
-      for (int64_t i = 0; i < num_rows * width; ++i) {
-        grad_z[i] = grad[i] * Activation::derivative(z[i]);
-      }
-    }
-  }
-};
-
-struct Convert {
-  template <typename from_t, typename to_t>
-  MOE_EXT_KERNEL void run(const from_t* from, int64_t size, to_t* to) {
-    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<to_t>(from[i]);
-  }
-};
-
-struct Add {
-  template <typename from_t, typename to_t>
-  MOE_EXT_KERNEL void run(const from_t* from, int64_t size, to_t* sum) {
-    for (int64_t i = 0; i < size; ++i) sum[i] += static_cast<to_t>(from[i]);
-  }
-};
-
-// Adds by groups of rows: a long sum of small numbers to a large one would lose them.
-struct SumOfRows {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* rows, int64_t num_rows, int64_t width, acc_t* group,
-                          acc_t* sum) {
-    constexpr int64_t kGroup = 32;
-    std::fill_n(sum, width, acc_t(0));
-    for (int64_t first = 0; first < num_rows; first += kGroup) {
-      std::fill_n(group, width, acc_t(0));
-      for (int64_t r = first; r < std::min(num_rows, first + kGroup); ++r) {
-        for (int64_t i = 0; i < width; ++i) group[i] += rows[r * width + i];
-      }
-      for (int64_t i = 0; i < width; ++i) sum[i] += group[i];
-    }
-  }
-};
-
-struct Scale {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(acc_t scale, int64_t size, acc_t* row) {
-    for (int64_t i = 0; i < size; ++i) row[i] *= scale;
-  }
-};
-
-struct Dot {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* a, const acc_t* b, int64_t size, acc_t* product) {
-    *product = sum_of_terms<acc_t>(
-        size, [&](int64_t i, acc_t partial)
-                  __attribute__((always_inline)) { return std::fma(a[i], b[i], partial); });
-  }
-};
-
-// Calls body with the activation of that name.
-template <typename Body>
-void with_activation(std::string_view name, const Body& body) {
-  if (name == "relu") return body(math::Relu());
-  if (name == "gelu") return body(math::Gelu());
-  if (name == "silu") return body(math::Silu());
-  if (name == "tanh") return body(math::Tanh());
-  if (name == "sigmoid") return body(math::Sigmoid());
-  if (name == "reglu") return body(math::Gated<math::Relu>());
-  if (name == "geglu") return body(math::Gated<math::Gelu>());
-  if (name == "swiglu") return body(math::Gated<math::Silu>());
-  if (name == "glu") return body(math::Gated<math::Sigmoid>());
-  return body(math::Identity());
-}
 
 // Sizes in a workspace are multiples of a cache line.
 constexpr int64_t round_up(int64_t size) { return (size + 15) / 16 * 16; }
@@ -244,12 +147,17 @@ class Experts {
   int64_t flops() const { return num_rows_ * flops_per_row_; }
   int64_t num_partial() const { return num_partial_; }
   int64_t widest() const { return widest_; }
-  int64_t weight_size() const { return weight_size_; }
 
-  // The room that any layer's input or output takes, and what `activations` take in all.
-  int64_t rows_size() const { return round_up(most_rows_ * widest_); }
+  // The room that a block's rows take at most, that a widened weight takes, and that `activations`
+  // take in all.
+  int64_t rows_size(int64_t width) const { return round_up(most_rows_ * width); }
+  int64_t weight_size() const { return kSame ? 0 : round_up(weight_size_); }
   int64_t activations_size() const {
-    return (2 * num_layers() - 1) * rows_size() + (kSame ? 0 : round_up(weight_size_));
+    int64_t size = weight_size();
+    for (int64_t l = 0; l < num_layers(); ++l) {
+      size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? rows_size(columns(l)) : 0);
+    }
+    return size;
   }
 
   // The next `size` numbers of a workspace.
@@ -294,8 +202,8 @@ class Experts {
 
   // The inputs of the block's layers, and the hidden layers before their activation.
   struct Activations {
-    std::vector<const acc_t*> input;  // [num_rows, fan_in] of each layer
-    std::vector<const acc_t*> z;      // [num_rows, columns] of each hidden layer
+    c10::SmallVector<const acc_t*, 4> input;  // [num_rows, fan_in] of each layer
+    c10::SmallVector<const acc_t*, 4> z;      // [num_rows, columns] of each hidden layer
     acc_t* weight_space;
   };
 
@@ -305,7 +213,7 @@ class Experts {
                           acc_t*& workspace) const {
     Activations a;
     const int64_t n = block.num_rows;
-    a.weight_space = take(workspace, kSame ? 0 : weight_size_);
+    a.weight_space = take(workspace, weight_size());
     a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
                              fan_in(0), take(workspace, n * fan_in(0))));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
@@ -390,7 +298,7 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
   auto* rows_data = rows.mutable_data_ptr<scalar_t>();
   const auto hidden_data = data_of<scalar_t>(hidden);
   for_each_block<acc_t>(
-      experts.blocks(), experts.flops(), experts.activations_size() + experts.rows_size(),
+      experts.blocks(), experts.flops(), experts.activations_size() + experts.rows_size(width),
       options.dtype(c10::CppTypeToScalarType<acc_t>::value),
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
@@ -443,9 +351,10 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   Tensor partial = empty_rows({num_partial, partial_size}, wide);
   auto* partial_data = partial.mutable_data_ptr<acc_t>();
 
-  const int64_t workspace_size = experts.activations_size() + 3 * experts.rows_size() +
-                                 round_up(experts.widest()) +
-                                 (kSame ? 0 : round_up(experts.weight_size()));
+  const int64_t out_size = experts.rows_size(experts.columns(last));
+  const int64_t rows_size = experts.rows_size(experts.widest());
+  const int64_t workspace_size = experts.activations_size() + experts.weight_size() + out_size +
+                                 2 * rows_size + round_up(experts.widest());
   for_each_block<acc_t>(
       experts.blocks(), 2 * experts.flops(), workspace_size, wide,
       [&](const Block& block, acc_t* workspace) {
@@ -458,10 +367,10 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           return;
         }
         const auto a = experts.activations(block, hidden_data, !hidden_data.empty(), workspace);
-        acc_t* grad_space = experts.take(workspace, kSame ? 0 : experts.weight_size());
-        acc_t* out_space = experts.take(workspace, experts.rows_size());
-        acc_t* grad_in = experts.take(workspace, experts.rows_size());
-        acc_t* grad_z = experts.take(workspace, experts.rows_size());
+        acc_t* grad_space = experts.take(workspace, experts.weight_size());
+        acc_t* out_space = experts.take(workspace, out_size);
+        acc_t* grad_in = experts.take(workspace, rows_size);
+        acc_t* grad_z = experts.take(workspace, rows_size);
         acc_t* bias_space = experts.take(workspace, experts.widest());
 
         // Calls write(target) with the place of this block's share of a parameter's gradient.
@@ -592,8 +501,10 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
                                     activation);
+    std::vector<Tensor> kept;
+    for (const Tensor& layer : hidden) kept.push_back(layer.contiguous());
     grad_x = backward(experts, grad_y.contiguous(), gates ? gates->to(type).contiguous() : Tensor(),
-                      hidden, grads, grad_gates);
+                      kept, grads, grad_gates);
     if (inverse) grad_x = sum_of_rows(grad_x, *experts.slots(), /*weights=*/Tensor());
   });
   const auto first_bias = grads.begin() + static_cast<int64_t>(weights.size());

@@ -15,6 +15,7 @@
 
 #include "../checks.h"
 #include "../math/softplus.h"
+#include "elementwise.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "vectorize.h"
@@ -47,13 +48,6 @@ struct AddNoise {
       noisy[i] =
           math::noisy_logit(static_cast<acc_t>(clean[i]), static_cast<acc_t>(noise[i]), stddev[i]);
     }
-  }
-};
-
-struct Widen {
-  template <typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(const scalar_t* from, int64_t size, acc_t* to) {
-    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<acc_t>(from[i]);
   }
 };
 
@@ -173,7 +167,7 @@ void gating_kernel(const Tensor& clean_logits, const Tensor& raw_noise_stddev, c
                              static_cast<acc_t>(noise_epsilon), num_experts,
                              stddev_data + t * num_experts, noisy_logits.data());
       } else {
-        vectorized<Widen>(clean, num_experts, noisy_logits.data());
+        vectorized<Convert>(clean, num_experts, noisy_logits.data());
       }
       select<acc_t>(noisy_logits.data(), num_experts, num_kept, kept);
       vectorized<SoftmaxOfKept>(static_cast<const Ranked<acc_t>*>(kept.data()), k,
