@@ -163,6 +163,7 @@ class MoELSTM(nn.Module):
             "be at least 1 or None",
             memory_slots,
         )
+        self.num_experts = num_experts
         self.w_importance = w_importance
         self.w_load = w_load
         self.memory_slots = memory_slots

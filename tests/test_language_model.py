@@ -128,7 +128,7 @@ def test_lstm_weights_have_unit_gain():
         LSTM(64, 32)
 
 
-@pytest.mark.parametrize("middle", ["moe", "ffn", "lstm"])
+@pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn", "lstm"])
 @pytest.mark.parametrize("residual", [True, False])
 def test_layers_are_put_together_as_in_the_paper(middle, residual):
     """Sigmoid on the MoE (not on LSTMs), dropout on each output, then the residual (App. C.1)."""
@@ -151,13 +151,16 @@ def test_layers_are_put_together_as_in_the_paper(middle, residual):
         elif kind == "ffn":
             w1, w2 = (w.squeeze(0) for w in layer.weights)
             y = torch.sigmoid(F.relu(h @ w1) @ w2)
+        elif kind == "moe_lstm":
+            noise.manual_seed(8)
+            y = layer(h)[0]
         else:
             noise.manual_seed(8)
             y = torch.sigmoid(layer(h)[0])
         h = h * residual + F.dropout(y, p)
     torch.testing.assert_close(actual, h)
-    assert len(aux) == (middle == "moe")
-    if middle == "moe":
+    assert len(aux) == middle.startswith("moe")
+    if aux:
         assert aux[0].gates.shape == (rows, 2)
 
 
@@ -191,6 +194,33 @@ def test_padding_changes_nothing():
     assert torch.equal(padded_parts.aux[0].expert_index, parts.aux[0].expert_index)
     for name, gradient in gradients.items():
         torch.testing.assert_close(padded_gradients[name], gradient, msg=name)
+
+
+def test_moe_lstm_layers():
+    """Losses like those of other MoE layers; padding changes nothing; memory_slots no bit."""
+
+    def run(batch, **changes):
+        noise = torch.Generator().manual_seed(2)
+        model = build(noise, layers=["moe", "moe_lstm"], dropout=0.25, **changes)
+        torch.manual_seed(7)
+        parts = model.loss(batch)
+        (parts.nll_sum / parts.num_tokens + parts.aux_loss).backward()
+        return parts, [p.grad for p in model.parameters()]
+
+    batch = random_batch([6, 2, 5])
+    parts, gradients = run(batch)
+    assert len(parts.aux) == 2 and parts.aux[1].tokens_per_expert.sum() == 2 * 13
+    assert parts.aux[1].loss > 0
+    torch.testing.assert_close(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
+    again, again_gradients = run(batch, memory_slots=2)
+    assert torch.equal(again.nll_sum, parts.nll_sum)
+    assert all(torch.equal(a, e) for a, e in zip(again_gradients, gradients, strict=True))
+    # Other ids in the padding: the masks of dropout stay as they are.
+    inputs = batch.inputs.masked_fill(~batch.mask, 33)
+    filled, filled_gradients = run(Batch(inputs, batch.targets, batch.mask))
+    torch.testing.assert_close(filled.nll_sum, parts.nll_sum)
+    for a, e in zip(filled_gradients, gradients, strict=True):
+        torch.testing.assert_close(a, e)
 
 
 def test_evaluation_draws_nothing():
@@ -240,9 +270,14 @@ def test_copies_and_pickles_after_a_forward():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": ["lstm", "mlp"]}, "layers must be a list of lstm, moe, ffn"),
+        ({"layers": ["lstm", "mlp"]}, "layers must be a list of lstm, moe, moe_lstm, ffn"),
         ({"layers": []}, "layers must be"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"memory_slots": -1}, "memory_slots must be at least 0, got -1"),
+        (
+            {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)},
+            "moe.gate must choose k experts for every token.*, got 'balanced'",
+        ),
         ({"lstm_units": 4}, "lstm_units must be 0 or at least d_model = 8, got 4"),
     ],
 )
@@ -335,6 +370,15 @@ def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
     assert round(counted.ops_per_timestep / 1e6, digits) == ops
     assert round(counted.parameters / 1e6, 1) == parameters
     assert round(counted.total_parameters / 1e9, 1) == total
+
+
+def test_cost_of_a_moe_lstm():
+    """Two gate matrices [2 D, E], of which all is used, and E expert matrices [2 D, 4 D]."""
+    D, E, K = 8, 4, 2
+    counted = cost(build(layers=["moe_lstm"]))
+    assert counted.parameters == 2 * 2 * D * E + E * 2 * D * 4 * D
+    assert counted.ops_per_timestep == 2 * 2 * D * E + K * 2 * D * 4 * D
+    assert counted.total_parameters == counted.parameters + 4 * D + VOCAB * (2 * D + 1)
 
 
 LEFT_OUT = 7  # a word that a gate of varying numbers of experts sends nowhere

@@ -10,6 +10,7 @@ from moe_ext.experts import FeedForwardExperts
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models import LanguageModel
 from moe_ext.moe import MoE
+from moe_ext.recurrent import MoELSTM
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ def cost(model: LanguageModel) -> Cost:
     """
     ops = parameters = 0
     for layer in model.layers:
-        if isinstance(layer, MoE):
-            experts = _weights(layer.experts.parameters())
+        if isinstance(layer, (MoE, MoELSTM)):
+            moe = layer if isinstance(layer, MoE) else layer.cell.moe
+            experts = _weights(moe.experts.parameters())
             k = model.config.moe.experts_per_token
-            ops += _gate_ops(layer.gate) + experts * k // layer.num_experts
-            parameters += _weights(layer.gate.parameters()) + experts
+            ops += _gate_ops(moe.gate) + experts * k // moe.num_experts
+            parameters += _weights(moe.gate.parameters()) + experts
         elif isinstance(layer, FeedForwardExperts):
             ops += _weights(layer.weights)
             parameters += _weights(layer.weights)

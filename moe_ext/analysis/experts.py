@@ -13,6 +13,7 @@ from moe_ext.data import EncodedSentences, SentenceBatches, Vocabulary
 from moe_ext.models import LanguageModel, evaluating
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.progress import progress
+from moe_ext.recurrent import MoELSTM
 
 NEIGHBOURS = 2  # words shown on either side
 _PURITY_POSITIONS = 50
@@ -120,7 +121,7 @@ def inspect_experts(
     Raises:
         ValueError: the model has no such layer.
     """
-    moe_layers = [module for module in model.layers if isinstance(module, MoE)]
+    moe_layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(moe_layers):
         raise ValueError(
             f"inspect_experts: layer must be in [0, {len(moe_layers)}), the model's MoE layers, "

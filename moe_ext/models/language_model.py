@@ -12,14 +12,15 @@ from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require
 from moe_ext.data import Batch
 from moe_ext.experts import FeedForwardExperts
-from moe_ext.gates import TopKGate
-from moe_ext.hierarchical import HierarchicalMoE
+from moe_ext.gates import NoisyTopKGate, TopKGate
+from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models.lstm import LSTM
 from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.ops import ACTIVATIONS
+from moe_ext.recurrent import MoELSTM
 
-LAYER_KINDS = ("lstm", "moe", "ffn")
+LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
 GATE_KINDS = ("noisy_topk", "topk", "balanced")
 
 
@@ -111,12 +112,15 @@ class LanguageModelConfig:
 
     Attributes:
         d_model: D.
-        layers: of "lstm", "moe" and "ffn". The paper's models: ["lstm", "moe", "lstm"]; MoE-1-Wide
-            and MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512: four "lstm".
+        layers: of "lstm", "moe", "moe_lstm" and "ffn". The paper's models: ["lstm", "moe", "lstm"];
+            MoE-1-Wide and MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512:
+            four "lstm". A "moe_lstm" is an LSTM whose matrices are a mixture of experts (Sec. 3.1).
         dropout: probability, on the output of each layer and of the embedding.
         residual: add each layer's input to its output.
         lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 is d_model.
-        moe, ffn: what these layers are.
+        memory_slots: states that a "moe_lstm" keeps for the backward pass; 0 is everything.
+        moe, ffn: what these layers are. The experts of a "moe_lstm" are matrices: it leaves out
+            hidden_sizes and activation.
     """
 
     d_model: int = 512
@@ -124,6 +128,7 @@ class LanguageModelConfig:
     dropout: float = 0.1
     residual: bool = True
     lstm_units: int = 0
+    memory_slots: int = 0
     moe: MoEConfig = field(default_factory=MoEConfig)
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
@@ -142,33 +147,30 @@ class LanguageModelConfig:
             f"be 0 or at least d_model = {self.d_model}",
             self.lstm_units,
         )
+        require(self.memory_slots >= 0, "memory_slots", "be at least 0", self.memory_slots)
+        require(
+            "moe_lstm" not in self.layers or self.moe.gate != "balanced",
+            "moe.gate",
+            "choose k experts for every token where layers have a moe_lstm",
+            self.moe.gate,
+        )
 
 
-def _mixture(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> MoE:
-    sizes: dict[str, Any] = {"k": config.k}
+def _gate(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> nn.Module:
+    options: dict[str, Any] = {"k": config.k}
     if config.num_groups:
-        sizes["num_groups"] = config.num_groups
-        sizes["experts_per_group"] = config.num_experts // config.num_groups
+        options["num_groups"] = config.num_groups
+        options["experts_per_group"] = config.num_experts // config.num_groups
     else:
-        sizes["num_experts"] = config.num_experts
-    noise: dict[str, Any] = {}
-    gate: nn.Module | None = None
+        options["num_experts"] = config.num_experts
     if config.gate == "noisy_topk":
-        noise = {"noise_epsilon": config.noise_epsilon, "generator": noise_generator}
-    elif config.gate == "topk":
-        gate = TopKGate(d_model, **sizes)
-    else:
-        gate = (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **sizes)
-    return (HierarchicalMoE if config.num_groups else MoE)(
-        d_model,
-        **sizes,
-        **noise,
-        gate=gate,
-        hidden_sizes=tuple(config.hidden_sizes),
-        activation=config.activation,
-        w_importance=config.w_importance,
-        w_load=config.w_load,
-    )
+        options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
+        return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
+            d_model, **options
+        )
+    if config.gate == "topk":
+        return TopKGate(d_model, **options)
+    return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
 
 
 class LossParts(NamedTuple):
@@ -234,7 +236,31 @@ class LanguageModel(nn.Module):
             if kind == "lstm":
                 self.layers.append(next(lstms))
             elif kind == "moe":
-                self.layers.append(_mixture(config.moe, d_model, noise_generator))
+                self.layers.append(
+                    MoE(
+                        d_model,
+                        config.moe.num_experts,
+                        config.moe.experts_per_token,
+                        gate=_gate(config.moe, d_model, noise_generator),
+                        hidden_sizes=tuple(config.moe.hidden_sizes),
+                        activation=config.moe.activation,
+                        w_importance=config.moe.w_importance,
+                        w_load=config.moe.w_load,
+                    )
+                )
+            elif kind == "moe_lstm":
+                self.layers.append(
+                    MoELSTM(
+                        d_model,
+                        d_model,
+                        config.moe.num_experts,
+                        config.moe.experts_per_token,
+                        gate=_gate(config.moe, 2 * d_model, noise_generator),
+                        w_importance=config.moe.w_importance,
+                        w_load=config.moe.w_load,
+                        memory_slots=config.memory_slots or None,
+                    )
+                )
             else:
                 self.layers.append(
                     FeedForwardExperts(
@@ -260,6 +286,9 @@ class LanguageModel(nn.Module):
             if isinstance(layer, MoE):
                 y, aux = layer(h, mask)
                 y = torch.sigmoid(y)
+                reports.append(aux)
+            elif isinstance(layer, MoELSTM):
+                y, _, aux = layer(h, mask=mask)
                 reports.append(aux)
             elif isinstance(layer, FeedForwardExperts):
                 rows = h.flatten(0, 1)
