@@ -133,13 +133,22 @@ def _run(
     visit: Callable[[int, Tensors], None] = lambda t, state: None,
 ) -> tuple[Tensors, Tensors]:
     """All steps; `visit` sees each one's number and the state before it."""
-    outputs = []
+    outputs: list[Tensors] = []
+    stacks: Tensors = ()
     for t, inputs_t in enumerate(zip(*(x.unbind() for x in inputs), strict=True)):
         visit(t, state)
         state, output = _call(step, parameters, inputs_t, state)
-        outputs.append(output)
+        if torch.is_grad_enabled():
+            outputs.append(output)
+            continue
+        # Straight to its place: they never exist twice.
+        stacks = stacks or tuple(x.new_empty(len(inputs[0]), *x.shape) for x in output)
+        for x, stack in zip(output, stacks, strict=True):
+            shape = tuple(stack.shape[1:])
+            require(x.shape == shape, "unroll: outputs", f"have shape {shape}", tuple(x.shape))
+            stack[t] = x
     state = _views(state)  # as the next step would use it
-    return tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
+    return stacks or tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
 
 
 class _Plan(NamedTuple):
@@ -243,25 +252,21 @@ class _StoredStates(torch.autograd.Function):
                         state, _ = _call(plan.step, parameters, tuple(x[i] for x in inputs), state)
                 if start == t:
                     stored.pop()
-                found_parameters, found_inputs, grad_state = _step_gradients(
+                grad_inputs_t, grad_state = _step_backward(
                     plan,
                     autocast,
                     parameters,
                     _leaves(tuple(x[t] for x in inputs), needed[1]),
                     _leaves(state, needed[2] if t == 0 else [True] * len(state)),
                     (*grad_state, *(None if g is None else g[t] for g in grad_outputs)),
+                    grad_parameters,
                 )
-                for j, grad in enumerate(found_inputs):
+                for j, grad in enumerate(grad_inputs_t):
                     if grad is not None:
                         whole = grad_inputs[j]
                         if whole is None:
                             whole = grad_inputs[j] = torch.zeros_like(inputs[j])
                         whole[t] = grad
-                for j, grad in enumerate(found_parameters):
-                    if grad is not None:
-                        # A copy at first, as what is found may be part of something else.
-                        total = grad_parameters[j]
-                        grad_parameters[j] = grad.clone() if total is None else total.add_(grad)
         return None, *grad_parameters, *grad_inputs, *grad_state
 
 
@@ -273,19 +278,21 @@ def _leaves(tensors: Tensors, needed: Sequence[bool]) -> Tensors:
     )
 
 
-def _step_gradients(
+def _step_backward(
     plan: _Plan,
     autocast: Sequence[dict[str, Any]],
     parameters: Tensors,
     inputs: Tensors,
     state: Tensors,
     grads: Sequence[Tensor | None],
-) -> tuple[tuple, tuple, tuple]:
-    """The gradients of one step to its leaves, given those of its new state and its outputs; None
-    where nothing flows.
+    grad_parameters: list[Tensor | None],
+) -> tuple[tuple, tuple]:
+    """One step's gradients to its inputs and state, None where nothing flows; those to the
+    parameters are added to what is there.
 
-    A tensor may be returned several times. Its gradients are added in the order in which autograd
-    would come across them if the graph went on: the last use first.
+    grads are those of the new state and the outputs. A tensor may be among these several times: its
+    gradients are added in the order in which autograd would come across them if the graph went on,
+    the last use first.
     """
     with torch.enable_grad(), _autocast(autocast):
         new_state, outputs = _call(plan.step, parameters, inputs, state)
@@ -306,7 +313,13 @@ def _step_gradients(
         )
         for i, grad in zip(wanted, flowing, strict=True):
             found[i] = grad
-    return plan.split(found)
+    found_parameters, found_inputs, found_state = plan.split(found)
+    for i, grad in enumerate(found_parameters):
+        if grad is not None:
+            # A copy at first, as what is found may be part of something else.
+            total = grad_parameters[i]
+            grad_parameters[i] = grad.clone() if total is None else total.add_(grad)
+    return found_inputs, found_state
 
 
 def _all_generators(plan: _Plan, tensors: Tensors) -> list[torch.Generator]:

@@ -344,3 +344,14 @@ def test_errors():
     for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
         with pytest.raises(ValueError, match=r"inputs must have one number of time steps.*, got"):
             unroll(step, parameters, bad, state)
+
+
+def test_outputs_keep_their_shape():
+    def growing(parameters, inputs, state):
+        return (state[0] + parameters[0],), (torch.zeros(int(inputs[0])),)
+
+    arguments = [[torch.ones((), requires_grad=True)], [torch.arange(1, 4)], [torch.zeros(())]]
+    with pytest.raises(RuntimeError, match="equal size"):
+        unroll(growing, *arguments)
+    with pytest.raises(ValueError, match=r"outputs must have shape \(1,\), got \(2,\)"):
+        unroll(growing, *arguments, memory_slots=2)

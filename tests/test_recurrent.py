@@ -8,7 +8,7 @@ import reference as ref
 import torch
 from conftest import assert_exact, assert_same_bits
 
-from moe_ext import MoELSTM, MoELSTMCell, SoftmaxGate
+from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
 from moe_ext.bptt import num_evaluations
 
 B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
@@ -377,6 +377,22 @@ def test_gates_of_ones_own():
         layer = MoELSTM(D, U, E, E, gate=SoftmaxGate(D + U, E), memory_slots=slots).double()
         torch.nn.init.normal_(layer.cell.moe.gate.w_gate)
         found.append(run(layer, *make_inputs()))
+    assert_all_same_bits(*found)
+
+
+def test_hierarchical_gates():
+    """Its two levels draw from the generator that the gate holds."""
+    generator = torch.Generator()
+    gate = HierarchicalNoisyTopKGate(D + U, 2, 3, (1, 2), generator=generator)
+    layer = MoELSTM(D, U, 6, 2, gate=gate).double()
+    for parameter in gate.parameters():
+        torch.nn.init.normal_(parameter)
+    args = make_inputs()
+    found = []
+    for slots in (None, 2):
+        layer.memory_slots = slots
+        generator.manual_seed(4)
+        found.append((*run(layer, *args), generator.get_state()))
     assert_all_same_bits(*found)
 
 

@@ -268,3 +268,14 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     assert (tmp_path / "q" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     again = quickstart.main(arguments)
     assert again["moe"].test_nll == results["moe"].test_nll
+
+
+def test_benchmark_recurrent(capsys, tmp_path):
+    sizes = ["--slots", "1", "2", "4", "--steps", "12", "--width", "8", "--rounds", "2"]
+    result = tmp_path / "recurrent.json"
+    rows = script("benchmark_recurrent").main([*sizes, "--json", str(result)])
+    assert [row.slots for row in rows] == [0, 1, 2, 4]
+    assert [row.evaluations for row in rows] == [12] + [row.minimum + 1 for row in rows[1:]]
+    assert rows[0].mib > 2 * max(row.mib for row in rows[1:])
+    assert "| plain | 12 | 12 | 1.00 |" in capsys.readouterr().out
+    assert len(json.loads(result.read_text())["rows"]) == 4

@@ -1,0 +1,139 @@
+"""Time and memory of back-propagation through a MoE-LSTM with m stored states, against plain.
+
+    python scripts/benchmark_recurrent.py                       # 1 thread, 4 minutes, 3 GiB
+    python scripts/benchmark_recurrent.py --slots 2 5 --json recurrent.json
+
+A run is the forward pass over t steps and the backward pass, from a gradient of y and of the
+balancing losses, to all weights. "evaluations" are counted: t in the forward pass and the rest in
+the backward pass, together C(t, m) + 1. Rounds are interleaved (plain, 1 slot, 2 slots, …); a time
+is the median over the rounds, "x" the median of the rounds' ratios to plain, with its quartiles. "x
+by C(t, m)" is what the evaluations alone would make of plain's time, at the time that one takes in
+a forward pass that keeps nothing. "MiB" is the most that torch has allocated at once beyond
+weights, x and the gradient of y; "states" is what m states are of it.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ext import MoELSTM
+from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.memory import peak_allocated_mib
+from moe_ext.bptt import num_evaluations
+from moe_ext.progress import progress
+
+
+@dataclass
+class Row:
+    """One number of slots (0: plain)."""
+
+    slots: int
+    evaluations: int
+    minimum: int
+    ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    expected_ratio: float
+    mib: float
+    states_mib: float
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 3, 5, 10, 20, 50, 100])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--width", type=int, default=128, help="of the input and of the state")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--k", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    S, B, D = args.steps, args.batch, args.width
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(environment())
+    print(
+        f"t = {S} steps, batch {B}, widths {D} and {D}, {args.experts} experts "
+        f"[{2 * D}, {4 * D}], k = {args.k}, float32, {threads}, {args.rounds} rounds\n"
+    )
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    layer = MoELSTM(D, D, args.experts, args.k, dropout=0.1)
+    parameters = list(layer.parameters())
+    x, grad_y = torch.randn(2, B, S, D)
+    evaluations = 0
+
+    def count(*_: object) -> None:
+        nonlocal evaluations
+        evaluations += 1
+
+    layer.cell.moe.register_forward_pre_hook(count)
+
+    def run_with(slots: int | None) -> Callable[[], object]:
+        def run() -> None:
+            layer.memory_slots = slots
+            y, _, aux = layer(x)
+            torch.autograd.grad([y, aux.loss], parameters, [grad_y, None])
+
+        return run
+
+    runs = {slots: run_with(slots or None) for slots in (0, *args.slots)}
+    mib, counted = {}, {}
+    for slots, run in progress(runs.items(), "memory", "runs", len(runs)):
+        evaluations = 0
+        mib[slots] = peak_allocated_mib(run)
+        counted[slots] = evaluations
+
+    with torch.no_grad():
+        forward = statistics.median(interleaved({"forward": lambda: layer(x)}, 5)["forward"])
+    seconds = interleaved({str(slots): run for slots, run in runs.items()}, args.rounds, 1)
+    plain = seconds["0"]
+    rows = []
+    for slots in runs:
+        mine = seconds[str(slots)]
+        low, middle, high = ratio(mine, plain)
+        again = (counted[slots] - S) * forward / S
+        rows.append(
+            Row(
+                slots,
+                counted[slots],
+                num_evaluations(S, slots) if slots else S,
+                1e3 * statistics.median(mine),
+                middle,
+                low,
+                high,
+                1 + again / statistics.median(plain),
+                mib[slots],
+                slots * 2 * B * D * 4 / 2**20,
+            )
+        )
+
+    print(
+        "| m | evaluations | C(t, m) | C / t | ms | x | quartiles | x by C(t, m) | MiB | states |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.slots or 'plain'} | {row.evaluations} | {row.minimum} "
+            f"| {row.minimum / S:.2f} | {row.ms:.0f} | {row.ratio:.2f} "
+            f"| {row.ratio_low:.2f}-{row.ratio_high:.2f} | {row.expected_ratio:.2f} "
+            f"| {row.mib:.1f} | {row.states_mib:.1f} |"
+        )
+    if args.json:
+        record = {"environment": environment(), "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
