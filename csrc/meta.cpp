@@ -131,6 +131,12 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
           like_each(weights), like_each(biases)};
 }
 
+void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                        const Tensor& lr, const Tensor& correction, double decay, double gain,
+                        double eps, bool) {
+  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
+}
+
 }  // namespace
 }  // namespace moe_ext
 
@@ -150,4 +156,5 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_combine_backward", &moe_ext::combine_backward_meta);
   m.impl("experts", &moe_ext::experts_meta);
   m.impl("_experts_backward", &moe_ext::experts_backward_meta);
+  m.impl("factored_step_", &moe_ext::factored_step_meta);
 }

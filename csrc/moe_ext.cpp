@@ -93,6 +93,14 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[] biases, Tensor[] hidden, "
       "str activation) -> (Tensor, Tensor, Tensor[], Tensor[])",
       tags);
+
+  // App. D: row <- decay row + gain mean_j(grad^2), column likewise over i, and then
+  // param <- param - lr grad / (sqrt(row column^T / mean(row) correction) + eps), in place for each
+  // matrix of param [..., R, C] with row [..., R] and column [..., C].
+  m.def(
+      "factored_step_(Tensor(a!) param, Tensor grad, Tensor(b!) row, Tensor(c!) column, Tensor lr, "
+      "Tensor correction, float decay, float gain, float eps, bool mean_of_roots=False) -> ()",
+      tags);
 }
 
 PYBIND11_MODULE(_C, m) {

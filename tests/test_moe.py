@@ -652,6 +652,15 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                         inverse=plan.inverse, gates=gates)
         grads = torch.autograd.grad(y, (*leaves, gates), torch.randn(T, D).to(dtype))
         show(f"{activation} {dtype}", y, *grads)
+    wide = torch.promote_types(dtype, torch.float32)
+    w, g, row, column = leaf(E, 67, F).detach(), leaf(E, 67, F).detach(), *torch.rand(2, E, 67)
+    column = column[:, :F].contiguous().to(wide)
+    row, number = row.to(wide), torch.tensor(0.7, dtype=torch.float64)
+    for mean_of_roots in (False, True):
+        torch.ops.moe_ext.factored_step_(
+            w, g, row, column, number, number, 0.9, 0.1, 1e-8, mean_of_roots
+        )
+    show(f"factored step {dtype}", w, row, column)
 """
 
 
@@ -671,7 +680,7 @@ def test_bits_do_not_depend_on_the_instruction_set():
         ).stdout.splitlines()
         for isa in names
     }
-    assert len(printed["default"]) == 44
+    assert len(printed["default"]) == 48
     differing = {
         (isa, line.rsplit(" ", 1)[0])
         for isa in names[1:]

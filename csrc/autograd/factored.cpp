@@ -1,0 +1,32 @@
+#include "function.h"
+
+namespace moe_ext::autograd {
+namespace {
+
+// A step has no derivative. Whoever saved the weights for backward finds out that they are others.
+void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
+                   const Tensor& correction, double decay, double gain, double eps,
+                   bool mean_of_roots) {
+  for (const Tensor& tensor : {param, grad, row, column, lr, correction}) {
+    TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.requires_grad(),
+                "factored_step_: a tensor that requires a gradient must be used under "
+                "torch.no_grad(), got gradients enabled");
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        find_operator<void(Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&,
+                           double, double, double, bool)>("moe_ext::factored_step_");
+    op.call(param, grad, row, column, lr, correction, decay, gain, eps, mean_of_roots);
+  }
+  for (const Tensor& changed : {param, row, column}) {
+    torch::autograd::impl::bump_version(changed);
+  }
+}
+
+}  // namespace
+}  // namespace moe_ext::autograd
+
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
+  m.impl("factored_step_", &moe_ext::autograd::factored_step);
+}

@@ -1,0 +1,220 @@
+// The step of factored Adam and Adagrad (App. D) on the CPU.
+//
+// The gradient of each matrix is read twice, for the averages and for the update, the second time
+// from the cache: what is left is to read the gradients, and to read and write the weights, once.
+#include "../math/factored.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "../checks.h"
+#include "parallel.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// Rows that are summed, and skipped where their gradient is zero, together. A column's sum is then
+// one of blocks: it takes at most kBlockRows + R / kBlockRows roundings.
+constexpr int64_t kBlockRows = 64;
+
+template <typename acc_t>
+struct Rule {
+  acc_t lr, correction, decay, gain, eps;
+  bool mean_of_roots;
+};
+
+// Whether any element differs from zero; ends at the first chunk that has one.
+struct AnyNonzero {
+  template <typename scalar_t>
+  MOE_EXT_KERNEL void run(const scalar_t* values, int64_t size, char* found) {
+    constexpr int64_t kChunk = 1024;
+    *found = 0;
+    for (int64_t begin = 0; begin < size && !*found; begin += kChunk) {
+      const int64_t end = std::min(size, begin + kChunk);
+      int32_t any = 0;
+      for (int64_t i = begin; i < end; ++i) any |= values[i] != scalar_t(0);
+      *found = any != 0;
+    }
+  }
+};
+
+// The sums of g^2 over the rows and over the columns of a block.
+struct SumSquares {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const scalar_t* grad, int64_t num_rows, int64_t num_columns,
+                          acc_t* __restrict row_sum, acc_t* __restrict column_sum) {
+    for (int64_t j = 0; j < num_columns; ++j) column_sum[j] = 0;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const scalar_t* g = grad + i * num_columns;
+      row_sum[i] = sum_of_terms<acc_t>(
+          num_columns, [&](int64_t j, acc_t partial) __attribute__((always_inline)) {
+            const acc_t x = static_cast<acc_t>(g[j]);
+            const acc_t square = x * x;
+            column_sum[j] += square;
+            return partial + square;
+          });
+    }
+  }
+};
+
+struct StepRow {
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(scalar_t* __restrict param, const scalar_t* __restrict grad, acc_t lr,
+                          acc_t row_factor, const acc_t* __restrict column_factor, acc_t eps,
+                          int64_t num_columns) {
+    for (int64_t j = 0; j < num_columns; ++j) {
+      param[j] = static_cast<scalar_t>(math::stepped(static_cast<acc_t>(param[j]),
+                                                     static_cast<acc_t>(grad[j]), lr,
+                                                     row_factor * column_factor[j] + eps));
+    }
+  }
+};
+
+// One matrix and its averages, all contiguous.
+template <typename scalar_t, typename acc_t>
+struct Matrix {
+  scalar_t* param;
+  const scalar_t* grad;
+  acc_t* row;
+  acc_t* column;
+};
+
+// One step of one matrix. for_range(size, work_per_item, body) calls body(begin, end) on ranges
+// that cover [0, size), in any order and at once if it likes: no sum depends on it.
+template <typename scalar_t, typename acc_t, typename ForRange>
+void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_t num_columns,
+                 const Rule<acc_t>& rule, std::vector<acc_t>& scratch, const ForRange& for_range) {
+  const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+  scratch.resize(num_blocks * num_columns + num_columns + num_rows);
+  acc_t* const block_sums = scratch.data();
+  acc_t* const column_factor = block_sums + num_blocks * num_columns;
+  acc_t* const row_factor = column_factor + num_columns;
+  std::vector<char> nonzero(num_blocks);
+  const auto rows_of = [&](int64_t block) {
+    return std::min(kBlockRows, num_rows - block * kBlockRows);
+  };
+
+  for_range(num_blocks, kBlockRows * num_columns, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kBlockRows;
+      const auto* grad = matrix.grad + first * num_columns;
+      acc_t* row_sum = row_factor + first;
+      vectorized<AnyNonzero>(grad, rows_of(block) * num_columns, &nonzero[block]);
+      if (nonzero[block]) {
+        vectorized<SumSquares>(grad, rows_of(block), num_columns, row_sum,
+                               block_sums + block * num_columns);
+      } else {
+        std::fill_n(row_sum, rows_of(block), acc_t(0));
+      }
+      for (int64_t i = first; i < first + rows_of(block); ++i) {
+        matrix.row[i] =
+            math::second_moment(matrix.row[i], row_factor[i] / num_columns, rule.decay, rule.gain);
+      }
+    }
+  });
+  for_range(num_columns, num_blocks + 1, [&](int64_t begin, int64_t end) {
+    std::fill(column_factor + begin, column_factor + end, acc_t(0));
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      if (!nonzero[block]) continue;
+      const acc_t* column_sum = block_sums + block * num_columns;
+      for (int64_t j = begin; j < end; ++j) column_factor[j] += column_sum[j];
+    }
+    for (int64_t j = begin; j < end; ++j) {
+      matrix.column[j] =
+          math::second_moment(matrix.column[j], column_factor[j] / num_rows, rule.decay, rule.gain);
+    }
+  });
+  if (std::find(nonzero.begin(), nonzero.end(), 1) == nonzero.end()) return;
+
+  acc_t eps = rule.eps;
+  if (rule.mean_of_roots) {
+    for (int64_t j = 0; j < num_columns; ++j) {
+      column_factor[j] = math::root_with_eps(matrix.column[j], rule.correction, rule.eps);
+    }
+    const acc_t mean = sum(column_factor, num_columns) / num_columns;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      row_factor[i] = math::root_with_eps(matrix.row[i], rule.correction, rule.eps) / mean;
+    }
+    eps = 0;
+  } else {
+    const acc_t mean = sum(matrix.row, num_rows) / num_rows;
+    for (int64_t j = 0; j < num_columns; ++j) {
+      column_factor[j] = math::column_root(matrix.column[j]);
+    }
+    for (int64_t i = 0; i < num_rows; ++i) {
+      row_factor[i] = math::row_root(matrix.row[i], mean, rule.correction);
+    }
+  }
+  // Backwards: the blocks read last are those that the cache still has.
+  for_range(num_blocks, kBlockRows * num_columns, [&](int64_t begin, int64_t end) {
+    for (int64_t block = end - 1; block >= begin; --block) {
+      if (!nonzero[block]) continue;
+      const int64_t first = block * kBlockRows;
+      for (int64_t i = first; i < first + rows_of(block); ++i) {
+        vectorized<StepRow>(matrix.param + i * num_columns, matrix.grad + i * num_columns, rule.lr,
+                            row_factor[i], static_cast<const acc_t*>(column_factor), eps,
+                            num_columns);
+      }
+    }
+  });
+}
+
+void factored_step_cpu(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                       const Tensor& lr, const Tensor& correction, double decay, double gain,
+                       double eps, bool mean_of_roots) {
+  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
+  if (param.numel() == 0) return;
+  const Tensor g = grad.contiguous();
+  const Tensor p = param.contiguous();
+  const Tensor r = row.contiguous();
+  const Tensor c = column.contiguous();
+  const int64_t num_rows = param.size(-2);
+  const int64_t num_columns = param.size(-1);
+  const int64_t size = num_rows * num_columns;
+  const int64_t num_matrices = param.numel() / size;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const Rule<acc_t> rule{static_cast<acc_t>(lr.item<double>()),
+                           static_cast<acc_t>(correction.item<double>()),
+                           static_cast<acc_t>(decay),
+                           static_cast<acc_t>(gain),
+                           static_cast<acc_t>(eps),
+                           mean_of_roots};
+    const auto matrix =
+        [&, p_data = p.mutable_data_ptr<scalar_t>(), g_data = g.const_data_ptr<scalar_t>(),
+         r_data = r.mutable_data_ptr<acc_t>(), c_data = c.mutable_data_ptr<acc_t>()](int64_t e) {
+          return Matrix<scalar_t, acc_t>{p_data + e * size, g_data + e * size,
+                                         r_data + e * num_rows, c_data + e * num_columns};
+        };
+    if (num_matrices >= 4 * torch::stable::get_num_threads()) {
+      parallel_for(num_matrices, size, [&](int64_t begin, int64_t end) {
+        std::vector<acc_t> scratch;
+        for (int64_t e = begin; e < end; ++e) {
+          step_matrix(matrix(e), num_rows, num_columns, rule, scratch,
+                      [](int64_t count, int64_t, const auto& body) { body(0, count); });
+        }
+      });
+    } else {
+      std::vector<acc_t> scratch;
+      for (int64_t e = 0; e < num_matrices; ++e) {
+        step_matrix(matrix(e), num_rows, num_columns, rule, scratch,
+                    [](int64_t count, int64_t work_per_item, const auto& body) {
+                      parallel_for(count, work_per_item, body);
+                    });
+      }
+    }
+  });
+  if (!p.is_same(param)) param.copy_(p);
+  if (!r.is_same(row)) row.copy_(r);
+  if (!c.is_same(column)) column.copy_(c);
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CPU, m) { m.impl("factored_step_", &moe_ext::cpu::factored_step_cpu); }
