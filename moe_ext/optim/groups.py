@@ -1,0 +1,51 @@
+"""A model's parameters by the optimizer that suits them."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from moe_ext.balanced import balanced_gates
+from moe_ext.experts import FeedForwardExperts
+
+
+class ParameterSplit(NamedTuple):
+    """The parameters of a model, each in one of the lists, in the model's order.
+
+    Attributes:
+        experts: the experts' matrices [E, D, F], which App. D factors: the `weights` of every
+            FeedForwardExperts. Their biases belong to the rest: [E, F] is no matrix.
+        thresholds: of the strictly balanced gates (App. F): their parameters whose name begins with
+            "threshold". They are on the scale of a softmax over the experts, and may want a rate of
+            their own.
+        rest: all others.
+    """
+
+    experts: list[nn.Parameter]
+    thresholds: list[nn.Parameter]
+    rest: list[nn.Parameter]
+
+
+def split_parameters(model: nn.Module) -> ParameterSplit:
+    """The experts' matrices, the gates' thresholds and the rest of a model's parameters.
+
+    Example:
+        >>> split = split_parameters(model)
+        >>> optimizers = [FactoredAdam(split.experts), Adam([*split.thresholds, *split.rest])]
+    """
+    experts, thresholds = set(), set()
+    for module in model.modules():
+        if isinstance(module, FeedForwardExperts):
+            experts |= set(module.weights)
+    for gate in balanced_gates(model):
+        for name, param in gate.named_parameters():
+            if name.startswith("threshold"):
+                thresholds.add(param)
+    split = ParameterSplit([], [], [])
+    for param in model.parameters():
+        if param in experts:
+            split.experts.append(param)
+        elif param in thresholds:
+            split.thresholds.append(param)
+        else:
+            split.rest.append(param)
+    return split

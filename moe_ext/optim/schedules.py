@@ -1,0 +1,41 @@
+"""Learning-rate schedules of the paper, as factors of a peak rate."""
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from moe_ext.checks import require
+
+
+def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
+    """min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).
+
+    Linear warm-up to 1, constant, then proportional to step^-1/2; continuous at the joints. App.
+    C.1, "Training" (nothing held), and App. E.
+
+    Args:
+        step: counts from 1.
+        warmup_steps: where the factor first is 1.
+        hold_steps: for how long it stays there.
+
+    Raises:
+        ValueError: step or warmup_steps is below 1, or hold_steps below 0.
+    """
+    if step < 1 or warmup_steps < 1:
+        raise ValueError(
+            "warmup_inverse_sqrt: step and warmup_steps must be at least 1, "
+            f"got {step} and {warmup_steps}"
+        )
+    require(hold_steps >= 0, "warmup_inverse_sqrt: hold_steps", "be at least 0", hold_steps)
+    return min(step / warmup_steps, 1.0, ((warmup_steps + hold_steps) / step) ** 0.5)
+
+
+def language_model_schedule(optimizer: Optimizer, warmup_steps: int = 1_000) -> LambdaLR:
+    """The optimizer's rate in warm-up and decay (App. C.1), to be stepped after the optimizer."""
+    return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps))
+
+
+def translation_schedule(
+    optimizer: Optimizer, warmup_steps: int = 2_000, hold_steps: int = 8_000
+) -> LambdaLR:
+    """The same with the rate held at its peak between the two (App. E)."""
+    return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps, hold_steps))

@@ -1,0 +1,711 @@
+"""Factored Adam and Adagrad (App. D), the schedules (App. C.1, E) and the groups of parameters."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import reference as ref
+import torch
+from conftest import assert_as_accurate, assert_deterministic, assert_exact, assert_same_bits
+from torch import nn
+
+from moe_ext import (
+    BalancedGate,
+    FeedForwardExperts,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    ModuleExperts,
+    MoE,
+)
+from moe_ext.optim import (
+    FactoredAdagrad,
+    FactoredAdam,
+    language_model_schedule,
+    split_parameters,
+    translation_schedule,
+    warmup_inverse_sqrt,
+)
+
+OPTIMIZERS = [FactoredAdam, FactoredAdagrad]
+step_ = torch.ops.moe_ext.factored_step_
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def parameter(*shape, dtype=torch.float64):
+    return nn.Parameter(torch.randn(shape, dtype=dtype))
+
+
+def gradients_of_steps(param, steps):
+    """Gradients as a sparse mixture has them: experts without rows, rows and columns of zeros."""
+    for t in range(steps):
+        grad = torch.randn_like(param) * 10.0 ** (t % 3 - 1)
+        if param.dim() > 2:
+            grad[t % len(grad)] = 0
+        if param.dim() > 1:
+            grad[..., t % grad.shape[-2], :] = 0
+            grad[..., 0] *= t % 2
+        yield grad
+
+
+def run(optimizer, param, gradients):
+    for grad in gradients:
+        param.grad = grad
+        optimizer.step()
+
+
+def run_reference(rule, w, gradients):
+    """Each matrix of w by itself, through a rule (w, g, row, column, t) -> (w, row, column)."""
+    matrices = list(w.detach().clone().reshape(-1, *w.shape[-2:]))
+    states = [(m.new_zeros(len(m)), m.new_zeros(m.shape[1])) for m in matrices]
+    for t, grad in enumerate(gradients, 1):
+        for e, g in enumerate(grad.reshape(-1, *w.shape[-2:])):
+            matrices[e], *state = rule(matrices[e], g, *states[e], t)
+            states[e] = tuple(state)
+    rows, columns = (torch.stack(part) for part in zip(*states, strict=True))
+    return (
+        torch.stack(matrices).reshape(w.shape),
+        rows.reshape(w.shape[:-1]),
+        columns.reshape(*w.shape[:-2], w.shape[-1]),
+    )
+
+
+RULES = {
+    "adam": (
+        lambda params: FactoredAdam(params, lr=0.1, beta2=0.9, eps=1e-6),
+        lambda w, g, vr, vc, t: ref.FactoredAdam(w, g, vr, vc, t, 0.1, 0.9, 1e-6),
+    ),
+    "adam, mean of roots": (
+        lambda params: FactoredAdam(params, lr=0.1, beta2=0.98, eps=1e-3, mean_of_roots=True),
+        lambda w, g, vr, vc, t: ref.FactoredAdam(w, g, vr, vc, t, 0.1, 0.98, 1e-3, "diet"),
+    ),
+    "adagrad": (
+        lambda params: FactoredAdagrad(params, lr=0.1, eps=1e-6),
+        lambda w, g, vr, vc, t: ref.FactoredAdagrad(w, g, vr, vc, 0.1, 1e-6),
+    ),
+}
+
+
+# The rule
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("shape", [(4, 7, 5), (9, 3), (2, 2, 3, 4), (3, 1, 4), (3, 4, 1)])
+def test_equals_the_reference_over_many_steps(name, shape):
+    make, rule = RULES[name]
+    param = parameter(*shape)
+    gradients = list(gradients_of_steps(param, 12))
+    expected = run_reference(rule, param, gradients)
+    optimizer = make([param])
+    run(optimizer, param, gradients)
+    state = optimizer.state[param]
+    for actual, wanted in zip((param, state["row"], state["column"]), expected, strict=True):
+        assert_exact(actual.detach(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 200, 70), (300, 65)])
+@pytest.mark.parametrize("mean_of_roots", [False, True])
+def test_matrices_of_several_blocks(shape, mean_of_roots):
+    """More rows than are summed at a time, against the same formula on whole tensors."""
+    w, grad = torch.randn(2, *shape, dtype=torch.float64)
+    grad[..., 64:128, :] = 0  # a block without gradient
+    row, column = torch.rand(shape[:-1]).double(), torch.rand(*shape[:-2], shape[-1]).double()
+    expected_row = 0.9 * row + 0.2 * grad.square().mean(-1)
+    expected_column = 0.9 * column + 0.2 * grad.square().mean(-2)
+    if mean_of_roots:
+        root_r, root_c = ((v * 3).sqrt() + 1e-3 for v in (expected_row, expected_column))
+        mean = root_c.mean(-1, keepdim=True)[..., None]
+        denominator = root_r[..., None] * root_c[..., None, :] / mean
+    else:
+        mean = expected_row.mean(-1, keepdim=True)[..., None]
+        V = expected_row[..., None] * expected_column[..., None, :] / mean
+        denominator = (V * 3).sqrt() + 1e-3
+    expected = w - 0.1 * grad / denominator
+    step_(w, grad, row, column, number(0.1), number(3.0), 0.9, 0.2, 1e-3, mean_of_roots)
+    for actual, wanted in ((w, expected), (row, expected_row), (column, expected_column)):
+        assert_exact(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    "make, full",
+    [
+        (
+            lambda params: FactoredAdam(params, lr=0.1, beta2=0.9),
+            lambda params: torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.9), eps=1e-8),
+        ),
+        (
+            lambda params: FactoredAdagrad(params, lr=0.1),
+            lambda params: torch.optim.Adagrad(params, lr=0.1),
+        ),
+    ],
+)
+def test_exact_where_squares_have_rank_one(make, full):
+    """There the factored optimizers are torch's."""
+    shape = 3, 8, 6
+    ours, theirs = parameter(*shape), parameter(*shape)
+    theirs.data.copy_(ours.data)
+    left, right = torch.randn(3, 8, 1).double(), torch.randn(3, 1, 6).double()
+    gradients = [t * left * right * torch.randn(shape).double().sign() for t in range(1, 8)]
+    run(make([ours]), ours, gradients)
+    run(full([theirs]), theirs, gradients)
+    assert_exact(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (2, 5, 4)])
+def test_unfactored_is_torchs(shape):
+    """Vectors, scalars and groups with factored=False keep the whole second moment."""
+    for make, full in (
+        (
+            lambda params: FactoredAdam(params, lr=0.1, beta2=0.9, factored=len(shape) < 2),
+            lambda params: torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.9), eps=1e-8),
+        ),
+        (
+            lambda params: FactoredAdagrad(
+                params, lr=0.1, initial_accumulator_value=0.3, factored=len(shape) < 2
+            ),
+            lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.3),
+        ),
+    ):
+        ours, theirs = parameter(*shape), parameter(*shape)
+        theirs.data.copy_(ours.data)
+        gradients = [torch.randn(shape).double() for _ in range(8)]
+        optimizer = make([ours])
+        run(optimizer, ours, gradients)
+        run(full([theirs]), theirs, gradients)
+        assert_exact(ours.detach(), theirs.detach())
+        assert set(optimizer.state[ours]) == {"step", "second_moment"}
+
+
+def test_initial_accumulator_value():
+    """All averages start there, and so does V."""
+    param, g = parameter(3, 4), torch.randn(3, 4).double()
+    expected = param.detach().clone()
+    optimizer = FactoredAdagrad([param], lr=0.1, initial_accumulator_value=0.5)
+    expected, row, column = ref.FactoredAdagrad(
+        expected, g, torch.full((3,), 0.5).double(), torch.full((4,), 0.5).double(), 0.1, 1e-10
+    )
+    run(optimizer, param, [g])
+    assert_exact(param.detach(), expected)
+    assert_exact(optimizer.state[param]["row"], row)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_an_expert_without_rows_stays_and_its_averages_decay(optimizer_class):
+    param = parameter(3, 70, 4, dtype=torch.float32)
+    optimizer = optimizer_class([param])
+    run(optimizer, param, [torch.zeros_like(param)])
+    before = param.detach().clone()
+    run(optimizer, param, [torch.randn_like(param)])
+    assert (param != before).all()
+    after = param.detach().clone()
+    row = optimizer.state[param]["row"].clone()
+    grad = torch.randn_like(param)
+    grad[1] = -0.0
+    run(optimizer, param, [grad])
+    assert_same_bits(param.detach()[1], after[1])
+    decay = 0.999 if optimizer_class is FactoredAdam else 1.0
+    torch.testing.assert_close(optimizer.state[param]["row"][1], decay * row[1])
+    assert (param[0] != after[0]).all() and optimizer.state[param]["step"] == 3
+
+
+def test_averages_decay_to_zero_and_small_gradients_count():
+    """No subnormal numbers are left to decay; g² may underflow, g is then divided by eps."""
+    param = parameter(2, 3, dtype=torch.float32)
+    optimizer = FactoredAdam([param], lr=1e-3, beta2=0.5)
+    run(optimizer, param, [torch.ones_like(param)] + [torch.zeros_like(param)] * 125)
+    assert (optimizer.state[param]["row"] > 0).all()
+    run(optimizer, param, [torch.zeros_like(param)] * 3)
+    assert not optimizer.state[param]["row"].any()
+    before = param.detach().clone()
+    run(optimizer, param, [torch.full_like(param, 1e-30)])
+    assert not optimizer.state[param]["row"].any()
+    param = parameter(2, 3)
+    before = param.detach().clone()
+    run(FactoredAdam([param], lr=1e-3, eps=1e-8), param, [torch.full_like(param, 1e-170)])
+    torch.testing.assert_close(param, before, rtol=0, atol=1e-160)
+
+
+def test_tiny_gradients_keep_their_direction():
+    """The product of two averages would underflow: 1e-30 · 1e-30."""
+    param = nn.Parameter(torch.zeros(4, 5))
+    run(FactoredAdam([param], lr=1.0, eps=1e-30), param, [torch.full((4, 5), 1e-15)])
+    torch.testing.assert_close(param.detach(), torch.full((4, 5), -1.0))
+
+
+def test_not_a_number_is_not_hidden():
+    param = parameter(2, 3, 4)
+    grad = torch.ones_like(param)
+    grad[0, 1, 2] = math.nan
+    run(FactoredAdam([param]), param, [grad])
+    assert param[0].isnan().all() and not param[1].isnan().any()
+
+
+# Precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precision(dtype):
+    """Averages in float32; a half-precision weight is rounded once a step."""
+    param = parameter(3, 150, 90, dtype=dtype)
+    exact = nn.Parameter(param.detach().double())
+    plain = param.detach().clone()
+    gradients = [torch.randn_like(param) for _ in range(3)]
+    optimizer, twin = (FactoredAdam([p], lr=0.1, beta2=0.9) for p in (param, exact))
+    row, column = (torch.zeros(shape) for shape in ((3, 150), (3, 90)))
+    for t, grad in enumerate(gradients, 1):
+        run(optimizer, param, [grad])
+        exact.data.copy_(plain)  # where the plain rule is, so that one step is compared
+        before = param.detach().clone()
+        run(twin, exact, [grad.double()])
+        g = grad.float()
+        row = 0.9 * row + 0.1 * g.square().mean(-1)
+        column = 0.9 * column + 0.1 * g.square().mean(-2)
+        V = row[..., None] * column[:, None] / row.mean(-1)[:, None, None] / (1 - 0.9**t)
+        plain = (plain.float() - 0.1 * g / (V.sqrt() + 1e-8)).to(dtype)
+        param.data.copy_(plain)
+        assert_as_accurate(before, plain, exact.detach())
+    state = optimizer.state[param]
+    assert state["row"].dtype == state["column"].dtype == torch.float32
+    assert_as_accurate(state["row"], row, twin.state[exact]["row"])
+    assert_as_accurate(state["column"], column, twin.state[exact]["column"])
+
+
+def test_sums_of_long_rows_and_columns_are_accurate():
+    """One rounding a term would leave an error of 1e-4; sums of blocks leave some units."""
+    for shape in ((1 << 17, 3), (3, 1 << 17)):
+        grad = torch.rand(shape) + 0.5
+        row, column = torch.zeros(shape[0]), torch.zeros(shape[1])
+        step_(torch.zeros(shape), grad, row, column, number(0), number(1), 1, 1, 1e-8)
+        exact = grad.double().square()
+        torch.testing.assert_close(row.double(), exact.mean(1), rtol=3e-6, atol=0)
+        torch.testing.assert_close(column.double(), exact.mean(0), rtol=3e-6, atol=0)
+
+
+def test_state_is_a_hundredth_of_adams():
+    """State bytes: at most 0.02 for each expert weight, where Adam keeps 8."""
+    layer = FeedForwardExperts(4, 512, (1024,))
+    split = split_parameters(layer)
+    optimizer = FactoredAdam(split.experts)
+    for param in split.experts:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    state = [x for param in split.experts for x in optimizer.state[param].values()]
+    numbers = sum(param.numel() for param in split.experts)
+    assert numbers == 4 * 2 * 512 * 1024
+    assert sum(x.nbytes for x in state) <= 0.02 * numbers
+
+
+# The operator
+
+
+def operator_arguments(shape=(3, 70, 40), dtype=torch.float32):
+    wide = torch.promote_types(dtype, torch.float32)
+    return dict(
+        param=torch.randn(shape).to(dtype),
+        grad=torch.randn(shape).to(dtype),
+        row=torch.rand(shape[:-1]).to(wide),
+        column=torch.rand(*shape[:-2], shape[-1]).to(wide),
+        lr=number(0.1),
+        correction=number(1.5),
+        decay=0.9,
+        gain=0.1,
+        eps=1e-8,
+        mean_of_roots=False,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 70, 40), (5, 4), (0, 4, 3), (2, 0, 3), (2, 3, 0)])
+def test_opcheck(dtype, shape):
+    call = operator_arguments(shape, dtype)
+    torch.library.opcheck(step_, tuple(call.values()))
+
+
+def test_opcheck_of_views():
+    call = operator_arguments((40, 30))
+    for name in ("param", "grad"):
+        call[name] = torch.randn(30, 40).t()
+    torch.library.opcheck(step_, tuple(call.values()))
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 130), (2, 130, 70), (40, 65, 20), (1, 3, 4096)])
+@pytest.mark.parametrize("mean_of_roots", [False, True])
+def test_deterministic(shape, mean_of_roots, threads):
+    """Few matrices are shared by the threads, many are spread over them."""
+    call = operator_arguments(shape)
+    call["mean_of_roots"] = mean_of_roots
+    call["grad"][-1, 10:] = 0
+
+    def step():
+        copies = {name: call[name].clone() for name in ("param", "row", "column")}
+        step_(**{**call, **copies})
+        return list(copies.values())
+
+    assert_deterministic(step, threads, runs=5)
+
+
+def test_non_contiguous_tensors():
+    """The weights are changed where they are, whatever their strides."""
+    call = operator_arguments((6, 20, 30))
+    twin = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
+    step_(**{**call, **twin})
+    views = {
+        "param": torch.empty(30, 20, 6).permute(2, 1, 0),
+        "grad": torch.empty(6, 20, 60)[:, :, ::2],
+        "row": torch.empty(20, 6).t(),
+        "column": torch.empty(6, 31)[:, 1:],
+    }
+    for name, view in views.items():
+        view.copy_(call[name])
+        assert not view.is_contiguous()
+    step_(**{**call, **views})
+    for name in ("param", "row", "column"):
+        assert_same_bits(views[name].contiguous(), twin[name])
+
+
+def test_weights_that_require_a_gradient_are_changed_under_no_grad_alone():
+    call = operator_arguments()
+    call["param"].requires_grad_()
+    before = call["param"].detach().clone()
+    with pytest.raises(RuntimeError, match="must be used under torch.no_grad"):
+        step_(**call)
+    assert_same_bits(call["param"].detach(), before)
+    with torch.no_grad():
+        step_(**call)
+    assert (call["param"] != before).any()
+
+
+def test_a_step_between_forward_and_backward_is_noticed():
+    call = operator_arguments((3, 4))
+    weight = call["param"].requires_grad_()
+    loss = weight.square().sum()
+    with torch.no_grad():
+        step_(**call)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"param": torch.zeros(3)}, ValueError, "param must have at least 2 dimensions"),
+        ({"param": torch.zeros(3, 70, 40).long()}, TypeError, "param must be float32, "),
+        ({"grad": torch.zeros(3, 70, 41)}, ValueError, "grad must have shape"),
+        ({"grad": torch.zeros(3, 70, 40).double()}, TypeError, "grad must be of type Float"),
+        ({"row": torch.zeros(3, 40)}, ValueError, "row must have shape"),
+        ({"row": torch.zeros(3, 70).double()}, TypeError, "row must be of type Float"),
+        ({"column": torch.zeros(40)}, ValueError, "column must have shape"),
+        ({"column": torch.zeros(3, 40, device="meta")}, ValueError, "column must be on cpu"),
+        ({"lr": torch.zeros(())}, TypeError, "lr must be of type Double"),
+        ({"lr": torch.zeros(2).double()}, ValueError, "lr must have 0 dimensions"),
+        ({"correction": torch.zeros(()).long()}, TypeError, "correction must be of type Double"),
+        ({"decay": -0.1}, ValueError, "decay must be at least 0"),
+        ({"gain": math.nan}, ValueError, "gain must be at least 0"),
+        ({"eps": 0.0}, ValueError, "eps must be positive"),
+    ],
+)
+def test_operator_errors(changes, error, message):
+    with pytest.raises(error, match=f"^factored_step_: {message}.*, got "):
+        step_(**{**operator_arguments(), **changes})
+
+
+# As an optimizer of torch
+
+
+def problem(dtype=torch.float32):
+    """Parameters of several kinds and a closure with a loss."""
+    params = [parameter(3, 6, 4, dtype=dtype), parameter(5, dtype=dtype)]
+    target = [torch.randn_like(param) for param in params]
+
+    def loss():
+        total = sum((p - t).square().sum() for p, t in zip(params, target, strict=True))
+        for param in params:
+            param.grad = None
+        total.backward()
+        return total
+
+    return params, loss
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_closures_and_missing_gradients(optimizer_class):
+    params, closure = problem()
+    unused = parameter(4, 4)
+    optimizer = optimizer_class([*params, unused], lr=0.3)
+    losses = [optimizer.step(closure).item() for _ in range(60)]
+    assert losses[-1] < 0.1 * losses[0]
+    assert unused not in optimizer.state or not optimizer.state[unused]
+    assert optimizer.step() is None
+
+
+def test_groups_have_options_of_their_own():
+    a, b, c = parameter(3, 4), parameter(3, 4), parameter(3, 4)
+    b.data.copy_(a.data), c.data.copy_(a.data)
+    optimizer = FactoredAdam(
+        [
+            {"params": [a]},
+            {"params": [b], "lr": 0.5, "beta2": 0.5, "eps": 1e-3, "mean_of_roots": True},
+            {"params": [c], "factored": False},
+        ],
+        lr=0.1,
+    )
+    alone = parameter(3, 4)
+    alone.data.copy_(a.data)
+    twin = FactoredAdam([alone], lr=0.5, beta2=0.5, eps=1e-3, mean_of_roots=True)
+    for grad in torch.randn(3, 3, 4).double():
+        for param in (a, b, c, alone):
+            param.grad = grad
+        optimizer.step(), twin.step()
+    assert_same_bits(b.detach(), alone.detach())
+    assert "row" in optimizer.state[a] and "second_moment" in optimizer.state[c]
+    d = parameter(2, 2)
+    optimizer.add_param_group({"params": [d], "lr": 0.0})
+    d.grad, before = torch.ones_like(d), d.detach().clone()
+    optimizer.step()
+    assert_same_bits(d.detach(), before)
+
+
+def test_names_of_parameters_are_kept():
+    """Groups of (name, parameter) pairs, as model.named_parameters() gives them."""
+    layer = FeedForwardExperts(2, 4, (6,))
+    optimizer = FactoredAdam(layer.named_parameters())
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weights.0", "weights.1"]
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["state_dict", "saved", "deepcopy", "pickle"])
+def test_state_goes_on_to_the_same_bits(optimizer_class, dtype, way, tmp_path):
+    params, _ = problem(dtype)
+    optimizer = optimizer_class(params, lr=0.1, factored=True)
+    gradients = [[torch.randn_like(param) for param in params] for _ in range(6)]
+
+    def steps(optimizer, params, gradients):
+        for grads in gradients:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+
+    steps(optimizer, params, gradients[:3])
+    if way == "deepcopy":
+        twins, twin = copy.deepcopy((params, optimizer))
+    elif way == "pickle":
+        twins, twin = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        twins = copy.deepcopy(params)
+        twin = optimizer_class(twins, lr=3.0, factored=True)
+        state = copy.deepcopy(optimizer.state_dict())  # torch loads without copying
+        if way == "saved":
+            torch.save(state, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+        twin.load_state_dict(state)
+        assert twin.param_groups[0]["lr"] == 0.1
+    for number_of_optimizer, params_of_it in ((optimizer, params), (twin, twins)):
+        steps(number_of_optimizer, params_of_it, gradients[3:])
+    for param, copied in zip(params, twins, strict=True):
+        assert_same_bits(param.detach(), copied.detach())
+        for key, value in optimizer.state[param].items():
+            assert_same_bits(twin.state[copied][key], value)
+            assert twin.state[copied][key].data_ptr() != value.data_ptr()
+
+
+def test_a_state_follows_its_parameters_type():
+    """As in torch: float32 averages become float64 with float64 weights; hooks are heard."""
+    params, closure = problem()
+    optimizer = FactoredAdam(params)
+    optimizer.step(closure)
+    wide = [nn.Parameter(param.detach().double()) for param in params]
+    twin = FactoredAdam(wide)
+
+    def double_rows(_, state):
+        state = copy.deepcopy(state)
+        state["state"][0]["row"] *= 2
+        return state
+
+    twin.register_load_state_dict_pre_hook(double_rows)
+    twin.load_state_dict(optimizer.state_dict())
+    row = twin.state[wide[0]]["row"]
+    assert row.dtype == torch.float64
+    torch.testing.assert_close(row, 2 * optimizer.state[params[0]]["row"].double())
+    assert twin.state[wide[0]]["step"].dtype == torch.float32
+
+
+def test_a_scheduler_moves_the_rate():
+    """The rate may be a tensor, which the scheduler then fills."""
+    results = []
+    for lr in (
+        0.1,
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor([0.1], dtype=torch.float64),
+    ):
+        torch.manual_seed(0)
+        param = parameter(3, 4)
+        optimizer = FactoredAdam([param], lr=lr)
+        schedule = language_model_schedule(optimizer, 3)
+        for grad in torch.randn(6, 3, 4).double():
+            run(optimizer, param, [grad])
+            schedule.step()
+        results.append(param.detach())
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
+    """The same numbers, without reading the number of steps."""
+    params, twins = ([parameter(3, 6, 4), parameter(5)] for _ in range(2))
+    for a, b in zip(params, twins, strict=True):
+        b.data.copy_(a.data)
+    captured = optimizer_class(params, lr=number(0.1), capturable=True)
+    plain = optimizer_class(twins, lr=0.1)
+    for _ in range(4):
+        for a, b in zip(params, twins, strict=True):
+            a.grad = b.grad = torch.randn_like(a)
+        captured.step(), plain.step()
+    for a, b in zip(params, twins, strict=True):
+        assert_exact(a.detach(), b.detach())
+        assert captured.state[a]["step"].device == a.device
+    # On the meta device no number can be read.
+    param = nn.Parameter(torch.empty(2, 3, 4, device="meta"))
+    param.grad = torch.empty_like(param)
+    lr = torch.empty((), device="meta")
+    optimizer = optimizer_class([param], lr=lr, capturable=True)
+    optimizer.step()
+    assert optimizer.state[param]["step"].is_meta
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": math.nan}, "lr must be at least 0, got nan"),
+        ({"lr": torch.tensor([0.1, 0.2])}, r"lr must have one element, got \(2,\)"),
+        ({"lr": torch.tensor(-0.5)}, "lr must be at least 0, got tensor"),
+        ({"eps": 0.0}, "eps must be positive, got 0.0"),
+        ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), got 1.0"),
+        ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
+        ({"initial_accumulator_value": -1.0}, "initial_accumulator_value must be at least 0"),
+    ],
+)
+def test_options_out_of_range(optimizer_class, options, message):
+    (option,) = options
+    optimizer = optimizer_class([parameter(2, 2)])
+    if option not in optimizer.defaults:
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            optimizer_class([parameter(2, 2)], **options)
+        return
+    message = rf"^{optimizer_class.__name__}: {message}"
+    with pytest.raises(ValueError, match=message):
+        optimizer_class([parameter(2, 2)], **options)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [parameter(2, 2)], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_complex_parameters_and_sparse_gradients_are_refused(optimizer_class):
+    name = optimizer_class.__name__
+    with pytest.raises(TypeError, match=f"^{name}: params must be .*, got torch.complex64"):
+        optimizer_class([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])
+    params = [parameter(2, 2), parameter(2, 2)]
+    before = [param.detach().clone() for param in params]
+    optimizer = optimizer_class(params)
+    params[0].grad = torch.ones(2, 2).double()
+    params[1].grad = torch.ones(2, 2).double().to_sparse()
+    with pytest.raises(TypeError, match=f"^{name}: gradients must be dense, got torch.sparse_coo"):
+        optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_layer_learns(optimizer_class):
+    """Experts factored, the rest by Adam."""
+    layer = MoE(8, 6, 2, hidden_sizes=[16])
+    split = split_parameters(layer)
+    optimizers = [optimizer_class(split.experts, lr=0.02), torch.optim.Adam(split.rest, lr=0.02)]
+    x = torch.randn(256, 8)
+    target = torch.sin(2 * x)
+    losses = []
+    for _ in range(150):
+        y, aux = layer(x)
+        error = (y - target).square().mean()
+        losses.append(error.item())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (error + aux.loss).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# Schedules
+
+
+def test_schedules_are_the_papers():
+    """App. C.1: p·min(t/1000, sqrt(1000/t)); App. E: p·min(t/2000, 1, sqrt(10000/t))."""
+    for t in (1, 999, 1000, 1001, 2000, 2001, 9999, 10_000, 10_001, 40_000):
+        assert warmup_inverse_sqrt(t, 1000) == min(t / 1000, math.sqrt(1000 / t))
+        translation = min(t / 2000, 1, math.sqrt(10_000 / t))
+        assert warmup_inverse_sqrt(t, 2000, 8000) == translation
+    assert [warmup_inverse_sqrt(t, 2, 6) for t in (1, 2, 5, 8, 32)] == [0.5, 1, 1, 1, 0.5]
+    with pytest.raises(ValueError, match="step and warmup_steps must be at least 1, got 0 and 4"):
+        warmup_inverse_sqrt(0, 4)
+    with pytest.raises(ValueError, match="hold_steps must be at least 0, got -1"):
+        warmup_inverse_sqrt(1, 4, -1)
+
+
+@pytest.mark.parametrize(
+    "make, options, factor",
+    [
+        (language_model_schedule, {}, lambda t: warmup_inverse_sqrt(t, 1000)),
+        (language_model_schedule, {"warmup_steps": 4}, lambda t: warmup_inverse_sqrt(t, 4)),
+        (translation_schedule, {}, lambda t: warmup_inverse_sqrt(t, 2000, 8000)),
+        (
+            translation_schedule,
+            {"warmup_steps": 2, "hold_steps": 5},
+            lambda t: warmup_inverse_sqrt(t, 2, 5),
+        ),
+    ],
+)
+def test_schedules_move_every_group(make, options, factor):
+    groups = [{"params": [parameter(1)], "lr": lr} for lr in (2.0, 0.5)]
+    optimizer = torch.optim.Adam(groups)
+    schedule = make(optimizer, **options)
+    for t in range(1, 17):
+        assert [group["lr"] for group in optimizer.param_groups] == [2 * factor(t), factor(t) / 2]
+        optimizer.step()
+        schedule.step()
+
+
+# Groups
+
+
+def test_parameters_are_split_by_what_they_are():
+    layer = MoE(4, 3, 2, hidden_sizes=[5], bias=True)
+    strict = MoE(4, 3, 2, gate=BalancedGate(4, 3, 2), w_load=0)
+    strict_on_two = MoE(4, 6, 1, gate=HierarchicalBalancedGate(4, 2, 3, 1), w_load=0)
+    two_levels = HierarchicalMoE(4, 2, 3, 1, hidden_sizes=[5])
+    others = MoE(4, 2, 1, experts=ModuleExperts([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    elsewhere = nn.Threshold(0.1, 20)
+    elsewhere.threshold_weight = nn.Parameter(torch.zeros(2))
+    model = nn.ModuleList([layer, strict, layer, two_levels, others, strict_on_two, elsewhere])
+    split = split_parameters(model)
+
+    def same(found, expected):
+        assert [id(param) for param in found] == [id(param) for param in expected]
+
+    same(
+        split.experts,
+        [w for m in (layer, strict, two_levels, strict_on_two) for w in m.experts.weights],
+    )
+    two = strict_on_two.gate
+    same(split.thresholds, [strict.gate.threshold, two.threshold, two.threshold_secondary])
+    of_others = {id(param) for param in (*split.experts, *split.thresholds)}
+    same(split.rest, [param for param in model.parameters() if id(param) not in of_others])
+    assert {id(bias) for bias in layer.experts.biases} <= {id(param) for param in split.rest}
+    same(split_parameters(FeedForwardExperts(1, 4)).rest, [])
