@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import assert_same_bits
 
-from moe_ext import balanced_gates, batchwise_masks
+from moe_ext import MoE, balanced_gates, batchwise_masks
 from moe_ext.analysis import cost
 from moe_ext.data import Vocabulary
 from moe_ext.models import LanguageModel
-from moe_ext.optim import language_model_schedule, warmup_inverse_sqrt
+from moe_ext.optim import FactoredAdam
 from moe_ext.training import device as device_module
 from moe_ext.training import loop as loop_module
 from moe_ext.training.checkpoint import checkpoints, load_checkpoint, load_run
@@ -41,7 +41,7 @@ from moe_ext.training.config import (
 )
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import RunLog, read_metrics
-from moe_ext.training.loop import Trainer
+from moe_ext.training.loop import Trainer, make_optimizers
 from moe_ext.training.metrics import Evaluation, evaluate, perplexity
 from moe_ext.training.text import load_part, load_text
 
@@ -106,23 +106,6 @@ def merged(table, **changes):
     return config_from_dict(table)
 
 
-# Schedule
-
-
-def test_schedule_is_the_papers():
-    assert [warmup_inverse_sqrt(step, 4) for step in (1, 2, 4, 16, 64)] == [0.25, 0.5, 1, 0.5, 0.25]
-    with pytest.raises(ValueError, match="step and warmup_steps must be at least 1, got 0 and 4"):
-        warmup_inverse_sqrt(0, 4)
-    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=2.0)
-    schedule = language_model_schedule(optimizer, 4)
-    rates = []
-    for _ in range(16):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == [2 * warmup_inverse_sqrt(step, 4) for step in range(1, 17)]
-
-
 # Configuration
 
 
@@ -167,6 +150,10 @@ def test_overrides_are_toml_or_else_strings(tmp_path):
         ("autocast=float16", """autocast must be "" or "bfloat16", got 'float16'"""),
         ("optimizer.clip_norm=inf", "optimizer.clip_norm must be finite, got inf"),
         ("model.moe.w_load=nan", "model.moe.w_load must be finite, got nan"),
+        (
+            "optimizer.experts=factored",
+            "optimizer.experts must be adam or factored_adam, got 'factored'",
+        ),
         (f"optimizer.eps={10**400}", "optimizer.eps must be finite, got inf"),
         ("seed=-1", "seed must be in [0, 2**62), got -1"),
         (f"seed={2**62}", f"seed must be in [0, 2**62), got {2**62}"),
@@ -215,7 +202,9 @@ def train(config, text=None):
 def assert_same_state(a, b):
     assert a.keys() == b.keys()
     for key in a:
-        if isinstance(a[key], dict):
+        if isinstance(a[key], list):
+            assert_same_state(dict(enumerate(a[key])), dict(enumerate(b[key])))
+        elif isinstance(a[key], dict):
             assert_same_state(a[key], b[key])
         elif isinstance(a[key], torch.Tensor):
             assert_same_bits(a[key], b[key])
@@ -284,8 +273,10 @@ def test_balanced_gates_are_measured_under_both_masks(table):
     assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
 
 
-def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
+@pytest.mark.parametrize("experts", ["adam", "factored_adam"])
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts):
     # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
+    table["optimizer"]["experts"] = experts
     options = {"log": {"save_every": 6, "eval_every": 6}}
     whole = train(merged(table, **options))
     assert whole.batches.num_batches == 11
@@ -337,7 +328,7 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
 
     from moe_ext.training.loop import _Window
 
-    trainer.optimizer.zero_grad = lambda: None  # keep the gradients to look at
+    trainer.optimizers[0].zero_grad = lambda: None  # keep the gradients to look at
     window = _Window()
     trainer._train_step(batches, window)
     window.seconds = 1.0
@@ -352,10 +343,31 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
 
 def test_gradients_are_clipped(table, monkeypatch):
     trainer = Trainer(merged(table, optimizer={"clip_norm": 1e-3}))
-    trainer.optimizer.zero_grad = lambda: None
+    trainer.optimizers[0].zero_grad = lambda: None
     trainer.run()
     norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_every_parameter_has_its_optimizer(table):
+    """Experts' matrices the factored one, thresholds their own rate, all others Adam."""
+    options = {"experts": "factored_adam", "threshold_learning_rate": 0.5, "beta2": 0.9}
+    moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
+    trainer = Trainer(merged(table, optimizer=options, model={"moe": moe}))
+    model = trainer.model
+    (layer,) = [module for module in model.modules() if isinstance(module, MoE)]
+    adam, factored = trainer.optimizers
+    assert isinstance(adam, torch.optim.Adam) and isinstance(factored, FactoredAdam)
+    rest, thresholds = adam.param_groups
+    (experts,) = factored.param_groups
+    assert all(a is b for a, b in zip(experts["params"], layer.experts.weights, strict=True))
+    assert thresholds["params"][0] is layer.gate.threshold
+    rates = [group["initial_lr"] for group in (rest, experts, thresholds)]
+    assert rates == [0.01, 0.01, 0.5] and experts["beta2"] == 0.9
+    assert len(rest["params"]) + 1 + len(layer.experts.weights) == len(list(model.parameters()))
+    (adam,) = make_optimizers(model, merged(table).optimizer)
+    rest, thresholds = adam.param_groups
+    assert len(rest["params"]) + 1 == len(list(model.parameters())) and thresholds["lr"] == 0.01
 
 
 def test_autocast_trains(table):

@@ -57,12 +57,16 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam under the schedule of App. C.1 (moe_ext/optim.py).
+    """Adam under the schedule of App. C.1 (moe_ext/optim).
 
     Attributes:
         learning_rate: its peak.
         warmup_steps: where the peak is.
         beta1, beta2, eps: of Adam.
+        experts: the optimizer of the experts' matrices, "adam" or "factored_adam" (App. D), which
+            has no beta1.
+        threshold_learning_rate: peak rate of the thresholds of strictly balanced gates (0: the same
+            as of all else).
         clip_norm: bound on the norm of all gradients together (0: none).
         accumulate: batches per step; the loss of a step is the mean over all their tokens plus the
             mean, weighted by tokens, of their balancing losses: each batch is balanced by itself.
@@ -73,6 +77,8 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-9
+    experts: str = "adam"
+    threshold_learning_rate: float = 0.0
     clip_norm: float = 0.0
     accumulate: int = 1
 
@@ -82,6 +88,18 @@ class OptimizerConfig:
         require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
         require(self.eps > 0, "eps", "be positive", self.eps)
+        require(
+            self.experts in ("adam", "factored_adam"),
+            "experts",
+            "be adam or factored_adam",
+            self.experts,
+        )
+        require(
+            self.threshold_learning_rate >= 0,
+            "threshold_learning_rate",
+            "be at least 0",
+            self.threshold_learning_rate,
+        )
         require(self.clip_norm >= 0, "clip_norm", "be at least 0", self.clip_norm)
         require(self.accumulate >= 1, "accumulate", "be at least 1", self.accumulate)
 
@@ -202,6 +220,11 @@ def config_differences(a: Config, b: Config) -> list[str]:
         for key in flat_a
         if flat_a[key] != flat_b[key] and key not in _NOT_COMPARED and not key.startswith("log.")
     ]
+
+
+def config_value(config: Config, key: str) -> Any:
+    """The option with a dotted key."""
+    return _flatten(asdict(config))[key]
 
 
 def to_toml(config: Config) -> str:

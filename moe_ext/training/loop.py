@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
 
 from moe_ext.balanced import balanced_gates, batchwise_masks
 from moe_ext.data import Batch, EncodedSentences, SentenceBatches
 from moe_ext.data.files import atomic_file
 from moe_ext.models import LanguageModel, LossParts
-from moe_ext.optim import language_model_schedule
+from moe_ext.optim import FactoredAdam, language_model_schedule, split_parameters
 from moe_ext.training.checkpoint import (
     check_vocabulary,
     checkpoints,
@@ -28,6 +29,7 @@ from moe_ext.training.checkpoint import (
 from moe_ext.training.config import (
     Config,
     ConfigError,
+    OptimizerConfig,
     config_differences,
     read_config,
     to_toml,
@@ -85,12 +87,37 @@ class _Window:
         return values
 
 
+def make_optimizers(model: nn.Module, options: OptimizerConfig) -> list[Optimizer]:
+    """Adam, and beside it FactoredAdam for the experts' matrices where the options ask for it."""
+    split = split_parameters(model)
+    factored = split.experts if options.experts == "factored_adam" else []
+    apart = {*factored, *split.thresholds}
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p not in apart]}]
+    if split.thresholds:
+        rate = options.threshold_learning_rate or options.learning_rate
+        groups.append({"params": split.thresholds, "lr": rate})
+    optimizers: list[Optimizer] = [
+        Adam(
+            groups,
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=True,
+        )
+    ]
+    if factored:
+        optimizers.append(
+            FactoredAdam(factored, lr=options.learning_rate, beta2=options.beta2, eps=options.eps)
+        )
+    return optimizers
+
+
 class Trainer:
     """Trains the model of a configuration in the configuration's output folder.
 
     Nothing is written before everything the run needs has been read and checked. On one thread a
     resumed run ends in the same bits as an uninterrupted one: a checkpoint holds the model,
-    optimizer, schedule, place in the data and the states of the random generators.
+    optimizers, schedules, place in the data and the states of the random generators.
 
     Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
     different models with the same seed see the same data order and dropout masks.
@@ -124,15 +151,11 @@ class Trainer:
         self.model = LanguageModel(
             config.model, len(self.text.vocabulary), noise_generator=self.noise_generator
         ).to(self.device)
-        options = config.optimizer
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
-        self.schedule = language_model_schedule(self.optimizer, options.warmup_steps)
+        self.optimizers = make_optimizers(self.model, config.optimizer)
+        self.schedules = [
+            language_model_schedule(optimizer, config.optimizer.warmup_steps)
+            for optimizer in self.optimizers
+        ]
         torch.manual_seed(3 * config.seed + 2)  # the same dropout masks whatever the layers drew
 
         self.batches = SentenceBatches(
@@ -179,7 +202,7 @@ class Trainer:
                     log.step_done()
                     end = self.step == steps
                     if end or _due(self.step, config.log.log_every):
-                        rate = self.optimizer.param_groups[0]["lr"]
+                        rate = self.optimizers[0].param_groups[0]["lr"]
                         progress = {"tokens": self.tokens, "learning_rate": rate}
                         log.write("train", self.step, window.summary() | progress)
                         window = _Window()
@@ -208,9 +231,10 @@ class Trainer:
         if self.config.optimizer.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
         window.check_finite(self.step + 1)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
         self.step += 1
         self.tokens += num_tokens
 
@@ -302,8 +326,8 @@ class Trainer:
             "config": asdict(self.config),
             "vocabulary": self.text.vocabulary.fingerprint(),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedules": [schedule.state_dict() for schedule in self.schedules],
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
@@ -313,8 +337,10 @@ class Trainer:
         self.step, self.tokens = state["step"], state["tokens"]
         self.epoch, self.batch = state["epoch"], state["batch"]
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        for schedule, values in zip(self.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(values)
         torch.set_rng_state(state["rng"])
         # The state of a generator only fits the kind of device it was saved on.
         if (state["device_rng"] is not None) == self._on_cuda():
