@@ -1,12 +1,15 @@
-"""MoE against a dense model of equal operations, over paired seeds.
+"""MoE against a dense model of equal operations, or any two options, over paired seeds.
 
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 data.corpus=path/to/text
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
+    python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
+        --against optimizer.experts=adam
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. To use
-several processors, run one seed in each process and then all together. Writes
-OUTPUT/comparison.json and OUTPUT/comparison.md.
+softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
+--against the second model is the first with these options changed. To use several processors, run
+one seed in each process and then all together. Writes OUTPUT/comparison.json and
+OUTPUT/comparison.md.
 
 Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
 report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
@@ -22,15 +25,19 @@ from typing import Any
 
 from moe_ext.data.files import atomic_file
 from moe_ext.training.command import exit_status
-from moe_ext.training.comparison import ARMS, comparison_report, dense_counterpart, train_pair
+from moe_ext.training.comparison import arm_titles, arms, comparison_report, train_pair
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.text import load_text
 
+BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
+
 
 def as_markdown(report: dict[str, Any], config: Config) -> str:
-    """The report as a page with one row for each seed."""
+    """The report as a page with one row for each seed; `config` is that of the first model."""
+    titles = report["models"]
+    (first, first_title), (second, second_title) = titles.items()
     lines = [
         f"{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus "
         f"{config.data.corpus}: {report['train_tokens']:,} training and "
@@ -39,26 +46,32 @@ def as_markdown(report: dict[str, Any], config: Config) -> str:
         "| model | ops/timestep | parameters | with embedding and softmax |",
         "|---|---|---|---|",
     ]
-    for arm in ARMS:
+    for arm, title in titles.items():
         cost = report["cost"][arm]
         lines.append(
-            f"| {arm} | {cost['ops_per_timestep'] / 1e6:.3f}M | {cost['parameters'] / 1e6:.2f}M "
+            f"| {title} | {cost['ops_per_timestep'] / 1e6:.3f}M | {cost['parameters'] / 1e6:.2f}M "
             f"| {cost['total_parameters'] / 1e6:.2f}M |"
         )
     lines += [
         "",
-        "| seed | MoE test ppl | dense test ppl | difference in ln ppl | 95% over test sentences "
-        "| CV(Importance) | CV(Load) | max/mean Load | MoE words/s | dense words/s |",
+        f"| seed | {first_title}: test ppl | {second_title}: test ppl | difference in ln ppl "
+        "| 95% over test sentences | CV(Importance) | CV(Load) | max/mean Load "
+        f"| {first_title}: words/s | {second_title}: words/s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["pairs"]:
         balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
-        lines.append(
-            f"| {row['seed']} | {row['moe_perplexity']:.2f} | {row['dense_perplexity']:.2f} "
-            f"| {row['difference']:+.4f} | [{interval['low']:+.4f}, {interval['high']:+.4f}] "
-            f"| {balance['cv_importance']:.3f} | {balance['cv_load']:.3f} "
-            f"| {balance['max_over_mean_load']:.2f} | {speed['moe']:,.0f} | {speed['dense']:,.0f} |"
-        )
+        cells = [
+            row["seed"],
+            f"{row[f'{first}_perplexity']:.2f}",
+            f"{row[f'{second}_perplexity']:.2f}",
+            f"{row['difference']:+.4f}",
+            f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
+            *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in BALANCE),
+            f"{speed[first]:,.0f}",
+            f"{speed[second]:,.0f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines.append("")
     if report["difference"] is None:
         lines.append("One seed: no interval over seeds.")
@@ -66,9 +79,9 @@ def as_markdown(report: dict[str, Any], config: Config) -> str:
         mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
         change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
         lines.append(
-            f"Mean difference in ln ppl, MoE - dense: {mean:+.4f}, 95% t interval over "
-            f"{len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; perplexity "
-            f"{change[0]} [{change[1]}, {change[2]}]."
+            f"Mean difference in ln ppl, {first_title} - {second_title}: {mean:+.4f}, 95% t "
+            f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
+            f"perplexity {change[0]} [{change[1]}, {change[2]}]."
         )
     return "\n".join(lines) + "\n"
 
@@ -80,21 +93,27 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("config", help="a TOML file of a model with an MoE layer")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--against", nargs="+", metavar="key=value", help="compare with these options changed"
+    )
     parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
     options = parser.parse_intermixed_args(arguments)
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 
-    configs = [
-        read_config(options.config, [*options.overrides, f"seed={seed}"]) for seed in options.seeds
-    ]
-    config = configs[0]
-    dense_counterpart(config)  # an error in the configuration should come before the corpus is read
+    def configs(*changes: str) -> list[Config]:
+        overrides = [*options.overrides, *changes]
+        return [read_config(options.config, [*overrides, f"seed={n}"]) for n in options.seeds]
+
+    first = configs()
+    second = configs(*options.against) if options.against else [None] * len(first)
+    config = first[0]
+    arms(config, second[0])  # an error in the configuration should come before the corpus is read
     output = Path(options.output or f"{config.output}-compare")
     set_up_torch(config.device, config.num_threads, config.autocast)
     text = load_text(config.data)
-    pairs = [train_pair(each, text, output) for each in configs]
-    report = comparison_report(pairs, text)
+    pairs = [train_pair(a, text, output, b) for a, b in zip(first, second, strict=True)]
+    report = {"models": arm_titles(config, second[0]), **comparison_report(pairs, text)}
     page = as_markdown(report, config)
     for name, content in (("json", json.dumps(report, indent=1)), ("md", page)):
         with atomic_file(output / f"comparison.{name}") as file:

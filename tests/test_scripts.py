@@ -243,8 +243,34 @@ def test_compare_reports_pairs(corpus, tmp_path, capsys):
     )
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
-    assert "95% t interval over 2 paired seeds" in page and "| moe |" in page
+    assert "95% t interval over 2 paired seeds" in page and "| MoE |" in page
     assert json.loads((tmp_path / "comparison.json").read_text()) == report
+
+
+def test_compare_with_other_options(corpus, tmp_path, capsys):
+    arguments = [CONFIG, *TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false"]
+    arguments += ["optimizer.experts=factored_adam", "--seeds", "1", "--output", tmp_path]
+    against = ["--against", "optimizer.experts=adam", "optimizer.beta2=0.9"]
+    report = script("compare").main([str(a) for a in (*arguments, *against)])
+    page = (tmp_path / "comparison.md").read_text()
+    assert page in capsys.readouterr().out
+    assert "| beta2=0.98, experts=factored_adam |" in page and "One seed: no interval" in page
+    assert report["models"]["against"] == "beta2=0.9, experts=adam"
+    for arm in ("config", "against"):
+        optimizer = read_config(tmp_path / f"{arm}-seed1" / "config.toml").optimizer
+        assert (optimizer.experts, optimizer.beta2) == (
+            ("factored_adam", 0.98) if arm == "config" else ("adam", 0.9)
+        )
+    (row,) = report["pairs"]
+    assert row["config_perplexity"] != row["against_perplexity"]
+    status, error = status_and_error(capsys, "compare", *arguments, "--against", "log.log_every=2")
+    assert status == 2 and "must differ in some option" in error
+    status, error = status_and_error(capsys, "compare", *arguments, "--against", "seed=5")
+    assert status == 2 and "must differ in some option" in error  # --seeds decides
+    status, error = status_and_error(
+        capsys, "compare", *arguments, "--against", "data.vocab_size=20"
+    )
+    assert status == 2 and "the same seed and data, got other data.vocab_size" in error
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):

@@ -1,7 +1,8 @@
-"""The MoE model against a dense one of equal operations, by paired runs.
+"""Two models by paired runs: MoE against a dense one of equal operations, or any two.
 
 Runs of the same seed share the order of the data, the dropout masks and the initial embedding,
-softmax and LSTMs. The unit of analysis is the test log-perplexity of a run after its last step.
+softmax and LSTMs; models of the same sizes, all initial weights. The unit of analysis is the test
+log-perplexity of a run after its last step.
 """
 
 import json
@@ -17,13 +18,18 @@ from torch import Tensor
 
 from moe_ext.analysis import Cost, cost
 from moe_ext.data.files import atomic_file
-from moe_ext.training.config import Config, ConfigError, config_differences, config_from_dict
+from moe_ext.training.config import (
+    Config,
+    ConfigError,
+    config_differences,
+    config_from_dict,
+    config_value,
+)
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate, mean_of, perplexity
 from moe_ext.training.text import Text
 
-ARMS = ("moe", "dense")
 _BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 
 
@@ -85,17 +91,56 @@ def dense_counterpart(config: Config) -> Config:
     return replace(config, model=replace(model, layers=layers, ffn=wide))
 
 
-def train_pair(config: Config, text: Text, output: str | Path) -> dict[str, Result]:
-    """Both arms of one seed, in OUTPUT/moe-seedN and OUTPUT/dense-seedN.
+def arms(config: Config, against: Config | None = None) -> dict[str, Config]:
+    """The two configurations to compare by short names; None is the dense counterpart.
+
+    Raises:
+        ConfigError: there is no dense counterpart, or the two are the same or not comparable.
+    """
+    if against is None:
+        return {"moe": config, "dense": dense_counterpart(config)}
+    changed = config_differences(config, against)
+    if not changed:
+        raise ConfigError("what is compared must differ in some option, got the same twice")
+    if any(key == "seed" or key.startswith("data.") for key in changed):
+        raise ConfigError(
+            f"what is compared must have the same seed and data, got other {', '.join(changed)}"
+        )
+    return {"config": config, "against": against}
+
+
+def arm_titles(config: Config, against: Config | None = None) -> dict[str, str]:
+    """What tells the two arms apart, by their short names."""
+    if against is None:
+        return {"moe": "MoE", "dense": "dense"}
+    return {
+        arm: ", ".join(
+            f"{key.rpartition('.')[2]}={config_value(each, key)}"
+            for key in config_differences(config, against)
+        )
+        for arm, each in arms(config, against).items()
+    }
+
+
+def train_pair(
+    config: Config, text: Text, output: str | Path, against: Config | None = None
+) -> dict[str, Result]:
+    """Both arms of one seed, in OUTPUT/ARM-seedN.
 
     Finished runs are not repeated, interrupted ones are continued.
+
+    Args:
+        config: the first arm.
+        text: the corpus of its `data`.
+        output: folder of the runs' folders.
+        against: the second arm; None is the dense counterpart.
 
     Raises:
         ConfigError: the folder holds something else.
         KeyboardInterrupt: a signal stopped a run, which is saved.
     """
     results = {}
-    for arm, arm_config in zip(ARMS, (config, dense_counterpart(config)), strict=True):
+    for arm, arm_config in arms(config, against).items():
         folder = Path(output) / f"{arm}-seed{config.seed}"
         arm_config = replace(
             arm_config, output=str(folder), resume=(folder / "config.toml").exists()
@@ -204,24 +249,23 @@ def bootstrap_difference(
 def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[str, Any]:
     """All numbers of a comparison, ready for JSON.
 
-    Differences are ln ppl(MoE) - ln ppl(dense): below zero where the MoE is better; the relative
-    change of the perplexity is e^difference - 1.
+    Differences are ln ppl(first arm) - ln ppl(second arm): below zero where the first is better;
+    the relative change of the perplexity is e^difference - 1. The balance is the first arm's.
     """
     lengths = text.test.starts.diff()
     rows: list[dict[str, Any]] = []
     for pair in pairs:
-        moe, dense = pair["moe"], pair["dense"]
+        first, second = pair.values()
         rows.append(
             {
-                "seed": moe.seed,
-                "moe_perplexity": moe.perplexity,
-                "dense_perplexity": dense.perplexity,
-                "difference": moe.test_nll - dense.test_nll,
+                "seed": first.seed,
+                **{f"{arm}_perplexity": result.perplexity for arm, result in pair.items()},
+                "difference": first.test_nll - second.test_nll,
                 "bootstrap": asdict(
-                    bootstrap_difference(moe.sentence_nll, dense.sentence_nll, lengths)
+                    bootstrap_difference(first.sentence_nll, second.sentence_nll, lengths)
                 ),
-                "balance": moe.balance,
-                "words_per_second": {arm: pair[arm].words_per_second for arm in ARMS},
+                "balance": first.balance,
+                "words_per_second": {arm: result.words_per_second for arm, result in pair.items()},
             }
         )
     interval = mean_difference([row["difference"] for row in rows])
@@ -230,6 +274,6 @@ def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[st
         "test_tokens": int(lengths.sum()),
         "train_tokens": text.train.num_tokens,
         "vocabulary": len(text.vocabulary),
-        "cost": {arm: asdict(pairs[0][arm].cost) for arm in ARMS},
+        "cost": {arm: asdict(result.cost) for arm, result in pairs[0].items()},
         "pairs": rows,
     }
