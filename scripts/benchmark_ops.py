@@ -10,11 +10,9 @@ as many bytes as they must move, by Tensor.copy_ into fresh tensors and into ten
 """
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +20,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-import moe_ext
 from moe_ext import cv_squared, ops
-from moe_ext.info import blas_name, cpu_name
+from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.memory import peak_mib
 
 
 @dataclass
@@ -45,35 +43,10 @@ class Row:
 
 def compare(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> tuple:
     """Times two functions in turn; medians in ms and quartiles of peer / ours."""
-
-    def milliseconds(function: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - start)
-
-    for _ in range(3):
-        ours(), peer()
-    pairs = [(milliseconds(ours), milliseconds(peer)) for _ in range(rounds)]
-    low, ratio, high = statistics.quantiles([theirs / mine for mine, theirs in pairs], n=4)
-    mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return mine, theirs, ratio, low, high
-
-
-def peak_mib(function: Callable[[], object]) -> float:
-    """How far the resident set grows beyond its size before the call, in MiB; NaN off Linux."""
-
-    def resident(field: str) -> float:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split(f"{field}:")[1].split()[0]) / 1024
-
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed counts as free
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    except (OSError, AttributeError):
-        return float("nan")
-    before = resident("VmRSS")
-    function()
-    return resident("VmHWM") - before
+    seconds = interleaved({"ours": ours, "peer": peer}, rounds)
+    mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())
+    low, middle, high = ratio(seconds["peer"], seconds["ours"])
+    return mine, theirs, middle, low, high
 
 
 def gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
@@ -200,7 +173,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     args = parser.parse_args(arguments)
     T, E, k, D = args.tokens, args.experts, args.k, args.width
 
-    print(f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {moe_ext._C.isa()}")
+    print(environment())
     print(f"T = {T}, E = {E}, k = {k}, D = {D}, float32, {args.rounds} rounds\n")
     rows = []
     for threads in args.threads:
