@@ -1,6 +1,6 @@
 """Times the step of factored Adam against torch's optimizers on a layer of experts, side by side.
 
-    python scripts/benchmark_optim.py                     # 1 and 2 threads, a table; takes 7 GiB
+    python scripts/benchmark_optim.py                     # 1 and 2 threads, a table; takes 6 GiB
     python scripts/benchmark_optim.py --threads 1 --rounds 5 --experts 32 --json optim.json
 
 All act on the same weights and gradients, in interleaved rounds; a figure is the median over the

@@ -273,6 +273,21 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     assert status == 2 and "the same seed and data, got other data.vocab_size" in error
 
 
+def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
+    sizes = ["--experts", "3", "--d-model", "8", "--hidden", "16", "--rounds", "2"]
+    rows = script("benchmark_optim").main(
+        [*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")]
+    )
+    ours, *others = rows
+    assert ours.step == "FactoredAdam" and ours.ratio == 1
+    assert 4 * (8 + 16) / (8 * 16) < ours.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
+    assert all(row.ms > 0 and row.ratio_low <= row.ratio <= row.ratio_high for row in others)
+    adam = [row.state_bytes for row in others if "Adam(" in row.step]
+    assert len(adam) == 2 and min(adam) >= 8
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == len(rows) == 5
+    assert capsys.readouterr().out.count("| 1 |") == 5
+
+
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     quickstart = script("quickstart")
     arguments = [
