@@ -578,6 +578,23 @@ def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_capturable_step_compiles(optimizer_class):
+    """As one graph, to the same bits."""
+    params, twins = ([parameter(3, 6, 4), parameter(5)] for _ in range(2))
+    for a, b in zip(params, twins, strict=True):
+        b.data.copy_(a.data)
+    compiled, eager = (optimizer_class(p, lr=number(0.1), capturable=True) for p in (params, twins))
+    step = torch.compile(compiled.step, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        for a, b in zip(params, twins, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        step(), eager.step()
+    for a, b in zip(params, twins, strict=True):
+        assert_same_bits(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 @pytest.mark.parametrize(
     "options, message",
     [
