@@ -124,7 +124,7 @@ def test_every_op_is_checked():
             out = out if isinstance(out, tuple) else (out,)
             sum(o.sum() for o in out if o.requires_grad).backward()
         called |= {name for name, *_ in calls}
-    assert registered == called
+    assert registered == called | {"factored_step_"}  # in place: test_optim has its checks
 
 
 @pytest.mark.parametrize("training", [True, False])
