@@ -495,6 +495,18 @@ def test_copies_pickles_and_states(device):
     assert "k=(2, 2)" in repr(layer) and "num_groups=3" in repr(layer)
 
 
+def test_recomputed_experts_have_the_same_gradients(device):
+    x, results = make_x(9, device=device), []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = make_layer(2, device=device, recompute=recompute)
+        y, aux = layer(x)
+        total(y, aux).backward()
+        results.append([y, *aux[:6], *(parameter.grad for parameter in layer.parameters())])
+    for kept, recomputed in zip(*results, strict=True):
+        assert_same_bits(recomputed, kept)
+
+
 def test_options_are_those_of_the_flat_layer():
     layer = HierarchicalMoE(
         D, A, B, (2, 1), hidden_sizes=(8,), activation="swiglu", bias=True, w_load=0.2

@@ -130,13 +130,14 @@ def test_second_derivative(device):
     )
 
 
-def test_deterministic(threads):
-    gates, index = make(5000, 16, 4, dtype=torch.float32)
-    cotangent = torch.randn(16)
+@pytest.mark.parametrize("T, E, k", [(5000, 16, 4), (3000, 2000, 2)])
+def test_deterministic(threads, T, E, k):
+    gates, index = make(T, E, k, dtype=torch.float32)
+    cotangent = torch.randn(E)
 
     def function():
         leaf = gates.clone().requires_grad_()
-        out = ops.importance(leaf, index, 16)
+        out = ops.importance(leaf, index, E)
         return out, *torch.autograd.grad(out @ cotangent, leaf)
 
     assert_deterministic(function, threads)

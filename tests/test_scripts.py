@@ -320,3 +320,21 @@ def test_benchmark_recurrent(capsys, tmp_path):
     assert rows[0].mib > 2 * max(row.mib for row in rows[1:])
     assert "| plain | 12 | 12 | 1.00 |" in capsys.readouterr().out
     assert len(json.loads(result.read_text())["rows"]) == 4
+
+
+def test_benchmark_hierarchical(tmp_path, capsys):
+    """The layers marked "=" have the large one's multiply-adds, to a column of their experts."""
+    sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
+    options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
+    rows = script("benchmark_hierarchical").main([*sizes.split(), *options.split()])
+    large = rows[0]
+    # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts of 8 x 4 and 4 x 8 weights.
+    assert (large.gate_ops, large.expert_ops, large.ratio) == (384, 256, 1)
+    for row in rows:
+        assert row.step_us > 0 and all(value > 0 for value in row.stage_us.values())
+        if row.layer.endswith("="):
+            assert abs(row.gate_ops + row.expert_ops - 640) <= 32
+    assert [row["layer"] for row in json.loads((tmp_path / "h.json").read_text())] == [
+        row.layer for row in rows
+    ]
+    assert capsys.readouterr().out.count("| hierarchical") == 3

@@ -8,6 +8,21 @@ from pathlib import Path
 import torch
 
 
+def keep_freed_memory() -> None:
+    """Lets the process keep the large blocks that it frees, for its next ones (glibc).
+
+    Else they go back to the system, which clears every page before it hands it out again: a step
+    that makes the gradients of gigabytes of weights then spends most of its time on that.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    mmap_max, trim_threshold = -4, -1  # malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)
+
+
 def peak_mib(function: Callable[[], object]) -> float:
     """How far the resident set grows beyond its size before the call, in MiB; NaN off Linux."""
 

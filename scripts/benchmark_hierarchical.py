@@ -1,0 +1,201 @@
+"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024, forward and backward.
+
+    python scripts/benchmark_hierarchical.py                   # 2 threads, 10 minutes, 12 GiB
+    python scripts/benchmark_hierarchical.py --groups 64                   # 32,768 experts
+    python scripts/benchmark_hierarchical.py --json docs/results/hierarchical.json
+
+A step is a layer's forward pass, and its backward pass from a gradient of y and from the balancing
+losses to x and all weights. With experts this small the gate weighs: of a token, a flat gate makes
+2 E logits and a hierarchical one 2 (a + k1 b), clean and noisy. Each kind of peer comes twice, with
+the same experts and, marked "=", with experts as wide as makes a token's multiply-adds equal:
+
+    flat           a gate that costs about as much as the large layer's
+    hierarchical   a gate that costs next to nothing: almost all of "=" is in a few wide products
+
+Rounds are interleaved; figures are medians over the rounds in microseconds a token, "x" the median
+of the rounds' ratios to the layer. The stages are timed by themselves, each forward and backward.
+"MiB" is the memory that a step takes beyond the weights at its peak (Linux, resident set). Freed
+memory is kept for the next step: clearing fresh pages would take longer than all else.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared, ops
+from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.memory import keep_freed_memory, peak_mib
+
+STAGES = ("gate", "plan", "experts")
+
+
+@dataclass
+class Row:
+    """One layer: its size, the multiply-adds of a token, and medians of microseconds a token."""
+
+    layer: str
+    experts: str
+    hidden: int
+    parameters: int
+    gate_ops: int
+    expert_ops: int
+    step_us: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    stage_us: dict[str, float]
+    mib: float
+
+
+def gate_ops(layer: MoE) -> int:
+    """Multiply-adds of a token's logits."""
+    gate = layer.gate
+    logits = layer.num_experts
+    if isinstance(gate, HierarchicalNoisyTopKGate):
+        logits = gate.num_groups + gate.k_of_levels[0] * gate.experts_per_group
+    return 2 * layer.d_model * logits
+
+
+def expert_ops(layer: MoE) -> int:
+    """Multiply-adds of a token's experts."""
+    weights = sum(weight.numel() for weight in layer.experts.parameters())
+    return weights * layer.gate.k // layer.num_experts
+
+
+def functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
+    """A step and its stages, each forward and backward."""
+    x = torch.randn(tokens, layer.d_model, requires_grad=True)
+    upstream = torch.randn_like(x) / tokens
+    gate_upstream = torch.randn(tokens, layer.gate.k) / tokens
+    with torch.no_grad():
+        chosen = layer.gate(x)
+    gates, expert_index = chosen.gates.requires_grad_(), chosen.expert_index
+    offsets_and_inverse = ops.dispatch_plan(expert_index, layer.num_experts)
+
+    def clear() -> None:
+        layer.zero_grad()
+        x.grad = gates.grad = None
+
+    def step() -> None:
+        y, aux = layer(x)
+        torch.autograd.backward([y, aux.loss], [upstream, None])
+        clear()
+
+    def gate() -> None:
+        gating = layer.gate(x)
+        losses = cv_squared(gating.importance) + cv_squared(gating.load)
+        torch.autograd.backward([gating.gates, losses], [gate_upstream, None])
+        clear()
+
+    def plan() -> None:
+        ops.dispatch_plan(expert_index, layer.num_experts)
+
+    def experts() -> None:
+        plan = offsets_and_inverse
+        layer.experts(x, plan.offsets, inverse=plan.inverse, gates=gates).backward(upstream)
+        clear()
+
+    return {"step": step, "gate": gate, "plan": plan, "experts": experts}
+
+
+def make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
+    """The large layer and its peers: a description of the experts, and the layer, by name."""
+
+    def layer(groups: int, num_experts: int, hidden: int) -> MoE:
+        torch.manual_seed(0)
+        if groups == 0:
+            return MoE(args.d_model, num_experts, args.k**2, hidden_sizes=[hidden])
+        sizes = groups, num_experts // groups, args.k
+        return HierarchicalMoE(args.d_model, *sizes, hidden_sizes=[hidden])
+
+    size = f"{args.groups} x {args.experts_per_group}"
+    large = layer(args.groups, args.groups * args.experts_per_group, args.hidden)
+    layers = {"hierarchical, large": (size, large)}
+    for name, groups in (("flat", 0), ("hierarchical", args.peer_groups)):
+        n = args.peer_experts
+        size = f"{groups} x {n // groups}" if groups else f"{n}"
+        layers[name] = size, layer(groups, n, args.hidden)
+        left = gate_ops(large) + expert_ops(large) - gate_ops(layers[name][1])
+        hidden = max(1, round(left / (2 * args.k**2 * args.d_model)))
+        layers[f"{name}, ="] = size, layer(groups, n, hidden)
+    return layers
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, default=256)
+    parser.add_argument("--experts-per-group", type=int, default=512)
+    parser.add_argument("--peer-experts", type=int, default=1024)
+    parser.add_argument("--peer-groups", type=int, default=32)
+    parser.add_argument("--k", type=int, default=2, help="at each level; a flat layer has k²")
+    parser.add_argument("--d-model", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    print(environment())
+    print(
+        f"T = {args.tokens:,}, D = {args.d_model}, k = {args.k} at each level, float32, "
+        f"{args.threads} threads, {args.rounds} rounds\n"
+    )
+
+    layers = make_layers(args)
+    functions, mib = {}, {}
+    for name, (_, layer) in layers.items():
+        of_layer = functions_of(layer, args.tokens)
+        mib[name] = peak_mib(of_layer["step"])
+        functions |= {f"{what}, {name}": function for what, function in of_layer.items()}
+    seconds = interleaved(functions, args.rounds)
+
+    def microseconds(what: str, name: str) -> float:
+        return 1e6 * statistics.median(seconds[f"{what}, {name}"]) / args.tokens
+
+    rows = []
+    for name, (size, layer) in layers.items():
+        low, times, high = ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"])
+        rows.append(
+            Row(
+                name,
+                size,
+                layer.experts.weights[0].shape[2],
+                sum(parameter.numel() for parameter in layer.parameters()),
+                gate_ops(layer),
+                expert_ops(layer),
+                microseconds("step", name),
+                times,
+                low,
+                high,
+                {stage: microseconds(stage, name) for stage in STAGES},
+                mib[name],
+            )
+        )
+    print(
+        "| layer | experts | hidden | parameters, M | multiply-adds: gate | experts | step, us "
+        "| x | quartiles | gate, us | plan, us | experts, us | MiB |"
+    )
+    print("|" + "---|" * 13)
+    for row in rows:
+        stages = " | ".join(f"{row.stage_us[stage]:.2f}" for stage in STAGES)
+        print(
+            f"| {row.layer} | {row.experts} | {row.hidden} | {row.parameters / 1e6:.1f} "
+            f"| {row.gate_ops:,} | {row.expert_ops:,} | {row.step_us:.2f} | {row.ratio:.2f} "
+            f"| {row.ratio_low:.2f}-{row.ratio_high:.2f} | {stages} | {row.mib:,.0f} |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    main()
