@@ -94,15 +94,19 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         mib[slots] = peak_allocated_mib(run)
         counted[slots] = evaluations
 
-    with torch.no_grad():
-        forward = statistics.median(interleaved({"forward": lambda: layer(x)}, 5)["forward"])
-    seconds = interleaved({str(slots): run for slots, run in runs.items()}, args.rounds, 1)
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    timed = {str(slots): run for slots, run in runs.items()}
+    seconds = interleaved({"forward": forward, **timed}, args.rounds, 1)
     plain = seconds["0"]
+    evaluation = statistics.median(seconds["forward"]) / S
     rows = []
     for slots in runs:
         mine = seconds[str(slots)]
         low, middle, high = ratio(mine, plain)
-        again = (counted[slots] - S) * forward / S
+        again = (counted[slots] - S) * evaluation
         rows.append(
             Row(
                 slots,
