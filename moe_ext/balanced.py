@@ -102,8 +102,8 @@ class _StrictlyBalancedGate(nn.Module):
         passes = scores > bound.unsqueeze(1)
         agreement = _Agreement(
             batchwise_loss(scores, bound, mask),
-            (passes != mask).sum(),
-            passes.sum() + row_index.numel(),
+            (passes != mask).count_nonzero(),
+            passes.count_nonzero() + row_index.numel(),
         )
         if num_rows == 0:
             return _Mask(row_index.new_zeros(0), row_index.new_zeros(1), agreement)
@@ -119,7 +119,7 @@ class _StrictlyBalancedGate(nn.Module):
     ) -> Gating:
         """The result, with what the masks of all levels report."""
         num_tokens = len(token_offsets) - 1
-        num_without = (token_offsets.diff() == 0).sum()
+        num_without = (token_offsets.diff() == 0).count_nonzero()
         metrics = {"share_without_expert": num_without / max(1, num_tokens)}
         agreements = [mask.agreement for mask in masks if mask.agreement is not None]
         loss = None

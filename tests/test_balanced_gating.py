@@ -166,7 +166,7 @@ def plain(logits, index, offsets):
     return p / p.new_zeros(len(logits)).index_add(0, token, p)[token]
 
 
-@pytest.mark.parametrize("T, E, p", [(1, 1, 1), (9, 5, 0.5), (9, 5, 1), (15, 100, 0.1), (6, 4, 0)])
+@pytest.mark.parametrize("T, E, p", [(1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0)])
 def test_gates_equal_reference(device, T, E, p):
     logits = torch.randn(T, E, dtype=torch.float64)
     mask, index, offsets = make_selection(T, E, p)

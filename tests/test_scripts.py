@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from moe_ext import BalancedGate, MoE, batchwise_masks
 from moe_ext.training.checkpoint import checkpoints, load_checkpoint
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError, read_config
@@ -271,6 +273,37 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
         capsys, "compare", *arguments, "--against", "data.vocab_size=20"
     )
     assert status == 2 and "the same seed and data, got other data.vocab_size" in error
+
+
+def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
+    """Again, without training: the same page, of which nothing was checked anew."""
+    arguments = [
+        *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "steps=6",
+        "log.eval_every=3", "log.progress=false", "--output", str(tmp_path / "results"),
+    ]  # fmt: skip
+    report = script("reproduce_balanced").main(arguments)
+    assert report["checked_batches"] == 6 and [r["step"] for r in report["dev"]] == [3, 6]
+    page = (tmp_path / "results" / "balanced.md").read_text()
+    assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
+    assert json.loads((tmp_path / "results" / "balanced.json").read_text()) == report
+    assert (tmp_path / "results" / "balanced.png").read_bytes().startswith(b"\x89PNG")
+    again = script("reproduce_balanced").main(arguments)
+    assert again == {**report, "checked_batches": 0}
+
+
+def test_an_unequal_load_stops_the_run():
+    check = script("reproduce_balanced").EqualLoads(k=1, num_experts=3)
+    layer = MoE(4, 3, 1, gate=BalancedGate(4, 3, 1))
+    layer.register_forward_hook(check)
+    layer(torch.randn(6, 4))
+    with batchwise_masks(layer):
+        layer.eval()(torch.randn(6, 4))
+    assert check.num_batches == 1
+    _, aux = layer(torch.randn(6, 4))
+    layer.train()
+    uneven = aux._replace(tokens_per_expert=torch.tensor([2, 1, 3]))
+    with pytest.raises(RuntimeError, match=r"every expert must get 2 tokens .* got \[2, 1, 3\]"):
+        check(layer, (), (None, uneven))
 
 
 def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
