@@ -136,7 +136,7 @@ class _StrictlyBalancedGate(nn.Module):
             ops.importance(*slots, self.num_experts),
             count(*slots, self.num_experts),
             token_offsets,
-            equal_load=bool(agreements),
+            equal_load=len(agreements) > 0,
             loss=loss,
             metrics=metrics,
         )
