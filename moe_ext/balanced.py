@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.checks import require
-from moe_ext.gates import Gating, count, logits, require_sizes
+from moe_ext.gates import Gating, count, logits, require_k, require_sizes
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
 
@@ -184,12 +183,7 @@ class BalancedGate(_StrictlyBalancedGate):
         self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
     ) -> None:
         require_sizes("BalancedGate", d_model=d_model, num_experts=num_experts)
-        require(
-            1 <= k <= num_experts,
-            "BalancedGate: k",
-            f"be between 1 and num_experts = {num_experts}",
-            k,
-        )
+        require_k("BalancedGate", k, num_experts)
         super().__init__(num_experts, k, detach_scores)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
         self.threshold = nn.Parameter(torch.zeros(num_experts))
@@ -249,11 +243,7 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         *,
         detach_scores: bool = True,
     ) -> None:
-        name = "HierarchicalBalancedGate"
-        require_sizes(
-            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
-        )
-        k1, k2 = k_of_levels(name, k, num_groups, experts_per_group)
+        k1, k2 = k_of_levels("HierarchicalBalancedGate", k, d_model, num_groups, experts_per_group)
         super().__init__(num_groups * experts_per_group, k1 * k2, detach_scores)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group

@@ -64,6 +64,12 @@ def require_sizes(gate: str, **sizes: int) -> None:
         require(size >= 1, f"{gate}: {name}", "be at least 1", size)
 
 
+def require_k(module: str, k: int, num_experts: int) -> None:
+    require(
+        1 <= k <= num_experts, f"{module}: k", f"be between 1 and num_experts = {num_experts}", k
+    )
+
+
 class SoftmaxGate(nn.Module):
     """G(x) = softmax(x·W_g) (Eq. 2): every token goes to every expert.
 
@@ -113,12 +119,7 @@ class TopKGate(nn.Module):
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()
         require_sizes("TopKGate", d_model=d_model, num_experts=num_experts)
-        require(
-            1 <= k <= num_experts,
-            "TopKGate: k",
-            f"be between 1 and num_experts = {num_experts}",
-            k,
-        )
+        require_k("TopKGate", k, num_experts)
         self.num_experts = num_experts
         self.k = k
         self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
@@ -171,12 +172,7 @@ class NoisyTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
-        require(
-            1 <= k <= num_experts,
-            "NoisyTopKGate: k",
-            f"be between 1 and num_experts = {num_experts}",
-            k,
-        )
+        require_k("NoisyTopKGate", k, num_experts)
         require(noise_epsilon >= 0, "NoisyTopKGate: noise_epsilon", "be at least 0", noise_epsilon)
         self.num_experts = num_experts
         self.k = k

@@ -12,9 +12,17 @@ from moe_ext.moe import MoE
 
 
 def k_of_levels(
-    name: str, k: int | tuple[int, int], num_groups: int, experts_per_group: int
+    name: str,
+    k: int | tuple[int, int],
+    d_model: int,
+    num_groups: int,
+    experts_per_group: int,
 ) -> tuple[int, int]:
-    """(k1, k2) of a `k` that is both or one for each level; `name` begins the error messages."""
+    """(k1, k2) of a `k` that is both or one for each level, after checks of all sizes.
+
+    `name`, the module's, begins the error messages.
+    """
+    require_sizes(name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group)
     require(isinstance(k, int) or len(k) == 2, f"{name}: k", "be a number or a pair", k)
     k1, k2 = (k, k) if isinstance(k, int) else k
     for level, chosen, choices, limit in (
@@ -67,14 +75,11 @@ class HierarchicalNoisyTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         name = "HierarchicalNoisyTopKGate"
-        require_sizes(
-            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
-        )
         require(noise_epsilon >= 0, f"{name}: noise_epsilon", "be at least 0", noise_epsilon)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group
         self.num_experts = num_groups * experts_per_group
-        self.k_of_levels = k_of_levels(name, k, num_groups, experts_per_group)
+        self.k_of_levels = k_of_levels(name, k, d_model, num_groups, experts_per_group)
         self.k = self.k_of_levels[0] * self.k_of_levels[1]
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
@@ -191,10 +196,7 @@ class HierarchicalMoE(MoE):
         **options: Any,
     ) -> None:
         name = "HierarchicalMoE"
-        require_sizes(
-            name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group
-        )
-        k1, k2 = k_of_levels(name, k, num_groups, experts_per_group)
+        k1, k2 = k_of_levels(name, k, d_model, num_groups, experts_per_group)
         if gate is None:
             gate = HierarchicalNoisyTopKGate(
                 d_model,

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
-from moe_ext.gates import Gating, NoisyTopKGate
+from moe_ext.gates import Gating, NoisyTopKGate, require_k
 from moe_ext.losses import cv_squared, importance_loss, load_loss
 
 
@@ -114,7 +114,7 @@ class MoE(nn.Module):
             raise ValueError(
                 f"MoE: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
             )
-        require(1 <= k <= num_experts, "MoE: k", f"be between 1 and num_experts = {num_experts}", k)
+        require_k("MoE", k, num_experts)
         if min(w_importance, w_load) < 0:
             raise ValueError(
                 f"MoE: w_importance and w_load must be at least 0, got {w_importance} and {w_load}"
