@@ -1,31 +1,24 @@
 """Fixtures and the few assertions that all test files share."""
 
 import contextlib
-import os
 import pathlib
 import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import moe_ext
+from moe_ext.training.device import avoid_missing_amx
+
+avoid_missing_amx()  # before the first matrix product
 
 
 def cpu_flags():
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
     return set(found[1].split()) if found else set()
-
-
-# Some virtual machines advertise AMX but leave cpuid leaf 0x1D (its tile palettes) empty. oneDNN
-# then configures a palette that does not exist, and torch's own bfloat16 matrix product, with which
-# tests compare, ends in SIGILL. The leaf cannot be read from here, so AMX is left out on every
-# virtual machine: the tests lose nothing but speed. oneDNN reads the variable once, at the first
-# matrix product.
-if {"amx_bf16", "hypervisor"} <= cpu_flags():
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-
-import moe_ext  # noqa: E402
 
 
 def pytest_configure(config):

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -53,15 +55,20 @@ def check_device(device: str) -> None:
 
 
 def avoid_missing_amx() -> None:
-    """Keep oneDNN from AMX on virtual machines, unless ONEDNN_MAX_CPU_ISA is set.
+    """Keep oneDNN from AMX where it would crash, unless ONEDNN_MAX_CPU_ISA is set.
 
-    Some advertise amx_bf16 without its tile palettes, and a bfloat16 product then ends in SIGILL.
-    oneDNN reads the variable once, when the process first asks it for anything: loading torch is
-    not yet that, the first matrix product, in float32 too, is.
+    Some virtual machines advertise amx_bf16 without its tile palettes, and a bfloat16 product then
+    ends in SIGILL: so one is tried in a process of its own there. oneDNN reads the variable once,
+    when the process first asks it for anything: loading torch is not yet that, the first matrix
+    product, in float32 too, is.
     """
     try:
         cpu = Path("/proc/cpuinfo").read_text()
     except OSError:
         return
-    if re.search(r"\bamx_bf16\b", cpu) and re.search(r"\bhypervisor\b", cpu):
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    advertised = re.search(r"\bamx_bf16\b", cpu) and re.search(r"\bhypervisor\b", cpu)
+    if not advertised or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    product = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    if subprocess.run([sys.executable, "-c", product], stderr=subprocess.DEVNULL).returncode:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
