@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ext import MoE, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
-from moe_ext.analysis.memory import peak_mib
+from moe_ext.analysis.memory import peak_mib, saved_bytes
 
 
 @dataclass
@@ -38,23 +38,6 @@ class Row:
     ratio_low: float
     ratio_high: float
     same_gradients: bool
-
-
-def kept_bytes(function: Callable[[], object], parameters: list[Tensor]) -> int:
-    """What autograd saves in `function`, beside the parameters."""
-    storages: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = function()
-    for parameter in parameters:
-        storages.pop(parameter.untyped_storage().data_ptr(), None)
-    del kept  # its graph held the storages until here, so that none was counted for another
-    return sum(storages.values())
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -106,7 +89,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 Row(
                     threads,
                     name,
-                    kept_bytes(lambda recompute=recompute: forward(recompute), parameters) / T,
+                    saved_bytes(lambda recompute=recompute: forward(recompute), parameters) / T,
                     peak_mib(functions[f"total, {name}"]),
                     1e3 * statistics.median(seconds[f"forward, {name}"]),
                     1e3 * statistics.median(total),

@@ -1,8 +1,11 @@
 """Functions timed side by side, for the benchmarks in scripts/."""
 
+import contextlib
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,3 +51,26 @@ def ratio(numerator: list[float], denominator: list[float]) -> Ratio:
     """Quartiles of the rounds' ratios; at least 2 rounds."""
     pairs = zip(numerator, denominator, strict=True)
     return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4))
+
+
+@contextlib.contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """So many threads of torch, and the process on as many of its processors (Linux)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    try:
+        _run_on(set(sorted(processors)[:threads]))
+        yield
+    finally:
+        _run_on(processors)
+        torch.set_num_threads(before)
+
+
+def _run_on(processors: set[int]) -> None:
+    """Lets all threads of the process, and those that it starts, run there only."""
+    if not processors:
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(task.name), processors)

@@ -2,10 +2,11 @@
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 def keep_freed_memory() -> None:
@@ -51,3 +52,20 @@ def peak_allocated_mib(function: Callable[[], object]) -> float:
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0) / 2**20
+
+
+def saved_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> int:
+    """What autograd keeps of `function` for the backward pass, beside the parameters."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = function()
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    del kept  # its graph held the storages until here, so that none was counted for another
+    return sum(storages.values())

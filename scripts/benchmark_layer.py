@@ -1,0 +1,599 @@
+"""Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
+
+    python -m pip install '.[benchmark]'              # peers from PyPI, matplotlib; each optional
+    python scripts/benchmark_layer.py                     # 1 and 2 threads, float32: 15 minutes
+    python scripts/benchmark_layer.py --shapes e32 t256-zipf --rounds 5 --threads 1
+    python scripts/benchmark_layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
+    python scripts/benchmark_layer.py --seconds 60 --json layer.json --plot layer.png
+    python scripts/benchmark_layer.py --check-memory      # what is kept for the backward pass
+
+All start from the same x [T, d], gates [T, k], expert_index [T, k] and weights, and end with
+y [T, d] or, with the backward pass, with the gradients of x, gates and all weights, zeros too, in
+fresh tensors. Experts are d -> h -> d with ReLU and no biases. HF, transformers' MixtralExperts,
+knows gated activations alone: it is compared to ours with SwiGLU on the same weights, with h
+smaller by a third, as makes the products cost the same. mixture-of-experts and st-moe-pytorch are
+called as layers whose gate is replaced by the given one, with groups of the size that costs them
+least and a capacity that drops no token. The loops have separate parameters for each expert, as
+modules have. "dense" is one network of torch's linear layers on T·k rows: as many operations, not
+the same result. Before anything is timed, y and all gradients of every peer are compared to ours.
+
+The limit is max(flops / GEMM peak, least bytes / stream bandwidth). The peak is torch.mm of two
+squares of 2048 in the same type, the bandwidth torch.dot of two float32 vectors of 256 MiB: reading
+alone. The least bytes: forward reads x and the weights of experts that have rows, and writes y;
+backward reads x, dy, these weights and the hidden layer's input, and writes dx and the gradients of
+all weights.
+
+Rounds are interleaved: peak, stream, ours and all peers one after the other. There are as many as
+--seconds allow, at least 3. Figures are medians over the rounds; ratios (time by ours) and shares
+are medians of the rounds' ratios. What takes more than 4 times our time, and half a second, is
+timed once ("~"); what is expected to need more than --memory or --patience allow, not at all ("–").
+A wrong peer is not timed either, and makes the exit status 1.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_ext.analysis.benchmark import environment, interleaved, pinned, ratio
+from moe_ext.analysis.memory import keep_freed_memory, saved_bytes
+from moe_ext.analysis.peers import PEERS, ROUTINGS, Kind, Peer, Problem, Shape, dense, ours
+from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
+from moe_ext.progress import progress
+from moe_ext.training.device import avoid_missing_amx
+
+SHAPES = {
+    "e4": Shape(4096, 4, 4, 512, 1024),
+    "e32": Shape(4096, 32, 4, 512, 1024),
+    "e256": Shape(4096, 256, 4, 512, 1024),
+    "t256": Shape(256, 256, 4, 512, 1024),
+    "e1024": Shape(4096, 1024, 4, 512, 1024),
+    "k1": Shape(8192, 64, 1, 512, 2048),
+    "wide": Shape(4096, 64, 2, 1024, 4096),
+    "t1": Shape(1, 256, 4, 512, 1024),
+    "hierarchical": Shape(4096, 256, 4, 512, 1024, "hierarchical"),
+    "e32-zipf": Shape(4096, 32, 4, 512, 1024, "zipf"),
+    "e256-zipf": Shape(4096, 256, 4, 512, 1024, "zipf"),
+    "t256-zipf": Shape(256, 256, 4, 512, 1024, "zipf"),
+}
+ACTIVATIONS = ("relu", "swiglu")
+FORWARD, BOTH = PASSES = ("forward", "forward+backward")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+T = TypeVar("T")
+Key = tuple[str, str]  # an implementation, or "machine"; a pass, or what of the machine
+GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
+Functions = dict[Key, Callable[[], object]]
+
+
+@dataclass
+class Options:
+    """What to time, and how long."""
+
+    threads: list[int]
+    rounds: int
+    seconds: float
+    memory: float
+    patience: float
+    peers: list[str]
+
+
+class WrongResult(AssertionError):
+    """A peer computes something else than ours does."""
+
+
+@dataclass
+class Figures:
+    """Of one implementation in one pass; three numbers are quartiles over the rounds."""
+
+    rounds: int
+    ms: list[float]
+    gflops: float
+    share_of_limit: list[float]
+    ratio_to_ours: list[float]
+
+
+@dataclass
+class Result:
+    """A problem at a number of threads: figures by implementation and pass, or why there are none.
+
+    Attributes:
+        limit_ms: by pass.
+        gemm_gflops, stream_gbytes: what the machine could do in these rounds, medians.
+    """
+
+    name: str
+    shape: Shape
+    activation: str
+    hidden: int
+    used_experts: int
+    dtype: str
+    threads: int
+    gemm_gflops: float
+    stream_gbytes: float
+    limit_ms: dict[str, float]
+    figures: dict[str, dict[str, Figures]]
+    remarks: dict[str, dict[str, str]]
+
+    def best_ratio(self, which: str) -> float | None:
+        """The fastest peer's time by ours."""
+        ratios = [
+            found[which].ratio_to_ours[1]
+            for name, found in self.figures.items()
+            if name in PEERS and which in found
+        ]
+        return min(ratios, default=None)
+
+
+def parse_shape(text: str) -> tuple[str, Shape]:
+    """A name, or T,E,k,d,h and perhaps how tokens are routed."""
+    if text in SHAPES:
+        return text, SHAPES[text]
+    numbers, routing = text.split(","), "uniform"
+    if numbers[-1] in ROUTINGS:
+        routing = numbers.pop()
+    if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
+            f"got {text!r}"
+        )
+    return text, Shape(*map(int, numbers), routing)
+
+
+# What is timed
+
+
+def gradients(peer: Peer, problem: Problem) -> tuple[Tensor, ...]:
+    """y and the gradients of x, gates and all parameters, zeros too, in fresh tensors."""
+    y = peer.forward(problem.x, problem.gates)
+    leaves = [problem.x, problem.gates, *peer.parameters]
+    return y, *torch.autograd.grad(y, leaves, problem.upstream, materialize_grads=True)
+
+
+def passes(name: str, peer: Peer, problem: Problem) -> Functions:
+    def forward() -> None:
+        with torch.no_grad():
+            peer.forward(problem.x, problem.gates)
+
+    def both() -> None:
+        gradients(peer, problem)
+
+    return {(name, FORWARD): forward, (name, BOTH): both}
+
+
+def results(peer: Peer, problem: Problem, which: str) -> dict[str, Sequence[Tensor]]:
+    """What a pass gives; the gradients of weights by expert."""
+    if which == FORWARD:
+        with torch.no_grad():
+            return {"y": [peer.forward(problem.x, problem.gates)]}
+    y, dx, dgates, *weights = (each.detach() for each in gradients(peer, problem))
+    first, second = peer.by_expert(weights)
+    return {"y": [y], "dx": [dx], "dgates": [dgates], "dW1": first, "dW2": second}
+
+
+def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
+    """Raises WrongResult where something found is not as expected, up to rounding."""
+    for name, tensors in found.items():
+        pairs = list(zip(tensors, expected[name], strict=True))
+        error = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
+        size = torch.stack([b.abs().max() for _, b in pairs]).max().item()
+        if not error <= TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
+            raise WrongResult(
+                f"{name} differs from ours by {error:.2g}, of values up to {size:.2g}"
+            )
+
+
+def reason_to_skip(
+    kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
+) -> str:
+    """Why a peer is not tried in a pass, "" if it is."""
+    work = dict(zip(PASSES, problem.work(), strict=True))[which]
+    extra = kind.extra(problem, which == BOTH)
+    seconds = (work.flops + extra.flops) / rates[GEMM] + (work.bytes + extra.bytes) / rates[STREAM]
+    if extra.memory > options.memory * 2**30:
+        return f"would need {extra.memory / 2**30:.1f} GiB"
+    return f"would take {seconds:.0f} s or more" if seconds > options.patience else ""
+
+
+def candidates(
+    problem: Problem, rates: Mapping[Key, float], options: Options
+) -> tuple[Functions, dict[Key, str]]:
+    """What is timed at a problem, after it was compared to ours, and why the rest is not."""
+    mine = ours(problem)
+    expected = results(mine, problem, BOTH)
+    functions, remarks = passes("ours", mine, problem), {}
+    if problem.activation == "relu":
+        one = Problem(
+            problem.shape._replace(tokens=problem.rows, num_experts=1, k=1), problem.dtype
+        )
+        functions |= passes("dense", dense(one), one)
+    for name in options.peers:
+        kind = PEERS[name]
+        if kind.activation != problem.activation:
+            continue
+        skipped = {
+            (name, which): reason
+            for which in PASSES
+            if (reason := reason_to_skip(kind, problem, which, rates, options))
+        }
+        try:
+            if (name, FORWARD) not in skipped:
+                peer = kind.build(problem)
+                which = FORWARD if (name, BOTH) in skipped else BOTH
+                check(results(peer, problem, which), expected)
+                functions |= passes(name, peer, problem)
+        except ImportError as error:
+            skipped = {(name, which): f"not installed: {error}" for which in PASSES}
+        except WrongResult as error:
+            skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
+        remarks |= skipped
+    return {key: each for key, each in functions.items() if key not in remarks}, remarks
+
+
+# Rounds and figures
+
+
+def time_rounds(functions: Functions, seconds: float, most: int) -> dict[Key, list[float]]:
+    """One round of all, then as many more as fit into the time (3 to `most`) without what took far
+    longer than ours."""
+    first = interleaved(functions, 1, warm_up=0)
+    often = {
+        (name, which): function
+        for (name, which), function in functions.items()
+        if name == "machine" or first[name, which][0] < max(4 * first["ours", which][0], 0.5)
+    }
+    took = sum(first[key][0] for key in often)
+    return first | interleaved(often, max(3, min(most, int(seconds / took))), warm_up=0)
+
+
+def figures_of(
+    seconds: Mapping[Key, Sequence[float]], work: Mapping[str, Work]
+) -> tuple[dict[str, float], dict[str, dict[str, Figures]]]:
+    """Each pass's limit in ms, and figures by implementation and pass.
+
+    Args:
+        seconds: of every round, GEMM and STREAM among them. What has a single one was not timed in
+            the same rounds: it is compared to the others' medians.
+        work: of each pass, and of "gemm" and "stream".
+    """
+    gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
+    stream = [work["stream"].bytes / each for each in seconds[STREAM]]
+    limits = {
+        which: [limit(work[which], *rates) for rates in zip(gemm, stream, strict=True)]
+        for which in PASSES
+    }
+    figures: dict[str, dict[str, Figures]] = {}
+    for (name, which), each in seconds.items():
+        if name == "machine":
+            continue
+        ideal, mine = limits[which], seconds["ours", which]
+        if len(each) == 1:
+            ideal, mine = [statistics.median(ideal)] * 2, [statistics.median(mine)] * 2
+            each = [each[0]] * 2
+        figures.setdefault(name, {})[which] = Figures(
+            rounds=len(seconds[name, which]),
+            ms=[1e3 * quartile for quartile in statistics.quantiles(each, n=4)],
+            gflops=work[which].flops / statistics.median(each) / 1e9,
+            share_of_limit=list(ratio(ideal, each)),
+            ratio_to_ours=list(ratio(each, mine)),
+        )
+    return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
+
+
+def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
+    """A problem's results at all numbers of threads."""
+    probes = {"gemm": gemm_probe(problem.dtype), "stream": stream_probe()}
+    machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
+    work = dict(zip(PASSES, problem.work(), strict=True))
+    work |= {what: probe.work for what, probe in probes.items()}
+    functions: Functions = {}
+    found = []
+    for threads in options.threads:
+        with pinned(threads):
+            if not functions:
+                trial = interleaved(machine, 3, warm_up=1)
+                rates = {key: max(work[key[1]]) / min(each) for key, each in trial.items()}
+                functions, remarks = candidates(problem, rates, options)
+            seconds = time_rounds(machine | functions, options.seconds, options.rounds)
+        limit_ms, figures = figures_of(seconds, work)
+        reasons: dict[str, dict[str, str]] = {}
+        for (peer, which), reason in remarks.items():
+            reasons.setdefault(peer, {})[which] = reason
+        found.append(
+            Result(
+                name=name,
+                shape=problem.shape,
+                activation=problem.activation,
+                hidden=problem.hidden,
+                used_experts=problem.used_experts,
+                dtype=str(problem.dtype).removeprefix("torch."),
+                threads=threads,
+                gemm_gflops=work["gemm"].flops / statistics.median(seconds[GEMM]) / 1e9,
+                stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
+                limit_ms=limit_ms,
+                figures=figures,
+                remarks=reasons,
+            )
+        )
+    return found
+
+
+def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
+    """Bytes that autograd keeps for the backward pass, beside the weights, by implementation."""
+    weights = problem.weights
+    inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
+    found: dict[str, Any] = {
+        "name": name,
+        "activation": problem.activation,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "x": problem.x.nbytes,
+        "hidden": problem.rows * inputs * problem.dtype.itemsize,
+        "kept": {},
+    }
+    peers = {"ours": Kind(problem.activation, ours)} | {name: PEERS[name] for name in options.peers}
+    for peer_name, kind in peers.items():
+        if kind.activation != problem.activation:
+            continue
+        if kind.extra(problem, True).memory > options.memory * 2**30:
+            continue
+        try:
+            peer = kind.build(problem)
+        except ImportError:
+            continue
+        forward = functools.partial(peer.forward, problem.x, problem.gates)
+        found["kept"][peer_name] = saved_bytes(forward, [*weights, *peer.parameters])
+    return found
+
+
+# What is printed
+
+
+def table(lines: Iterable[Sequence[str]]) -> str:
+    """Markdown of rows, the first of which is the head."""
+    head, *rows = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows])
+
+
+def cell(result: Result, name: str, which: str) -> str:
+    """GF/s and the time by ours."""
+    found = result.figures.get(name, {}).get(which)
+    if found is None:
+        return "–"
+    once = "~" if found.rounds == 1 else ""
+    return f"{once}{found.gflops:.3g} ({found.ratio_to_ours[1]:.2f})"
+
+
+def speed_table(group: Sequence[Result], which: str) -> str:
+    """The results of one type and number of threads in one pass, a line for each shape."""
+    head, lines = ["shape"], []
+    activations = by(group, lambda result: result.activation)
+    peers = {
+        activation: [
+            name for name in ("dense", *PEERS) if any(name in result.figures for result in found)
+        ]
+        for activation, found in activations.items()
+    }
+    for activation, names in peers.items():
+        head += [f"ours, {activation}: ms", "GF/s", "limit, ms", "% of it", *names]
+    for name, results in by(group, lambda result: result.name).items():
+        line = [name]
+        for result in results:
+            mine = result.figures["ours"][which]
+            low, share, high = (100 * share for share in mine.share_of_limit)
+            line += [
+                "{1:.4g} ({0:.4g}-{2:.4g})".format(*mine.ms),
+                f"{mine.gflops:.3g}",
+                f"{result.limit_ms[which]:.4g}",
+                f"{share:.0f} ({low:.0f}-{high:.0f})",
+                *(cell(result, peer, which) for peer in peers[result.activation]),
+            ]
+        best = [ratio for result in results if (ratio := result.best_ratio(which)) is not None]
+        lines.append([*line, f"{min(best):.2f}" if best else "–"])
+    return table([[*head, "best peer"], *lines])
+
+
+def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Grouped, in the order in which they come."""
+    groups: dict[Any, list[T]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups
+
+
+def print_results(results: Sequence[Result]) -> None:
+    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
+        gemm = statistics.median(result.gemm_gflops for result in group)
+        stream = statistics.median(result.stream_gbytes for result in group)
+        print(
+            f"\n{dtype}, threads: {threads}, GEMM peak {gemm:.0f} GF/s, stream {stream:.1f} GB/s "
+            "(medians over the shapes)"
+        )
+        for which in PASSES:
+            print(f"\n{which}: peers in GF/s, and in brackets their time by ours\n")
+            print(speed_table(group, which))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for peer, remarks in result.remarks.items():
+            for which, reason in remarks.items():
+                where = reasons.setdefault((peer, f"{which}: {reason}"), [])
+                if (place := f"{result.name} {result.dtype}") not in where:
+                    where.append(place)
+    if reasons:
+        print("\nNot timed:")
+    for (peer, reason), places in reasons.items():
+        print(f"- {peer}, {reason} ({', '.join(places)})")
+
+
+def print_speed_up(results: Sequence[Result], field: str) -> None:
+    """How much faster ours is than with the first number of threads, or in the first type."""
+
+    def rest(result: Result) -> tuple:
+        names = {"name", "activation", "dtype", "threads"} - {field}
+        return tuple(getattr(result, name) for name in sorted(names))
+
+    first = getattr(results[0], field)
+    base = {rest(result): result for result in results if getattr(result, field) == first}
+    others = [result for result in results if getattr(result, field) != first]
+    lines = [["shape", "activation", "type", "threads", *PASSES]]
+    for result in others:
+        ms = [[r.figures["ours"][p].ms[1] for p in PASSES] for r in (base[rest(result)], result)]
+        speed_ups = [f"{a / b:.2f}" for a, b in zip(*ms, strict=True)]
+        lines.append(
+            [result.name, result.activation, result.dtype, str(result.threads), *speed_ups]
+        )
+    if others:
+        print(f"\nOurs, time with {field} = {first} by time with the one given\n\n{table(lines)}")
+
+
+def print_memory(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["kept"]))
+    lines = [["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]]
+    for each in found:
+        size = each["x"] + each["hidden"]
+        kept = [each["kept"].get(name) for name in names]
+        lines.append(
+            [
+                *(each[key] for key in ("name", "dtype", "activation")),
+                *(f"{each[key] / 2**20:.1f}" for key in ("x", "hidden")),
+                *("–" if bytes is None else f"{bytes / size:.2f}" for bytes in kept),
+            ]
+        )
+    print(f"Kept for the backward pass beside the weights, by x + hidden\n\n{table(lines)}")
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Shares of the limit of the first type and number of threads, a panel for each pass."""
+    from matplotlib.figure import Figure
+
+    first = results[0]
+    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
+    shapes = list(dict.fromkeys(result.name for result in chosen))
+    figure = Figure(figsize=(max(10, 2 + 0.9 * len(shapes)), 8), layout="constrained")
+    for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
+        for number, name in enumerate(["ours", "dense", *PEERS]):
+            points = [
+                (shapes.index(r.name), 100 * r.figures[name][which].share_of_limit[1], r.activation)
+                for r in chosen
+                if which in r.figures.get(name, {})
+            ]
+            for activation in ACTIVATIONS:
+                at = [(x, y) for x, y, kind in points if kind == activation]
+                if at:
+                    label = f"{name}, SwiGLU" if (name, activation) == ("ours", "swiglu") else name
+                    style = (
+                        "D"
+                        if name == "ours"
+                        else "_"
+                        if name == "dense"
+                        else "ov^<>sPX"[number - 2]
+                    )
+                    axes.plot(*zip(*at, strict=True), style, label=label, markersize=7)
+        axes.axhline(100, color="black", linewidth=0.8)
+        axes.set(yscale="log", ylabel=f"{which}: % of the limit")
+        axes.grid(axis="y", which="both", alpha=0.2)
+    axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+    threads = f"{first.threads} thread{'s' * (first.threads > 1)}"
+    figure.suptitle(f"Experts, {first.dtype}, {threads}; {environment()}", fontsize=8)
+    figure.axes[0].legend(fontsize=7, ncols=5)
+    figure.savefig(path, dpi=150)
+
+
+def versions() -> str:
+    """The packages that peers are from."""
+    found = []
+    for package in ("transformers", "mixture-of-experts", "st-moe-pytorch"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(SHAPES.items()))
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
+    )
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
+    parser.add_argument("--rounds", type=int, default=21, help="at most")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for one shape's rounds")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB that a peer may take")
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds that it may take")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
+    parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args(arguments)
+    options = Options(
+        args.threads, args.rounds, args.seconds, args.memory, args.patience, args.peers
+    )
+    if "bfloat16" in args.dtype:
+        avoid_missing_amx()
+    if args.keep_freed_memory:
+        keep_freed_memory()
+    torch.manual_seed(0)
+    print(environment())
+    print(versions())
+    todo = [
+        (name, shape, getattr(torch, dtype), activation)
+        for dtype in args.dtype
+        for name, shape in args.shapes
+        for activation in args.activations
+        # "ours" alone is timed only where no peer is asked for
+        if not args.peers or any(PEERS[peer].activation == activation for peer in args.peers)
+    ]
+    results: list[Result] = []
+    memory: list[dict[str, Any]] = []
+    for name, shape, dtype, activation in progress(todo, "problems", "problem"):
+        problem = Problem(shape, dtype, activation)
+        if args.check_memory:
+            memory.append(kept_memory(name, problem, options))
+        else:
+            results += benchmark(name, problem, options)
+        del problem
+    if args.check_memory:
+        print_memory(memory)
+    else:
+        print_results(results)
+        print_speed_up(results, "threads")
+        print_speed_up(results, "dtype")
+    if args.json:
+        record = {
+            "environment": environment(),
+            "versions": versions(),
+            "arguments": {key: str(value) for key, value in vars(args).items()},
+            "results": [asdict(result) for result in results],
+            "memory": memory,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot and results:
+        plot(results, args.plot)
+    wrong = [
+        f"{result.name}, {result.dtype}: {peer}: {reason}"
+        for result in results
+        for peer, remarks in result.remarks.items()
+        for reason in set(remarks.values())
+        if reason.startswith("WRONG")
+    ]
+    for line in dict.fromkeys(wrong):
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

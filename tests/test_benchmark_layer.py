@@ -1,0 +1,249 @@
+"""The benchmark of the experts' computation: its peers, its limits, its figures, its report."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+
+import pytest
+import reference as ref
+import torch
+
+from moe_ext.analysis import peers, roofline
+from moe_ext.analysis.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
+from moe_ext.analysis.roofline import Work, experts_work, limit
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "scripts" / "benchmark_layer.py"
+spec = importlib.util.spec_from_file_location("benchmark_layer", SCRIPT)
+layer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layer)
+
+
+@pytest.fixture(autouse=True)
+def small_probes(monkeypatch):
+    for name, size in (("gemm_probe", 64), ("stream_probe", 1)):
+        monkeypatch.setattr(layer, name, functools.partial(getattr(roofline, name), size=size))
+
+
+SHAPE = Shape(48, 5, 2, 16, 32)
+OPTIONS = layer.Options([1], 3, 0.0, 1.0, 10.0, list(PEERS))
+RATES = {layer.GEMM: 1e12, layer.STREAM: 1e11}
+
+
+def test_routing_follows_the_popularity_and_repeats_no_expert():
+    torch.manual_seed(0)
+    for routing, E, k in (("uniform", 6, 3), ("zipf", 6, 3), ("hierarchical", 16, 4)):
+        index = random_routing(Shape(500, E, k, 1, 1, routing))
+        assert index.shape == (500, k)
+        assert all(len(set(row)) == k for row in index.tolist())
+    groups = (index // 4).sort(dim=-1).values
+    assert torch.equal(groups[:, 0::2], groups[:, 1::2])  # two experts in each of two groups
+    # One of two experts with weights 1 and 1/2: 2/3 of 20,000 tokens, six standard deviations
+    # (a false alarm in 10^8 seeds) are 0.02.
+    counts = random_routing(Shape(20000, 2, 1, 1, 1, "zipf")).flatten().bincount()
+    assert abs(counts.max().item() / 20000 - 2 / 3) < 0.02
+
+
+def test_work_by_hand():
+    # 2 tokens, 3 rows, 2 of 4 experts, 5 -> 7 -> 5: 70 weights each, a multiply-add a row.
+    forward, both = experts_work(2, 3, 2, 4, 5, 7, gated=False, itemsize=4)
+    assert forward == (2 * 3 * 70, 4 * (10 + 2 * 70 + 10))
+    backward_bytes = 4 * (10 + 10 + 2 * 70 + 3 * 7 + 10 + 4 * 70)
+    assert both == (3 * forward.flops, forward.bytes + backward_bytes)
+    forward, both = experts_work(2, 3, 2, 4, 5, 7, gated=True, itemsize=2)
+    assert forward == (2 * 3 * 105, 2 * (10 + 2 * 105 + 10))
+    assert both.bytes == forward.bytes + 2 * (30 + 2 * 105 + 3 * 14 + 4 * 105)
+    assert limit(Work(600, 50), 100, 10) == 6 and limit(Work(600, 90), 100, 10) == 9
+
+
+def test_plain_peers_compute_equation_1():
+    problem = Problem(SHAPE, torch.float64)
+    first, second = problem.weights
+    expected = []
+    for x, gates, chosen in zip(problem.x, problem.gates, problem.expert_index, strict=True):
+        outputs = [ref.E_i(x, (first[e], second[e])) for e in chosen.tolist()]
+        expected.append(sum(g * y for g, y in zip(gates, outputs, strict=True)))
+    for build in (peers.ours, peers.mask_loop, peers.sort_and_slices):
+        y = build(problem).forward(problem.x, problem.gates)
+        torch.testing.assert_close(y, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+PACKAGES = {"HF": "transformers", "mi": "mixture_of_experts", "st": "st_moe_pytorch"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_have_our_results_and_gradients(name, dtype):
+    if name[:2] in PACKAGES:
+        pytest.importorskip(PACKAGES[name[:2]])
+    kind = PEERS[name]
+    problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation)
+    problem.expert_index[problem.expert_index == 3] = 4  # nobody chooses 3, some choose 4 twice
+    expected = layer.results(peers.ours(problem), problem, layer.BOTH)
+    found = layer.results(kind.build(problem), problem, layer.BOTH)
+    assert set(found) == {"y", "dx", "dgates", "dW1", "dW2"}
+    layer.check(found, expected)
+
+
+def wrong_gradient(problem):
+    """The last expert's second matrix gets twice its gradient."""
+    right = peers.ours(problem)
+
+    def by_expert(found):
+        first, second = found
+        return [first, [*second[:-1], 2 * second[-1]]]
+
+    return Peer(right.parameters, right.forward, by_expert)
+
+
+def not_a_number(problem):
+    right = peers.ours(problem)
+    return Peer(right.parameters, lambda x, gates: right.forward(x, gates) * torch.nan)
+
+
+def missing(problem):
+    raise ImportError("no module named nothing")
+
+
+def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
+    extra = {
+        "wrong": Kind("relu", wrong_gradient),
+        "nan": Kind("relu", not_a_number),
+        "missing": Kind("relu", missing),
+        "large": Kind("relu", missing, lambda problem, backward: peers.Extra(memory=2**31)),
+        "slow": Kind("relu", missing, lambda problem, backward: peers.Extra(flops=2e13)),
+        "half": Kind("relu", peers.ours, lambda p, backward: peers.Extra(bytes=2e12 * backward)),
+    }
+    monkeypatch.setattr(layer, "PEERS", extra)
+    problem = Problem(SHAPE, torch.float32)
+    options = dataclasses.replace(OPTIONS, peers=list(extra))
+    functions, remarks = layer.candidates(problem, RATES, options)
+    assert {name for name, _ in functions} == {"ours", "dense", "half"}
+    assert ("half", layer.FORWARD) in functions and ("half", layer.BOTH) not in functions
+    assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from ours by")
+    assert remarks["nan", layer.FORWARD].startswith("WRONG: y differs from ours by nan")
+    assert remarks["missing", layer.FORWARD] == "not installed: no module named nothing"
+    assert remarks["large", layer.FORWARD] == "would need 2.0 GiB"
+    assert (
+        remarks["slow", layer.BOTH] == remarks["slow", layer.FORWARD] == ("would take 20 s or more")
+    )
+    assert remarks["half", layer.BOTH] == "would take 20 s or more"
+
+
+def test_figures_from_given_seconds():
+    """Peak 100 flops and 10 bytes a second, in the second round half of that."""
+    work = {
+        layer.FORWARD: Work(200, 10),  # 2 s, in the second round 4 s
+        layer.BOTH: Work(200, 60),  # 6 s, in the second round 12 s
+        "gemm": Work(1000, 0),
+        "stream": Work(0, 100),
+    }
+    seconds = {layer.GEMM: [10.0, 20.0, 10.0], layer.STREAM: [10.0, 20.0, 10.0]}
+    for which, factor in ((layer.FORWARD, 1), (layer.BOTH, 3)):
+        seconds["ours", which] = [4.0 * factor, 8.0 * factor, 4.0 * factor]
+        seconds["peer", which] = [6.0 * factor, 12.0 * factor, 6.0 * factor]
+    seconds["seldom", layer.FORWARD] = [40.0]
+    limits, figures = layer.figures_of(seconds, work)
+    assert limits == {layer.FORWARD: 2000, layer.BOTH: 6000}
+    ours, peer = figures["ours"], figures["peer"]
+    for which in layer.PASSES:
+        assert ours[which].share_of_limit == [0.5, 0.5, 0.5]
+        assert ours[which].ratio_to_ours == [1, 1, 1]
+        assert peer[which].ratio_to_ours == [1.5, 1.5, 1.5]
+        assert peer[which].rounds == 3
+    assert ours[layer.FORWARD].ms == [4000, 4000, 8000]
+    assert ours[layer.FORWARD].gflops == pytest.approx(200 / 4 / 1e9)
+    seldom = figures["seldom"][layer.FORWARD]
+    assert (seldom.rounds, seldom.ratio_to_ours) == (1, [10, 10, 10])
+    assert seldom.share_of_limit == [0.05, 0.05, 0.05]
+    assert set(figures) == {"ours", "peer", "seldom"}
+
+
+def test_only_what_is_far_slower_is_timed_once(monkeypatch):
+    """On a clock that each function moves on."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def takes(seconds):
+        def function():
+            now[0] += seconds
+
+        return function
+
+    functions = {
+        layer.GEMM: takes(5.0),
+        ("ours", layer.FORWARD): takes(1.0),
+        ("close", layer.FORWARD): takes(3.0),
+        ("far", layer.FORWARD): takes(7.0),
+    }
+    rounds = layer.time_rounds(functions, seconds=47.0, most=21)
+    assert {key: len(each) for key, each in rounds.items()} == {
+        layer.GEMM: 5,
+        ("ours", layer.FORWARD): 5,
+        ("close", layer.FORWARD): 5,
+        ("far", layer.FORWARD): 1,
+    }
+    assert rounds["close", layer.FORWARD] == pytest.approx([3.0] * 5)
+    assert len(layer.time_rounds(functions, 1.0, 21)[layer.GEMM]) == 3
+    assert len(layer.time_rounds(functions, 1e9, 7)[layer.GEMM]) == 7
+
+
+def test_main_reports_and_writes(capsys, tmp_path):
+    names = ["mask loop", "sort + slices", "sort + grouped_mm"]
+    path = tmp_path / "layer.json"
+    arguments = ["--shapes", "48,5,2,16,32", "16,4,2,8,16,zipf", "--threads", "1", "2"]
+    arguments += ["--rounds", "2", "--seconds", "0", "--peers", *names, "--json", str(path)]
+    threads = torch.get_num_threads()
+    assert layer.main([*arguments, "--plot", str(tmp_path / "layer.png")]) == 0
+    assert torch.get_num_threads() == threads
+    out = capsys.readouterr().out
+    for part in (
+        "BLAS",
+        "GEMM peak",
+        "float32, threads: 2",
+        "best peer",
+        "Ours, time with threads",
+    ):
+        assert part in out
+    assert (tmp_path / "layer.png").stat().st_size > 10_000
+    results = json.loads(path.read_text())["results"]
+    assert [(r["name"], r["threads"]) for r in results] == [
+        (name, n) for name in ("48,5,2,16,32", "16,4,2,8,16,zipf") for n in (1, 2)
+    ]
+    for result in results:
+        assert set(result["figures"]) == {"ours", "dense", *names} and not result["remarks"]
+        for figures in result["figures"].values():
+            for which in layer.PASSES:
+                low, middle, high = figures[which]["ms"]
+                assert 0 < low <= middle <= high and figures[which]["rounds"] == 3
+        assert result["gemm_gflops"] > 0 and result["limit_ms"][layer.BOTH] > 0
+        assert result["shape"][:2] in ([48, 5], [16, 4])
+
+
+def test_memory_that_ours_keeps_is_x_and_the_hidden_layer(capsys, tmp_path):
+    path = tmp_path / "memory.json"
+    arguments = ["--shapes", "512,4,2,64,128", "--peers", "sort + slices", "--check-memory"]
+    assert layer.main([*arguments, "--json", str(path)]) == 0
+    assert "by x + hidden" in capsys.readouterr().out
+    (found,) = json.loads(path.read_text())["memory"]
+    assert found["x"] == 512 * 64 * 4 and found["hidden"] == 512 * 2 * 128 * 4
+    ours = found["kept"]["ours"] - found["x"] - found["hidden"]
+    assert 0 <= ours < 512 * 2 * 32  # gates and indices
+    assert found["kept"]["sort + slices"] > 1.5 * found["kept"]["ours"]
+
+
+def test_main_fails_where_a_peer_is_wrong(monkeypatch, capsys):
+    monkeypatch.setitem(PEERS, "sort + slices", Kind("relu", wrong_gradient))
+    arguments = ["--shapes", "48,5,2,16,32", "--threads", "1", "--rounds", "2", "--seconds", "0"]
+    assert layer.main([*arguments, "--peers", "sort + slices"]) == 1
+    captured = capsys.readouterr()
+    assert "sort + slices, forward: WRONG: dW2 differs from ours" in captured.out
+    assert captured.err.startswith("error: 48,5,2,16,32, float32: sort + slices: WRONG: dW2")
+
+
+@pytest.mark.parametrize("text", ["e33", "1,2,3,4", "0,2,3,4,5", "1,2,3,4,x", "1,2,1,4,5,often"])
+def test_shapes_that_are_none(text, capsys):
+    with pytest.raises(SystemExit):
+        layer.main(["--shapes", text])
+    assert "must be one of e4, " in capsys.readouterr().err
