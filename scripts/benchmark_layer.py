@@ -23,11 +23,14 @@ alone. The least bytes: forward reads x and the weights of experts that have row
 backward reads x, dy, these weights and the hidden layer's input, and writes dx and the gradients of
 all weights.
 
-Rounds are interleaved: peak, stream, ours and all peers one after the other. There are as many as
---seconds allow, at least 3. Figures are medians over the rounds; ratios (time by ours) and shares
-are medians of the rounds' ratios. What takes more than 4 times our time, and half a second, is
-timed once ("~"); what is expected to need more than --memory or --patience allow, not at all ("–").
-A wrong peer is not timed either, and makes the exit status 1.
+Rounds are interleaved: peak and stream (medians of 3 calls), then ours and all peers one after the
+other, each called twice in a row and timed the second time: as in a loop of it alone, where memory
+that one call frees serves the next. (Memory that others used before can take seconds to get, where
+a virtual machine fetches it from its host.) There are as many rounds as --seconds allow, at least
+2. Figures are medians over the rounds; ratios (time by ours) and shares are medians of the rounds'
+ratios. What takes more than 2.5 times our time, and half a second, is timed once, after the rounds
+("~"); what is expected to need more than --memory or --patience allow, not at all ("–"). A wrong
+peer is not timed either, and makes the exit status 1.
 """
 
 import argparse
@@ -37,10 +40,11 @@ import json
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -205,12 +209,22 @@ def reason_to_skip(
     return f"would take {seconds:.0f} s or more" if seconds > options.patience else ""
 
 
-def candidates(
-    problem: Problem, rates: Mapping[Key, float], options: Options
-) -> tuple[Functions, dict[Key, str]]:
-    """What is timed at a problem, after it was compared to ours, and why the rest is not."""
+class Candidates(NamedTuple):
+    """What is timed at a problem in every round, what once, and why the rest is not."""
+
+    often: Functions
+    once: Functions
+    remarks: dict[Key, str]
+
+
+def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
+    """Compares the peers to ours."""
     mine = ours(problem)
+    gradients(mine, problem)  # memory and caches are as warm for it as for those that follow
+    start = time.perf_counter()
     expected = results(mine, problem, BOTH)
+    long = max(2.5 * (time.perf_counter() - start), 0.5)
+    once: Functions = {}
     functions, remarks = passes("ours", mine, problem), {}
     if problem.activation == "relu":
         one = Problem(
@@ -229,31 +243,41 @@ def candidates(
         try:
             if (name, FORWARD) not in skipped:
                 peer = kind.build(problem)
-                which = FORWARD if (name, BOTH) in skipped else BOTH
-                check(results(peer, problem, which), expected)
-                functions |= passes(name, peer, problem)
+                start = time.perf_counter()
+                found = results(peer, problem, FORWARD if (name, BOTH) in skipped else BOTH)
+                timed = functions if time.perf_counter() - start < long else once
+                check(found, expected)
+                del found  # up to gigabytes
+                timed |= {
+                    key: function
+                    for key, function in passes(name, peer, problem).items()
+                    if key not in skipped
+                }
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
         except WrongResult as error:
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
         remarks |= skipped
-    return {key: each for key, each in functions.items() if key not in remarks}, remarks
+    return Candidates(functions, once, remarks)
 
 
 # Rounds and figures
 
 
-def time_rounds(functions: Functions, seconds: float, most: int) -> dict[Key, list[float]]:
-    """One round of all, then as many more as fit into the time (3 to `most`) without what took far
-    longer than ours."""
-    first = interleaved(functions, 1, warm_up=0)
-    often = {
-        (name, which): function
-        for (name, which), function in functions.items()
-        if name == "machine" or first[name, which][0] < max(4 * first["ours", which][0], 0.5)
-    }
-    took = sum(first[key][0] for key in often)
-    return first | interleaved(often, max(3, min(most, int(seconds / took))), warm_up=0)
+def time_rounds(
+    machine: Functions, often: Functions, once: Functions, seconds: float, most: int
+) -> dict[Key, list[float]]:
+    """As many rounds as fit into the time, 2 to `most`."""
+    found: dict[Key, list[float]] = {key: [] for key in machine | often}
+    start = time.perf_counter()
+    for number in range(most):
+        if number >= 2 and (time.perf_counter() - start) * (number + 1) / number > seconds:
+            break
+        for key, each in interleaved(machine, 3, warm_up=1).items():
+            found[key].append(statistics.median(each))
+        for key, each in interleaved(often, 1, warm_up=0, twice=True).items():
+            found[key] += each
+    return found | interleaved(once, 1, warm_up=0)
 
 
 def figures_of(
@@ -262,8 +286,7 @@ def figures_of(
     """Each pass's limit in ms, and figures by implementation and pass.
 
     Args:
-        seconds: of every round, GEMM and STREAM among them. What has a single one was not timed in
-            the same rounds: it is compared to the others' medians.
+        seconds: of every round, GEMM and STREAM among them; of some functions only one.
         work: of each pass, and of "gemm" and "stream".
     """
     gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
@@ -277,12 +300,12 @@ def figures_of(
         if name == "machine":
             continue
         ideal, mine = limits[which], seconds["ours", which]
-        if len(each) == 1:
+        if len(each) == 1:  # not in a round with others; quartiles are of two at least
             ideal, mine = [statistics.median(ideal)] * 2, [statistics.median(mine)] * 2
             each = [each[0]] * 2
         figures.setdefault(name, {})[which] = Figures(
             rounds=len(seconds[name, which]),
-            ms=[1e3 * quartile for quartile in statistics.quantiles(each, n=4)],
+            ms=[1e3 * quartile for quartile in statistics.quantiles(each, n=4, method="inclusive")],
             gflops=work[which].flops / statistics.median(each) / 1e9,
             share_of_limit=list(ratio(ideal, each)),
             ratio_to_ours=list(ratio(each, mine)),
@@ -296,18 +319,20 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
     work = dict(zip(PASSES, problem.work(), strict=True))
     work |= {what: probe.work for what, probe in probes.items()}
-    functions: Functions = {}
+    chosen: Candidates | None = None
     found = []
     for threads in options.threads:
         with pinned(threads):
-            if not functions:
+            if chosen is None:
                 trial = interleaved(machine, 3, warm_up=1)
                 rates = {key: max(work[key[1]]) / min(each) for key, each in trial.items()}
-                functions, remarks = candidates(problem, rates, options)
-            seconds = time_rounds(machine | functions, options.seconds, options.rounds)
+                chosen = candidates(problem, rates, options)
+            seconds = time_rounds(
+                machine, chosen.often, chosen.once, options.seconds, options.rounds
+            )
         limit_ms, figures = figures_of(seconds, work)
         reasons: dict[str, dict[str, str]] = {}
-        for (peer, which), reason in remarks.items():
+        for (peer, which), reason in chosen.remarks.items():
             reasons.setdefault(peer, {})[which] = reason
         found.append(
             Result(
@@ -530,10 +555,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
     )
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
-    parser.add_argument("--rounds", type=int, default=21, help="at most")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for one shape's rounds")
+    parser.add_argument("--rounds", type=int, default=21, help="at most, and at least 2")
+    parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
     parser.add_argument("--memory", type=float, default=6.0, help="GiB that a peer may take")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds that it may take")
+    parser.add_argument("--patience", type=float, default=6.0, help="seconds that it may take")
     parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
     parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
     parser.add_argument("--json", type=Path)

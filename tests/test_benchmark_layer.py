@@ -118,9 +118,11 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(layer, "PEERS", extra)
     problem = Problem(SHAPE, torch.float32)
     options = dataclasses.replace(OPTIONS, peers=list(extra))
-    functions, remarks = layer.candidates(problem, RATES, options)
-    assert {name for name, _ in functions} == {"ours", "dense", "half"}
-    assert ("half", layer.FORWARD) in functions and ("half", layer.BOTH) not in functions
+    often, once, remarks = layer.candidates(problem, RATES, options)
+    assert set(often) == {
+        (name, which) for name in ("ours", "dense", "half") for which in layer.PASSES
+    } - {("half", layer.BOTH)}
+    assert not once
     assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from ours by")
     assert remarks["nan", layer.FORWARD].startswith("WRONG: y differs from ours by nan")
     assert remarks["missing", layer.FORWARD] == "not installed: no module named nothing"
@@ -152,7 +154,7 @@ def test_figures_from_given_seconds():
         assert ours[which].ratio_to_ours == [1, 1, 1]
         assert peer[which].ratio_to_ours == [1.5, 1.5, 1.5]
         assert peer[which].rounds == 3
-    assert ours[layer.FORWARD].ms == [4000, 4000, 8000]
+    assert ours[layer.FORWARD].ms == [4000, 4000, 6000]
     assert ours[layer.FORWARD].gflops == pytest.approx(200 / 4 / 1e9)
     seldom = figures["seldom"][layer.FORWARD]
     assert (seldom.rounds, seldom.ratio_to_ours) == (1, [10, 10, 10])
@@ -160,33 +162,66 @@ def test_figures_from_given_seconds():
     assert set(figures) == {"ours", "peer", "seldom"}
 
 
-def test_only_what_is_far_slower_is_timed_once(monkeypatch):
-    """On a clock that each function moves on."""
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only where functions say so."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def takes(seconds):
+        now[0] += seconds
+
+    return takes
+
+
+def test_as_many_rounds_as_fit_into_the_time(clock):
+    calls = []
+
+    def takes(name, seconds):
         def function():
-            now[0] += seconds
+            calls.append(name)
+            clock(seconds)
 
         return function
 
-    functions = {
-        layer.GEMM: takes(5.0),
-        ("ours", layer.FORWARD): takes(1.0),
-        ("close", layer.FORWARD): takes(3.0),
-        ("far", layer.FORWARD): takes(7.0),
+    machine = {layer.GEMM: takes("gemm", 0.25)}
+    often = {
+        ("ours", layer.FORWARD): takes("ours", 1.0),
+        ("close", layer.FORWARD): takes("close", 2.0),
     }
-    rounds = layer.time_rounds(functions, seconds=47.0, most=21)
-    assert {key: len(each) for key, each in rounds.items()} == {
-        layer.GEMM: 5,
-        ("ours", layer.FORWARD): 5,
-        ("close", layer.FORWARD): 5,
-        ("far", layer.FORWARD): 1,
+    once = {("far", layer.FORWARD): takes("far", 30.0)}
+    # A round takes 4 · 0.25 + 2 · 3 = 7 s.
+    assert layer.time_rounds(machine, often, once, seconds=37.0, most=21) == {
+        layer.GEMM: [0.25] * 5,
+        ("ours", layer.FORWARD): [1.0] * 5,
+        ("close", layer.FORWARD): [2.0] * 5,
+        ("far", layer.FORWARD): [30.0],
     }
-    assert rounds["close", layer.FORWARD] == pytest.approx([3.0] * 5)
-    assert len(layer.time_rounds(functions, 1.0, 21)[layer.GEMM]) == 3
-    assert len(layer.time_rounds(functions, 1e9, 7)[layer.GEMM]) == 7
+    assert calls == (["gemm"] * 4 + ["ours"] * 2 + ["close"] * 2) * 5 + ["far"]
+    assert len(layer.time_rounds(machine, often, once, 1.0, 21)[layer.GEMM]) == 2
+    assert len(layer.time_rounds(machine, often, once, 1e9, 7)[layer.GEMM]) == 7
+
+
+def test_what_takes_far_longer_is_timed_once(monkeypatch, clock):
+    def slow(factor):
+        def build(problem):
+            right = peers.ours(problem)
+
+            def forward(x, gates):
+                clock(factor)
+                return right.forward(x, gates)
+
+            return Peer(right.parameters, forward)
+
+        return build
+
+    kinds = {"slow": Kind("relu", slow(2.6)), "close": Kind("relu", slow(2.4))}
+    monkeypatch.setattr(layer, "ours", slow(1.0))
+    monkeypatch.setattr(layer, "PEERS", kinds)
+    options = dataclasses.replace(OPTIONS, peers=list(kinds))
+    often, once, remarks = layer.candidates(Problem(SHAPE, torch.float32), RATES, options)
+    assert set(once) == {("slow", which) for which in layer.PASSES}
+    assert {name for name, _ in often} == {"ours", "dense", "close"} and not remarks
 
 
 def test_main_reports_and_writes(capsys, tmp_path):
@@ -216,7 +251,7 @@ def test_main_reports_and_writes(capsys, tmp_path):
         for figures in result["figures"].values():
             for which in layer.PASSES:
                 low, middle, high = figures[which]["ms"]
-                assert 0 < low <= middle <= high and figures[which]["rounds"] == 3
+                assert 0 < low <= middle <= high and figures[which]["rounds"] == 2
         assert result["gemm_gflops"] > 0 and result["limit_ms"][layer.BOTH] > 0
         assert result["shape"][:2] in ([48, 5], [16, 4])
 

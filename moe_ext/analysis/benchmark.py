@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from moe_ext import _C
 from moe_ext.info import blas_name, cpu_name
+
+Name = TypeVar("Name")
 
 
 class Ratio(NamedTuple):
@@ -28,18 +30,26 @@ def environment() -> str:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
-) -> dict[str, list[float]]:
+    functions: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    *,
+    twice: bool = False,
+) -> dict[Name, list[float]]:
     """Seconds of each function in every round: one after the other, so that all see the same noise.
 
     Args:
         functions: by name.
         rounds: how often each is timed.
         warm_up: rounds before, which are not timed.
+        twice: call each two times in a row and time the second, which finds the caches and the
+            free memory as in a loop of it alone, and not as another function left them.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    seconds: dict[Name, list[float]] = {name: [] for name in functions}
     for number in range(-warm_up, rounds):
         for name, function in functions.items():
+            if twice:
+                function()
             start = time.perf_counter()
             function()
             if number >= 0:
@@ -50,7 +60,7 @@ def interleaved(
 def ratio(numerator: list[float], denominator: list[float]) -> Ratio:
     """Quartiles of the rounds' ratios; at least 2 rounds."""
     pairs = zip(numerator, denominator, strict=True)
-    return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4))
+    return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive"))
 
 
 @contextlib.contextmanager
