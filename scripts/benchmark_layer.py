@@ -220,12 +220,11 @@ class Candidates(NamedTuple):
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
     """Compares the peers to ours."""
     mine = ours(problem)
-    gradients(mine, problem)  # memory and caches are as warm for it as for those that follow
-    start = time.perf_counter()
     expected = results(mine, problem, BOTH)
-    long = max(2.5 * (time.perf_counter() - start), 0.5)
-    once: Functions = {}
     functions, remarks = passes("ours", mine, problem), {}
+    (took,) = interleaved({"ours": functions["ours", BOTH]}, 1, warm_up=1)["ours"]
+    long = max(2.5 * took, 0.5)
+    once: Functions = {}
     if problem.activation == "relu":
         one = Problem(
             problem.shape._replace(tokens=problem.rows, num_experts=1, k=1), problem.dtype
@@ -243,16 +242,12 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
         try:
             if (name, FORWARD) not in skipped:
                 peer = kind.build(problem)
-                start = time.perf_counter()
-                found = results(peer, problem, FORWARD if (name, BOTH) in skipped else BOTH)
-                timed = functions if time.perf_counter() - start < long else once
-                check(found, expected)
-                del found  # up to gigabytes
-                timed |= {
-                    key: function
-                    for key, function in passes(name, peer, problem).items()
-                    if key not in skipped
-                }
+                which = FORWARD if (name, BOTH) in skipped else BOTH
+                check(results(peer, problem, which), expected)
+                calls = passes(name, peer, problem)
+                (took,) = interleaved({name: calls[name, which]}, 1, warm_up=0)[name]
+                timed = functions if took < long else once
+                timed |= {key: call for key, call in calls.items() if key not in skipped}
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
         except WrongResult as error:
@@ -503,34 +498,34 @@ def plot(results: Sequence[Result], path: Path) -> None:
     first = results[0]
     chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
     shapes = list(dict.fromkeys(result.name for result in chosen))
-    figure = Figure(figsize=(max(10, 2 + 0.9 * len(shapes)), 8), layout="constrained")
+    colours = {"relu": "tab:blue", "swiglu": "tab:orange"}
+    peers = [(name, kind.activation) for name, kind in PEERS.items()]
+    series = [("ours", activation) for activation in ACTIVATIONS] + peers
+    figure = Figure(figsize=(max(10, 1.2 * len(shapes)), 8), layout="constrained")
     for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
-        for number, name in enumerate(["ours", "dense", *PEERS]):
+        for number, (name, activation) in enumerate(series):
+            at = -0.2 if activation == "relu" else 0.2
+            marker: dict[str, Any] = {"marker": "_", "s": 500, "linewidth": 3}
+            if name != "ours":
+                marker = {"marker": f"${number - 1}$"}
+                at += 0.08 * (number % 3 - 1)  # beside each other
             points = [
-                (shapes.index(r.name), 100 * r.figures[name][which].share_of_limit[1], r.activation)
+                (shapes.index(r.name) + at, 100 * r.figures[name][which].share_of_limit[1])
                 for r in chosen
-                if which in r.figures.get(name, {})
+                if r.activation == activation and which in r.figures.get(name, {})
             ]
-            for activation in ACTIVATIONS:
-                at = [(x, y) for x, y, kind in points if kind == activation]
-                if at:
-                    label = f"{name}, SwiGLU" if (name, activation) == ("ours", "swiglu") else name
-                    style = (
-                        "D"
-                        if name == "ours"
-                        else "_"
-                        if name == "dense"
-                        else "ov^<>sPX"[number - 2]
-                    )
-                    axes.plot(*zip(*at, strict=True), style, label=label, markersize=7)
+            if points:
+                label = f"ours, {activation}" if name == "ours" else name
+                axes.scatter(
+                    *zip(*points, strict=True), color=colours[activation], label=label, **marker
+                )
         axes.axhline(100, color="black", linewidth=0.8)
-        axes.set(yscale="log", ylabel=f"{which}: % of the limit")
-        axes.grid(axis="y", which="both", alpha=0.2)
+        axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, 110), ylabel=f"{which}: % of the limit")
+        axes.grid(axis="y", alpha=0.3)
     axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
-    threads = f"{first.threads} thread{'s' * (first.threads > 1)}"
-    figure.suptitle(f"Experts, {first.dtype}, {threads}; {environment()}", fontsize=8)
-    figure.axes[0].legend(fontsize=7, ncols=5)
-    figure.savefig(path, dpi=150)
+    figure.suptitle(f"{first.dtype}, threads: {first.threads}; {environment()}", fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=120)
 
 
 def versions() -> str:
