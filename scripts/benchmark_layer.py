@@ -28,9 +28,9 @@ other, each called twice in a row and timed the second time: as in a loop of it 
 that one call frees serves the next. (Memory that others used before can take seconds to get, where
 a virtual machine fetches it from its host.) There are as many rounds as --seconds allow, at least
 2. Figures are medians over the rounds; ratios (time by ours) and shares are medians of the rounds'
-ratios. What takes more than 2.5 times our time, and half a second, is timed once, after the rounds
-("~"); what is expected to need more than --memory or --patience allow, not at all ("–"). A wrong
-peer is not timed either, and makes the exit status 1.
+ratios. What takes more than 2.5 times our time, and half a second, takes part in one round ("~");
+what is expected to need more than --memory, or --patience beyond what the products take, in none
+("–"). A wrong peer is not timed either, and makes the exit status 1.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def passes(name: str, peer: Peer, problem: Problem) -> Functions:
     def both() -> None:
         gradients(peer, problem)
 
-    return {(name, FORWARD): forward, (name, BOTH): both}
+    return {(name, BOTH): both, (name, FORWARD): forward}
 
 
 def results(peer: Peer, problem: Problem, which: str) -> dict[str, Sequence[Tensor]]:
@@ -201,35 +201,35 @@ def reason_to_skip(
     kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
 ) -> str:
     """Why a peer is not tried in a pass, "" if it is."""
-    work = dict(zip(PASSES, problem.work(), strict=True))[which]
     extra = kind.extra(problem, which == BOTH)
-    seconds = (work.flops + extra.flops) / rates[GEMM] + (work.bytes + extra.bytes) / rates[STREAM]
+    seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
     if extra.memory > options.memory * 2**30:
         return f"would need {extra.memory / 2**30:.1f} GiB"
-    return f"would take {seconds:.0f} s or more" if seconds > options.patience else ""
+    return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
 
 
 class Candidates(NamedTuple):
-    """What is timed at a problem in every round, what once, and why the rest is not."""
+    """What is timed at a problem, with the seconds of a first round, and why the rest is not."""
 
-    often: Functions
-    once: Functions
+    functions: Functions
+    seconds: dict[Key, list[float]]
     remarks: dict[Key, str]
 
 
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
-    """Compares the peers to ours."""
+    """Compares the peers to ours, each just before its first round."""
     mine = ours(problem)
     expected = results(mine, problem, BOTH)
-    functions, remarks = passes("ours", mine, problem), {}
-    (took,) = interleaved({"ours": functions["ours", BOTH]}, 1, warm_up=1)["ours"]
-    long = max(2.5 * took, 0.5)
-    once: Functions = {}
+    functions = passes("ours", mine, problem)
+    seconds = interleaved(functions, 1, warm_up=1)
+    remarks: dict[Key, str] = {}
     if problem.activation == "relu":
         one = Problem(
             problem.shape._replace(tokens=problem.rows, num_experts=1, k=1), problem.dtype
         )
-        functions |= passes("dense", dense(one), one)
+        calls = passes("dense", dense(one), one)
+        seconds |= interleaved(calls, 1, warm_up=1)
+        functions |= calls
     for name in options.peers:
         kind = PEERS[name]
         if kind.activation != problem.activation:
@@ -245,34 +245,39 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
                 which = FORWARD if (name, BOTH) in skipped else BOTH
                 check(results(peer, problem, which), expected)
                 calls = passes(name, peer, problem)
-                (took,) = interleaved({name: calls[name, which]}, 1, warm_up=0)[name]
-                timed = functions if took < long else once
-                timed |= {key: call for key, call in calls.items() if key not in skipped}
+                calls = {key: call for key, call in calls.items() if key not in skipped}
+                functions |= calls
+                seconds |= interleaved(calls, 1, warm_up=0)
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
         except WrongResult as error:
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
         remarks |= skipped
-    return Candidates(functions, once, remarks)
+    return Candidates(functions, seconds, remarks)
 
 
 # Rounds and figures
 
 
-def time_rounds(
-    machine: Functions, often: Functions, once: Functions, seconds: float, most: int
-) -> dict[Key, list[float]]:
-    """As many rounds as fit into the time, 2 to `most`."""
-    found: dict[Key, list[float]] = {key: [] for key in machine | often}
+def add_rounds(
+    found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
+) -> None:
+    """After a first round, 1 at least and as many as fit into the time, without what takes far
+    longer than ours."""
+    often = {
+        (name, which): function
+        for (name, which), function in functions.items()
+        if found[name, which][0] < max(2.5 * found["ours", which][0], 0.5)
+    }
     start = time.perf_counter()
-    for number in range(most):
-        if number >= 2 and (time.perf_counter() - start) * (number + 1) / number > seconds:
+    for rounds in range(1, max(options.rounds, 2)):
+        took = time.perf_counter() - start
+        if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
             break
         for key, each in interleaved(machine, 3, warm_up=1).items():
             found[key].append(statistics.median(each))
         for key, each in interleaved(often, 1, warm_up=0, twice=True).items():
             found[key] += each
-    return found | interleaved(once, 1, warm_up=0)
 
 
 def figures_of(
@@ -295,9 +300,8 @@ def figures_of(
         if name == "machine":
             continue
         ideal, mine = limits[which], seconds["ours", which]
-        if len(each) == 1:  # not in a round with others; quartiles are of two at least
-            ideal, mine = [statistics.median(ideal)] * 2, [statistics.median(mine)] * 2
-            each = [each[0]] * 2
+        if len(each) == 1:  # in the first round alone; quartiles are of two at least
+            ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
         figures.setdefault(name, {})[which] = Figures(
             rounds=len(seconds[name, which]),
             ms=[1e3 * quartile for quartile in statistics.quantiles(each, n=4, method="inclusive")],
@@ -318,13 +322,17 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     found = []
     for threads in options.threads:
         with pinned(threads):
+            seconds = {
+                key: [statistics.median(each)]
+                for key, each in interleaved(machine, 3, warm_up=1).items()
+            }
             if chosen is None:
-                trial = interleaved(machine, 3, warm_up=1)
-                rates = {key: max(work[key[1]]) / min(each) for key, each in trial.items()}
+                rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
                 chosen = candidates(problem, rates, options)
-            seconds = time_rounds(
-                machine, chosen.often, chosen.once, options.seconds, options.rounds
-            )
+                seconds |= chosen.seconds
+            else:
+                seconds |= interleaved(chosen.functions, 1, warm_up=0, twice=True)
+            add_rounds(seconds, machine, chosen.functions, options)
         limit_ms, figures = figures_of(seconds, work)
         reasons: dict[str, dict[str, str]] = {}
         for (peer, which), reason in chosen.remarks.items():
@@ -553,7 +561,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=21, help="at most, and at least 2")
     parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
     parser.add_argument("--memory", type=float, default=6.0, help="GiB that a peer may take")
-    parser.add_argument("--patience", type=float, default=6.0, help="seconds that it may take")
+    parser.add_argument("--patience", type=float, default=3.0, help="seconds that it may waste")
     parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
     parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
     parser.add_argument("--json", type=Path)

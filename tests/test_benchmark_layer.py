@@ -118,19 +118,19 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(layer, "PEERS", extra)
     problem = Problem(SHAPE, torch.float32)
     options = dataclasses.replace(OPTIONS, peers=list(extra))
-    often, once, remarks = layer.candidates(problem, RATES, options)
-    assert set(often) == {
-        (name, which) for name in ("ours", "dense", "half") for which in layer.PASSES
-    } - {("half", layer.BOTH)}
-    assert not once
+    functions, seconds, remarks = layer.candidates(problem, RATES, options)
+    assert (
+        set(seconds)
+        == set(functions)
+        == {(name, which) for name in ("ours", "dense", "half") for which in layer.PASSES}
+        - {("half", layer.BOTH)}
+    )
     assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from ours by")
     assert remarks["nan", layer.FORWARD].startswith("WRONG: y differs from ours by nan")
     assert remarks["missing", layer.FORWARD] == "not installed: no module named nothing"
     assert remarks["large", layer.FORWARD] == "would need 2.0 GiB"
-    assert (
-        remarks["slow", layer.BOTH] == remarks["slow", layer.FORWARD] == ("would take 20 s or more")
-    )
-    assert remarks["half", layer.BOTH] == "would take 20 s or more"
+    assert remarks["slow", layer.BOTH] == remarks["slow", layer.FORWARD] == ("would take 20 s more")
+    assert remarks["half", layer.BOTH] == "would take 20 s more"
 
 
 def test_figures_from_given_seconds():
@@ -174,7 +174,7 @@ def clock(monkeypatch):
     return takes
 
 
-def test_as_many_rounds_as_fit_into_the_time(clock):
+def test_rounds_fit_into_the_time_without_what_is_far_slower(clock):
     calls = []
 
     def takes(name, seconds):
@@ -185,43 +185,25 @@ def test_as_many_rounds_as_fit_into_the_time(clock):
         return function
 
     machine = {layer.GEMM: takes("gemm", 0.25)}
-    often = {
-        ("ours", layer.FORWARD): takes("ours", 1.0),
-        ("close", layer.FORWARD): takes("close", 2.0),
-    }
-    once = {("far", layer.FORWARD): takes("far", 30.0)}
+    first = {"ours": 1.0, "close": 2.0, "far": 2.75}
+    functions = {(name, layer.FORWARD): takes(name, each) for name, each in first.items()}
+
+    def rounds(seconds, most=21):
+        found = {layer.GEMM: [0.5]} | {(name, layer.FORWARD): [x] for name, x in first.items()}
+        options = dataclasses.replace(OPTIONS, seconds=seconds, rounds=most)
+        layer.add_rounds(found, machine, functions, options)
+        return found
+
     # A round takes 4 · 0.25 + 2 · 3 = 7 s.
-    assert layer.time_rounds(machine, often, once, seconds=37.0, most=21) == {
-        layer.GEMM: [0.25] * 5,
+    assert rounds(30.0) == {
+        layer.GEMM: [0.5] + [0.25] * 4,
         ("ours", layer.FORWARD): [1.0] * 5,
         ("close", layer.FORWARD): [2.0] * 5,
-        ("far", layer.FORWARD): [30.0],
+        ("far", layer.FORWARD): [2.75],
     }
-    assert calls == (["gemm"] * 4 + ["ours"] * 2 + ["close"] * 2) * 5 + ["far"]
-    assert len(layer.time_rounds(machine, often, once, 1.0, 21)[layer.GEMM]) == 2
-    assert len(layer.time_rounds(machine, often, once, 1e9, 7)[layer.GEMM]) == 7
-
-
-def test_what_takes_far_longer_is_timed_once(monkeypatch, clock):
-    def slow(factor):
-        def build(problem):
-            right = peers.ours(problem)
-
-            def forward(x, gates):
-                clock(factor)
-                return right.forward(x, gates)
-
-            return Peer(right.parameters, forward)
-
-        return build
-
-    kinds = {"slow": Kind("relu", slow(2.6)), "close": Kind("relu", slow(2.4))}
-    monkeypatch.setattr(layer, "ours", slow(1.0))
-    monkeypatch.setattr(layer, "PEERS", kinds)
-    options = dataclasses.replace(OPTIONS, peers=list(kinds))
-    often, once, remarks = layer.candidates(Problem(SHAPE, torch.float32), RATES, options)
-    assert set(once) == {("slow", which) for which in layer.PASSES}
-    assert {name for name, _ in often} == {"ours", "dense", "close"} and not remarks
+    assert calls == (["gemm"] * 4 + ["ours"] * 2 + ["close"] * 2) * 4
+    assert len(rounds(0.0)[layer.GEMM]) == 2
+    assert len(rounds(1e9, most=7)[layer.GEMM]) == 7
 
 
 def test_main_reports_and_writes(capsys, tmp_path):
