@@ -1,7 +1,7 @@
 """Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
 
     python -m pip install '.[benchmark]'              # peers from PyPI, matplotlib; each optional
-    python scripts/benchmark_layer.py                     # 1 and 2 threads, float32: 15 minutes
+    python scripts/benchmark_layer.py                     # 1 and 2 threads, float32: 20 minutes
     python scripts/benchmark_layer.py --shapes e32 t256-zipf --rounds 5 --threads 1
     python scripts/benchmark_layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
     python scripts/benchmark_layer.py --seconds 60 --json layer.json --plot layer.png
@@ -14,8 +14,9 @@ knows gated activations alone: it is compared to ours with SwiGLU on the same we
 smaller by a third, as makes the products cost the same. mixture-of-experts and st-moe-pytorch are
 called as layers whose gate is replaced by the given one, with groups of the size that costs them
 least and a capacity that drops no token. The loops have separate parameters for each expert, as
-modules have. "dense" is one network of torch's linear layers on T·k rows: as many operations, not
-the same result. Before anything is timed, y and all gradients of every peer are compared to ours.
+modules have; with "split" autograd need not make a gradient of all rows for each slice. "dense" is
+one network of torch's linear layers on T·k rows: as many operations, not the same result. Before
+anything is timed, y and all gradients of every peer are compared to ours.
 
 The limit is max(flops / GEMM peak, least bytes / stream bandwidth). The peak is torch.mm of two
 squares of 2048 in the same type, the bandwidth torch.dot of two float32 vectors of 256 MiB: reading
@@ -561,7 +562,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=21, help="at most, and at least 2")
     parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
     parser.add_argument("--memory", type=float, default=6.0, help="GiB that a peer may take")
-    parser.add_argument("--patience", type=float, default=3.0, help="seconds that it may waste")
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds that it may waste")
     parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
     parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
     parser.add_argument("--json", type=Path)

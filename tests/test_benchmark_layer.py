@@ -64,7 +64,7 @@ def test_plain_peers_compute_equation_1():
     for x, gates, chosen in zip(problem.x, problem.gates, problem.expert_index, strict=True):
         outputs = [ref.E_i(x, (first[e], second[e])) for e in chosen.tolist()]
         expected.append(sum(g * y for g, y in zip(gates, outputs, strict=True)))
-    for build in (peers.ours, peers.mask_loop, peers.sort_and_slices):
+    for build in (peers.ours, peers.mask_loop, peers.sort_and_slices, peers.sort_and_split):
         y = build(problem).forward(problem.x, problem.gates)
         torch.testing.assert_close(y, torch.stack(expected), rtol=1e-12, atol=1e-12)
 

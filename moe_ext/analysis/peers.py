@@ -7,8 +7,8 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -218,21 +218,29 @@ def _sorted(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return slot, slot // problem.shape.k, flat.bincount(minlength=problem.shape.num_experts)
 
 
-def sort_and_slices(problem: Problem) -> Peer:
+def _sort_and_loop(
+    parts: Callable[[Tensor, list[int]], Sequence[Tensor]], problem: Problem
+) -> Peer:
     first, second = _separate(problem)
     E = problem.shape.num_experts
 
     def forward(x: Tensor, gates: Tensor) -> Tensor:
         slot, token, counts = _sorted(problem)
-        rows = x[token]
-        bounds = enumerate(pairwise([0, *counts.cumsum(0).tolist()]))
-        out = torch.cat(
-            [(rows[a:b] @ first[e]).relu() @ second[e] for e, (a, b) in bounds if a < b]
-        )
+        inputs = enumerate(parts(x[token], counts.tolist()))
+        out = torch.cat([(rows @ first[e]).relu() @ second[e] for e, rows in inputs if len(rows)])
         weighted = out * gates.flatten()[slot][:, None]
         return torch.zeros_like(x).index_add(0, token, weighted)
 
     return Peer([*first, *second], forward, lambda found: [found[:E], found[E:]])
+
+
+def _slices(rows: Tensor, counts: list[int]) -> list[Tensor]:
+    # Each one's gradient is a tensor of all rows.
+    return [rows[a:b] for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+sort_and_slices = partial(_sort_and_loop, _slices)
+sort_and_split = partial(_sort_and_loop, Tensor.split)
 
 
 def sort_and_grouped_mm(problem: Problem) -> Peer:
@@ -394,6 +402,7 @@ def st_moe_pytorch(problem: Problem) -> Peer:
 PEERS = {
     "mask loop": Kind("relu", mask_loop),
     "sort + slices": Kind("relu", sort_and_slices),
+    "sort + split": Kind("relu", sort_and_split),
     "sort + grouped_mm": Kind("relu", sort_and_grouped_mm),
     "mixture-of-experts": Kind("relu", mixture_of_experts, _one_hot_extra),
     "st-moe-pytorch": Kind("relu", st_moe_pytorch, _one_hot_extra),
