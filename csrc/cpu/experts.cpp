@@ -83,7 +83,6 @@ void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t wor
   auto* workspace = workspaces.mutable_data_ptr<acc_t>();
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
-    const SingleThreadedBlas single_threaded;
     for (int64_t first; (first = next.fetch_add(at_once)) < num_blocks;) {
       for (int64_t b = first; b < std::min(num_blocks, first + at_once); ++b) {
         body(blocks[b], workspace + thread * workspaces.size(1));
@@ -124,7 +123,6 @@ class Experts {
     for (size_t l = 0; l < weights.size(); ++l) {
       weights_.push_back(weights[l].contiguous());
       if (!biases.empty()) biases_.push_back(biases[l].contiguous());
-      weight_size_ = std::max(weight_size_, weights[l].size(1) * weights[l].size(2));
       widest_ = std::max({widest_, weights[l].size(1), weights[l].size(2)});
       flops_per_row_ += 2 * weights[l].size(1) * weights[l].size(2);
     }
@@ -148,28 +146,26 @@ class Experts {
   int64_t num_partial() const { return num_partial_; }
   int64_t widest() const { return widest_; }
 
-  // The room that a block's rows take at most, that a widened weight takes, and that `activations`
-  // take in all.
+  // The room that a block's rows take at most, and that `activations` take in all.
   int64_t rows_size(int64_t width) const { return round_up(most_rows_ * width); }
-  int64_t weight_size() const { return kSame ? 0 : round_up(weight_size_); }
   int64_t activations_size() const {
-    int64_t size = weight_size();
+    int64_t size = product_size();
     for (int64_t l = 0; l < num_layers(); ++l) {
       size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? rows_size(columns(l)) : 0);
     }
     return size;
   }
 
+  static int64_t product_size() { return round_up(gemm_space<acc_t>()); }
+
   // The next `size` numbers of a workspace.
   static acc_t* take(acc_t*& workspace, int64_t size) {
     return std::exchange(workspace, workspace + round_up(size));
   }
 
-  // The weights of one expert and layer, in the type that is computed with.
-  const acc_t* weight(int64_t expert, int64_t layer, acc_t* space) const {
-    const int64_t size = fan_in(layer) * columns(layer);
-    return widened(weights_[layer].template const_data_ptr<scalar_t>() + expert * size, size,
-                   space);
+  const scalar_t* weight(int64_t expert, int64_t layer) const {
+    return weights_[layer].template const_data_ptr<scalar_t>() +
+           expert * fan_in(layer) * columns(layer);
   }
 
   const scalar_t* bias_data(int64_t expert, int64_t layer) const {
@@ -204,7 +200,7 @@ class Experts {
   struct Activations {
     c10::SmallVector<const acc_t*, 4> input;  // [num_rows, fan_in] of each layer
     c10::SmallVector<const acc_t*, 4> z;      // [num_rows, columns] of each hidden layer
-    acc_t* weight_space;
+    acc_t* product_space;
   };
 
   // With `hidden` given and `computed` already, reads the hidden layers; else computes them, and
@@ -213,7 +209,7 @@ class Experts {
                           acc_t*& workspace) const {
     Activations a;
     const int64_t n = block.num_rows;
-    a.weight_space = take(workspace, weight_size());
+    a.product_space = take(workspace, product_size());
     a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
                              fan_in(0), take(workspace, n * fan_in(0))));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
@@ -224,7 +220,7 @@ class Experts {
       if (computed) {
         widened(kept, size, z);
       } else {
-        linear(block, l, a.input[l], a.weight_space, z);
+        linear(block, l, a.input[l], a.product_space, z);
         round(size, kept, z);
       }
       a.z.push_back(z);
@@ -239,16 +235,15 @@ class Experts {
   }
 
   // out = in W + b, [num_rows, columns]
-  void linear(const Block& block, int64_t layer, const acc_t* in, acc_t* weight_space,
-              acc_t* out) const {
+  void linear(const Block& block, int64_t layer, const acc_t* in, acc_t* space, acc_t* out) const {
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
         vectorized<Convert>(bias_data(block.expert, layer), columns(layer),
                             out + r * columns(layer));
       }
     }
-    gemm<acc_t>(block.num_rows, columns(layer), fan_in(layer), {in},
-                {weight(block.expert, layer, weight_space)}, has_bias() ? 1 : 0, out);
+    gemm<acc_t, acc_t, scalar_t>(block.num_rows, columns(layer), fan_in(layer), {in},
+                                 {weight(block.expert, layer)}, has_bias(), out, space);
   }
 
   // Hidden layers have the precision of their type, kept or not: both give the same gradients.
@@ -276,7 +271,7 @@ class Experts {
   std::vector<Tensor> weights_, biases_;
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
-  int64_t weight_size_ = 0, widest_ = 0, flops_per_row_ = 0;
+  int64_t widest_ = 0, flops_per_row_ = 0;
   int64_t most_rows_ = 0, num_partial_ = 0;
 };
 
@@ -305,9 +300,9 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
         const auto a = experts.activations(block, hidden_data, /*computed=*/false, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (experts.kSame) {
-          experts.linear(block, last, a.input[last], a.weight_space, out);
+          experts.linear(block, last, a.input[last], a.product_space, out);
         } else {
-          experts.linear(block, last, a.input[last], a.weight_space, workspace);
+          experts.linear(block, last, a.input[last], a.product_space, workspace);
           vectorized<Convert>(static_cast<const acc_t*>(workspace), block.num_rows * width, out);
         }
       });
@@ -341,9 +336,10 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   const auto hidden_data = data_of<scalar_t>(hidden);
 
   std::vector<ParameterGradient<scalar_t>> parameters;
-  int64_t partial_size = 0;
+  int64_t partial_size = 0, most_numbers = 0;
   for (const Tensor& each : grad_parameters) {
     const int64_t size = each.numel() / each.size(0);
+    most_numbers = std::max(most_numbers, size);
     parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
     partial_size += round_up(size);
   }
@@ -353,7 +349,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
 
   const int64_t out_size = experts.rows_size(experts.columns(last));
   const int64_t rows_size = experts.rows_size(experts.widest());
-  const int64_t workspace_size = experts.activations_size() + experts.weight_size() + out_size +
+  const int64_t parameter_size = kSame ? 0 : round_up(most_numbers);
+  const int64_t workspace_size = experts.activations_size() + parameter_size + out_size +
                                  2 * rows_size + round_up(experts.widest());
   for_each_block<acc_t>(
       experts.blocks(), 2 * experts.flops(), workspace_size, wide,
@@ -367,7 +364,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           return;
         }
         const auto a = experts.activations(block, hidden_data, !hidden_data.empty(), workspace);
-        acc_t* grad_space = experts.take(workspace, experts.weight_size());
+        acc_t* grad_space = experts.take(workspace, parameter_size);
         acc_t* out_space = experts.take(workspace, out_size);
         acc_t* grad_in = experts.take(workspace, rows_size);
         acc_t* grad_z = experts.take(workspace, rows_size);
@@ -392,8 +389,9 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
         for (int64_t l = last; l >= 0; --l) {
           const int64_t columns = experts.columns(l);
           const int64_t fan_in = experts.fan_in(l);
-          gemm<acc_t>(n, fan_in, columns, {grad_out},
-                      transposed(experts.weight(block.expert, l, a.weight_space)), 0, grad_in);
+          gemm<acc_t, acc_t, scalar_t>(n, fan_in, columns, {grad_out},
+                                       transposed(experts.weight(block.expert, l)),
+                                       /*accumulate=*/false, grad_in, a.product_space);
           if (l == last && gates_data != nullptr) {
             for (int64_t r = 0; r < n; ++r) {
               const int64_t slot = experts.slot_of(block.first_row + r);
@@ -412,7 +410,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
             }
           }
           write_gradient(l, [&](acc_t* target) {
-            gemm<acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out}, 0, target);
+            gemm<acc_t, acc_t, acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out},
+                                      /*accumulate=*/false, target, a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {

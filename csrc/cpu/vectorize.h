@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
+#define MOE_EXT_UNROLL _Pragma("GCC unroll 16")
 
 namespace moe_ext::cpu {
 

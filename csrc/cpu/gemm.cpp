@@ -1,0 +1,178 @@
+#include "gemm.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "micro_kernels.h"
+#include "pack.h"
+#include "vectorize.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// B is packed in squares of kSquare: a panel of it stays in the first cache level while it meets
+// the panels of A, and the square and those, of kMaxRows rows, in the second.
+template <typename acc_t>
+constexpr int64_t kSquare = 1024 / sizeof(acc_t);
+constexpr int64_t kMaxRows = 512;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
+template <typename T>
+struct Source {
+  const T* data;
+  int64_t stride;
+  bool depth_contiguous;
+
+  const T* at(int64_t i, int64_t p) const {
+    return data + (depth_contiguous ? i * stride + p : p * stride + i);
+  }
+};
+
+// The product for at most kMaxRows rows.
+template <typename acc_t, typename a_t, typename b_t>
+class Product {
+ public:
+  Product(Source<a_t> a, Source<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* space)
+      : a_(a),
+        b_(b),
+        m_(m),
+        n_(n),
+        k_(k),
+        packed_a_(space),
+        packed_b_(packed_a_ + num_panels() * kSize * kernels_.panel_stride),
+        edge_(packed_b_ + kSize * kSize) {}
+
+  static int64_t space() {
+    const auto& kernels = micro_kernels<acc_t>();
+    return kSize * ceil_div(kMaxRows, kernels.rows) * kernels.panel_stride + kSize * kSize +
+           kernels.rows * kMaxTileVectors * kernels.lanes;
+  }
+
+  void run(bool accumulate, acc_t* c) {
+    for (int64_t p = 0; p < k_; p += kSize) {
+      const int64_t depth = std::min(k_ - p, kSize);
+      for (int64_t i = 0; i < num_panels(); ++i) {
+        pack_panels(a_.at(first(i), p), a_.stride, a_.depth_contiguous,
+                    std::min(m_ - first(i), kernels_.panel_stride), depth, kernels_.panel_stride,
+                    panel_a(i));
+      }
+      for (int64_t j = 0; j < n_; j += kSize) {
+        square(p, j, depth, accumulate || p > 0, c + j);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kSize = kSquare<acc_t>;
+
+  int64_t num_panels() const { return ceil_div(m_, kernels_.rows); }
+  int64_t first(int64_t panel) const { return panel * m_ / num_panels(); }
+  acc_t* panel_a(int64_t i) const { return packed_a_ + i * kSize * kernels_.panel_stride; }
+
+  // All rows of c by the square of b at (p, j).
+  void square(int64_t p, int64_t j, int64_t depth, bool accumulate, acc_t* c) {
+    const int64_t num_columns = std::min(n_ - j, kSize);
+    const acc_t* panel = packed_b_;
+    int64_t stride = width_, step = width_ * depth;
+    bool in_place = false;
+    // Where few panels of a meet it, b is read where it is.
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      in_place = !b_.depth_contiguous && num_panels() <= 2 && num_columns % kernels_.lanes == 0;
+      if (in_place) {
+        panel = b_.at(j, p);
+        stride = b_.stride;
+        step = width_;
+      }
+    }
+    if (!in_place) {
+      pack_panels(b_.at(j, p), b_.stride, b_.depth_contiguous, num_columns, depth, width_,
+                  packed_b_);
+    }
+    const bool last = j + kSize >= n_;
+    const int64_t next_p = last ? p + kSize : p, next_j = last ? 0 : j + kSize;
+    for (int64_t jj = 0; jj < num_columns; jj += width_, panel += step) {
+      Prefetch prefetch = none();
+      if (next_p < k_) {
+        prefetch = {reinterpret_cast<const char*>(b_.depth_contiguous ? b_.at(next_j + jj, next_p)
+                                                                      : b_.at(next_j, next_p + jj)),
+                    b_.stride * static_cast<int64_t>(sizeof(b_t)),
+                    width_ * static_cast<int64_t>(sizeof(b_t))};
+      }
+      for (int64_t i = 0; i < num_panels(); ++i, prefetch = none()) {
+        tile(i, depth, panel, stride, std::min(num_columns - jj, width_), accumulate,
+             c + first(i) * n_ + jj, prefetch);
+      }
+    }
+  }
+
+  void tile(int64_t i, int64_t depth, const acc_t* panel_b, int64_t stride_b, int64_t num_columns,
+            bool accumulate, acc_t* c, Prefetch prefetch) {
+    const int64_t num_rows = first(i + 1) - first(i);
+    const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
+    const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
+    if (num_columns == vectors * kernels_.lanes) {
+      return multiply(depth, panel_a(i), panel_b, stride_b, c, n_, accumulate, prefetch);
+    }
+    multiply(depth, panel_a(i), panel_b, stride_b, edge_, width_, false, prefetch);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      for (int64_t l = 0; l < num_columns; ++l) {
+        acc_t& out = c[r * n_ + l];
+        out = accumulate ? out + edge_[r * width_ + l] : edge_[r * width_ + l];
+      }
+    }
+  }
+
+  Prefetch none() const { return {reinterpret_cast<const char*>(packed_b_), 0, 0}; }
+
+  const MicroKernels<acc_t>& kernels_ = micro_kernels<acc_t>();
+  const int64_t width_ = kMaxTileVectors * kernels_.lanes;
+  const Source<a_t> a_;
+  const Source<b_t> b_;
+  const int64_t m_, n_, k_;
+  acc_t* const packed_a_;
+  acc_t* const packed_b_;
+  acc_t* const edge_;
+};
+
+}  // namespace
+
+template <typename acc_t>
+int64_t gemm_space() {
+  return Product<acc_t, acc_t, acc_t>::space();
+}
+
+template <typename acc_t, typename a_t, typename b_t>
+void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool accumulate, acc_t* c,
+          acc_t* space) {
+  if (k == 0 && !accumulate) std::fill_n(c, m * n, acc_t(0));
+  if (m == 0 || n == 0 || k == 0) return;
+  const bool plain_a = a.layout == Layout::kPlain, plain_b = b.layout == Layout::kPlain;
+  const Source<a_t> rows{a.data, plain_a ? k : m, plain_a};
+  const Source<b_t> columns{b.data, plain_b ? n : k, !plain_b};
+  const int64_t num_parts = ceil_div(m, kMaxRows);
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
+    Product<acc_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
+                             last - first, n, k, space)
+        .run(accumulate, c + first * n);
+  }
+}
+
+template int64_t gemm_space<float>();
+template int64_t gemm_space<double>();
+
+#define MOE_EXT_GEMM(acc_t, a_t, b_t)                                                            \
+  template void gemm<acc_t, a_t, b_t>(int64_t, int64_t, int64_t, Factor<a_t>, Factor<b_t>, bool, \
+                                      acc_t*, acc_t*);
+MOE_EXT_GEMM(float, float, float)
+MOE_EXT_GEMM(double, double, double)
+#define MOE_EXT_GEMM_HALF(half_t) MOE_EXT_GEMM(float, float, half_t)
+MOE_EXT_GEMM_HALF(c10::Half)
+MOE_EXT_GEMM_HALF(c10::BFloat16)
+
+}  // namespace moe_ext::cpu
