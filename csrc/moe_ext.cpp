@@ -6,6 +6,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include "cpu/empty_rows.h"
 #include "cpu/vectorize.h"
 
 TORCH_LIBRARY(moe_ext, m) {
@@ -113,5 +114,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.attr("compiler") = __VERSION__;
   m.attr("cxx11_abi") = _GLIBCXX_USE_CXX11_ABI == 1;
+  m.def("empty_cache", &moe_ext::cpu::empty_cache,
+        "Returns the memory that freed CPU tensors of the operators have left to the system.");
   m.def("isa", &moe_ext::cpu::isa_name, "The instruction set that the CPU kernels use.");
 }

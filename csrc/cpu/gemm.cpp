@@ -96,22 +96,22 @@ class Product {
     const bool last = j + kSize >= n_;
     const int64_t next_p = last ? p + kSize : p, next_j = last ? 0 : j + kSize;
     for (int64_t jj = 0; jj < num_columns; jj += width_, panel += step) {
-      Prefetch prefetch = none();
+      Prefetch next = none_;
       if (next_p < k_) {
-        prefetch = {reinterpret_cast<const char*>(b_.depth_contiguous ? b_.at(next_j + jj, next_p)
-                                                                      : b_.at(next_j, next_p + jj)),
-                    b_.stride * static_cast<int64_t>(sizeof(b_t)),
-                    width_ * static_cast<int64_t>(sizeof(b_t))};
+        next = {reinterpret_cast<const char*>(b_.depth_contiguous ? b_.at(next_j + jj, next_p)
+                                                                  : b_.at(next_j, next_p + jj)),
+                b_.stride * static_cast<int64_t>(sizeof(b_t)),
+                width_ * static_cast<int64_t>(sizeof(b_t))};
       }
-      for (int64_t i = 0; i < num_panels(); ++i, prefetch = none()) {
+      for (int64_t i = 0; i < num_panels(); ++i) {
         tile(i, depth, panel, stride, std::min(num_columns - jj, width_), accumulate,
-             c + first(i) * n_ + jj, prefetch);
+             c + first(i) * n_ + jj, i == 0 ? next : none_);
       }
     }
   }
 
   void tile(int64_t i, int64_t depth, const acc_t* panel_b, int64_t stride_b, int64_t num_columns,
-            bool accumulate, acc_t* c, Prefetch prefetch) {
+            bool accumulate, acc_t* c, const Prefetch& prefetch) {
     const int64_t num_rows = first(i + 1) - first(i);
     const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
@@ -127,8 +127,6 @@ class Product {
     }
   }
 
-  Prefetch none() const { return {reinterpret_cast<const char*>(packed_b_), 0, 0}; }
-
   const MicroKernels<acc_t>& kernels_ = micro_kernels<acc_t>();
   const int64_t width_ = kMaxTileVectors * kernels_.lanes;
   const Source<a_t> a_;
@@ -137,6 +135,7 @@ class Product {
   acc_t* const packed_a_;
   acc_t* const packed_b_;
   acc_t* const edge_;
+  const Prefetch none_{reinterpret_cast<const char*>(packed_b_), 0, 0};
 };
 
 }  // namespace

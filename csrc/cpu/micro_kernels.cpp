@@ -20,7 +20,7 @@ struct Vector {
 template <typename acc_t, int kBytes, int kPanelStride, int kRows, int kVectors>
 MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc_t* __restrict b,
                              int64_t stride_b, acc_t* __restrict c, int64_t stride_c,
-                             bool accumulate, Prefetch prefetch) {
+                             bool accumulate, const Prefetch& prefetch) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
@@ -31,9 +31,10 @@ MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc
         __builtin_prefetch(c + r * stride_c + i, 1);
     }
   }
+  const auto [data, row, chunk] = prefetch;
   Aligned sum[kRows][kVectors] = {};
   for (int64_t p = 0; p < depth; ++p, a += kPanelStride, b += stride_b) {
-    const char* line = prefetch.data + p % kWidth * prefetch.stride + p / kWidth * prefetch.chunk;
+    const char* line = data + p % kWidth * row + p / kWidth * chunk;
     MOE_EXT_UNROLL for (int i = 0; i < kMaxTileVectors * kBytes; i += 64) {
       __builtin_prefetch(line + i, 0, 2);
     }
@@ -62,7 +63,7 @@ MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc
                                                                 const acc_t* b, int64_t stride_b, \
                                                                 acc_t* c, int64_t stride_c,       \
                                                                 bool accumulate,                  \
-                                                                Prefetch prefetch) {              \
+                                                                const Prefetch& prefetch) {       \
       multiply<acc_t, kBytes, kPanelStride, kTileRows, kVectors>(depth, a, b, stride_b, c,        \
                                                                  stride_c, accumulate, prefetch); \
     }                                                                                             \

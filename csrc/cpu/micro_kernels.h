@@ -21,7 +21,7 @@ struct Prefetch {
 // other rows and columns are.
 template <typename acc_t>
 using Tile = void (*)(int64_t depth, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
-                      int64_t stride_c, bool accumulate, Prefetch prefetch);
+                      int64_t stride_c, bool accumulate, const Prefetch& prefetch);
 
 constexpr int kMaxTileRows = 14;
 constexpr int kMaxTileVectors = 2;

@@ -1,0 +1,133 @@
+#include "empty_rows.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace moe_ext::cpu {
+
+#if defined(__linux__)
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Memory of freed tensors, kept for the next ones: a training step needs the same sizes again, and
+// gradients of gigabytes would otherwise be cleared by the system, page by page, in every step.
+class Cache {
+ public:
+  struct Block {
+    void* data;
+    size_t size;
+    int64_t freed;  // at which allocation
+  };
+
+  // A block of at least `size` bytes, a multiple of kHugePage; no data if there is no memory.
+  Block take(size_t size) {
+    {
+      const std::lock_guard lock(mutex_);
+      ++num_taken_;
+      return_to_system([&](const Block& block) { return block.freed + kPatience < num_taken_; });
+      const auto best = std::min_element(
+          free_.begin(), free_.end(),
+          [&](const Block& a, const Block& b) { return waste(a, size) < waste(b, size); });
+      if (best != free_.end() && waste(*best, size) <= size / 4) {
+        const Block block = *best;
+        free_.erase(best);
+        return block;
+      }
+    }
+    // Aligned to huge pages, by leaving out what lies before and after.
+    void* start =
+        mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) return {nullptr, 0, 0};
+    auto* begin = static_cast<char*>(start);
+    auto* data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) /
+                                         kHugePage * kHugePage);
+    if (data > begin) munmap(begin, data - begin);
+    munmap(data + size, kHugePage - (data - begin));
+    // Only advice: where the system does not take it, the pages are small.
+    madvise(data, size, MADV_HUGEPAGE);
+    return {data, size, 0};
+  }
+
+  void give(Block block) {
+    const std::lock_guard lock(mutex_);
+    block.freed = num_taken_;
+    free_.push_back(block);
+  }
+
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    return_to_system([](const Block&) { return true; });
+  }
+
+ private:
+  // What lies idle while so many others are taken is not of a step that repeats.
+  static constexpr int64_t kPatience = 4096;
+
+  static size_t waste(const Block& block, size_t size) {
+    return block.size < size ? SIZE_MAX : block.size - size;
+  }
+
+  template <typename Condition>
+  void return_to_system(const Condition& condition) {
+    const auto kept = std::partition(free_.begin(), free_.end(),
+                                     [&](const Block& block) { return !condition(block); });
+    for (auto block = kept; block != free_.end(); ++block) munmap(block->data, block->size);
+    free_.erase(kept, free_.end());
+  }
+
+  std::mutex mutex_;
+  std::vector<Block> free_;
+  int64_t num_taken_ = 0;
+};
+
+Cache& cache() {
+  static auto* cache = new Cache();  // outlives the tensors of other static objects
+  return *cache;
+}
+
+}  // namespace
+
+at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  size_t bytes = options.dtype().itemsize();
+  for (const int64_t size : sizes) bytes *= size;
+  if (bytes >= 2 * kHugePage) {
+    const auto block = cache().take((bytes + kHugePage - 1) / kHugePage * kHugePage);
+    if (block.data != nullptr) {
+      const auto report = [block](int64_t change) {
+        c10::reportMemoryUsageToProfiler(block.data, change, 0, 0, at::kCPU);
+      };
+      const auto used = static_cast<int64_t>(bytes);
+      report(used);
+      const auto give_back = [block, report, used](void*) {
+        report(-used);
+        cache().give(block);
+      };
+      return at::from_blob(block.data, sizes, give_back, options);
+    }
+  }
+  return at::empty(sizes, options);
+}
+
+void empty_cache() { cache().clear(); }
+
+#else
+
+at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
+}
+
+void empty_cache() {}
+
+#endif
+
+}  // namespace moe_ext::cpu
