@@ -156,7 +156,7 @@ class Experts {
     return size;
   }
 
-  static int64_t product_size() { return round_up(gemm_space<acc_t>()); }
+  static int64_t product_size() { return round_up(gemm_space<scalar_t>()); }
 
   // The next `size` numbers of a workspace.
   static acc_t* take(acc_t*& workspace, int64_t size) {
@@ -242,8 +242,8 @@ class Experts {
                             out + r * columns(layer));
       }
     }
-    gemm<acc_t, acc_t, scalar_t>(block.num_rows, columns(layer), fan_in(layer), {in},
-                                 {weight(block.expert, layer)}, has_bias(), out, space);
+    gemm<scalar_t, acc_t, scalar_t>(block.num_rows, columns(layer), fan_in(layer), {in},
+                                    {weight(block.expert, layer)}, has_bias(), out, space);
   }
 
   // Hidden layers have the precision of their type, kept or not: both give the same gradients.
@@ -389,9 +389,9 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
         for (int64_t l = last; l >= 0; --l) {
           const int64_t columns = experts.columns(l);
           const int64_t fan_in = experts.fan_in(l);
-          gemm<acc_t, acc_t, scalar_t>(n, fan_in, columns, {grad_out},
-                                       transposed(experts.weight(block.expert, l)),
-                                       /*accumulate=*/false, grad_in, a.product_space);
+          gemm<scalar_t, acc_t, scalar_t>(n, fan_in, columns, {grad_out},
+                                          transposed(experts.weight(block.expert, l)),
+                                          /*accumulate=*/false, grad_in, a.product_space);
           if (l == last && gates_data != nullptr) {
             for (int64_t r = 0; r < n; ++r) {
               const int64_t slot = experts.slot_of(block.first_row + r);
@@ -410,8 +410,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
             }
           }
           write_gradient(l, [&](acc_t* target) {
-            gemm<acc_t, acc_t, acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out},
-                                      /*accumulate=*/false, target, a.product_space);
+            gemm<scalar_t, acc_t, acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out},
+                                         /*accumulate=*/false, target, a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {

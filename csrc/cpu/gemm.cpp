@@ -16,7 +16,7 @@ namespace {
 // B is packed in squares of kSquare: a panel of it stays in the first cache level while it meets
 // the panels of A, and the square and those, of kMaxRows rows, in the second.
 template <typename acc_t>
-constexpr int64_t kSquare = 1024 / sizeof(acc_t);
+constexpr int64_t kSquare = 1024 / sizeof(acc_t);  // words
 constexpr int64_t kMaxRows = 512;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -33,10 +33,36 @@ struct Source {
   }
 };
 
+// pack_panels with the vectors of the instruction set in use.
+template <typename acc_t, typename from_t>
+void pack_panels(bool pairs, const Source<from_t>& source, int64_t i, int64_t p,
+                 int64_t num_columns, int64_t depth, int64_t num_words, int64_t width,
+                 bool by_columns, acc_t* to) {
+  const from_t* from = source.at(i, p);
+  const auto arguments = [&](auto run) {
+    run(from, source.stride, source.depth_contiguous, num_columns, depth, num_words, width,
+        by_columns, to);
+  };
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (pairs) return arguments([](auto... all) { run_avx512<PackPanels<Pairs<64>>>(all...); });
+  }
+  if (isa() >= Isa::kAvx512) {
+    return arguments([](auto... all) { run_avx512<PackPanels<Words<64, acc_t>>>(all...); });
+  }
+  if (isa() == Isa::kAvx2) {
+    return arguments([](auto... all) { run_avx2<PackPanels<Words<32, acc_t>>>(all...); });
+  }
+#endif
+  arguments([](auto... all) { PackPanels<Words<16, acc_t>>::run(all...); });
+}
+
 // The product for at most kMaxRows rows.
-template <typename acc_t, typename a_t, typename b_t>
+template <typename scalar_t, typename a_t, typename b_t>
 class Product {
  public:
+  using acc_t = at::opmath_type<scalar_t>;
+
   Product(Source<a_t> a, Source<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* space)
       : a_(a),
         b_(b),
@@ -48,18 +74,19 @@ class Product {
         edge_(packed_b_ + kSize * kSize) {}
 
   static int64_t space() {
-    const auto& kernels = micro_kernels<acc_t>();
+    const auto& kernels = micro_kernels<scalar_t, acc_t>();
     return kSize * ceil_div(kMaxRows, kernels.rows) * kernels.panel_stride + kSize * kSize +
            kernels.rows * kMaxTileVectors * kernels.lanes;
   }
 
   void run(bool accumulate, acc_t* c) {
-    for (int64_t p = 0; p < k_; p += kSize) {
-      const int64_t depth = std::min(k_ - p, kSize);
+    for (int64_t p = 0; p < k_; p += depth_) {
+      const int64_t depth = std::min(k_ - p, depth_);
+      num_words_ = ceil_div(ceil_div(depth, numbers_), kernels_.depth) * kernels_.depth;
       for (int64_t i = 0; i < num_panels(); ++i) {
-        pack_panels(a_.at(first(i), p), a_.stride, a_.depth_contiguous,
-                    std::min(m_ - first(i), kernels_.panel_stride), depth, kernels_.panel_stride,
-                    panel_a(i));
+        const int64_t num_rows = std::min(m_ - first(i), kernels_.panel_stride);
+        pack_panels(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
+                    kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
       }
       for (int64_t j = 0; j < n_; j += kSize) {
         square(p, j, depth, accumulate || p > 0, c + j);
@@ -78,11 +105,12 @@ class Product {
   void square(int64_t p, int64_t j, int64_t depth, bool accumulate, acc_t* c) {
     const int64_t num_columns = std::min(n_ - j, kSize);
     const acc_t* panel = packed_b_;
-    int64_t stride = width_, step = width_ * depth;
+    int64_t stride = width_, step = width_ * num_words_;
     bool in_place = false;
     // Where few panels of a meet it, b is read where it is.
     if constexpr (std::is_same_v<b_t, acc_t>) {
-      in_place = !b_.depth_contiguous && num_panels() <= 2 && num_columns % kernels_.lanes == 0;
+      in_place = !b_.depth_contiguous && !kernels_.pairs && num_panels() <= 2 &&
+                 num_columns % kernels_.lanes == 0;
       if (in_place) {
         panel = b_.at(j, p);
         stride = b_.stride;
@@ -90,35 +118,36 @@ class Product {
       }
     }
     if (!in_place) {
-      pack_panels(b_.at(j, p), b_.stride, b_.depth_contiguous, num_columns, depth, width_,
-                  packed_b_);
+      pack_panels(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
+                  /*by_columns=*/false, packed_b_);
     }
     const bool last = j + kSize >= n_;
-    const int64_t next_p = last ? p + kSize : p, next_j = last ? 0 : j + kSize;
+    const int64_t next_p = last ? p + depth_ : p, next_j = last ? 0 : j + kSize;
     for (int64_t jj = 0; jj < num_columns; jj += width_, panel += step) {
       Prefetch next = none_;
       if (next_p < k_) {
-        next = {reinterpret_cast<const char*>(b_.depth_contiguous ? b_.at(next_j + jj, next_p)
-                                                                  : b_.at(next_j, next_p + jj)),
+        next = {reinterpret_cast<const char*>(b_.depth_contiguous
+                                                  ? b_.at(next_j + jj, next_p)
+                                                  : b_.at(next_j, next_p + jj * numbers_)),
                 b_.stride * static_cast<int64_t>(sizeof(b_t)),
                 width_ * static_cast<int64_t>(sizeof(b_t))};
       }
       for (int64_t i = 0; i < num_panels(); ++i) {
-        tile(i, depth, panel, stride, std::min(num_columns - jj, width_), accumulate,
+        tile(i, panel, stride, std::min(num_columns - jj, width_), accumulate,
              c + first(i) * n_ + jj, i == 0 ? next : none_);
       }
     }
   }
 
-  void tile(int64_t i, int64_t depth, const acc_t* panel_b, int64_t stride_b, int64_t num_columns,
-            bool accumulate, acc_t* c, const Prefetch& prefetch) {
+  void tile(int64_t i, const acc_t* panel_b, int64_t stride_b, int64_t num_columns, bool accumulate,
+            acc_t* c, const Prefetch& prefetch) {
     const int64_t num_rows = first(i + 1) - first(i);
     const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
     if (num_columns == vectors * kernels_.lanes) {
-      return multiply(depth, panel_a(i), panel_b, stride_b, c, n_, accumulate, prefetch);
+      return multiply(num_words_, panel_a(i), panel_b, stride_b, c, n_, accumulate, prefetch);
     }
-    multiply(depth, panel_a(i), panel_b, stride_b, edge_, width_, false, prefetch);
+    multiply(num_words_, panel_a(i), panel_b, stride_b, edge_, width_, false, prefetch);
     for (int64_t r = 0; r < num_rows; ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
         acc_t& out = c[r * n_ + l];
@@ -127,11 +156,14 @@ class Product {
     }
   }
 
-  const MicroKernels<acc_t>& kernels_ = micro_kernels<acc_t>();
+  const MicroKernels<acc_t>& kernels_ = micro_kernels<scalar_t, acc_t>();
   const int64_t width_ = kMaxTileVectors * kernels_.lanes;
+  const int64_t numbers_ = kernels_.pairs ? 2 : 1;  // in a word
+  const int64_t depth_ = kSize * numbers_;          // of a square
   const Source<a_t> a_;
   const Source<b_t> b_;
   const int64_t m_, n_, k_;
+  int64_t num_words_ = 0;
   acc_t* const packed_a_;
   acc_t* const packed_b_;
   acc_t* const edge_;
@@ -140,12 +172,12 @@ class Product {
 
 }  // namespace
 
-template <typename acc_t>
+template <typename scalar_t>
 int64_t gemm_space() {
-  return Product<acc_t, acc_t, acc_t>::space();
+  return Product<scalar_t, scalar_t, scalar_t>::space();
 }
 
-template <typename acc_t, typename a_t, typename b_t>
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool accumulate, acc_t* c,
           acc_t* space) {
   if (k == 0 && !accumulate) std::fill_n(c, m * n, acc_t(0));
@@ -156,22 +188,25 @@ void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool ac
   const int64_t num_parts = ceil_div(m, kMaxRows);
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
-    Product<acc_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
-                             last - first, n, k, space)
+    Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
+                                last - first, n, k, space)
         .run(accumulate, c + first * n);
   }
 }
 
+#define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                         \
+  template void gemm<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Factor<a_t>, \
+                                                Factor<b_t>, bool, acc_t*, acc_t*);
+MOE_EXT_GEMM(float, float, float, float)
+MOE_EXT_GEMM(double, double, double, double)
+MOE_EXT_GEMM(c10::Half, float, c10::Half, float)
+MOE_EXT_GEMM(c10::Half, float, float, float)
+MOE_EXT_GEMM(c10::BFloat16, float, c10::BFloat16, float)
+MOE_EXT_GEMM(c10::BFloat16, float, float, float)
+
 template int64_t gemm_space<float>();
 template int64_t gemm_space<double>();
-
-#define MOE_EXT_GEMM(acc_t, a_t, b_t)                                                            \
-  template void gemm<acc_t, a_t, b_t>(int64_t, int64_t, int64_t, Factor<a_t>, Factor<b_t>, bool, \
-                                      acc_t*, acc_t*);
-MOE_EXT_GEMM(float, float, float)
-MOE_EXT_GEMM(double, double, double)
-#define MOE_EXT_GEMM_HALF(half_t) MOE_EXT_GEMM(float, float, half_t)
-MOE_EXT_GEMM_HALF(c10::Half)
-MOE_EXT_GEMM_HALF(c10::BFloat16)
+template int64_t gemm_space<c10::Half>();
+template int64_t gemm_space<c10::BFloat16>();
 
 }  // namespace moe_ext::cpu

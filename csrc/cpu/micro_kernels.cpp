@@ -1,5 +1,12 @@
 #include "micro_kernels.h"
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
 #include <utility>
 
 #include "vectorize.h"
@@ -16,25 +23,45 @@ struct Vector {
   typedef acc_t Unaligned __attribute__((vector_size(kBytes), aligned(sizeof(acc_t))));
 };
 
+template <typename acc_t, int kBytes>
+struct Numbers {
+  using Aligned = typename Vector<acc_t, kBytes>::Aligned;
+  MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) { sum += a * b; }
+};
+
+#if defined(__x86_64__)
+struct Bf16Pairs {
+  using Aligned = Vector<float, 64>::Aligned;
+  // Two products and their sum for each lane.
+  MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {
+    typedef int32_t Words __attribute__((vector_size(64)));
+    const Words words = Words{} + reinterpret_cast<const int32_t&>(a);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(words));
+  }
+};
+#endif
+
 // The sums stay in registers: kRows * kVectors of them.
-template <typename acc_t, int kBytes, int kPanelStride, int kRows, int kVectors>
-MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc_t* __restrict b,
-                             int64_t stride_b, acc_t* __restrict c, int64_t stride_c,
-                             bool accumulate, const Prefetch& prefetch) {
+template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows,
+          int kVectors>
+MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
+                             const acc_t* __restrict b, int64_t stride_b, acc_t* __restrict c,
+                             int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
   constexpr int kWidth = kMaxTileVectors * kLanes;
   if (accumulate) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kVectors * kLanes; i += 64 / sizeof(acc_t))
+      for (int i = 0; i < kVectors * kLanes; i += 64 / sizeof(acc_t)) {
         __builtin_prefetch(c + r * stride_c + i, 1);
+      }
     }
   }
   const auto [data, row, chunk] = prefetch;
   Aligned sum[kRows][kVectors] = {};
-  for (int64_t p = 0; p < depth; ++p, a += kPanelStride, b += stride_b) {
-    const char* line = data + p % kWidth * row + p / kWidth * chunk;
+  for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
+    const char* line = data + q % kWidth * row + q / kWidth * chunk;
     MOE_EXT_UNROLL for (int i = 0; i < kMaxTileVectors * kBytes; i += 64) {
       __builtin_prefetch(line + i, 0, 2);
     }
@@ -44,7 +71,9 @@ MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc
       column[v] = *reinterpret_cast<const Unaligned*>(b + v * kLanes);
     }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) sum[r][v] += a[r] * column[v];
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        Arithmetic::multiply_add(a[r], column[v], sum[r][v]);
+      }
     }
   }
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -55,55 +84,148 @@ MOE_EXT_KERNEL void multiply(int64_t depth, const acc_t* __restrict a, const acc
   }
 }
 
-#define MOE_EXT_INSTRUCTION_SET(Name, kTarget, kBytes_, kRows_, kPanelStride_)                    \
-  struct Name {                                                                                   \
-    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;          \
-    template <typename acc_t, int kTileRows, int kVectors>                                        \
-    static __attribute__((noinline, target(kTarget))) void tile(int64_t depth, const acc_t* a,    \
-                                                                const acc_t* b, int64_t stride_b, \
-                                                                acc_t* c, int64_t stride_c,       \
-                                                                bool accumulate,                  \
-                                                                const Prefetch& prefetch) {       \
-      multiply<acc_t, kBytes, kPanelStride, kTileRows, kVectors>(depth, a, b, stride_b, c,        \
-                                                                 stride_c, accumulate, prefetch); \
-    }                                                                                             \
+#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kTarget, kBytes_, kRows_, kPanelStride_)         \
+  template <typename acc_t>                                                                        \
+  struct Name {                                                                                    \
+    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;           \
+    template <int kTileRows, int kVectors>                                                         \
+    static __attribute__((noinline, target(kTarget))) void tile(int64_t num_words, const acc_t* a, \
+                                                                const acc_t* b, int64_t stride_b,  \
+                                                                acc_t* c, int64_t stride_c,        \
+                                                                bool accumulate,                   \
+                                                                const Prefetch& prefetch) {        \
+      multiply<acc_t, Arithmetic, kBytes, kPanelStride, kTileRows, kVectors>(                      \
+          num_words, a, b, stride_b, c, stride_c, accumulate, prefetch);                           \
+    }                                                                                              \
   }
 
-// As many rows as leave registers for a vector of B and an element of A.
+// As many rows as leave registers for a vector of B and a word of A.
+#define MOE_EXT_COMMA ,
 #if defined(__x86_64__)
-MOE_EXT_INSTRUCTION_SET(Avx512, "arch=x86-64-v4,prefer-vector-width=512", 64, 14, 16);
-MOE_EXT_INSTRUCTION_SET(Avx2, "arch=x86-64-v3", 32, 6, 8);
-MOE_EXT_INSTRUCTION_SET(Default, "arch=x86-64", 16, 6, 8);
+MOE_EXT_INSTRUCTION_SET(Avx512, Numbers<acc_t MOE_EXT_COMMA 64>,
+                        "arch=x86-64-v4,prefer-vector-width=512", 64, 14, 16);
+MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, "arch=x86-64-v4,avx512bf16,prefer-vector-width=512",
+                        64, 14, 16);
+MOE_EXT_INSTRUCTION_SET(Avx2, Numbers<acc_t MOE_EXT_COMMA 32>, "arch=x86-64-v3", 32, 6, 8);
 #endif
+
+template <typename acc_t>
+struct Portable {
+  static constexpr int kBytes = 16, kRows = 6, kPanelStride = 8;
+  template <int kTileRows, int kVectors>
+  static void tile(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
+                   int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
+    multiply<acc_t, Numbers<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(
+        num_words, a, b, stride_b, c, stride_c, accumulate, prefetch);
+  }
+};
 
 template <typename acc_t, typename Set, int kVectors, int... kRow>
 constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {
-  ((tiles[kRow] = Set::template tile<acc_t, kRow + 1, kVectors>), ...);
+  ((tiles[kRow] = Set::template tile<kRow + 1, kVectors>), ...);
 }
 
 template <typename acc_t, typename Set>
-constexpr MicroKernels<acc_t> kernels_of(const char* name) {
-  MicroKernels<acc_t> kernels{name, Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t), {}};
+constexpr MicroKernels<acc_t> kernels_of(const char* name, bool pairs = false) {
+  MicroKernels<acc_t> kernels{
+      name, pairs, false, 1, Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t), {}};
   fill<acc_t, Set, 1>(kernels.tile[0], std::make_integer_sequence<int, Set::kRows>());
   fill<acc_t, Set, 2>(kernels.tile[1], std::make_integer_sequence<int, Set::kRows>());
   return kernels;
 }
 
+#if defined(__x86_64__)
+// AMX: C in four tile registers of 16 by 16, a row of A or two rows of B of 32 numbers in the
+// others.
+struct Amx {
+  static constexpr int64_t kRows = 32, kSide = 16;
+
+  // Of palette 1, every tile register 16 rows of 64 bytes.
+  struct alignas(64) Configuration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+
+  template <int kTileRows, int kVectors>
+  static __attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void tile(
+      int64_t num_words, const float* a, const float* b, int64_t stride_b, float* c,
+      int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
+    constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
+    static const Configuration configuration;
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
+    const int64_t bytes_a = num_words * 4, bytes_b = stride_b * 4;
+    const auto [data, row, chunk] = prefetch;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t q = 0; q < num_words; q += kSide) {
+      for (int64_t i = q; i < q + kSide; ++i) {
+        const char* line = data + i % 32 * row + i / 32 * chunk;
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + 64, 0, 2);
+      }
+      _tile_loadd(4, a + q, bytes_a);
+      _tile_loadd(6, b + q * stride_b, bytes_b);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kTwoColumns) {
+        _tile_loadd(7, b + q * stride_b + kSide, bytes_b);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (kTwoRows) {
+        _tile_loadd(5, a + kSide * num_words + q, bytes_a);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    alignas(64) float sum[kRows][kMaxTileVectors * kSide];
+    constexpr int64_t kBytes = sizeof(sum[0]);
+    _tile_stored(0, sum[0], kBytes);
+    if constexpr (kTwoColumns) _tile_stored(1, sum[0] + kSide, kBytes);
+    if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
+    if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
+    asm volatile("tilerelease");
+    for (int r = 0; r < kTileRows; ++r) {
+      float* out = c + r * stride_c;
+      for (int i = 0; i < kVectors * kSide; ++i) {
+        out[i] = accumulate ? out[i] + sum[r][i] : sum[r][i];
+      }
+    }
+  }
+
+  static constexpr MicroKernels<float> kernels() {
+    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}};
+    fill<float, Amx, 1>(kernels.tile[0], std::make_integer_sequence<int, kRows>());
+    fill<float, Amx, 2>(kernels.tile[1], std::make_integer_sequence<int, kRows>());
+    return kernels;
+  }
+};
+#endif
+
 }  // namespace
 
-template <typename acc_t>
+template <typename scalar_t, typename acc_t>
 const MicroKernels<acc_t>& micro_kernels() {
 #if defined(__x86_64__)
-  static constexpr auto kAvx512 = kernels_of<acc_t, Avx512>("AVX-512 FMA");
-  static constexpr auto kAvx2 = kernels_of<acc_t, Avx2>("AVX2 FMA");
-  if (isa() == Isa::kAvx512) return kAvx512;
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+    static constexpr auto kAmx = Amx::kernels();
+    static constexpr auto kAvx512Bf16 = kernels_of<float, Avx512Bf16<float>>("AVX512-BF16", true);
+    if (isa() == Isa::kAmx) return kAmx;
+    if (isa() == Isa::kAvx512Bf16) return kAvx512Bf16;
+  }
+  static constexpr auto kAvx512 = kernels_of<acc_t, Avx512<acc_t>>("AVX-512");
+  static constexpr auto kAvx2 = kernels_of<acc_t, Avx2<acc_t>>("AVX2");
+  if (isa() >= Isa::kAvx512) return kAvx512;
   if (isa() == Isa::kAvx2) return kAvx2;
 #endif
-  static constexpr auto kDefault = kernels_of<acc_t, Default>("portable");
-  return kDefault;
+  static constexpr auto kPortable = kernels_of<acc_t, Portable<acc_t>>("portable");
+  return kPortable;
 }
 
-template const MicroKernels<float>& micro_kernels();
-template const MicroKernels<double>& micro_kernels();
+template const MicroKernels<float>& micro_kernels<float, float>();
+template const MicroKernels<double>& micro_kernels<double, double>();
+template const MicroKernels<float>& micro_kernels<c10::Half, float>();
+template const MicroKernels<float>& micro_kernels<c10::BFloat16, float>();
 
 }  // namespace moe_ext::cpu

@@ -1,5 +1,8 @@
-// Panels of a matrix product's factors, widened to the type that is computed with.
+// Panels of a matrix product's factors, in the words that are computed with: numbers of acc_t, or
+// two bfloat16 numbers, neighbours in the depth of the product, in the place of a float.
 #pragma once
+
+#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -11,142 +14,214 @@
 
 namespace moe_ext::cpu {
 
-// Writes a panel of num_columns (<= width) by depth numbers, zeros after num_columns; width is a
-// multiple of the lanes of a vector of kBytes.
-template <int kBytes>
-struct PackPanel {
-  template <typename acc_t>
-  struct Of {
-    static constexpr int kLanes = kBytes / sizeof(acc_t);
-    using Index = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
-    typedef acc_t Vector __attribute__((vector_size(kBytes)));
-    typedef Index Mask __attribute__((vector_size(kBytes)));
+// A vector of kBytes of words.
+template <int kBytes, typename acc_t>
+struct Words {
+  static constexpr int kLanes = kBytes / sizeof(acc_t);
+  static constexpr int kNumbers = 1;  // in a word
+  using Index = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
+  typedef acc_t Vector __attribute__((vector_size(kBytes)));
+  typedef Index Mask __attribute__((vector_size(kBytes)));
+  typedef std::make_unsigned_t<Index> Bits __attribute__((vector_size(kBytes)));
 
-    // Exchanges the off-diagonal quarters of blocks of 2 * kStep lanes: log2(kLanes) times over, a
-    // transposition.
-    template <int kStep>
-    MOE_EXT_KERNEL void exchange(Vector* rows) {
-      Mask low, high;
-      MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-        low[l] = l & kStep ? kLanes + l - kStep : l;
-        high[l] = l & kStep ? kLanes + l : l + kStep;
-      }
-      MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) {
-        if (r & kStep) continue;
-        const Vector a = rows[r], b = rows[r + kStep];
-        rows[r] = __builtin_shuffle(a, b, low);
-        rows[r + kStep] = __builtin_shuffle(a, b, high);
-      }
-    }
-
-    MOE_EXT_KERNEL void transpose(Vector* rows) {
-      if constexpr (kLanes > 1) exchange<1>(rows);
-      if constexpr (kLanes > 2) exchange<2>(rows);
-      if constexpr (kLanes > 4) exchange<4>(rows);
-      if constexpr (kLanes > 8) exchange<8>(rows);
-    }
-
-    template <typename from_t>
-    MOE_EXT_KERNEL void load(const from_t* from, Vector& to) {
-      if constexpr (std::is_same_v<from_t, acc_t>) {
-        std::memcpy(&to, from, kBytes);
-      } else {
-        acc_t wide alignas(kBytes)[kLanes];
-        for (int l = 0; l < kLanes; ++l) wide[l] = static_cast<acc_t>(from[l]);
-        std::memcpy(&to, wide, kBytes);
-      }
-    }
-
-    // The lanes from `size` on are zero.
-    template <typename from_t>
-    MOE_EXT_KERNEL void load(const from_t* from, int64_t size, Vector& to) {
+  // Those of the next kLanes numbers.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load(const from_t* from, Vector& to) {
+    if constexpr (std::is_same_v<from_t, acc_t>) {
+      std::memcpy(&to, from, kBytes);
+    } else {
       acc_t wide alignas(kBytes)[kLanes];
-      for (int64_t l = 0; l < kLanes; ++l)
-        wide[l] = l < size ? static_cast<acc_t>(from[l]) : acc_t(0);
+      for (int l = 0; l < kLanes; ++l) wide[l] = static_cast<acc_t>(from[l]);
       std::memcpy(&to, wide, kBytes);
     }
-  };
+  }
 
-  // One panel: `columns` <= width of them.
-  template <typename acc_t, typename from_t>
-  MOE_EXT_KERNEL void transposed(const from_t* from, int64_t stride, int64_t num_columns,
-                                 int64_t depth, int64_t width, acc_t* to) {
-    using V = Of<acc_t>;
-    using Vector = typename V::Vector;
-    constexpr int64_t kLanes = V::kLanes;
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const int64_t columns = std::clamp<int64_t>(num_columns - i, 1, kLanes);
-      const from_t* rows = from + i * stride;
-      for (int64_t p = 0; p < depth; p += kLanes) {
-        const int64_t size = std::min(depth - p, kLanes);
-        Vector block[kLanes];
-        if (size == kLanes) {
-          MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-            V::load(rows + std::min(r, columns - 1) * stride + p, block[r]);
-          }
-          V::transpose(block);
-          MOE_EXT_UNROLL for (int64_t q = 0; q < kLanes; ++q) {
-            *reinterpret_cast<Vector*>(to + (p + q) * width + i) = block[q];
-          }
-        } else {
-          for (int64_t r = 0; r < kLanes; ++r) {
-            V::load(rows + r * stride + p, r < columns ? size : 0, block[r]);
-          }
-          V::transpose(block);
-          for (int64_t q = 0; q < size; ++q) {
-            *reinterpret_cast<Vector*>(to + (p + q) * width + i) = block[q];
-          }
-        }
-      }
+  // Words along a row.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_along(const from_t* row, Vector& to) {
+    load(row, to);
+  }
+
+  // Words across kNumbers rows.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_across(const from_t* row, int64_t stride, Vector& to) {
+    load(row, to);
+  }
+
+  // Exchanges the off-diagonal quarters of blocks of 2 * kStep lanes: log2(kLanes) times over, a
+  // transposition.
+  template <int kStep>
+  MOE_EXT_KERNEL void exchange(Vector* rows) {
+    Mask low, high;
+    MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
+      low[l] = l & kStep ? kLanes + l - kStep : l;
+      high[l] = l & kStep ? kLanes + l : l + kStep;
     }
+    MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) {
+      if (r & kStep) continue;
+      const Vector a = rows[r], b = rows[r + kStep];
+      rows[r] = __builtin_shuffle(a, b, low);
+      rows[r + kStep] = __builtin_shuffle(a, b, high);
+    }
+  }
+
+  MOE_EXT_KERNEL void transpose(Vector* rows) {
+    if constexpr (kLanes > 1) exchange<1>(rows);
+    if constexpr (kLanes > 2) exchange<2>(rows);
+    if constexpr (kLanes > 4) exchange<4>(rows);
+    if constexpr (kLanes > 8) exchange<8>(rows);
+  }
+};
+
+template <int kBytes>
+struct Pairs : Words<kBytes, float> {
+  using Base = Words<kBytes, float>;
+  using Base::kLanes;
+  using typename Base::Vector;
+  using typename Base::Bits;
+  using typename Base::Mask;
+  static constexpr int kNumbers = 2;
+
+  // To the nearest bfloat16, in the upper halves; NaN stays NaN.
+  MOE_EXT_KERNEL void round(const Vector& from, Bits& to) {
+    const Bits bits = reinterpret_cast<const Bits&>(from);
+    const Bits nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    to = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;
+  }
+
+  MOE_EXT_KERNEL void join(const Vector& even, const Vector& odd, Vector& to) {
+    Bits low, high;
+    round(even, low);
+    round(odd, high);
+    const Bits words = (low >> 16) | (high & 0xffff0000);
+    std::memcpy(&to, &words, kBytes);
+  }
+
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_along(const from_t* row, Vector& to) {
+    if constexpr (std::is_same_v<from_t, c10::BFloat16>) {
+      std::memcpy(&to, row, kBytes);
+    } else {
+      Vector first, second;
+      Base::load(row, first);
+      Base::load(row + kLanes, second);
+      Mask even, odd;
+      MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
+        even[l] = 2 * l;
+        odd[l] = 2 * l + 1;
+      }
+      join(__builtin_shuffle(first, second, even), __builtin_shuffle(first, second, odd), to);
+    }
+  }
+
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_across(const from_t* row, int64_t stride, Vector& to) {
+    if constexpr (std::is_same_v<from_t, c10::BFloat16>) {
+      uint32_t words alignas(kBytes)[kLanes];
+      for (int l = 0; l < kLanes; ++l) words[l] = row[l].x | uint32_t{row[stride + l].x} << 16;
+      std::memcpy(&to, words, kBytes);
+    } else {
+      Vector even, odd;
+      Base::load(row, even);
+      Base::load(row + stride, odd);
+      join(even, odd, to);
+    }
+  }
+};
+
+// Panels of `width` columns, of which num_columns are given, and of `num_words` words in depth: the
+// numbers after num_columns are arbitrary, those after `depth` zero. Column i, word q of a panel is
+// at q * width + i or, by_columns, at i * num_words + q.
+template <typename words_t>
+struct PackPanels {
+  using Vector = typename words_t::Vector;
+  static constexpr int64_t kLanes = words_t::kLanes;
+  static constexpr int64_t kNumbers = words_t::kNumbers;
+
+  // A block of kLanes words by kLanes columns, one column after the other. What is there of it is
+  // num_columns by depth numbers.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
+                                   int64_t depth, Vector* block) {
+    if (depth >= kLanes * kNumbers) {
+      MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+        words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < kLanes; ++r) {
+      from_t numbers[kLanes * kNumbers] = {};
+      if (r < num_columns) std::copy_n(from + r * stride, depth, numbers);
+      words_t::load_along(numbers, block[r]);
+    }
+  }
+
+  // One vector of words across the columns: as above, with `depth` up to kNumbers.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_row(const from_t* from, int64_t stride, int64_t num_columns,
+                               int64_t depth, Vector& words) {
+    if (num_columns >= kLanes && depth >= kNumbers) {
+      words_t::load_across(from, stride, words);
+      return;
+    }
+    from_t numbers[kNumbers * kLanes] = {};
+    for (int64_t p = 0; p < std::min(depth, kNumbers); ++p) {
+      std::copy_n(from + p * stride, std::min(num_columns, kLanes), numbers + p * kLanes);
+    }
+    words_t::load_across(numbers, kLanes, words);
   }
 
   template <typename acc_t, typename from_t>
   MOE_EXT_KERNEL void run(const from_t* from, int64_t stride, bool depth_contiguous,
-                          int64_t num_columns, int64_t depth, int64_t width, acc_t* to) {
-    using V = Of<acc_t>;
-    constexpr int64_t kLanes = V::kLanes;
-    if (depth_contiguous) {
-      for (int64_t i = 0; i < num_columns; i += width) {
-        const int64_t columns = std::min(num_columns - i, width);
-        transposed(from + i * stride, stride, columns, depth, width, to + i * depth);
+                          int64_t num_columns, int64_t depth, int64_t num_words, int64_t width,
+                          bool by_columns, acc_t* to) {
+    if (!depth_contiguous && !by_columns) {
+      for (int64_t q = 0; q < num_words; ++q) {
+        const int64_t p = q * kNumbers;
+        acc_t* panel = to + q * width;
+        for (int64_t first = 0; first < num_columns; first += width, panel += width * num_words) {
+          const int64_t last = std::min(num_columns, first + width);
+          for (int64_t i = first; i < last; i += kLanes) {
+            Vector words;
+            load_row(from + p * stride + i, stride, last - i, depth - p, words);
+            std::memcpy(panel + i - first, &words, sizeof(Vector));
+          }
+        }
       }
       return;
     }
-    for (int64_t p = 0; p < depth; ++p) {
-      const from_t* row = from + p * stride;
-      for (int64_t i = 0; i < num_columns; i += width) {
-        const int64_t columns = std::min(num_columns - i, width);
-        acc_t* panel = to + i * depth + p * width;
-        for (int64_t l = 0; l < width; l += kLanes) {
-          typename V::Vector vector;
-          if (columns - l >= kLanes) {
-            V::load(row + i + l, vector);
+    for (int64_t first = 0; first < num_columns; first += width, to += width * num_words) {
+      const int64_t last = std::min(num_columns, first + width);
+      for (int64_t i = first; i < last; i += kLanes) {
+        for (int64_t q = 0; q < num_words; q += kLanes) {
+          Vector block[kLanes];
+          const int64_t p = q * kNumbers;
+          if (depth_contiguous) {
+            load_columns(from + i * stride + p, stride, last - i, depth - p, block);
           } else {
-            V::load(row + i + l, columns - l, vector);
+            for (int64_t r = 0; r < kLanes; ++r) {
+              const int64_t row = p + r * kNumbers;
+              load_row(from + row * stride + i, stride, last - i, depth - row, block[r]);
+            }
           }
-          *reinterpret_cast<typename V::Vector*>(panel + l) = vector;
+          if (by_columns) {
+            if (!depth_contiguous) words_t::transpose(block);
+            MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+              std::memcpy(to + (i - first + r) * num_words + q, &block[r], sizeof(Vector));
+            }
+          } else {
+            words_t::transpose(block);
+            const int64_t size = std::min(num_words - q, kLanes);
+            MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+              if (r < size) {
+                std::memcpy(to + (q + r) * width + i - first, &block[r], sizeof(Vector));
+              }
+            }
+          }
         }
       }
     }
   }
 };
-
-template <typename acc_t, typename from_t>
-void pack_panels(const from_t* from, int64_t stride, bool depth_contiguous, int64_t num_columns,
-                 int64_t depth, int64_t width, acc_t* to) {
-#if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::kAvx512:
-      return run_avx512<PackPanel<64>>(from, stride, depth_contiguous, num_columns, depth, width,
-                                       to);
-    case Isa::kAvx2:
-      return run_avx2<PackPanel<32>>(from, stride, depth_contiguous, num_columns, depth, width, to);
-    case Isa::kDefault:
-      break;
-  }
-#endif
-  PackPanel<16>::run(from, stride, depth_contiguous, num_columns, depth, width, to);
-}
 
 }  // namespace moe_ext::cpu

@@ -1,9 +1,9 @@
 // One loop, compiled for several instruction sets, chosen at run time.
 //
 // A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
-// copy compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512 forces
-// one. The arithmetic does not depend on the choice: sums have a fixed order and nothing is
-// contracted.
+// copy compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512, or one of
+// those below with instructions for bfloat16 products too, forces one. The arithmetic does not
+// depend on the choice: sums have a fixed order and nothing is contracted.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,8 @@
 
 namespace moe_ext::cpu {
 
-enum class Isa { kDefault, kAvx2, kAvx512 };
+// Each has what those before it have.
+enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 // The instruction set in use; throws once, at first use, if MOE_EXT_ISA asks for one that is
 // missing.
@@ -37,14 +38,8 @@ __attribute__((noinline, target("arch=x86-64-v3"))) void run_avx2(Args... args) 
 template <typename Kernel, typename... Args>
 void vectorized(Args... args) {
 #if defined(__x86_64__)
-  switch (isa()) {
-    case Isa::kAvx512:
-      return run_avx512<Kernel>(args...);
-    case Isa::kAvx2:
-      return run_avx2<Kernel>(args...);
-    case Isa::kDefault:
-      break;
-  }
+  if (isa() >= Isa::kAvx512) return run_avx512<Kernel>(args...);
+  if (isa() == Isa::kAvx2) return run_avx2<Kernel>(args...);
 #endif
   Kernel::run(args...);
 }
