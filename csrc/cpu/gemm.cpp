@@ -80,6 +80,7 @@ class Product {
   }
 
   void run(bool accumulate, acc_t* c) {
+    if (kernels_.start != nullptr) kernels_.start();
     for (int64_t p = 0; p < k_; p += depth_) {
       const int64_t depth = std::min(k_ - p, depth_);
       num_words_ = ceil_div(ceil_div(depth, numbers_), kernels_.depth) * kernels_.depth;
@@ -92,6 +93,7 @@ class Product {
         square(p, j, depth, accumulate || p > 0, c + j);
       }
     }
+    if (kernels_.stop != nullptr) kernels_.stop();
   }
 
  private:

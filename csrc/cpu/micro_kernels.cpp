@@ -128,7 +128,8 @@ constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {
 template <typename acc_t, typename Set>
 constexpr MicroKernels<acc_t> kernels_of(const char* name, bool pairs = false) {
   MicroKernels<acc_t> kernels{
-      name, pairs, false, 1, Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t), {}};
+      name, pairs,   false,  1, Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t),
+      {},   nullptr, nullptr};
   fill<acc_t, Set, 1>(kernels.tile[0], std::make_integer_sequence<int, Set::kRows>());
   fill<acc_t, Set, 2>(kernels.tile[1], std::make_integer_sequence<int, Set::kRows>());
   return kernels;
@@ -147,14 +148,20 @@ struct Amx {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   };
 
+  static void start() {
+    static const Configuration configuration;
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
+  }
+
+  static void stop() { asm volatile("tilerelease"); }
+
   template <int kTileRows, int kVectors>
   static __attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void tile(
       int64_t num_words, const float* a, const float* b, int64_t stride_b, float* c,
       int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
     constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
-    static const Configuration configuration;
-    asm volatile("ldtilecfg %0" ::"m"(configuration));
-    const int64_t bytes_a = num_words * 4, bytes_b = stride_b * 4;
+    constexpr int64_t kBytesA = 4 * kSide;
+    const int64_t bytes_b = 4 * stride_b;
     const auto [data, row, chunk] = prefetch;
     _tile_zero(0);
     _tile_zero(1);
@@ -166,7 +173,7 @@ struct Amx {
         __builtin_prefetch(line, 0, 2);
         __builtin_prefetch(line + 64, 0, 2);
       }
-      _tile_loadd(4, a + q, bytes_a);
+      _tile_loadd(4, a + q * kRows, kBytesA);
       _tile_loadd(6, b + q * stride_b, bytes_b);
       _tile_dpbf16ps(0, 4, 6);
       if constexpr (kTwoColumns) {
@@ -174,7 +181,7 @@ struct Amx {
         _tile_dpbf16ps(1, 4, 7);
       }
       if constexpr (kTwoRows) {
-        _tile_loadd(5, a + kSide * num_words + q, bytes_a);
+        _tile_loadd(5, a + q * kRows + kSide * kSide, kBytesA);
         _tile_dpbf16ps(2, 5, 6);
         if constexpr (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
       }
@@ -185,7 +192,6 @@ struct Amx {
     if constexpr (kTwoColumns) _tile_stored(1, sum[0] + kSide, kBytes);
     if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
-    asm volatile("tilerelease");
     for (int r = 0; r < kTileRows; ++r) {
       float* out = c + r * stride_c;
       for (int i = 0; i < kVectors * kSide; ++i) {
@@ -195,7 +201,7 @@ struct Amx {
   }
 
   static constexpr MicroKernels<float> kernels() {
-    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}};
+    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}, start, stop};
     fill<float, Amx, 1>(kernels.tile[0], std::make_integer_sequence<int, kRows>());
     fill<float, Amx, 2>(kernels.tile[1], std::make_integer_sequence<int, kRows>());
     return kernels;

@@ -31,12 +31,14 @@ template <typename acc_t>
 struct MicroKernels {
   const char* name;
   bool pairs;            // of bfloat16 numbers are the words
-  bool a_by_rows;        // word q of row i of a panel of A stands at i * num_words + q instead
+  bool a_by_rows;        // panels of A are in blocks of `lanes` words by rows instead
   int64_t depth;         // num_words is a multiple of it
   int64_t rows;          // of a tile, at most
   int64_t panel_stride;  // the width of A's panels
   int64_t lanes;         // words of a vector: B's panels are kMaxTileVectors wide
   Tile<acc_t> tile[kMaxTileVectors][kMaxTileRows];  // [vectors - 1][rows - 1]
+  void (*start)();                                  // before a thread's tiles, and after; or null
+  void (*stop)();
 };
 
 // The best for the products of scalar_t, with what MOE_EXT_ISA allows; acc_t is the type that they

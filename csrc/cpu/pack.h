@@ -77,9 +77,9 @@ template <int kBytes>
 struct Pairs : Words<kBytes, float> {
   using Base = Words<kBytes, float>;
   using Base::kLanes;
-  using typename Base::Vector;
   using typename Base::Bits;
   using typename Base::Mask;
+  using typename Base::Vector;
   static constexpr int kNumbers = 2;
 
   // To the nearest bfloat16, in the upper halves; NaN stays NaN.
@@ -131,7 +131,8 @@ struct Pairs : Words<kBytes, float> {
 
 // Panels of `width` columns, of which num_columns are given, and of `num_words` words in depth: the
 // numbers after num_columns are arbitrary, those after `depth` zero. Column i, word q of a panel is
-// at q * width + i or, by_columns, at i * num_words + q.
+// at q * width + i or, by_columns, in blocks of kLanes words,
+// at q / kLanes * kLanes * width + i * kLanes + q % kLanes.
 template <typename words_t>
 struct PackPanels {
   using Vector = typename words_t::Vector;
@@ -207,7 +208,7 @@ struct PackPanels {
           if (by_columns) {
             if (!depth_contiguous) words_t::transpose(block);
             MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-              std::memcpy(to + (i - first + r) * num_words + q, &block[r], sizeof(Vector));
+              std::memcpy(to + q * width + (i - first + r) * kLanes, &block[r], sizeof(Vector));
             }
           } else {
             words_t::transpose(block);
