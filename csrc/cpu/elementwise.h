@@ -1,6 +1,8 @@
 // Elementwise kernels on contiguous numbers, and on the rows of an activation.
 #pragma once
 
+#include <ATen/OpMathType.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -50,43 +52,55 @@ struct Scale {
 };
 
 struct Dot {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* a, const acc_t* b, int64_t size, acc_t* product) {
+  template <typename acc_t, typename scalar_t>
+  MOE_EXT_KERNEL void run(const acc_t* a, const scalar_t* b, int64_t size, acc_t* product) {
     *product = sum_of_terms<acc_t>(
-        size, [&](int64_t i, acc_t partial)
-                  __attribute__((always_inline)) { return std::fma(a[i], b[i], partial); });
+        size, [&](int64_t i, acc_t partial) __attribute__((always_inline)) {
+          return std::fma(a[i], static_cast<acc_t>(b[i]), partial);
+        });
   }
 };
 
 template <typename Activation>
 struct Activate {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* z, int64_t num_rows, int64_t width, acc_t* out) {
+  template <typename scalar_t>
+  MOE_EXT_KERNEL void run(const scalar_t* z, int64_t num_rows, int64_t width, scalar_t* out) {
+    using acc_t = at::opmath_type<scalar_t>;
+    const auto wide = [&](int64_t i) __attribute__((always_inline)) {
+      return static_cast<acc_t>(z[i]);
+    };
     if constexpr (Activation::kGated) {
       for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, out += width) {
-        for (int64_t i = 0; i < width; ++i) out[i] = Activation::value(z[i]) * z[width + i];
+        for (int64_t i = 0; i < width; ++i) {
+          out[i] = static_cast<scalar_t>(Activation::value(wide(i)) * wide(width + i));
+        }
       }
     } else {
-      for (int64_t i = 0; i < num_rows * width; ++i) out[i] = Activation::value(z[i]);
+      for (int64_t i = 0; i < num_rows * width; ++i) {
+        out[i] = static_cast<scalar_t>(Activation::value(wide(i)));
+      }
     }
   }
 };
 
 template <typename Activation>
 struct ActivateBackward {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* z, const acc_t* grad, int64_t num_rows, int64_t width,
+  template <typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const scalar_t* z, const acc_t* grad, int64_t num_rows, int64_t width,
                           acc_t* grad_z) {
+    const auto wide = [&](int64_t i) __attribute__((always_inline)) {
+      return static_cast<acc_t>(z[i]);
+    };
     if constexpr (Activation::kGated) {
       for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, grad_z += 2 * width, grad += width) {
         for (int64_t i = 0; i < width; ++i) {
-          grad_z[i] = grad[i] * z[width + i] * Activation::derivative(z[i]);
-          grad_z[width + i] = grad[i] * Activation::value(z[i]);
+          grad_z[i] = grad[i] * wide(width + i) * Activation::derivative(wide(i));
+          grad_z[width + i] = grad[i] * Activation::value(wide(i));
         }
       }
     } else {
       for (int64_t i = 0; i < num_rows * width; ++i) {
-        grad_z[i] = grad[i] * Activation::derivative(z[i]);
+        grad_z[i] = grad[i] * Activation::derivative(wide(i));
       }
     }
   }

@@ -151,16 +151,18 @@ class Experts {
   int64_t activations_size() const {
     int64_t size = product_size();
     for (int64_t l = 0; l < num_layers(); ++l) {
-      size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? rows_size(columns(l)) : 0);
+      size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? 2 * rows_size(columns(l)) : 0);
     }
     return size;
   }
 
   static int64_t product_size() { return round_up(gemm_space<scalar_t>()); }
 
-  // The next `size` numbers of a workspace.
-  static acc_t* take(acc_t*& workspace, int64_t size) {
-    return std::exchange(workspace, workspace + round_up(size));
+  // Room for `size` numbers in a workspace.
+  template <typename T = acc_t>
+  static T* take(acc_t*& workspace, int64_t size) {
+    static_assert(sizeof(T) <= sizeof(acc_t));
+    return reinterpret_cast<T*>(std::exchange(workspace, workspace + round_up(size)));
   }
 
   const scalar_t* weight(int64_t expert, int64_t layer) const {
@@ -168,38 +170,25 @@ class Experts {
            expert * fan_in(layer) * columns(layer);
   }
 
-  const scalar_t* bias_data(int64_t expert, int64_t layer) const {
+  const scalar_t* bias(int64_t expert, int64_t layer) const {
     return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
   }
 
-  const acc_t* bias(int64_t expert, int64_t layer, acc_t* space) const {
-    return widened(bias_data(expert, layer), columns(layer), space);
-  }
-
-  // rows, or their copy in `space` in the type that is computed with.
-  static const acc_t* widened(const scalar_t* rows, int64_t size, acc_t* space) {
-    if constexpr (kSame) {
-      return rows;
-    } else {
-      vectorized<Convert>(rows, size, space);
-      return space;
-    }
-  }
-
   // The block's rows of a tensor of tokens (gathered into `space`), or of rows.
-  const acc_t* gather(const Block& block, const scalar_t* data, bool by_token, int64_t width,
-                      acc_t* space) const {
-    if (!by_token) return widened(data + block.first_row * width, block.num_rows * width, space);
+  const scalar_t* gather(const Block& block, const scalar_t* data, bool by_token, int64_t width,
+                         scalar_t* space) const {
+    if (!by_token) return data + block.first_row * width;
     for (int64_t r = 0; r < block.num_rows; ++r) {
-      vectorized<Convert>(data + token_of(block.first_row + r) * width, width, space + r * width);
+      std::copy_n(data + token_of(block.first_row + r) * width, width, space + r * width);
     }
     return space;
   }
 
-  // The inputs of the block's layers, and the hidden layers before their activation.
+  // The inputs of the block's layers, and the hidden layers before their activation: both have the
+  // precision of their type, kept or not, so that the gradients are the same.
   struct Activations {
-    c10::SmallVector<const acc_t*, 4> input;  // [num_rows, fan_in] of each layer
-    c10::SmallVector<const acc_t*, 4> z;      // [num_rows, columns] of each hidden layer
+    c10::SmallVector<const scalar_t*, 4> input;  // [num_rows, fan_in] of each layer
+    c10::SmallVector<const scalar_t*, 4> z;      // [num_rows, columns] of each hidden layer
     acc_t* product_space;
   };
 
@@ -211,50 +200,41 @@ class Experts {
     const int64_t n = block.num_rows;
     a.product_space = take(workspace, product_size());
     a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
-                             fan_in(0), take(workspace, n * fan_in(0))));
+                             fan_in(0), take<scalar_t>(workspace, n * fan_in(0))));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
       const int64_t size = n * columns(l);
-      scalar_t* kept = hidden.empty() ? nullptr : hidden[l] + block.first_row * columns(l);
-      acc_t* z = take(workspace, size);
-      if constexpr (kSame) z = kept != nullptr ? kept : z;
-      if (computed) {
-        widened(kept, size, z);
-      } else {
-        linear(block, l, a.input[l], a.product_space, z);
-        round(size, kept, z);
-      }
+      acc_t* wide = take(workspace, size);
+      scalar_t* z = hidden.empty() ? take<scalar_t>(workspace, size)
+                                   : hidden[l] + block.first_row * columns(l);
+      if (!computed) linear(block, l, a.input[l], a.product_space, z, wide);
       a.z.push_back(z);
-      acc_t* out = take(workspace, n * fan_in(l + 1));
+      auto* out = take<scalar_t>(workspace, n * fan_in(l + 1));
       with_activation(activation_, [&](auto activation) {
-        vectorized<Activate<decltype(activation)>>(static_cast<const acc_t*>(z), n, fan_in(l + 1),
-                                                   out);
+        vectorized<Activate<decltype(activation)>>(static_cast<const scalar_t*>(z), n,
+                                                   fan_in(l + 1), out);
       });
       a.input.push_back(out);
     }
     return a;
   }
 
-  // out = in W + b, [num_rows, columns]
-  void linear(const Block& block, int64_t layer, const acc_t* in, acc_t* space, acc_t* out) const {
+  // out = in W + b, [num_rows, columns], through `wide` where acc_t is wider.
+  void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, scalar_t* out,
+              acc_t* wide) const {
+    if constexpr (kSame) wide = out;
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
-        vectorized<Convert>(bias_data(block.expert, layer), columns(layer),
-                            out + r * columns(layer));
+        vectorized<Convert>(bias(block.expert, layer), columns(layer), wide + r * columns(layer));
       }
     }
-    gemm<scalar_t, acc_t, scalar_t>(block.num_rows, columns(layer), fan_in(layer), {in},
-                                    {weight(block.expert, layer)}, has_bias(), out, space);
-  }
-
-  // Hidden layers have the precision of their type, kept or not: both give the same gradients.
-  static void round(int64_t size, scalar_t* kept, acc_t* z) {
+    gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), Factor{in},
+                   Factor{weight(block.expert, layer)}, has_bias(), wide, space);
     if constexpr (!kSame) {
-      if (kept != nullptr) vectorized<Convert>(static_cast<const acc_t*>(z), size, kept);
-      for (int64_t i = 0; i < size; ++i) z[i] = static_cast<acc_t>(static_cast<scalar_t>(z[i]));
+      vectorized<Convert>(static_cast<const acc_t*>(wide), block.num_rows * columns(layer), out);
     }
   }
 
-  void activate_backward(int64_t num_rows, int64_t layer, const acc_t* z, const acc_t* grad,
+  void activate_backward(int64_t num_rows, int64_t layer, const scalar_t* z, const acc_t* grad,
                          acc_t* grad_z) const {
     with_activation(activation_, [&](auto activation) {
       vectorized<ActivateBackward<decltype(activation)>>(z, grad, num_rows, fan_in(layer + 1),
@@ -298,13 +278,8 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
         const auto a = experts.activations(block, hidden_data, /*computed=*/false, workspace);
-        scalar_t* out = rows_data + block.first_row * width;
-        if constexpr (experts.kSame) {
-          experts.linear(block, last, a.input[last], a.product_space, out);
-        } else {
-          experts.linear(block, last, a.input[last], a.product_space, workspace);
-          vectorized<Convert>(static_cast<const acc_t*>(workspace), block.num_rows * width, out);
-        }
+        experts.linear(block, last, a.input[last], a.product_space,
+                       rows_data + block.first_row * width, workspace);
       });
   return rows;
 }
@@ -384,14 +359,20 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           }
         };
 
-        const acc_t* grad_out = experts.gather(block, grad_data, gates_data != nullptr,
-                                               experts.columns(last), out_space);
+        for (int64_t r = 0; r < n; ++r) {
+          const int64_t row = block.first_row + r;
+          const int64_t columns = experts.columns(last);
+          vectorized<Convert>(
+              grad_data + (gates_data != nullptr ? experts.token_of(row) : row) * columns, columns,
+              out_space + r * columns);
+        }
+        const acc_t* grad_out = out_space;
         for (int64_t l = last; l >= 0; --l) {
           const int64_t columns = experts.columns(l);
           const int64_t fan_in = experts.fan_in(l);
-          gemm<scalar_t, acc_t, scalar_t>(n, fan_in, columns, {grad_out},
-                                          transposed(experts.weight(block.expert, l)),
-                                          /*accumulate=*/false, grad_in, a.product_space);
+          gemm<scalar_t>(n, fan_in, columns, Factor{grad_out},
+                         transposed(experts.weight(block.expert, l)), /*accumulate=*/false, grad_in,
+                         a.product_space);
           if (l == last && gates_data != nullptr) {
             for (int64_t r = 0; r < n; ++r) {
               const int64_t slot = experts.slot_of(block.first_row + r);
@@ -401,8 +382,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                               a.input[l] + r * fan_in, fan_in, grad_gate);
               if (experts.has_bias()) {
                 acc_t product;
-                vectorized<Dot>(static_cast<const acc_t*>(dy),
-                                experts.bias(block.expert, l, bias_space), columns, &product);
+                vectorized<Dot>(static_cast<const acc_t*>(dy), experts.bias(block.expert, l),
+                                columns, &product);
                 *grad_gate += product;
               }
               vectorized<Scale>(gates_data[slot], fan_in, grad_in + r * fan_in);
@@ -410,8 +391,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
             }
           }
           write_gradient(l, [&](acc_t* target) {
-            gemm<scalar_t, acc_t, acc_t>(fan_in, columns, n, transposed(a.input[l]), {grad_out},
-                                         /*accumulate=*/false, target, a.product_space);
+            gemm<scalar_t>(fan_in, columns, n, transposed(a.input[l]), Factor{grad_out},
+                           /*accumulate=*/false, target, a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {

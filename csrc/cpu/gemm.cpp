@@ -201,10 +201,12 @@ void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool ac
                                                 Factor<b_t>, bool, acc_t*, acc_t*);
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
-MOE_EXT_GEMM(c10::Half, float, c10::Half, float)
-MOE_EXT_GEMM(c10::Half, float, float, float)
-MOE_EXT_GEMM(c10::BFloat16, float, c10::BFloat16, float)
-MOE_EXT_GEMM(c10::BFloat16, float, float, float)
+#define MOE_EXT_GEMM_HALF(scalar_t)                 \
+  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float) \
+  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)    \
+  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)
+MOE_EXT_GEMM_HALF(c10::Half)
+MOE_EXT_GEMM_HALF(c10::BFloat16)
 
 template int64_t gemm_space<float>();
 template int64_t gemm_space<double>();

@@ -12,13 +12,14 @@ enum class Layout { kPlain, kTransposed };
 // A matrix product's factor: contiguous rows, read as they are or transposed.
 template <typename T>
 struct Factor {
+  explicit Factor(const T* data, Layout layout = Layout::kPlain) : data(data), layout(layout) {}
   const T* data;
-  Layout layout = Layout::kPlain;
+  Layout layout;
 };
 
 template <typename T>
 Factor<T> transposed(const T* data) {
-  return {data, Layout::kTransposed};
+  return Factor<T>(data, Layout::kTransposed);
 }
 
 // How many numbers gemm needs as a workspace.

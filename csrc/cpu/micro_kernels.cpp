@@ -168,7 +168,7 @@ struct Amx {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t q = 0; q < num_words; q += kSide) {
-      for (int64_t i = q; i < q + kSide; ++i) {
+      for (int64_t i = q; row != 0 && i < q + kSide; ++i) {
         const char* line = data + i % 32 * row + i / 32 * chunk;
         __builtin_prefetch(line, 0, 2);
         __builtin_prefetch(line + 64, 0, 2);
