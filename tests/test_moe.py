@@ -665,26 +665,31 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 
 
 def test_bits_do_not_depend_on_the_instruction_set():
-    """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results."""
+    """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results.
+
+    But for the experts' products: without fused multiply-adds each of their terms is rounded twice,
+    and with instructions for them bfloat16 products are multiplied as such.
+    """
     wide = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
     names = ["default"] + [isa for isa, flags in wide.items() if flags <= cpu_flags()]
     if len(names) == 1:
         pytest.skip("only one instruction set on this processor")
-    printed = {
-        isa: subprocess.run(
+    printed = {}
+    for isa in names:
+        lines = subprocess.run(
             [sys.executable, "-c", HASHES],
             env={**os.environ, "MOE_EXT_ISA": isa},
             capture_output=True,
             text=True,
             check=True,
         ).stdout.splitlines()
-        for isa in names
-    }
-    assert len(printed["default"]) == 48
+        assert len(lines) == 48
+        printed[isa] = dict(line.rsplit(" ", 1) for line in lines)
+    products = {"experts", "gelu", "silu", "tanh", "glu"}
     differing = {
-        (isa, line.rsplit(" ", 1)[0])
+        (isa, name)
         for isa in names[1:]
-        for line, expected in zip(printed[isa], printed["default"], strict=True)
-        if line != expected
+        for name, bits in printed[isa].items()
+        if bits != printed["avx2" if name.split()[0] in products else "default"][name]
     }
     assert not differing
