@@ -93,4 +93,4 @@ def test_unknown_instruction_set_is_a_clear_error():
         capture_output=True,
         text=True,
     )
-    assert "MOE_EXT_ISA must be default, avx2 or avx512, got mmx" in result.stderr
+    assert "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got mmx" in result.stderr

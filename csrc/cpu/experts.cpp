@@ -156,7 +156,9 @@ class Experts {
     return size;
   }
 
-  static int64_t product_size() { return round_up(gemm_space<scalar_t>()); }
+  int64_t product_size() const {
+    return round_up(gemm_space<scalar_t>(std::max(most_rows_, widest_)));
+  }
 
   // Room for `size` numbers in a workspace.
   template <typename T = acc_t>

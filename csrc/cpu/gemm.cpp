@@ -69,21 +69,20 @@ class Product {
         m_(m),
         n_(n),
         k_(k),
-        packed_a_(space),
-        packed_b_(packed_a_ + num_panels() * kSize * kernels_.panel_stride),
-        edge_(packed_b_ + kSize * kSize) {}
+        edge_(space),
+        packed_b_(edge_ + edge_size()),
+        packed_a_(packed_b_ + square_size(n, k)) {}
 
-  static int64_t space() {
-    const auto& kernels = micro_kernels<scalar_t, acc_t>();
-    return kSize * ceil_div(kMaxRows, kernels.rows) * kernels.panel_stride + kSize * kSize +
-           kernels.rows * kMaxTileVectors * kernels.lanes;
+  // For a product whose m, n and k are at most `largest`.
+  static int64_t space(int64_t largest) {
+    return edge_size() + square_size(largest, largest) + panels_size(largest, largest);
   }
 
   void run(bool accumulate, acc_t* c) {
     if (kernels_.start != nullptr) kernels_.start();
     for (int64_t p = 0; p < k_; p += depth_) {
       const int64_t depth = std::min(k_ - p, depth_);
-      num_words_ = ceil_div(ceil_div(depth, numbers_), kernels_.depth) * kernels_.depth;
+      num_words_ = words(depth);
       for (int64_t i = 0; i < num_panels(); ++i) {
         const int64_t num_rows = std::min(m_ - first(i), kernels_.panel_stride);
         pack_panels(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
@@ -99,9 +98,25 @@ class Product {
  private:
   static constexpr int64_t kSize = kSquare<acc_t>;
 
+  static const MicroKernels<acc_t>& kernels() { return micro_kernels<scalar_t, acc_t>(); }
+  static int64_t width() { return kMaxTileVectors * kernels().lanes; }
+  static int64_t numbers() { return kernels().pairs ? 2 : 1; }  // in a word
+  static int64_t words(int64_t depth) {
+    return ceil_div(ceil_div(depth, numbers()), kernels().depth) * kernels().depth;
+  }
+
+  static int64_t edge_size() { return kernels().rows * width(); }
+  static int64_t square_size(int64_t n, int64_t k) {
+    return std::min(kSize, words(k)) * std::min(kSize, ceil_div(n, width()) * width());
+  }
+  static int64_t panels_size(int64_t m, int64_t k) {
+    return ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
+           std::min(kSize, words(k));
+  }
+
   int64_t num_panels() const { return ceil_div(m_, kernels_.rows); }
   int64_t first(int64_t panel) const { return panel * m_ / num_panels(); }
-  acc_t* panel_a(int64_t i) const { return packed_a_ + i * kSize * kernels_.panel_stride; }
+  acc_t* panel_a(int64_t i) const { return packed_a_ + i * num_words_ * kernels_.panel_stride; }
 
   // All rows of c by the square of b at (p, j).
   void square(int64_t p, int64_t j, int64_t depth, bool accumulate, acc_t* c) {
@@ -158,25 +173,25 @@ class Product {
     }
   }
 
-  const MicroKernels<acc_t>& kernels_ = micro_kernels<scalar_t, acc_t>();
-  const int64_t width_ = kMaxTileVectors * kernels_.lanes;
-  const int64_t numbers_ = kernels_.pairs ? 2 : 1;  // in a word
-  const int64_t depth_ = kSize * numbers_;          // of a square
+  const MicroKernels<acc_t>& kernels_ = kernels();
+  const int64_t width_ = width();
+  const int64_t numbers_ = numbers();
+  const int64_t depth_ = kSize * numbers_;  // of a square
   const Source<a_t> a_;
   const Source<b_t> b_;
   const int64_t m_, n_, k_;
   int64_t num_words_ = 0;
-  acc_t* const packed_a_;
-  acc_t* const packed_b_;
   acc_t* const edge_;
+  acc_t* const packed_b_;
+  acc_t* const packed_a_;
   const Prefetch none_{reinterpret_cast<const char*>(packed_b_), 0, 0};
 };
 
 }  // namespace
 
 template <typename scalar_t>
-int64_t gemm_space() {
-  return Product<scalar_t, scalar_t, scalar_t>::space();
+int64_t gemm_space(int64_t largest) {
+  return Product<scalar_t, scalar_t, scalar_t>::space(largest);
 }
 
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
@@ -208,9 +223,9 @@ MOE_EXT_GEMM(double, double, double, double)
 MOE_EXT_GEMM_HALF(c10::Half)
 MOE_EXT_GEMM_HALF(c10::BFloat16)
 
-template int64_t gemm_space<float>();
-template int64_t gemm_space<double>();
-template int64_t gemm_space<c10::Half>();
-template int64_t gemm_space<c10::BFloat16>();
+template int64_t gemm_space<float>(int64_t);
+template int64_t gemm_space<double>(int64_t);
+template int64_t gemm_space<c10::Half>(int64_t);
+template int64_t gemm_space<c10::BFloat16>(int64_t);
 
 }  // namespace moe_ext::cpu
