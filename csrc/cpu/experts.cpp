@@ -135,6 +135,7 @@ class Experts {
 
   const std::vector<Block>& blocks() const { return blocks_; }
   const std::optional<Slots>& slots() const { return slots_; }
+  int64_t num_experts() const { return weights_[0].size(0); }
   int64_t num_rows() const { return num_rows_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
   bool has_bias() const { return !biases_.empty(); }
@@ -230,7 +231,8 @@ class Experts {
       }
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), Factor{in},
-                   Factor{weight(block.expert, layer)}, has_bias(), wide, space);
+                   Factor{weight(block.expert, layer)}, has_bias() ? Write::kAdd : Write::kReplace,
+                   wide, space);
     if constexpr (!kSame) {
       vectorized<Convert>(static_cast<const acc_t*>(wide), block.num_rows * columns(layer), out);
     }
@@ -320,6 +322,10 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
     parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
     partial_size += round_up(size);
   }
+  // Gradients that do not fit into the caches are not read again soon.
+  constexpr int64_t kLarge = 8 << 20;
+  const bool large = partial_size * experts.num_experts() * sizeof(acc_t) > kLarge;
+  const Write finally = large ? Write::kStream : Write::kReplace;
   const int64_t num_partial = experts.num_partial();
   Tensor partial = empty_rows({num_partial, partial_size}, wide);
   auto* partial_data = partial.mutable_data_ptr<acc_t>();
@@ -347,16 +353,16 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
         acc_t* grad_z = experts.take(workspace, rows_size);
         acc_t* bias_space = experts.take(workspace, experts.widest());
 
-        // Calls write(target) with the place of this block's share of a parameter's gradient.
-        const auto write_gradient = [&](int64_t index, const auto& write) {
+        // Calls compute(target) with the place of this block's share of a parameter's gradient.
+        const auto write_gradient = [&](int64_t index, const auto& compute) {
           const auto& parameter = parameters[index];
           scalar_t* whole = parameter.data + block.expert * parameter.size;
           if (block.partial >= 0) {
-            write(partial_data + block.partial * partial_size + parameter.offset);
+            compute(partial_data + block.partial * partial_size + parameter.offset);
           } else if constexpr (kSame) {
-            write(whole);
+            compute(whole);
           } else {
-            write(grad_space);
+            compute(grad_space);
             vectorized<Convert>(static_cast<const acc_t*>(grad_space), parameter.size, whole);
           }
         };
@@ -373,7 +379,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           const int64_t columns = experts.columns(l);
           const int64_t fan_in = experts.fan_in(l);
           gemm<scalar_t>(n, fan_in, columns, Factor{grad_out},
-                         transposed(experts.weight(block.expert, l)), /*accumulate=*/false, grad_in,
+                         transposed(experts.weight(block.expert, l)), Write::kReplace, grad_in,
                          a.product_space);
           if (l == last && gates_data != nullptr) {
             for (int64_t r = 0; r < n; ++r) {
@@ -394,7 +400,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           }
           write_gradient(l, [&](acc_t* target) {
             gemm<scalar_t>(fan_in, columns, n, transposed(a.input[l]), Factor{grad_out},
-                           /*accumulate=*/false, target, a.product_space);
+                           block.partial < 0 && kSame ? finally : Write::kReplace, target,
+                           a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {

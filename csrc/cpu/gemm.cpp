@@ -13,11 +13,14 @@
 namespace moe_ext::cpu {
 namespace {
 
-// B is packed in squares of kSquare: a panel of it stays in the first cache level while it meets
-// the panels of A, and the square and those, of kMaxRows rows, in the second.
+// B is packed in squares of kSquare by kSquare words: a panel of it stays in the first cache level
+// while it meets the panels of A, and the square and those, of kMaxRows rows, in the second.
 template <typename acc_t>
-constexpr int64_t kSquare = 1024 / sizeof(acc_t);  // words
+constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kMaxRows = 512;
+
+// So deep are the blocks where B is not packed at all.
+constexpr int64_t kShallow = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -78,7 +81,7 @@ class Product {
     return edge_size() + square_size(largest, largest) + panels_size(largest, largest);
   }
 
-  void run(bool accumulate, acc_t* c) {
+  void run(Write write, acc_t* c) {
     if (kernels_.start != nullptr) kernels_.start();
     for (int64_t p = 0; p < k_; p += depth_) {
       const int64_t depth = std::min(k_ - p, depth_);
@@ -88,11 +91,19 @@ class Product {
         pack_panels(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
                     kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
       }
-      for (int64_t j = 0; j < n_; j += kSize) {
-        square(p, j, depth, accumulate || p > 0, c + j);
+      const Write how = p > 0                                       ? Write::kAdd
+                        : p + depth < k_ && write == Write::kStream ? Write::kReplace
+                                                                    : write;
+      if (in_place_) {
+        rows_of_b(p, depth, how, c);
+      } else {
+        for (int64_t j = 0; j < n_; j += kSize) square(p, j, depth, how, c + j);
       }
     }
     if (kernels_.stop != nullptr) kernels_.stop();
+#if defined(__x86_64__)
+    if (write == Write::kStream) __builtin_ia32_sfence();
+#endif
   }
 
  private:
@@ -118,73 +129,98 @@ class Product {
   int64_t first(int64_t panel) const { return panel * m_ / num_panels(); }
   acc_t* panel_a(int64_t i) const { return packed_a_ + i * num_words_ * kernels_.panel_stride; }
 
-  // All rows of c by the square of b at (p, j).
-  void square(int64_t p, int64_t j, int64_t depth, bool accumulate, acc_t* c) {
+  // All of c by the square of b at (p, j).
+  void square(int64_t p, int64_t j, int64_t depth, Write write, acc_t* c) {
     const int64_t num_columns = std::min(n_ - j, kSize);
-    const acc_t* panel = packed_b_;
-    int64_t stride = width_, step = width_ * num_words_;
-    bool in_place = false;
-    // Where few panels of a meet it, b is read where it is.
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      in_place = !b_.depth_contiguous && !kernels_.pairs && num_panels() <= 2 &&
-                 num_columns % kernels_.lanes == 0;
-      if (in_place) {
-        panel = b_.at(j, p);
-        stride = b_.stride;
-        step = width_;
-      }
-    }
-    if (!in_place) {
-      pack_panels(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
-                  /*by_columns=*/false, packed_b_);
-    }
+    pack_panels(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
+                /*by_columns=*/false, packed_b_);
     const bool last = j + kSize >= n_;
     const int64_t next_p = last ? p + depth_ : p, next_j = last ? 0 : j + kSize;
-    for (int64_t jj = 0; jj < num_columns; jj += width_, panel += step) {
-      Prefetch next = none_;
-      if (next_p < k_) {
-        next = {reinterpret_cast<const char*>(b_.depth_contiguous
-                                                  ? b_.at(next_j + jj, next_p)
-                                                  : b_.at(next_j, next_p + jj * numbers_)),
-                b_.stride * static_cast<int64_t>(sizeof(b_t)),
-                width_ * static_cast<int64_t>(sizeof(b_t))};
-      }
-      for (int64_t i = 0; i < num_panels(); ++i) {
-        tile(i, panel, stride, std::min(num_columns - jj, width_), accumulate,
-             c + first(i) * n_ + jj, i == 0 ? next : none_);
+    const acc_t* panel = packed_b_;
+    for (int64_t jj = 0; jj < num_columns; jj += width_, panel += width_ * num_words_) {
+      Prefetch next = next_p < k_ ? prefetch(next_p, next_j, jj / width_) : none_;
+      for (int64_t i = 0; i < num_panels(); ++i, next.first += num_words_ >> next.slowness) {
+        tile(i, 0, num_words_, panel, width_, std::min(num_columns - jj, width_), write, c + jj,
+             i < 1 << next.slowness ? next : none_);
       }
     }
   }
 
-  void tile(int64_t i, const acc_t* panel_b, int64_t stride_b, int64_t num_columns, bool accumulate,
-            acc_t* c, const Prefetch& prefetch) {
+  // All of c by rows of b, read where they are, one after the other.
+  void rows_of_b(int64_t p, int64_t depth, Write write, acc_t* c) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      for (int64_t q = 0; q < depth; q += kShallow) {
+        const int64_t num_words = std::min(depth - q, kShallow);
+        for (int64_t j = 0; j < n_; j += width_) {
+          const acc_t* panel = b_.at(j, p + q);
+          const Prefetch next{reinterpret_cast<const char*>(b_.at(j, p + q + kShallow)),
+                              stride_,
+                              kShallow - 1,
+                              __builtin_ctzll(kShallow),
+                              0,
+                              0};
+          for (int64_t i = 0; i < num_panels(); ++i) {
+            tile(i, q, num_words, panel, b_.stride, std::min(n_ - j, width_),
+                 q > 0                                         ? Write::kAdd
+                 : depth > kShallow && write == Write::kStream ? Write::kReplace
+                                                               : write,
+                 c + j, i == 0 && p + q + kShallow < k_ ? next : none_);
+          }
+        }
+      }
+    }
+  }
+
+  // The share of the panel with that number in fetching the square at (p, j), spread over the tiles
+  // of the first panels of a.
+  Prefetch prefetch(int64_t p, int64_t j, int64_t panel) const {
+    const int64_t chunk = width_ * sizeof(acc_t);
+    const int64_t num_rows =
+        b_.depth_contiguous ? width_ : chunk / static_cast<int64_t>(sizeof(b_t));
+    const b_t* data =
+        b_.depth_contiguous ? b_.at(j + panel * width_, p) : b_.at(j, p + panel * num_rows);
+    const int slowness = num_panels() >= 8 ? 3 : num_panels() >= 4 ? 2 : num_panels() >= 2 ? 1 : 0;
+    return {reinterpret_cast<const char*>(data), stride_,  num_rows - 1,
+            __builtin_ctzll(num_rows),           slowness, 0};
+  }
+
+  // The rows of panel i of a, from word q on, times a panel of b; c is the first row's.
+  void tile(int64_t i, int64_t q, int64_t num_words, const acc_t* panel_b, int64_t stride_b,
+            int64_t num_columns, Write write, acc_t* c, const Prefetch& prefetch) {
     const int64_t num_rows = first(i + 1) - first(i);
     const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
+    const acc_t* panel = panel_a(i) + q * kernels_.panel_stride;
+    c += first(i) * n_;
     if (num_columns == vectors * kernels_.lanes) {
-      return multiply(num_words_, panel_a(i), panel_b, stride_b, c, n_, accumulate, prefetch);
+      return multiply(num_words, panel, panel_b, stride_b, c, n_, write, prefetch);
     }
-    multiply(num_words_, panel_a(i), panel_b, stride_b, edge_, width_, false, prefetch);
+    for (int64_t r = 0; write == Write::kAdd && r < num_rows; ++r) {
+      std::copy_n(c + r * n_, num_columns, edge_ + r * width_);
+    }
+    multiply(num_words, panel, panel_b, stride_b, edge_, width_,
+             write == Write::kAdd ? write : Write::kReplace, prefetch);
     for (int64_t r = 0; r < num_rows; ++r) {
-      for (int64_t l = 0; l < num_columns; ++l) {
-        acc_t& out = c[r * n_ + l];
-        out = accumulate ? out + edge_[r * width_ + l] : edge_[r * width_ + l];
-      }
+      std::copy_n(edge_ + r * width_, num_columns, c + r * n_);
     }
   }
 
   const MicroKernels<acc_t>& kernels_ = kernels();
   const int64_t width_ = width();
   const int64_t numbers_ = numbers();
-  const int64_t depth_ = kSize * numbers_;  // of a square
   const Source<a_t> a_;
   const Source<b_t> b_;
   const int64_t m_, n_, k_;
+  const int64_t stride_ = b_.stride * static_cast<int64_t>(sizeof(b_t));  // bytes
+  // Where few panels of a meet it, b is read where it is.
+  const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
+                         num_panels() <= 2 && n_ % kernels_.lanes == 0;
+  const int64_t depth_ = kSize * numbers_;  // of a square
   int64_t num_words_ = 0;
   acc_t* const edge_;
   acc_t* const packed_b_;
   acc_t* const packed_a_;
-  const Prefetch none_{reinterpret_cast<const char*>(packed_b_), 0, 0};
+  const Prefetch none_{reinterpret_cast<const char*>(packed_b_), 0, 0, 63, 0, 0};
 };
 
 }  // namespace
@@ -195,9 +231,9 @@ int64_t gemm_space(int64_t largest) {
 }
 
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
-void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool accumulate, acc_t* c,
+void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write write, acc_t* c,
           acc_t* space) {
-  if (k == 0 && !accumulate) std::fill_n(c, m * n, acc_t(0));
+  if (k == 0 && write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
   if (m == 0 || n == 0 || k == 0) return;
   const bool plain_a = a.layout == Layout::kPlain, plain_b = b.layout == Layout::kPlain;
   const Source<a_t> rows{a.data, plain_a ? k : m, plain_a};
@@ -207,13 +243,14 @@ void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, bool ac
     const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
     Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
                                 last - first, n, k, space)
-        .run(accumulate, c + first * n);
+
+        .run(write, c + first * n);
   }
 }
 
 #define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                         \
   template void gemm<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Factor<a_t>, \
-                                                Factor<b_t>, bool, acc_t*, acc_t*);
+                                                Factor<b_t>, Write, acc_t*, acc_t*);
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
 #define MOE_EXT_GEMM_HALF(scalar_t)                 \

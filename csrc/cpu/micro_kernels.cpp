@@ -46,25 +46,28 @@ template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int
           int kVectors>
 MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
                              const acc_t* __restrict b, int64_t stride_b, acc_t* __restrict c,
-                             int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
+                             int64_t stride_c, Write write, const Prefetch& prefetch) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
-  constexpr int kWidth = kMaxTileVectors * kLanes;
-  if (accumulate) {
+  constexpr int kChunk = kMaxTileVectors * kBytes;
+  Aligned sum[kRows][kVectors] = {};
+  if (write == Write::kAdd) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kVectors * kLanes; i += 64 / sizeof(acc_t)) {
-        __builtin_prefetch(c + r * stride_c + i, 1);
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = *reinterpret_cast<const Unaligned*>(c + r * stride_c + v * kLanes);
+      }
+      // The tile of the next rows comes next.
+      MOE_EXT_UNROLL for (int i = 0; i < kVectors * kBytes; i += 64) {
+        __builtin_prefetch(reinterpret_cast<char*>(c + (kRows + r) * stride_c) + i, 1);
       }
     }
   }
-  const auto [data, row, chunk] = prefetch;
-  Aligned sum[kRows][kVectors] = {};
+  const auto [data, row, mask, shift, slowness, number] = prefetch;
   for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
-    const char* line = data + q % kWidth * row + q / kWidth * chunk;
-    MOE_EXT_UNROLL for (int i = 0; i < kMaxTileVectors * kBytes; i += 64) {
-      __builtin_prefetch(line + i, 0, 2);
-    }
+    const int64_t n = number + (q >> slowness);
+    const char* line = data + (n & mask) * row + (n >> shift) * kChunk;
+    MOE_EXT_UNROLL for (int i = 0; i < kChunk; i += 64) __builtin_prefetch(line + i, 0, 2);
     __builtin_prefetch(a + 16 * kPanelStride);
     Aligned column[kVectors];
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -76,10 +79,23 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
       }
     }
   }
+#if defined(__x86_64__)
+  if constexpr (kBytes == 64) {
+    if (write == Write::kStream &&
+        (reinterpret_cast<uintptr_t>(c) | stride_c * sizeof(acc_t)) % kBytes == 0) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          auto& out = *reinterpret_cast<Aligned*>(c + r * stride_c + v * kLanes);
+          asm("vmovntps %1, %0" : "=m"(out) : "v"(sum[r][v]));
+        }
+      }
+      return;
+    }
+  }
+#endif
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      Unaligned& out = *reinterpret_cast<Unaligned*>(c + r * stride_c + v * kLanes);
-      out = accumulate ? out + sum[r][v] : sum[r][v];
+      *reinterpret_cast<Unaligned*>(c + r * stride_c + v * kLanes) = sum[r][v];
     }
   }
 }
@@ -92,10 +108,10 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
     static __attribute__((noinline, target(kTarget))) void tile(int64_t num_words, const acc_t* a, \
                                                                 const acc_t* b, int64_t stride_b,  \
                                                                 acc_t* c, int64_t stride_c,        \
-                                                                bool accumulate,                   \
+                                                                Write write,                       \
                                                                 const Prefetch& prefetch) {        \
       multiply<acc_t, Arithmetic, kBytes, kPanelStride, kTileRows, kVectors>(                      \
-          num_words, a, b, stride_b, c, stride_c, accumulate, prefetch);                           \
+          num_words, a, b, stride_b, c, stride_c, write, prefetch);                                \
     }                                                                                              \
   }
 
@@ -114,9 +130,9 @@ struct Portable {
   static constexpr int kBytes = 16, kRows = 6, kPanelStride = 8;
   template <int kTileRows, int kVectors>
   static void tile(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
-                   int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
+                   int64_t stride_c, Write write, const Prefetch& prefetch) {
     multiply<acc_t, Numbers<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(
-        num_words, a, b, stride_b, c, stride_c, accumulate, prefetch);
+        num_words, a, b, stride_b, c, stride_c, write, prefetch);
   }
 };
 
@@ -158,18 +174,29 @@ struct Amx {
   template <int kTileRows, int kVectors>
   static __attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void tile(
       int64_t num_words, const float* a, const float* b, int64_t stride_b, float* c,
-      int64_t stride_c, bool accumulate, const Prefetch& prefetch) {
+      int64_t stride_c, Write write, const Prefetch& prefetch) {
     constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
     constexpr int64_t kBytesA = 4 * kSide;
     const int64_t bytes_b = 4 * stride_b;
-    const auto [data, row, chunk] = prefetch;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    const auto [data, row, mask, shift, slowness, number] = prefetch;
+    alignas(64) float sum[kRows][kMaxTileVectors * kSide];
+    constexpr int64_t kBytes = sizeof(sum[0]);
+    if (write == Write::kAdd) {
+      for (int r = 0; r < kTileRows; ++r) std::copy_n(c + r * stride_c, kVectors * kSide, sum[r]);
+      _tile_loadd(0, sum[0], kBytes);
+      _tile_loadd(1, sum[0] + kSide, kBytes);
+      _tile_loadd(2, sum[kSide], kBytes);
+      _tile_loadd(3, sum[kSide] + kSide, kBytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
     for (int64_t q = 0; q < num_words; q += kSide) {
-      for (int64_t i = q; row != 0 && i < q + kSide; ++i) {
-        const char* line = data + i % 32 * row + i / 32 * chunk;
+      for (int64_t i = q; row != 0 && i < q + kSide; i += int64_t{1} << slowness) {
+        const int64_t n = number + (i >> slowness);
+        const char* line = data + (n & mask) * row + (n >> shift) * 128;
         __builtin_prefetch(line, 0, 2);
         __builtin_prefetch(line + 64, 0, 2);
       }
@@ -186,18 +213,11 @@ struct Amx {
         if constexpr (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
       }
     }
-    alignas(64) float sum[kRows][kMaxTileVectors * kSide];
-    constexpr int64_t kBytes = sizeof(sum[0]);
     _tile_stored(0, sum[0], kBytes);
     if constexpr (kTwoColumns) _tile_stored(1, sum[0] + kSide, kBytes);
     if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
-    for (int r = 0; r < kTileRows; ++r) {
-      float* out = c + r * stride_c;
-      for (int i = 0; i < kVectors * kSide; ++i) {
-        out[i] = accumulate ? out[i] + sum[r][i] : sum[r][i];
-      }
-    }
+    for (int r = 0; r < kTileRows; ++r) std::copy_n(sum[r], kVectors * kSide, c + r * stride_c);
   }
 
   static constexpr MicroKernels<float> kernels() {
