@@ -46,7 +46,7 @@ struct Block {
 
 // How many rows a block has at most: enough for the products to reach their full rate. It does not
 // depend on the number of threads, on which so the results do not depend.
-constexpr int64_t kMaxBlock = 1024;
+constexpr int64_t kMaxBlock = 512;
 
 std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t num_rows) {
   const auto* bound = offsets.defined() ? offsets.const_data_ptr<int64_t>() : nullptr;
