@@ -82,6 +82,9 @@ class Product {
   }
 
   void run(Write write, acc_t* c) {
+    // Sums that go on later must stay in the caches.
+    const bool once = k_ <= (in_place_ ? kShallow : depth_);
+    const Write start = once || write != Write::kStream ? write : Write::kReplace;
     if (kernels_.start != nullptr) kernels_.start();
     for (int64_t p = 0; p < k_; p += depth_) {
       const int64_t depth = std::min(k_ - p, depth_);
@@ -91,9 +94,7 @@ class Product {
         pack_panels(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
                     kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
       }
-      const Write how = p > 0                                       ? Write::kAdd
-                        : p + depth < k_ && write == Write::kStream ? Write::kReplace
-                                                                    : write;
+      const Write how = p == 0 ? start : Write::kAdd;
       if (in_place_) {
         rows_of_b(p, depth, how, c);
       } else {
@@ -102,7 +103,7 @@ class Product {
     }
     if (kernels_.stop != nullptr) kernels_.stop();
 #if defined(__x86_64__)
-    if (write == Write::kStream) __builtin_ia32_sfence();
+    if (start == Write::kStream) __builtin_ia32_sfence();
 #endif
   }
 
@@ -153,18 +154,12 @@ class Product {
         const int64_t num_words = std::min(depth - q, kShallow);
         for (int64_t j = 0; j < n_; j += width_) {
           const acc_t* panel = b_.at(j, p + q);
-          const Prefetch next{reinterpret_cast<const char*>(b_.at(j, p + q + kShallow)),
-                              stride_,
-                              kShallow - 1,
-                              __builtin_ctzll(kShallow),
-                              0,
-                              0};
+          const auto* next_rows = reinterpret_cast<const char*>(b_.at(j, p + q + kShallow));
+          const Prefetch next{next_rows, stride_, kShallow - 1, __builtin_ctzll(kShallow), 0, 0};
           for (int64_t i = 0; i < num_panels(); ++i) {
             tile(i, q, num_words, panel, b_.stride, std::min(n_ - j, width_),
-                 q > 0                                         ? Write::kAdd
-                 : depth > kShallow && write == Write::kStream ? Write::kReplace
-                                                               : write,
-                 c + j, i == 0 && p + q + kShallow < k_ ? next : none_);
+                 q == 0 ? write : Write::kAdd, c + j,
+                 i == 0 && p + q + kShallow < k_ ? next : none_);
           }
         }
       }
@@ -243,7 +238,6 @@ void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write w
     const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
     Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
                                 last - first, n, k, space)
-
         .run(write, c + first * n);
   }
 }

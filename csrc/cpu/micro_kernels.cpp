@@ -23,6 +23,7 @@ struct Vector {
   typedef acc_t Unaligned __attribute__((vector_size(kBytes), aligned(sizeof(acc_t))));
 };
 
+// One product a lane.
 template <typename acc_t, int kBytes>
 struct Numbers {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
@@ -30,10 +31,11 @@ struct Numbers {
 };
 
 #if defined(__x86_64__)
+// Two products and their sum a lane.
+template <typename acc_t, int kBytes>
 struct Bf16Pairs {
-  using Aligned = Vector<float, 64>::Aligned;
-  // Two products and their sum for each lane.
-  MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {
+  using Aligned = typename Vector<acc_t, kBytes>::Aligned;
+  MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {
     typedef int32_t Words __attribute__((vector_size(64)));
     const Words words = Words{} + reinterpret_cast<const int32_t&>(a);
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(words));
@@ -100,41 +102,29 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   }
 }
 
-#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kTarget, kBytes_, kRows_, kPanelStride_)         \
-  template <typename acc_t>                                                                        \
-  struct Name {                                                                                    \
-    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;           \
-    template <int kTileRows, int kVectors>                                                         \
-    static __attribute__((noinline, target(kTarget))) void tile(int64_t num_words, const acc_t* a, \
-                                                                const acc_t* b, int64_t stride_b,  \
-                                                                acc_t* c, int64_t stride_c,        \
-                                                                Write write,                       \
-                                                                const Prefetch& prefetch) {        \
-      multiply<acc_t, Arithmetic, kBytes, kPanelStride, kTileRows, kVectors>(                      \
-          num_words, a, b, stride_b, c, stride_c, write, prefetch);                                \
-    }                                                                                              \
+#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, ...)        \
+  template <typename acc_t>                                                                   \
+  struct Name {                                                                               \
+    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;      \
+    template <int kTileRows, int kVectors>                                                    \
+    static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,          \
+                                                  const acc_t* b, int64_t stride_b, acc_t* c, \
+                                                  int64_t stride_c, Write write,              \
+                                                  const Prefetch& prefetch) {                 \
+      multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(  \
+          num_words, a, b, stride_b, c, stride_c, write, prefetch);                           \
+    }                                                                                         \
   }
 
-// As many rows as leave registers for a vector of B and a word of A.
-#define MOE_EXT_COMMA ,
+// As many rows as leave registers for vectors of B and a word of A.
 #if defined(__x86_64__)
-MOE_EXT_INSTRUCTION_SET(Avx512, Numbers<acc_t MOE_EXT_COMMA 64>,
-                        "arch=x86-64-v4,prefer-vector-width=512", 64, 14, 16);
-MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, "arch=x86-64-v4,avx512bf16,prefer-vector-width=512",
-                        64, 14, 16);
-MOE_EXT_INSTRUCTION_SET(Avx2, Numbers<acc_t MOE_EXT_COMMA 32>, "arch=x86-64-v3", 32, 6, 8);
+MOE_EXT_INSTRUCTION_SET(Avx512, Numbers, 64, 14, 16, noinline,
+                        target("arch=x86-64-v4,prefer-vector-width=512"));
+MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, 64, 14, 16, noinline,
+                        target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512"));
+MOE_EXT_INSTRUCTION_SET(Avx2, Numbers, 32, 6, 8, noinline, target("arch=x86-64-v3"));
 #endif
-
-template <typename acc_t>
-struct Portable {
-  static constexpr int kBytes = 16, kRows = 6, kPanelStride = 8;
-  template <int kTileRows, int kVectors>
-  static void tile(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
-                   int64_t stride_c, Write write, const Prefetch& prefetch) {
-    multiply<acc_t, Numbers<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(
-        num_words, a, b, stride_b, c, stride_c, write, prefetch);
-  }
-};
+MOE_EXT_INSTRUCTION_SET(Portable, Numbers, 16, 6, 8, noinline);
 
 template <typename acc_t, typename Set, int kVectors, int... kRow>
 constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {
@@ -183,6 +173,7 @@ struct Amx {
     constexpr int64_t kBytes = sizeof(sum[0]);
     if (write == Write::kAdd) {
       for (int r = 0; r < kTileRows; ++r) std::copy_n(c + r * stride_c, kVectors * kSide, sum[r]);
+      asm volatile("" ::: "memory");  // the compiler does not know that the next lines read it
       _tile_loadd(0, sum[0], kBytes);
       _tile_loadd(1, sum[0] + kSide, kBytes);
       _tile_loadd(2, sum[kSide], kBytes);
