@@ -11,9 +11,12 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "math/activation.h"
 
 namespace moe_ext {
 
@@ -246,20 +249,18 @@ inline void check_combine(const Tensor& expert_output, const Tensor& gates, cons
   check_shape(op, "expert_output", expert_output, {inverse.sym_numel(), expert_output.sym_size(1)});
 }
 
-// The activations of the experts; a gated one takes twice its width and multiplies one half with
-// the other.
-inline bool is_gated(std::string_view activation) { return activation.ends_with("glu"); }
-
-inline void check_activation(const char* op, std::string_view activation) {
-  constexpr std::string_view kNames =
-      "geglu, gelu, glu, identity, reglu, relu, sigmoid, silu, swiglu, tanh";
-  bool known = false;
-  for (size_t begin = 0; begin < kNames.size() && !known;) {
-    const size_t end = std::min(kNames.find(", ", begin), kNames.size());
-    known = kNames.substr(begin, end - begin) == activation;
-    begin = end + 2;
-  }
-  TORCH_CHECK_VALUE(known, op, ": activation must be one of ", kNames, ", got '", activation, "'");
+// Returns whether the activation is a gated one, which takes twice its width.
+inline bool check_activation(const char* op, std::string_view activation) {
+  std::string names;
+  bool known = false, gated = false;
+  math::for_each_activation([&](std::string_view name, auto each) {
+    names.append(names.empty() ? "" : ", ").append(name);
+    if (name != activation) return;
+    known = true;
+    gated = each.kGated;
+  });
+  TORCH_CHECK_VALUE(known, op, ": activation must be one of ", names, ", got '", activation, "'");
+  return gated;
 }
 
 inline void check_experts(const char* op, const Tensor& x, const OptionalTensor& offsets,
@@ -268,7 +269,7 @@ inline void check_experts(const char* op, const Tensor& x, const OptionalTensor&
                           at::TensorList biases, std::string_view activation) {
   check_dim(op, "x", x, 2);
   check_floating(op, "x", x);
-  check_activation(op, activation);
+  const bool gated = check_activation(op, activation);
   TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
                     ": weights and biases must be one for each linear layer, at least one, got ",
                     weights.size(), " weights and ", biases.size(), " biases");
@@ -285,7 +286,7 @@ inline void check_experts(const char* op, const Tensor& x, const OptionalTensor&
     if (!biases.empty()) {
       check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
     }
-    const bool halved = is_gated(activation) && l + 1 < weights.size();
+    const bool halved = gated && l + 1 < weights.size();
     TORCH_CHECK_VALUE(!halved || columns % 2 == 0, op, ": weights[", l,
                       "] must have an even number of columns before ", activation, ", got ",
                       columns);

@@ -15,6 +15,7 @@ from moe_ext import _build
 _build.load()
 
 from moe_ext import ops  # noqa: E402  (the operators are registered by the line above)
+from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext.balanced import (  # noqa: E402
     BalancedGate,
     HierarchicalBalancedGate,
@@ -55,6 +56,7 @@ __all__ = [
     "batchwise_loss",
     "batchwise_masks",
     "cv_squared",
+    "empty_cache",
     "importance",
     "importance_loss",
     "load",

@@ -109,16 +109,9 @@ struct ActivateBackward {
 // Calls body with the activation of that name.
 template <typename Body>
 void with_activation(std::string_view name, const Body& body) {
-  if (name == "relu") return body(math::Relu());
-  if (name == "gelu") return body(math::Gelu());
-  if (name == "silu") return body(math::Silu());
-  if (name == "tanh") return body(math::Tanh());
-  if (name == "sigmoid") return body(math::Sigmoid());
-  if (name == "reglu") return body(math::Gated<math::Relu>());
-  if (name == "geglu") return body(math::Gated<math::Gelu>());
-  if (name == "swiglu") return body(math::Gated<math::Silu>());
-  if (name == "glu") return body(math::Gated<math::Sigmoid>());
-  return body(math::Identity());
+  math::for_each_activation([&](std::string_view known, auto activation) {
+    if (known == name) body(activation);
+  });
 }
 
 }  // namespace moe_ext::cpu

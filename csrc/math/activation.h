@@ -118,4 +118,19 @@ struct Gated : Activation {
   static constexpr bool kGated = true;
 };
 
+// Calls body(name, activation) with each that there is.
+template <typename Body>
+void for_each_activation(const Body& body) {
+  body("geglu", Gated<Gelu>());
+  body("gelu", Gelu());
+  body("glu", Gated<Sigmoid>());
+  body("identity", Identity());
+  body("reglu", Gated<Relu>());
+  body("relu", Relu());
+  body("sigmoid", Sigmoid());
+  body("silu", Silu());
+  body("swiglu", Gated<Silu>());
+  body("tanh", Tanh());
+}
+
 }  // namespace moe_ext::math
