@@ -2,11 +2,14 @@
 //
 // T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output
 // width.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
 #include "cpu/empty_rows.h"
+#include "cpu/micro_kernels.h"
 #include "cpu/vectorize.h"
 
 TORCH_LIBRARY(moe_ext, m) {
@@ -104,6 +107,20 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 }
 
+namespace {
+
+pybind11::dict products() {
+  using namespace moe_ext::cpu;
+  pybind11::dict names;
+  names["float64"] = micro_kernels<double, double>().name;
+  names["float32"] = micro_kernels<float, float>().name;
+  names["bfloat16"] = micro_kernels<c10::BFloat16, float>().name;
+  names["float16"] = micro_kernels<c10::Half, float>().name;
+  return names;
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Facts of the build; importing it registers the operators of torch.ops.moe_ext.";
   m.attr("torch_version") = TORCH_VERSION;
@@ -117,4 +134,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_cache", &moe_ext::cpu::empty_cache,
         "Returns the memory that freed CPU tensors of the operators have left to the system.");
   m.def("isa", &moe_ext::cpu::isa_name, "The instruction set that the CPU kernels use.");
+  m.def("products", &products, "What multiplies the experts' matrices on the CPU, for each type.");
 }

@@ -30,6 +30,11 @@ def blas_name() -> str:
     return f"BLAS {found[1] if found else 'unknown'}"
 
 
+def products() -> str:
+    """What multiplies the experts' matrices, such as "AVX-512 (float32), AMX (bfloat16)"."""
+    return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
+
+
 def operators() -> list[str]:
     """The names of the registered operators."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
@@ -57,11 +62,11 @@ def main() -> int:
         "moe_ext": moe_ext.__version__,
         "built with": f"torch {_C.torch_version}, CUDA {_C.cuda_version or 'none'}, "
         f"C++ ABI {int(_C.cxx11_abi)}, compiler {_C.compiler}",
-        "running with": f"torch {torch.__version__}, CUDA {cuda}, "
+        "running with": f"torch {torch.__version__}, {blas_name()}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),
         "CPU kernels": f"{_C.isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
-        "expert products": f"torch's matrix product, {blas_name()}",
+        "expert products": products(),
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "NCCL": nccl,
