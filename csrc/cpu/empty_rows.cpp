@@ -1,8 +1,8 @@
 #include "empty_rows.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -95,27 +95,49 @@ Cache& cache() {
   return *cache;
 }
 
+// The allocator of the large tensors' storages, which so can be resized as any other.
+struct LargeAllocator final : c10::Allocator {
+  static constexpr size_t kSmallest = 2 * kHugePage;
+
+  struct Allocation {
+    Cache::Block block;
+    int64_t used;
+  };
+
+  c10::DataPtr allocate(size_t size) override {
+    if (size >= kSmallest) {
+      const auto block = cache().take((size + kHugePage - 1) / kHugePage * kHugePage);
+      if (block.data != nullptr) {
+        auto* allocation = new Allocation{block, static_cast<int64_t>(size)};
+        c10::reportMemoryUsageToProfiler(block.data, allocation->used, 0, 0, at::kCPU);
+        return {block.data, allocation, &give_back, at::kCPU};
+      }
+    }
+    return c10::GetCPUAllocator()->allocate(size);
+  }
+
+  void copy_data(void* to, const void* from, size_t size) const override {
+    default_copy_data(to, from, size);
+  }
+
+  static void give_back(void* context) {
+    auto* allocation = static_cast<Allocation*>(context);
+    c10::reportMemoryUsageToProfiler(allocation->block.data, -allocation->used, 0, 0, at::kCPU);
+    cache().give(allocation->block);
+    delete allocation;
+  }
+};
+
 }  // namespace
 
 at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
   size_t bytes = options.dtype().itemsize();
   for (const int64_t size : sizes) bytes *= size;
-  if (bytes >= 2 * kHugePage) {
-    const auto block = cache().take((bytes + kHugePage - 1) / kHugePage * kHugePage);
-    if (block.data != nullptr) {
-      const auto report = [block](int64_t change) {
-        c10::reportMemoryUsageToProfiler(block.data, change, 0, 0, at::kCPU);
-      };
-      const auto used = static_cast<int64_t>(bytes);
-      report(used);
-      const auto give_back = [block, report, used](void*) {
-        report(-used);
-        cache().give(block);
-      };
-      return at::from_blob(block.data, sizes, give_back, options);
-    }
-  }
-  return at::empty(sizes, options);
+  if (bytes < LargeAllocator::kSmallest) return at::empty(sizes, options);
+  static LargeAllocator allocator;
+  return at::Tensor(at::detail::empty_generic(
+      sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::typeMetaToScalarType(options.dtype()), /*memory_format_opt=*/std::nullopt));
 }
 
 void empty_cache() { cache().clear(); }
