@@ -1,6 +1,7 @@
 """Fixtures and the few assertions that all test files share."""
 
 import contextlib
+import itertools
 import pathlib
 import re
 
@@ -15,10 +16,25 @@ from moe_ext.training.device import avoid_missing_amx
 avoid_missing_amx()  # before the first matrix product
 
 
-def cpu_flags():
+def cpu_info(name):
+    """A line of what the system says about the processor; "" where it says nothing."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
-    return set(found[1].split()) if found else set()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(rf"^{name}\s*:(.*)$", text, re.M)
+    return found[1].strip() if found else ""
+
+
+def instruction_sets():
+    """The values of MOE_EXT_ISA for this processor, each with what those before it have."""
+    flags = set(cpu_info("flags").split())
+    needed = {
+        "default": set(),
+        "avx2": {"avx2", "fma"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx512_bf16": {"avx512_bf16"},
+        "amx": {"amx_tile", "amx_bf16"},
+    }
+    return list(itertools.takewhile(lambda isa: needed[isa] <= flags, needed))
 
 
 def pytest_configure(config):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import cpu_info, instruction_sets
 
 import moe_ext
 from moe_ext import _build
@@ -82,15 +83,76 @@ def test_info_reports_and_passes_its_self_test():
     assert result.returncode == 0, result.stderr
     assert torch.__version__ in result.stdout
     assert "noisy_topk_gating" in result.stdout
+    assert f"CPU kernels: {moe_ext._C.isa()} (" in result.stdout
+    for dtype, name in moe_ext._C.products().items():
+        assert f"{name} ({dtype})" in result.stdout
     assert "self-test, cpu: passed" in result.stdout
 
 
-def test_unknown_instruction_set_is_a_clear_error():
+# The instruction set
+
+# Linux grants no tiles to a process with a signal stack that is too small for them: here AMX is
+# missing, on any processor.
+WITHOUT_AMX = """
+import ctypes, os
+
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, 8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+import moe_ext
+
+for forced in ("mmx", "amx"):
+    os.environ["MOE_EXT_ISA"] = forced
+    try:
+        moe_ext._C.isa()
+    except ValueError as error:
+        print(error)
+del os.environ["MOE_EXT_ISA"]
+print(moe_ext._C.isa())
+"""
+
+
+def lines_of(code):
+    environment = {name: value for name, value in os.environ.items() if name != "MOE_EXT_ISA"}
     result = subprocess.run(
-        [sys.executable, "-c", "import moe_ext; moe_ext._C.isa()"],
-        cwd=ROOT,
-        env={**os.environ, "MOE_EXT_ISA": "mmx"},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got mmx" in result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def preferred_instruction_sets():
+    """avx512_bf16 multiplies faster than avx512 where AMD made it only."""
+    amd = "amd" in cpu_info("vendor_id").lower()
+    return [isa for isa in instruction_sets() if isa != "avx512_bf16" or amd]
+
+
+def test_the_best_instruction_set_is_chosen():
+    best = preferred_instruction_sets()[-1]
+    isa, bfloat16 = lines_of(
+        "from moe_ext import _C; print(_C.isa()); print(_C.products()['bfloat16'])"
+    )
+    assert isa == best
+    assert (
+        bfloat16
+        == {
+            "default": "portable",
+            "avx2": "AVX2",
+            "avx512": "AVX-512",
+            "avx512_bf16": "AVX512-BF16",
+            "amx": "AMX",
+        }[best]
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="AMX is used on Linux only")
+def test_instruction_sets_that_are_missing():
+    unknown, missing, chosen = lines_of(WITHOUT_AMX)
+    assert unknown == "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got mmx"
+    assert missing == "MOE_EXT_ISA must name an instruction set of this processor, got amx"
+    assert chosen == [isa for isa in preferred_instruction_sets() if isa != "amx"][-1]
