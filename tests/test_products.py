@@ -241,7 +241,7 @@ COUNTS = [1, 13, 14, 15, 512, 513, 1025]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k, widths", [(1, (33, 257, 17)), (2, (48, 272, 32))])
+@pytest.mark.parametrize("k, widths", [(1, (33, 529, 17)), (2, (48, 544, 32))])
 def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
     """y, dx and the gates' gradients of a token: the same bits alone and in any batch, in any
     order, and on one thread and two."""
