@@ -1,7 +1,7 @@
 """Large outputs on the CPU, which take over the memory of freed ones."""
 
+import os
 import pickle
-import resource
 import sys
 import threading
 
@@ -95,7 +95,7 @@ def test_what_is_alive_is_left_alone(problem, expected):
 
 def resident():
     with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[1]) * resource.getpagesize()
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_empty_cache_returns_memory_to_the_system(problem):
