@@ -79,6 +79,7 @@ def test_any_width(dtype):
     for shift in (0, 1, 5):
         for D, F in zip(WIDTHS, WIDTHS[shift:] + WIDTHS[:shift], strict=True):
             check_linear([3, 0, 29], D, F, dtype)
+    check_linear([3, 0, 29], 300, 2064, dtype)  # B in place for few rows, in two parts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

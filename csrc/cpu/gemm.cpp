@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "elementwise.h"
 #include "micro_kernels.h"
 #include "pack.h"
 #include "vectorize.h"
@@ -19,8 +20,10 @@ template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kMaxRows = 512;
 
-// So deep are the blocks where B is not packed at all.
+// So deep are the blocks where B is not packed at all, and so many columns of C are computed at a
+// time there.
 constexpr int64_t kShallow = 16;
+constexpr int64_t kMaxColumns = 2048;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -73,12 +76,14 @@ class Product {
         n_(n),
         k_(k),
         edge_(space),
-        packed_b_(edge_ + edge_size()),
+        sums_(edge_ + edge_size()),
+        packed_b_(sums_ + sums_size(n)),
         packed_a_(packed_b_ + square_size(n, k)) {}
 
   // For a product whose m, n and k are at most `largest`.
   static int64_t space(int64_t largest) {
-    return edge_size() + square_size(largest, largest) + panels_size(largest, largest);
+    return edge_size() + sums_size(largest) + square_size(largest, largest) +
+           panels_size(largest, largest);
   }
 
   void run(Write write, acc_t* c) {
@@ -118,6 +123,9 @@ class Product {
   }
 
   static int64_t edge_size() { return kernels().rows * width(); }
+  static int64_t sums_size(int64_t n) {
+    return 2 * kernels().rows * ceil_div(std::min(n, kMaxColumns), width()) * width();
+  }
   static int64_t square_size(int64_t n, int64_t k) {
     return std::min(kSize, words(k)) * std::min(kSize, ceil_div(n, width()) * width());
   }
@@ -141,26 +149,41 @@ class Product {
     for (int64_t jj = 0; jj < num_columns; jj += width_, panel += width_ * num_words_) {
       Prefetch next = next_p < k_ ? prefetch(next_p, next_j, jj / width_) : none_;
       for (int64_t i = 0; i < num_panels(); ++i, next.first += num_words_ >> next.slowness) {
-        tile(i, 0, num_words_, panel, width_, std::min(num_columns - jj, width_), write, c + jj,
+        tile(i, 0, num_words_, panel, width_, std::min(num_columns - jj, width_), write, c + jj, n_,
              i < 1 << next.slowness ? next : none_);
       }
     }
   }
 
-  // All of c by rows of b, read where they are, one after the other.
+  // All of c by rows of b, read where they are, one after the other. What is added to c is summed
+  // apart, as it is in a square.
   void rows_of_b(int64_t p, int64_t depth, Write write, acc_t* c) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
-      for (int64_t q = 0; q < depth; q += kShallow) {
-        const int64_t num_words = std::min(depth - q, kShallow);
-        for (int64_t j = 0; j < n_; j += width_) {
-          const acc_t* panel = b_.at(j, p + q);
-          const auto* next_rows = reinterpret_cast<const char*>(b_.at(j, p + q + kShallow));
-          const Prefetch next{next_rows, stride_, kShallow - 1, __builtin_ctzll(kShallow), 0, 0};
-          for (int64_t i = 0; i < num_panels(); ++i) {
-            tile(i, q, num_words, panel, b_.stride, std::min(n_ - j, width_),
-                 q == 0 ? write : Write::kAdd, c + j,
-                 i == 0 && p + q + kShallow < k_ ? next : none_);
+      const bool shallow = depth <= kShallow, apart = !shallow && write == Write::kAdd;
+      for (int64_t j = 0; j < n_; j += kMaxColumns) {
+        const int64_t num_columns = std::min(n_ - j, kMaxColumns);
+        acc_t* sums = apart ? sums_ : c + j;
+        const int64_t stride = apart ? num_columns : n_;
+        for (int64_t q = 0; q < depth; q += kShallow) {
+          const int64_t num_words = std::min(depth - q, kShallow);
+          const Write how = q > 0 ? Write::kContinue : shallow ? write : Write::kReplace;
+          for (int64_t jj = 0; jj < num_columns; jj += width_) {
+            const Prefetch next{reinterpret_cast<const char*>(b_.at(j + jj, p + q + kShallow)),
+                                stride_,
+                                kShallow - 1,
+                                __builtin_ctzll(kShallow),
+                                0,
+                                0};
+            for (int64_t i = 0; i < num_panels(); ++i) {
+              tile(i, q, num_words, b_.at(j + jj, p + q), b_.stride,
+                   std::min(num_columns - jj, width_), how, sums + jj, stride,
+                   i == 0 && p + q + kShallow < k_ ? next : none_);
+            }
           }
+        }
+        for (int64_t r = 0; apart && r < m_; ++r) {
+          vectorized<Add>(static_cast<const acc_t*>(sums + r * stride), num_columns,
+                          c + r * n_ + j);
         }
       }
     }
@@ -181,22 +204,22 @@ class Product {
 
   // The rows of panel i of a, from word q on, times a panel of b; c is the first row's.
   void tile(int64_t i, int64_t q, int64_t num_words, const acc_t* panel_b, int64_t stride_b,
-            int64_t num_columns, Write write, acc_t* c, const Prefetch& prefetch) {
+            int64_t num_columns, Write write, acc_t* c, int64_t stride_c,
+            const Prefetch& prefetch) {
     const int64_t num_rows = first(i + 1) - first(i);
     const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
     const acc_t* panel = panel_a(i) + q * kernels_.panel_stride;
-    c += first(i) * n_;
+    c += first(i) * stride_c;
     if (num_columns == vectors * kernels_.lanes) {
-      return multiply(num_words, panel, panel_b, stride_b, c, n_, write, prefetch);
+      return multiply(num_words, panel, panel_b, stride_b, c, stride_c, write, prefetch);
     }
-    for (int64_t r = 0; write == Write::kAdd && r < num_rows; ++r) {
-      std::copy_n(c + r * n_, num_columns, edge_ + r * width_);
-    }
-    multiply(num_words, panel, panel_b, stride_b, edge_, width_,
-             write == Write::kAdd ? write : Write::kReplace, prefetch);
+    multiply(num_words, panel, panel_b, stride_b, edge_, width_, Write::kReplace, prefetch);
     for (int64_t r = 0; r < num_rows; ++r) {
-      std::copy_n(edge_ + r * width_, num_columns, c + r * n_);
+      for (int64_t l = 0; l < num_columns; ++l) {
+        acc_t& out = c[r * stride_c + l];
+        out = write == Write::kAdd ? out + edge_[r * width_ + l] : edge_[r * width_ + l];
+      }
     }
   }
 
@@ -213,6 +236,7 @@ class Product {
   const int64_t depth_ = kSize * numbers_;  // of a square
   int64_t num_words_ = 0;
   acc_t* const edge_;
+  acc_t* const sums_;
   acc_t* const packed_b_;
   acc_t* const packed_a_;
   const Prefetch none_{reinterpret_cast<const char*>(packed_b_), 0, 0, 63, 0, 0};

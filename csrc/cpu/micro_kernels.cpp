@@ -54,14 +54,19 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   constexpr int kLanes = kBytes / sizeof(acc_t);
   constexpr int kChunk = kMaxTileVectors * kBytes;
   Aligned sum[kRows][kVectors] = {};
-  if (write == Write::kAdd) {
+  // To be added to at the end; or of the next rows, whose tile comes next.
+  if (write == Write::kAdd || write == Write::kContinue) {
+    acc_t* fetched = c + (write == Write::kAdd ? 0 : kRows * stride_c);
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      MOE_EXT_UNROLL for (int i = 0; i < kVectors * kBytes; i += 64) {
+        __builtin_prefetch(reinterpret_cast<char*>(fetched + r * stride_c) + i, 1);
+      }
+    }
+  }
+  if (write == Write::kContinue) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = *reinterpret_cast<const Unaligned*>(c + r * stride_c + v * kLanes);
-      }
-      // The tile of the next rows comes next.
-      MOE_EXT_UNROLL for (int i = 0; i < kVectors * kBytes; i += 64) {
-        __builtin_prefetch(reinterpret_cast<char*>(c + (kRows + r) * stride_c) + i, 1);
       }
     }
   }
@@ -97,7 +102,8 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
 #endif
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      *reinterpret_cast<Unaligned*>(c + r * stride_c + v * kLanes) = sum[r][v];
+      Unaligned& out = *reinterpret_cast<Unaligned*>(c + r * stride_c + v * kLanes);
+      out = write == Write::kAdd ? out + sum[r][v] : sum[r][v];
     }
   }
 }
@@ -169,21 +175,10 @@ struct Amx {
     constexpr int64_t kBytesA = 4 * kSide;
     const int64_t bytes_b = 4 * stride_b;
     const auto [data, row, mask, shift, slowness, number] = prefetch;
-    alignas(64) float sum[kRows][kMaxTileVectors * kSide];
-    constexpr int64_t kBytes = sizeof(sum[0]);
-    if (write == Write::kAdd) {
-      for (int r = 0; r < kTileRows; ++r) std::copy_n(c + r * stride_c, kVectors * kSide, sum[r]);
-      asm volatile("" ::: "memory");  // the compiler does not know that the next lines read it
-      _tile_loadd(0, sum[0], kBytes);
-      _tile_loadd(1, sum[0] + kSide, kBytes);
-      _tile_loadd(2, sum[kSide], kBytes);
-      _tile_loadd(3, sum[kSide] + kSide, kBytes);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t q = 0; q < num_words; q += kSide) {
       for (int64_t i = q; row != 0 && i < q + kSide; i += int64_t{1} << slowness) {
         const int64_t n = number + (i >> slowness);
@@ -204,11 +199,18 @@ struct Amx {
         if constexpr (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
       }
     }
+    alignas(64) float sum[kRows][kMaxTileVectors * kSide];
+    constexpr int64_t kBytes = sizeof(sum[0]);
     _tile_stored(0, sum[0], kBytes);
     if constexpr (kTwoColumns) _tile_stored(1, sum[0] + kSide, kBytes);
     if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
-    for (int r = 0; r < kTileRows; ++r) std::copy_n(sum[r], kVectors * kSide, c + r * stride_c);
+    for (int r = 0; r < kTileRows; ++r) {
+      float* out = c + r * stride_c;
+      for (int i = 0; i < kVectors * kSide; ++i) {
+        out[i] = write == Write::kAdd ? out[i] + sum[r][i] : sum[r][i];
+      }
+    }
   }
 
   static constexpr MicroKernels<float> kernels() {

@@ -9,9 +9,9 @@
 
 namespace moe_ext::cpu {
 
-// What a tile fetches into the cache meanwhile, for a later panel of B: chunks as wide as B's panel,
-// the one of number first + (q >> slowness) with word q. Chunk n is in row n & mask, after those of
-// n >> shift chunks before it there.
+// What a tile fetches into the cache meanwhile, for a later panel of B: chunks as wide as B's
+// panel, the one of number first + (q >> slowness) with word q. Chunk n is in row n & mask, after
+// those of n >> shift chunks before it there.
 struct Prefetch {
   const char* data;
   int64_t stride;  // bytes between rows; 0: nothing
@@ -24,11 +24,12 @@ struct Prefetch {
 // How a tile is written.
 enum class Write {
   kReplace,
-  kAdd,     // to what there is: its chains of sums go on
-  kStream,  // past the caches, where there is such an instruction and `c` is aligned for it
+  kAdd,
+  kContinue,  // what there is are chains of sums that go on; not by AMX
+  kStream,    // past the caches, where there is such an instruction and `c` is aligned for it
 };
 
-// C [rows, columns] = A B by panels that are num_words deep. Each element is one chain of
+// C [rows, columns] = A B by panels that are num_words deep. Each element of A B is one chain of
 // multiply-adds in the order of the depth, whatever the other rows and columns are.
 template <typename acc_t>
 using Tile = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
