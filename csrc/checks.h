@@ -100,6 +100,16 @@ inline void check_permutation(const char* op, const char* name, const Tensor& in
   }
 }
 
+// Where each of some ranges begins and the last one ends: at least that many.
+inline void check_bounds(const char* op, const char* name, const Tensor& bounds, const Tensor& like,
+                         int64_t least) {
+  check_device(op, name, bounds, like);
+  check_type(op, name, bounds, at::kLong);
+  check_dim(op, name, bounds, 1);
+  TORCH_CHECK_VALUE(bounds.sym_size(0) >= least, op, ": ", name, " must have at least ", least,
+                    least == 1 ? " element" : " elements", ", got ", bounds.sym_size(0));
+}
+
 // inverse [T, K], or inverse [R] and token_offsets [T + 1]. Returns T.
 inline c10::SymInt check_slots(const char* op, const Tensor& inverse,
                                const OptionalTensor& token_offsets, const Tensor& like) {
@@ -107,11 +117,8 @@ inline c10::SymInt check_slots(const char* op, const Tensor& inverse,
   check_type(op, "inverse", inverse, at::kLong);
   check_dim(op, "inverse", inverse, token_offsets ? 1 : 2);
   if (!token_offsets) return inverse.sym_size(0);
-  check_dim(op, "token_offsets", *token_offsets, 1);
-  const auto size = token_offsets->sym_size(0);
-  TORCH_CHECK_VALUE(size >= 1, op, ": token_offsets must have at least 1 element, got 0");
-  check_argument(op, "token_offsets", *token_offsets, like, at::kLong, {size});
-  return size - 1;
+  check_bounds(op, "token_offsets", *token_offsets, like, 1);
+  return token_offsets->sym_size(0) - 1;
 }
 
 // The type of sums and of everything after the logits: float32 for the half types.
@@ -155,14 +162,7 @@ inline void check_load(const Tensor& clean_logits, const Tensor& noise_stddev,
   check_dim(op, "expert_index", expert_index, 2);
   check_argument(op, "expert_index", expert_index, clean_logits, at::kLong,
                  {num_tokens, expert_index.sym_size(1)});
-  if (group_offsets) {
-    check_device(op, "group_offsets", *group_offsets, clean_logits);
-    check_type(op, "group_offsets", *group_offsets, at::kLong);
-    check_dim(op, "group_offsets", *group_offsets, 1);
-    TORCH_CHECK_VALUE(group_offsets->sym_size(0) >= 2, op,
-                      ": group_offsets must have at least 2 elements, got shape ",
-                      group_offsets->sym_sizes());
-  }
+  if (group_offsets) check_bounds(op, "group_offsets", *group_offsets, clean_logits, 2);
 }
 
 // [E], or [G, E] for the rows' G groups.
@@ -203,11 +203,7 @@ inline void check_selected_softmax_backward(const Tensor& grad_gates, const Tens
   check_type(op, "gates", gates, accumulate_type(gates));
   check_argument(op, "grad_gates", grad_gates, gates, gates.scalar_type(), gates.sym_sizes());
   check_argument(op, "expert_index", expert_index, gates, at::kLong, gates.sym_sizes());
-  check_device(op, "token_offsets", token_offsets, gates);
-  check_type(op, "token_offsets", token_offsets, at::kLong);
-  check_dim(op, "token_offsets", token_offsets, 1);
-  TORCH_CHECK_VALUE(token_offsets.sym_size(0) >= 1, op,
-                    ": token_offsets must have at least 1 element, got 0");
+  check_bounds(op, "token_offsets", token_offsets, gates, 1);
   check_num_experts(op, num_experts);
 }
 
@@ -251,16 +247,15 @@ inline void check_combine(const Tensor& expert_output, const Tensor& gates, cons
 
 // Returns whether the activation is a gated one, which takes twice its width.
 inline bool check_activation(const char* op, std::string_view activation) {
-  std::string names;
-  bool known = false, gated = false;
+  std::optional<bool> gated;
   math::for_each_activation([&](std::string_view name, auto each) {
-    names.append(names.empty() ? "" : ", ").append(name);
-    if (name != activation) return;
-    known = true;
-    gated = each.kGated;
+    if (name == activation) gated = each.kGated;
   });
-  TORCH_CHECK_VALUE(known, op, ": activation must be one of ", names, ", got '", activation, "'");
-  return gated;
+  if (gated) return *gated;
+  std::string names;
+  math::for_each_activation(
+      [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
+  TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
 inline void check_experts(const char* op, const Tensor& x, const OptionalTensor& offsets,

@@ -177,13 +177,21 @@ class Experts {
     return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
   }
 
-  // The block's rows of a tensor of tokens (gathered into `space`), or of rows.
+  // Copies the block's rows of a tensor of tokens, or of rows.
+  template <typename to_t>
+  void copy_rows(const Block& block, const scalar_t* data, bool by_token, int64_t width,
+                 to_t* to) const {
+    for (int64_t r = 0; r < block.num_rows; ++r) {
+      const int64_t row = block.first_row + r;
+      vectorized<Convert>(data + (by_token ? token_of(row) : row) * width, width, to + r * width);
+    }
+  }
+
+  // The same, but rows stay where they are.
   const scalar_t* gather(const Block& block, const scalar_t* data, bool by_token, int64_t width,
                          scalar_t* space) const {
     if (!by_token) return data + block.first_row * width;
-    for (int64_t r = 0; r < block.num_rows; ++r) {
-      std::copy_n(data + token_of(block.first_row + r) * width, width, space + r * width);
-    }
+    copy_rows(block, data, by_token, width, space);
     return space;
   }
 
@@ -367,13 +375,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           }
         };
 
-        for (int64_t r = 0; r < n; ++r) {
-          const int64_t row = block.first_row + r;
-          const int64_t columns = experts.columns(last);
-          vectorized<Convert>(
-              grad_data + (gates_data != nullptr ? experts.token_of(row) : row) * columns, columns,
-              out_space + r * columns);
-        }
+        experts.copy_rows(block, grad_data, gates_data != nullptr, experts.columns(last),
+                          out_space);
         const acc_t* grad_out = out_space;
         for (int64_t l = last; l >= 0; --l) {
           const int64_t columns = experts.columns(l);

@@ -43,6 +43,15 @@ struct Bf16Pairs {
 };
 #endif
 
+// Fetches what belongs to word q, chunks of kBytes.
+template <int kBytes>
+MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
+  const int64_t n = prefetch.first + (q >> prefetch.slowness);
+  const char* chunk =
+      prefetch.data + (n & prefetch.mask) * prefetch.stride + (n >> prefetch.shift) * kBytes;
+  MOE_EXT_UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
+}
+
 // The sums stay in registers: kRows * kVectors of them.
 template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows,
           int kVectors>
@@ -52,7 +61,6 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
-  constexpr int kChunk = kMaxTileVectors * kBytes;
   Aligned sum[kRows][kVectors] = {};
   // To be added to at the end; or of the next rows, whose tile comes next.
   if (write == Write::kAdd || write == Write::kContinue) {
@@ -70,11 +78,9 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
       }
     }
   }
-  const auto [data, row, mask, shift, slowness, number] = prefetch;
+  const Prefetch later = prefetch;  // in registers
   for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
-    const int64_t n = number + (q >> slowness);
-    const char* line = data + (n & mask) * row + (n >> shift) * kChunk;
-    MOE_EXT_UNROLL for (int i = 0; i < kChunk; i += 64) __builtin_prefetch(line + i, 0, 2);
+    fetch<kMaxTileVectors * kBytes>(later, q);
     __builtin_prefetch(a + 16 * kPanelStride);
     Aligned column[kVectors];
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -174,17 +180,14 @@ struct Amx {
     constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
     constexpr int64_t kBytesA = 4 * kSide;
     const int64_t bytes_b = 4 * stride_b;
-    const auto [data, row, mask, shift, slowness, number] = prefetch;
+    const int64_t step = int64_t{1} << prefetch.slowness;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t q = 0; q < num_words; q += kSide) {
-      for (int64_t i = q; row != 0 && i < q + kSide; i += int64_t{1} << slowness) {
-        const int64_t n = number + (i >> slowness);
-        const char* line = data + (n & mask) * row + (n >> shift) * 128;
-        __builtin_prefetch(line, 0, 2);
-        __builtin_prefetch(line + 64, 0, 2);
+      for (int64_t i = q; prefetch.stride != 0 && i < q + kSide; i += step) {
+        fetch<4 * kMaxTileVectors * kSide>(prefetch, i);
       }
       _tile_loadd(4, a + q * kRows, kBytesA);
       _tile_loadd(6, b + q * stride_b, bytes_b);
