@@ -14,8 +14,8 @@
 namespace moe_ext::cpu {
 namespace {
 
-// B is packed in squares of kSquare by kSquare words: a panel of it stays in the first cache level
-// while it meets the panels of A, and the square and those, of kMaxRows rows, in the second.
+// The products are blocked by kSquare words of depth. A panel of B, packed, stays in the first
+// cache level while it meets the panels of A, of kMaxRows rows; those stay in the second.
 template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kMaxRows = 512;
@@ -39,11 +39,10 @@ struct Source {
   }
 };
 
-// pack_panels with the vectors of the instruction set in use.
+// pack_panel with the vectors of the instruction set in use.
 template <typename acc_t, typename from_t>
-void pack_panels(bool pairs, const Source<from_t>& source, int64_t i, int64_t p,
-                 int64_t num_columns, int64_t depth, int64_t num_words, int64_t width,
-                 bool by_columns, acc_t* to) {
+void pack_panel(bool pairs, const Source<from_t>& source, int64_t i, int64_t p, int64_t num_columns,
+                int64_t depth, int64_t num_words, int64_t width, bool by_columns, acc_t* to) {
   const from_t* from = source.at(i, p);
   const auto arguments = [&](auto run) {
     run(from, source.stride, source.depth_contiguous, num_columns, depth, num_words, width,
@@ -51,16 +50,16 @@ void pack_panels(bool pairs, const Source<from_t>& source, int64_t i, int64_t p,
   };
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<acc_t, float>) {
-    if (pairs) return arguments([](auto... all) { run_avx512<PackPanels<Pairs<64>>>(all...); });
+    if (pairs) return arguments([](auto... all) { run_avx512<PackPanel<Pairs<64>>>(all...); });
   }
   if (isa() >= Isa::kAvx512) {
-    return arguments([](auto... all) { run_avx512<PackPanels<Words<64, acc_t>>>(all...); });
+    return arguments([](auto... all) { run_avx512<PackPanel<Words<64, acc_t>>>(all...); });
   }
   if (isa() == Isa::kAvx2) {
-    return arguments([](auto... all) { run_avx2<PackPanels<Words<32, acc_t>>>(all...); });
+    return arguments([](auto... all) { run_avx2<PackPanel<Words<32, acc_t>>>(all...); });
   }
 #endif
-  arguments([](auto... all) { PackPanels<Words<16, acc_t>>::run(all...); });
+  arguments([](auto... all) { PackPanel<Words<16, acc_t>>::run(all...); });
 }
 
 // The product for at most kMaxRows rows.
@@ -78,12 +77,11 @@ class Product {
         edge_(space),
         sums_(edge_ + edge_size()),
         packed_b_(sums_ + sums_size(n)),
-        packed_a_(packed_b_ + square_size(n, k)) {}
+        packed_a_(packed_b_ + panel_size(k)) {}
 
   // For a product whose m, n and k are at most `largest`.
   static int64_t space(int64_t largest) {
-    return edge_size() + sums_size(largest) + square_size(largest, largest) +
-           panels_size(largest, largest);
+    return edge_size() + sums_size(largest) + panel_size(largest) + panels_size(largest, largest);
   }
 
   void run(Write write, acc_t* c) {
@@ -94,16 +92,16 @@ class Product {
     for (int64_t p = 0; p < k_; p += depth_) {
       const int64_t depth = std::min(k_ - p, depth_);
       num_words_ = words(depth);
-      for (int64_t i = 0; i < num_panels(); ++i) {
+      for (int64_t i = 0; i < num_panels_; ++i) {
         const int64_t num_rows = std::min(m_ - first(i), kernels_.panel_stride);
-        pack_panels(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
-                    kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
+        pack_panel(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
+                   kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
       }
       const Write how = p == 0 ? start : Write::kAdd;
       if (in_place_) {
         rows_of_b(p, depth, how, c);
       } else {
-        for (int64_t j = 0; j < n_; j += kSize) square(p, j, depth, how, c + j);
+        for (int64_t j = 0; j < n_; j += width_) panel_of_b(p, j, depth, how, c + j);
       }
     }
     if (kernels_.stop != nullptr) kernels_.stop();
@@ -126,32 +124,27 @@ class Product {
   static int64_t sums_size(int64_t n) {
     return 2 * kernels().rows * ceil_div(std::min(n, kMaxColumns), width()) * width();
   }
-  static int64_t square_size(int64_t n, int64_t k) {
-    return std::min(kSize, words(k)) * std::min(kSize, ceil_div(n, width()) * width());
-  }
+  static int64_t panel_size(int64_t k) { return std::min(kSize, words(k)) * width(); }
   static int64_t panels_size(int64_t m, int64_t k) {
     return ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
            std::min(kSize, words(k));
   }
 
-  int64_t num_panels() const { return ceil_div(m_, kernels_.rows); }
-  int64_t first(int64_t panel) const { return panel * m_ / num_panels(); }
+  // The first row of a panel of a: those with a row more than the others come first.
+  int64_t first(int64_t panel) const {
+    return panel * (m_ / num_panels_) + std::min(panel, m_ % num_panels_);
+  }
   acc_t* panel_a(int64_t i) const { return packed_a_ + i * num_words_ * kernels_.panel_stride; }
 
-  // All of c by the square of b at (p, j).
-  void square(int64_t p, int64_t j, int64_t depth, Write write, acc_t* c) {
-    const int64_t num_columns = std::min(n_ - j, kSize);
-    pack_panels(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
-                /*by_columns=*/false, packed_b_);
-    const bool last = j + kSize >= n_;
-    const int64_t next_p = last ? p + depth_ : p, next_j = last ? 0 : j + kSize;
-    const acc_t* panel = packed_b_;
-    for (int64_t jj = 0; jj < num_columns; jj += width_, panel += width_ * num_words_) {
-      Prefetch next = next_p < k_ ? prefetch(next_p, next_j, jj / width_) : none_;
-      for (int64_t i = 0; i < num_panels(); ++i, next.first += num_words_ >> next.slowness) {
-        tile(i, 0, num_words_, panel, width_, std::min(num_columns - jj, width_), write, c + jj, n_,
-             i < 1 << next.slowness ? next : none_);
-      }
+  // All of c by the panel of b at (p, j).
+  void panel_of_b(int64_t p, int64_t j, int64_t depth, Write write, acc_t* c) {
+    const int64_t num_columns = std::min(n_ - j, width_);
+    pack_panel(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
+               /*by_columns=*/false, packed_b_);
+    Prefetch next = prefetch(p, j);
+    for (int64_t i = 0; i < num_panels_; ++i, next.first += num_words_ >> next.slowness) {
+      tile(i, 0, num_words_, packed_b_, width_, num_columns, write, c, n_,
+           i < 1 << next.slowness ? next : none_);
     }
   }
 
@@ -174,7 +167,7 @@ class Product {
                                 __builtin_ctzll(kShallow),
                                 0,
                                 0};
-            for (int64_t i = 0; i < num_panels(); ++i) {
+            for (int64_t i = 0; i < num_panels_; ++i) {
               tile(i, q, num_words, b_.at(j + jj, p + q), b_.stride,
                    std::min(num_columns - jj, width_), how, sums + jj, stride,
                    i == 0 && p + q + kShallow < k_ ? next : none_);
@@ -189,15 +182,17 @@ class Product {
     }
   }
 
-  // The share of the panel with that number in fetching the square at (p, j), spread over the tiles
-  // of the first panels of a.
-  Prefetch prefetch(int64_t p, int64_t j, int64_t panel) const {
-    const int64_t chunk = width_ * sizeof(acc_t);
-    const int64_t num_rows =
-        b_.depth_contiguous ? width_ : chunk / static_cast<int64_t>(sizeof(b_t));
-    const b_t* data =
-        b_.depth_contiguous ? b_.at(j + panel * width_, p) : b_.at(j, p + panel * num_rows);
-    const int slowness = num_panels() >= 8 ? 3 : num_panels() >= 4 ? 2 : num_panels() >= 2 ? 1 : 0;
+  // What is fetched while the panel of b at (p, j) is in use, in the tiles of the first panels of
+  // a: of the square after this one as many rows as there are panels of b in a square; or a panel,
+  // if b is transposed.
+  Prefetch prefetch(int64_t p, int64_t j) const {
+    const int64_t ahead = b_.depth_contiguous ? width_ : kSize;
+    int64_t next_p = p, next_j = j / ahead * ahead + ahead;
+    if (next_j >= n_) next_p += depth_, next_j = 0;
+    if (next_p >= k_) return none_;
+    const int64_t num_rows = b_.depth_contiguous ? width_ : width_ * numbers_;
+    const b_t* data = b_.at(next_j, next_p + (b_.depth_contiguous ? 0 : j % ahead * numbers_));
+    const int slowness = num_panels_ >= 8 ? 3 : num_panels_ >= 4 ? 2 : num_panels_ >= 2 ? 1 : 0;
     return {reinterpret_cast<const char*>(data), stride_,  num_rows - 1,
             __builtin_ctzll(num_rows),           slowness, 0};
   }
@@ -230,9 +225,10 @@ class Product {
   const Source<b_t> b_;
   const int64_t m_, n_, k_;
   const int64_t stride_ = b_.stride * static_cast<int64_t>(sizeof(b_t));  // bytes
+  const int64_t num_panels_ = ceil_div(m_, kernels_.rows);
   // Where few panels of a meet it, b is read where it is.
   const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
-                         num_panels() <= 2 && n_ % kernels_.lanes == 0;
+                         num_panels_ <= 2 && n_ % kernels_.lanes == 0;
   const int64_t depth_ = kSize * numbers_;  // of a square
   int64_t num_words_ = 0;
   acc_t* const edge_;

@@ -129,12 +129,12 @@ struct Pairs : Words<kBytes, float> {
   }
 };
 
-// Panels of `width` columns, of which num_columns are given, and of `num_words` words in depth: the
-// numbers after num_columns are arbitrary, those after `depth` zero. Column i, word q of a panel is
-// at q * width + i or, by_columns, in blocks of kLanes words,
-// at q / kLanes * kLanes * width + i * kLanes + q % kLanes.
+// A panel of `width` columns, of which num_columns are given, and of `num_words` words in depth:
+// the numbers after num_columns are arbitrary, those after `depth` zero. Column i, word q of a
+// panel is at q * width + i or, by_columns, in blocks of kLanes words, at q / kLanes * kLanes *
+// width + i * kLanes + q % kLanes.
 template <typename words_t>
-struct PackPanels {
+struct PackPanel {
   using Vector = typename words_t::Vector;
   static constexpr int64_t kLanes = words_t::kLanes;
   static constexpr int64_t kNumbers = words_t::kNumbers;
@@ -176,48 +176,38 @@ struct PackPanels {
   MOE_EXT_KERNEL void run(const from_t* from, int64_t stride, bool depth_contiguous,
                           int64_t num_columns, int64_t depth, int64_t num_words, int64_t width,
                           bool by_columns, acc_t* to) {
-    if (!depth_contiguous && !by_columns) {
-      for (int64_t q = 0; q < num_words; ++q) {
+    for (int64_t i = 0; i < num_columns; i += kLanes) {
+      if (!depth_contiguous && !by_columns) {
+        const int64_t whole = num_columns - i >= kLanes ? depth / kNumbers : 0;
+        for (int64_t q = 0; q < num_words; ++q) {
+          const from_t* row = from + q * kNumbers * stride + i;
+          Vector words;
+          if (q < whole) {
+            words_t::load_across(row, stride, words);
+          } else {
+            load_row(row, stride, num_columns - i, depth - q * kNumbers, words);
+          }
+          std::memcpy(to + q * width + i, &words, sizeof(Vector));
+        }
+        continue;
+      }
+      for (int64_t q = 0; q < num_words; q += kLanes) {
+        Vector block[kLanes];
         const int64_t p = q * kNumbers;
-        acc_t* panel = to + q * width;
-        for (int64_t first = 0; first < num_columns; first += width, panel += width * num_words) {
-          const int64_t last = std::min(num_columns, first + width);
-          for (int64_t i = first; i < last; i += kLanes) {
-            Vector words;
-            load_row(from + p * stride + i, stride, last - i, depth - p, words);
-            std::memcpy(panel + i - first, &words, sizeof(Vector));
+        if (depth_contiguous) {
+          load_columns(from + i * stride + p, stride, num_columns - i, depth - p, block);
+        } else {
+          for (int64_t r = 0; r < kLanes; ++r) {
+            const int64_t row = p + r * kNumbers;
+            load_row(from + row * stride + i, stride, num_columns - i, depth - row, block[r]);
           }
         }
-      }
-      return;
-    }
-    for (int64_t first = 0; first < num_columns; first += width, to += width * num_words) {
-      const int64_t last = std::min(num_columns, first + width);
-      for (int64_t i = first; i < last; i += kLanes) {
-        for (int64_t q = 0; q < num_words; q += kLanes) {
-          Vector block[kLanes];
-          const int64_t p = q * kNumbers;
-          if (depth_contiguous) {
-            load_columns(from + i * stride + p, stride, last - i, depth - p, block);
-          } else {
-            for (int64_t r = 0; r < kLanes; ++r) {
-              const int64_t row = p + r * kNumbers;
-              load_row(from + row * stride + i, stride, last - i, depth - row, block[r]);
-            }
-          }
-          if (by_columns) {
-            if (!depth_contiguous) words_t::transpose(block);
-            MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-              std::memcpy(to + q * width + (i - first + r) * kLanes, &block[r], sizeof(Vector));
-            }
-          } else {
-            words_t::transpose(block);
-            const int64_t size = std::min(num_words - q, kLanes);
-            MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-              if (r < size) {
-                std::memcpy(to + (q + r) * width + i - first, &block[r], sizeof(Vector));
-              }
-            }
+        if (depth_contiguous != by_columns) words_t::transpose(block);
+        acc_t* out = by_columns ? to + q * width + i * kLanes : to + q * width + i;
+        const int64_t size = by_columns ? kLanes : std::min(num_words - q, kLanes);
+        MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+          if (r < size) {
+            std::memcpy(out + r * (by_columns ? kLanes : width), &block[r], sizeof(Vector));
           }
         }
       }
