@@ -222,7 +222,7 @@ inline void check_dispatch_plan(const Tensor& expert_index, const c10::SymInt& n
                     ": expert_index must have 1 or 2 dimensions, got shape ",
                     expert_index.sym_sizes());
   check_type(op, "expert_index", expert_index, at::kLong);
-  check_num_experts(op, num_experts);
+  TORCH_CHECK_VALUE(num_experts >= 0, op, ": num_experts must be at least 0, got ", num_experts);
 }
 
 inline void check_dispatch(const Tensor& x, const Tensor& inverse,
@@ -271,7 +271,6 @@ inline void check_experts(const char* op, const Tensor& x, const OptionalTensor&
   const auto type = x.scalar_type();
   check_dim(op, "weights[0]", weights[0], 3);
   const auto num_experts = weights[0].sym_size(0);
-  check_num_experts(op, num_experts);
   c10::SymInt width = x.sym_size(1);
   for (size_t l = 0; l < weights.size(); ++l) {
     const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
@@ -302,7 +301,7 @@ inline void check_experts(const char* op, const Tensor& x, const OptionalTensor&
   if (offsets) {
     check_argument(op, "offsets", *offsets, x, at::kLong, {num_experts + 1});
   } else {
-    TORCH_CHECK_VALUE(num_rows % num_experts == 0, op,
+    TORCH_CHECK_VALUE(num_experts > 0 && num_rows % num_experts == 0, op,
                       ": the number of rows must be a multiple of num_experts = ", num_experts,
                       " where offsets are None, got ", num_rows);
   }

@@ -23,7 +23,7 @@ from moe_ext.balanced import (  # noqa: E402
     batchwise_masks,
 )
 from moe_ext.experts import FeedForwardExperts, ModuleExperts  # noqa: E402
-from moe_ext.gates import Gating, NoisyTopKGate, SoftmaxGate, TopKGate  # noqa: E402
+from moe_ext.gates import Gate, Gating, NoisyTopKGate, SoftmaxGate, TopKGate  # noqa: E402
 from moe_ext.hierarchical import HierarchicalMoE, HierarchicalNoisyTopKGate  # noqa: E402
 from moe_ext.losses import (  # noqa: E402
     batchwise_loss,
@@ -40,6 +40,7 @@ __version__ = _build.version()
 __all__ = [
     "BalancedGate",
     "FeedForwardExperts",
+    "Gate",
     "Gating",
     "HierarchicalBalancedGate",
     "HierarchicalMoE",

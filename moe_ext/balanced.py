@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.gates import Gating, count, logits, require_k, require_sizes
+from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
 
@@ -70,7 +70,7 @@ def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> No
     initialized.fill_(True)
 
 
-class _StrictlyBalancedGate(nn.Module):
+class _StrictlyBalancedGate(Gate):
     """What the flat and the hierarchical gate share: the batchwise mask and its thresholds.
 
     Attributes:

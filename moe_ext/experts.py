@@ -2,33 +2,52 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
+class _FeedForward(NamedTuple):
+    """Feed-forward experts as their tensors."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    activation: str
+
+    def __call__(self, x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
+        """See `FeedForwardExperts.forward`."""
+        return ops.experts(
+            x, self.weights, self.biases, self.activation, offsets=offsets, **options
+        )
+
+
 class FeedForwardExperts(nn.Module):
     """E feed-forward networks of one architecture, the weights of each layer in one tensor.
 
-    Weights are uniform with variance 1 / fan_in, biases zero. `hidden_sizes=()` makes each expert a
-    single matrix; `num_experts=1` is a dense feed-forward network.
+    Weights are uniform with variance 1 / fan_in, biases zero. Every expert is drawn by itself, from
+    a seed that one draw of torch's generator and the expert's number make: experts that are spread
+    over processes start as they would in one. `hidden_sizes=()` makes each expert a single matrix;
+    `num_experts=1` is a dense feed-forward network.
 
     Args:
-        num_experts: E.
+        num_experts: E, which may be 0 for a process without a share of the experts.
         d_model: D, the width of a row.
         hidden_sizes: the widths of the hidden layers.
         activation: a key of `moe_ext.ops.ACTIVATIONS`; gated ones ("swiglu", …) take a matrix of
             twice the width.
         bias: whether the layers have biases (the paper's have none).
         d_output: width of an output row; None is d_model.
+        first_expert: the number of the first of these experts among those of all processes.
 
     Raises:
-        ValueError: a size is below 1, or there is no such activation.
+        ValueError: a size is out of range, or there is no such activation.
     """
 
     def __init__(
@@ -40,15 +59,18 @@ class FeedForwardExperts(nn.Module):
         activation: str = "relu",
         bias: bool = False,
         d_output: int | None = None,
+        first_expert: int = 0,
     ) -> None:
         super().__init__()
         d_output = d_model if d_output is None else d_output
         widths = [d_model, *hidden_sizes, d_output]
-        if min(num_experts, *widths) < 1:
+        if min(widths) < 1:
             raise ValueError(
-                "FeedForwardExperts: num_experts, d_model, hidden_sizes and d_output must be at "
-                f"least 1, got {num_experts}, {d_model}, {list(hidden_sizes)} and {d_output}"
+                "FeedForwardExperts: d_model, hidden_sizes and d_output must be at least 1, "
+                f"got {d_model}, {list(hidden_sizes)} and {d_output}"
             )
+        for name, number in (("num_experts", num_experts), ("first_expert", first_expert)):
+            require(number >= 0, f"FeedForwardExperts: {name}", "be at least 0", number)
         require(
             activation in ACTIVATIONS,
             "FeedForwardExperts: activation",
@@ -56,6 +78,7 @@ class FeedForwardExperts(nn.Module):
             activation,
         )
         self.num_experts = num_experts
+        self.first_expert = first_expert
         self.activation = activation
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         columns = [factor * width for width in hidden_sizes] + [d_output]
@@ -69,9 +92,14 @@ class FeedForwardExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for weight in self.weights:
-            bound = math.sqrt(3 / weight.shape[1])
-            nn.init.uniform_(weight, -bound, bound)
+        seed = int(torch.randint(2**31, ()))
+        device = self.weights[0].device
+        generator = torch.Generator("cpu" if device.type == "meta" else device)
+        for e in range(self.num_experts):
+            generator.manual_seed(seed + self.first_expert + e)
+            for weight in self.weights:
+                bound = math.sqrt(3 / weight.shape[1])
+                nn.init.uniform_(weight.detach()[e], -bound, bound, generator=generator)
         for bias in self.biases or ():
             nn.init.zeros_(bias)
 
@@ -90,17 +118,24 @@ class FeedForwardExperts(nn.Module):
         Or, with the further arguments of `moe_ext.ops.experts`, tokens x [T, D] to the mixture
         [T, d_output].
         """
-        return ops.experts(
+        network = _FeedForward(list(self.weights), list(self.biases or ()), self.activation)
+        return network(
             x,
-            list(self.weights),
-            None if self.biases is None else list(self.biases),
-            self.activation,
-            offsets=offsets,
+            offsets,
             inverse=inverse,
             gates=gates,
             token_offsets=token_offsets,
             recompute=recompute,
         )
+
+    def split(self, sizes: Sequence[int]) -> list["_FeedForward"]:
+        """The first sizes[0] experts, the next sizes[1], …: to be called as the whole is."""
+        weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
+        biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
+        return [
+            _FeedForward(w, b, self.activation)
+            for w, b in zip_longest(weights, biases, fillvalue=())
+        ]
 
     def extra_repr(self) -> str:
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
@@ -135,3 +170,48 @@ class ModuleExperts(nn.Module):
         return torch.cat(
             [expert(rows[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         )
+
+    def split(self, sizes: Sequence[int]) -> list["ModuleExperts"]:
+        """The first sizes[0] experts, the next sizes[1], …; none may be 0."""
+        modules = iter(self.experts)
+        return [ModuleExperts(islice(modules, size)) for size in sizes]
+
+
+def mixture(
+    experts: Any,
+    x: Tensor,
+    gates: Tensor,
+    plan: ops.DispatchPlan,
+    token_offsets: Tensor | None = None,
+    *,
+    equal_load: bool = False,
+    recompute: bool = False,
+) -> Tensor:
+    """Σ_i G(x)_i E_i(x) of the tokens' chosen experts (Eq. 1), [T, d_output].
+
+    Args:
+        experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output].
+        x: [T, D].
+        gates: [T, K], or [R] with token_offsets.
+        plan: of the chosen experts.
+        token_offsets: see `moe_ext.ops.combine`.
+        equal_load: every expert has R / E rows, so that the counts need not be read.
+        recompute: keep nothing of the experts for the backward pass.
+    """
+    if isinstance(experts, FeedForwardExperts | _FeedForward):
+        return experts(
+            x,
+            None if equal_load else plan.offsets,
+            inverse=plan.inverse,
+            gates=gates,
+            token_offsets=token_offsets,
+            recompute=recompute,
+        )
+
+    def in_steps(x: Tensor, gates: Tensor) -> Tensor:
+        rows = ops.dispatch(x, plan.inverse, token_offsets)
+        return ops.combine(experts(rows, plan.offsets), gates, plan.inverse, token_offsets)
+
+    if recompute:
+        return checkpoint(in_steps, x, gates, use_reentrant=False)
+    return in_steps(x, gates)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require
+from moe_ext.processes import Processes
 
 
 class Gating(NamedTuple):
@@ -36,8 +37,13 @@ class Gating(NamedTuple):
     metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
 
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weight, each row by itself: its bits do not depend on what else is in the batch."""
+    return ops.experts(x, [weight.unsqueeze(0)])
+
+
 def logits(
-    x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = _matmul
 ) -> Tensor:
     """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -70,7 +76,26 @@ def require_k(module: str, k: int, num_experts: int) -> None:
     )
 
 
-class SoftmaxGate(nn.Module):
+class Gate(nn.Module):
+    """What the gates share. One of your own only has to return a `Gating`, and to derive from this
+    where several processes train with a common balance (`moe_ext.MoE`): then its importance, load,
+    loss and metrics are those of all their tokens, by `self.processes.sum`.
+
+    Attributes:
+        num_experts: E.
+        k: experts per token; on average where tokens differ.
+        processes: those whose tokens make up the batch that is balanced; set by the layer.
+    """
+
+    num_experts: int
+    k: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes = Processes()
+
+
+class SoftmaxGate(Gate):
     """G(x) = softmax(x·W_g) (Eq. 2): every token goes to every expert.
 
     Args:
@@ -91,14 +116,17 @@ class SoftmaxGate(nn.Module):
         """x [T, D] to the gates of all E experts, in the experts' order."""
         gates = torch.softmax(logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
-        importance = ops.importance(gates, expert_index, self.num_experts)
-        return Gating(gates, expert_index, importance, count(gates, expert_index, self.num_experts))
+        importance, load = self.processes.sum(
+            ops.importance(gates, expert_index, self.num_experts),
+            count(gates, expert_index, self.num_experts),
+        )
+        return Gating(gates, expert_index, importance, load)
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
 
 
-class TopKGate(nn.Module):
+class TopKGate(Gate):
     """A softmax gate masked by its top k, without noise (Appendix F with M = TopK).
 
         G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
@@ -129,14 +157,16 @@ class TopKGate(nn.Module):
         """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
         kept = ops.noisy_topk_gating(logits(x, self.w_gate), None, None, self.k)
         slots = kept.gates, kept.expert_index
-        importance = ops.importance(*slots, self.num_experts)
-        return Gating(*slots, importance, count(*slots, self.num_experts))
+        importance, load = self.processes.sum(
+            ops.importance(*slots, self.num_experts), count(*slots, self.num_experts)
+        )
+        return Gating(*slots, importance, load)
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
 
 
-class NoisyTopKGate(nn.Module):
+class NoisyTopKGate(Gate):
     """Noisy top-k gating (Eqs. 3-5), with noise in training mode only.
 
     Both matrices start at zero ("no signal and some noise"): training begins with uniformly random
@@ -203,6 +233,7 @@ class NoisyTopKGate(nn.Module):
             )
         else:
             load = count(kept.gates, kept.expert_index, self.num_experts)
+        importance, load = self.processes.sum(importance, load)
         return Gating(kept.gates, kept.expert_index, importance, load)
 
     def extra_repr(self) -> str:

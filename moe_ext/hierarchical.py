@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require
-from moe_ext.gates import Gating, count, logits, require_sizes, standard_normal
+from moe_ext.gates import Gate, Gating, count, logits, require_sizes, standard_normal
 from moe_ext.moe import MoE
 
 
@@ -34,7 +34,7 @@ def k_of_levels(
     return k1, k2
 
 
-class HierarchicalNoisyTopKGate(nn.Module):
+class HierarchicalNoisyTopKGate(Gate):
     """Noisy top-k gating on two levels (Appendix B): k1 of a groups, k2 of each one's b experts.
 
     G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `NoisyTopKGate`, for the a · b experts
@@ -122,9 +122,9 @@ class HierarchicalNoisyTopKGate(nn.Module):
 
         importance = ops.importance(gates, expert_index, self.num_experts)
         if not self.training:
-            return Gating(
-                gates, expert_index, importance, count(gates, expert_index, self.num_experts)
-            )
+            load = count(gates, expert_index, self.num_experts)
+            importance, load = self.processes.sum(importance, load)
+            return Gating(gates, expert_index, importance, load)
         load = ops.load(
             clean,
             primary.noise_stddev,
@@ -132,18 +132,23 @@ class HierarchicalNoisyTopKGate(nn.Module):
             primary.expert_index,
             self.detach_threshold,
         )
-        if self.experts_per_group > 1:
-            load_of_group = ops.load(
-                clean_rows,
-                secondary.noise_stddev,
-                secondary.threshold,
-                secondary.expert_index,
-                self.detach_threshold,
-                plan.offsets,
-            )
-            load = load / plan.tokens_per_expert.clamp_min(1)
-            load = (load[:, None] * load_of_group).reshape(-1)
-        return Gating(gates, expert_index, importance, load)
+        if self.experts_per_group == 1:
+            importance, load = self.processes.sum(importance, load)
+            return Gating(gates, expert_index, importance, load)
+        load_of_group = ops.load(
+            clean_rows,
+            secondary.noise_stddev,
+            secondary.threshold,
+            secondary.expert_index,
+            self.detach_threshold,
+            plan.offsets,
+        )
+        # The product is not additive over processes, its factors are.
+        importance, load, load_of_group, group_size = self.processes.sum(
+            importance, load, load_of_group, plan.tokens_per_expert.to(load.dtype)
+        )
+        load = load / group_size.clamp_min(1)
+        return Gating(gates, expert_index, importance, (load[:, None] * load_of_group).reshape(-1))
 
     def _noise(self, like: Tensor) -> Tensor:
         if like.shape[1] == 1:

@@ -5,17 +5,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext import ops
 from moe_ext.checks import require
-from moe_ext.experts import FeedForwardExperts, ModuleExperts
-from moe_ext.gates import Gating, NoisyTopKGate, require_k
+from moe_ext.exchange import Exchange, Placement
+from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
+from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
 from moe_ext.losses import cv_squared, importance_loss, load_loss
+from moe_ext.processes import processes_of
+
+BALANCES = ("global", "local")
 
 
 class MoEAux(NamedTuple):
     """What a MoE layer returns beside its output; T counts the tokens that the mask left.
+
+    With a process_group, loss, importance, load and gate_metrics are those of all processes
+    (balance="global"), the others are of this one's tokens.
 
     Attributes:
         loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² and the gate's own, to be
@@ -64,6 +72,12 @@ class MoE(nn.Module):
     With feed-forward experts steps 3 to 5 are one operator, which keeps x and the hidden layers for
     the backward pass; with recompute, x alone (App. D).
 
+    With a process_group its processes share the experts (Sec. 3): each has a copy of the gate, a
+    block of the experts and tokens of its own, any number of them, and calls the layer together
+    with the others, forward and backward. The result is that of one process with all tokens, in the
+    order of the ranks. Gradients are those of the mean of the processes' losses: of the experts as
+    they are, of all else once averaged over the processes (`moe_ext.distributed.parallelize`).
+
     Args:
         d_model: D, the width of x.
         num_experts: E.
@@ -74,11 +88,20 @@ class MoE(nn.Module):
             generator.
         experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of
             any modules, one for each expert; None is FeedForwardExperts, with hidden_sizes,
-            activation and bias.
+            activation and bias. With a process_group, those of this process alone (`Placement`).
         recompute: compute the experts again in the backward pass instead of keeping anything of
             them: one more product of rows and weights for each hidden layer, the same bits.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
+        process_group: the processes that share the experts; None is this one alone. A DeviceMesh of
+            two dimensions has copies of the experts along the first, and shares them along the
+            second; of one, it is its group.
+        balance: "global": importance and load are summed over the processes before the losses;
+            "local": every process balances its own tokens.
+        exchange, num_chunks: see `moe_ext.exchange.Exchange`.
+
+    Attributes:
+        placement: which experts each process has.
 
     Raises:
         ValueError: an argument is out of range, would have no effect beside a gate or experts
@@ -108,6 +131,10 @@ class MoE(nn.Module):
         w_load: float = 0.1,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        balance: str = "global",
+        exchange: str = "rows",
+        num_chunks: int = 1,
     ) -> None:
         super().__init__()
         if min(d_model, num_experts) < 1:
@@ -125,6 +152,7 @@ class MoE(nn.Module):
             raise ValueError(
                 "MoE: hidden_sizes, activation and bias must be left out when experts are given"
             )
+        require(balance in BALANCES, "MoE: balance", f"be one of {', '.join(BALANCES)}", balance)
         self.d_model = d_model
         self.num_experts = num_experts
         self.recompute = recompute
@@ -134,22 +162,49 @@ class MoE(nn.Module):
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
+        self.processes, batch_processes = processes_of(process_group)
+        self.placement = Placement(
+            num_experts, self.processes.size, getattr(gate, "experts_per_group", 1)
+        )
+        local = self.placement.experts_of(self.processes.rank)
         if experts is None:
             hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
             experts = FeedForwardExperts(
-                num_experts, d_model, hidden_sizes, activation=activation, bias=bias
+                len(local),
+                d_model,
+                hidden_sizes,
+                activation=activation,
+                bias=bias,
+                first_expert=local.start,
             )
         elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
             experts = ModuleExperts(experts)
         for name, module, size, expected in (
             ("gate", gate, "num_experts", num_experts),
             ("gate", gate, "k", k),
-            ("experts", experts, "num_experts", num_experts),
+            ("experts", experts, "num_experts", len(local)),
         ):
             given = getattr(module, size, expected)
             require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
+        if balance == "global" and batch_processes.size > 1:
+            require(
+                isinstance(gate, Gate),
+                "MoE: gate",
+                'derive from moe_ext.Gate with a process_group and balance="global"',
+                type(gate).__name__,
+            )
+            gate.processes = batch_processes  # type: ignore[assignment]
         self.gate = gate
         self.experts = experts
+        self.exchange = None
+        if self.processes.size > 1:
+            require(
+                num_chunks == 1 or hasattr(experts, "split"),
+                "MoE: num_chunks",
+                "be 1 for experts that have no split(sizes)",
+                num_chunks,
+            )
+            self.exchange = Exchange(self.placement, self.processes, exchange, num_chunks)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
         """x [..., D] to y [..., d_output] in x's type, and what came with it.
@@ -180,8 +235,8 @@ class MoE(nn.Module):
             tokens = tokens.index_select(0, position)
 
         gating = Gating(*self.gate(tokens))
-        plan = ops.dispatch_plan(gating.expert_index, self.num_experts)
-        y = self._mixture(tokens, gating, plan).to(x.dtype)
+        y, tokens_per_expert = self._mixture(tokens, gating)
+        y = y.to(x.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
@@ -195,33 +250,34 @@ class MoE(nn.Module):
             gating.load,
             gating.gates,
             gating.expert_index,
-            plan.tokens_per_expert,
+            tokens_per_expert,
             gating.token_offsets,
             gating.metrics,
         )
         return y.view(*x.shape[:-1], y.shape[-1]), aux
 
-    def _mixture(self, tokens: Tensor, gating: Gating, plan: ops.DispatchPlan) -> Tensor:
-        """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]."""
-        token_offsets = gating.token_offsets
-        if isinstance(self.experts, FeedForwardExperts):
-            return self.experts(
+    def _mixture(self, tokens: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
+        """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""
+        if self.exchange is not None:
+            return self.exchange(
                 tokens,
-                None if gating.equal_load else plan.offsets,
-                inverse=plan.inverse,
-                gates=gating.gates,
-                token_offsets=token_offsets,
-                recompute=self.recompute,
+                gating.gates,
+                gating.expert_index,
+                gating.token_offsets,
+                self.experts,
+                self.recompute,
             )
-
-        def mixture(tokens: Tensor, gates: Tensor) -> Tensor:
-            rows = ops.dispatch(tokens, plan.inverse, token_offsets)
-            expert_output = self.experts(rows, plan.offsets)
-            return ops.combine(expert_output, gates, plan.inverse, token_offsets)
-
-        if self.recompute:
-            return checkpoint(mixture, tokens, gating.gates, use_reentrant=False)
-        return mixture(tokens, gating.gates)
+        plan = ops.dispatch_plan(gating.expert_index, self.num_experts)
+        y = mixture(
+            self.experts,
+            tokens,
+            gating.gates,
+            plan,
+            gating.token_offsets,
+            equal_load=gating.equal_load,
+            recompute=self.recompute,
+        )
+        return y, plan.tokens_per_expert
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}, recompute={self.recompute}"

@@ -50,7 +50,7 @@ constexpr int64_t kMaxBlock = 512;
 
 std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t num_rows) {
   const auto* bound = offsets.defined() ? offsets.const_data_ptr<int64_t>() : nullptr;
-  const int64_t each = num_rows / num_experts;
+  const int64_t each = num_rows / std::max<int64_t>(1, num_experts);
   std::vector<Block> blocks;
   blocks.reserve(num_experts + num_rows / kMaxBlock);
   int64_t num_partial = 0;
@@ -325,7 +325,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   std::vector<ParameterGradient<scalar_t>> parameters;
   int64_t partial_size = 0, most_numbers = 0;
   for (const Tensor& each : grad_parameters) {
-    const int64_t size = each.numel() / each.size(0);
+    const int64_t size = each.stride(0);
     most_numbers = std::max(most_numbers, size);
     parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
     partial_size += round_up(size);

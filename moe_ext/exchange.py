@@ -1,0 +1,279 @@
+"""Experts on several processes: which are where, and the way of the tokens there and back (Sec. 3).
+
+Every process is a replica of the gate and owner of some experts. A token's copies go to the owners
+of its experts, each of which so gets the rows of all processes, and the experts' outputs come back
+to be summed. Only rows travel, never weights (Sec. 3.2).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_ext import ops
+from moe_ext.checks import require
+from moe_ext.experts import mixture
+from moe_ext.processes import Processes, Transfer
+
+EXCHANGES = ("rows", "tokens")
+
+
+def _blocks(whole: range, number: int) -> list[range]:
+    """A range in contiguous blocks, the first of them longer by one where it does not divide."""
+    share, rest = divmod(len(whole), number)
+    bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which process owns which experts: contiguous blocks, as even as whole groups allow.
+
+    Attributes:
+        num_experts: of all processes.
+        num_processes: which share them.
+        experts_per_group: those of a group stay together (a hierarchical mixture's, App. B).
+    """
+
+    num_experts: int
+    num_processes: int
+    experts_per_group: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.num_processes >= 1, "num_processes", "be at least 1", self.num_processes)
+        require(
+            self.experts_per_group >= 1 and self.num_experts % self.experts_per_group == 0,
+            "experts_per_group",
+            f"divide num_experts = {self.num_experts}",
+            self.experts_per_group,
+        )
+
+    def experts_of(self, rank: int) -> range:
+        """The experts of one process; if there are fewer than processes, some have none."""
+        size = self.experts_per_group
+        groups = _blocks(range(self.num_experts // size), self.num_processes)[rank]
+        return range(groups.start * size, groups.stop * size)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of experts of each process."""
+        return [len(self.experts_of(rank)) for rank in range(self.num_processes)]
+
+    def owner(self, expert: int) -> int:
+        """The rank of the process that has an expert."""
+        return next(r for r in range(self.num_processes) if expert in self.experts_of(r))
+
+
+class _Copies(NamedTuple):
+    """What is sent of the tokens, ordered by destination.
+
+    Attributes:
+        inverse, token_offsets: where each token's copies are, as for `moe_ext.ops.dispatch`.
+        number: [destinations] int64.
+        of_row: [R] int64, the copy that each row needs, counted from its destination's first; None:
+            each row has a copy of its own.
+    """
+
+    inverse: Tensor
+    token_offsets: Tensor | None
+    number: Tensor
+    of_row: Tensor | None
+
+
+class Exchange(nn.Module):
+    """The mixture of experts that several processes share.
+
+    1. plan: the rows sorted by expert, and so by owner; the processes tell each other how many come
+    2. dispatch: the rows to the owners
+    3. experts: what came, sorted by expert, then process, then token: the rows that a process with
+       all tokens would have, in its order
+    4. the outputs back again
+    5. combine: each token's outputs, weighted by its gates
+
+    With several chunks the experts of every process are computed one chunk after the other, while
+    the rows of others travel. The gradients of the experts are those of the mean of the losses of
+    all processes, as DistributedDataParallel makes those of the other parameters.
+
+    Args:
+        placement: which experts each process has.
+        processes: all of them call this together, forward and backward.
+        exchange: "rows": every copy of a token travels by itself, and its output is weighted and
+            summed at home: the bits of a single process. The outputs are kept for the backward
+            pass. "tokens": the copies of a token for experts of one process travel as one, with
+            their gates, and come back as their sum: fewer bytes where k > 1, and nothing of the
+            outputs is kept, but the sum is in another order.
+        num_chunks: into how many the experts of each process are divided.
+
+    Raises:
+        ValueError: exchange or num_chunks is out of range.
+    """
+
+    position: Tensor
+    bounds: Tensor
+    destination: Tensor
+    message: Tensor
+
+    def __init__(
+        self,
+        placement: Placement,
+        processes: Processes,
+        exchange: str = "rows",
+        num_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        require(exchange in EXCHANGES, "exchange", f"be one of {', '.join(EXCHANGES)}", exchange)
+        require(num_chunks >= 1, "num_chunks", "be at least 1", num_chunks)
+        self.placement = placement
+        self.processes = processes
+        self.exchange = exchange
+        self.num_chunks = num_chunks
+        # The destinations are (chunk, process), the chunk outside; rows are sorted by them.
+        ranks = range(processes.size)
+        chunks = [_blocks(placement.experts_of(rank), num_chunks) for rank in ranks]
+        destinations = [chunks[rank][c] for c in range(num_chunks) for rank in ranks]
+        self.chunk_sizes = [len(experts) for experts in chunks[processes.rank]]
+        sizes = torch.tensor([len(experts) for experts in destinations])
+        order = torch.tensor([expert for experts in destinations for expert in experts])
+        # To each process the counts of its experts, then the numbers of copies for its chunks.
+        first = placement.num_experts
+        message = [
+            torch.cat(
+                [
+                    torch.tensor(placement.experts_of(rank), dtype=torch.int64),
+                    torch.arange(first + rank, first + len(destinations), processes.size),
+                ]
+            )
+            for rank in ranks
+        ]
+        self.message_sizes = [len(part) for part in message]
+        for name, buffer in {
+            "position": order.argsort(),  # of each expert among the rows
+            "bounds": F.pad(sizes.cumsum(0), (1, 0)),  # the positions of each destination
+            "destination": torch.arange(len(destinations)).repeat_interleave(sizes),  # by position
+            "message": torch.cat(message),
+        }.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        expert_index: Tensor,
+        token_offsets: Tensor | None,
+        experts: Any,
+        recompute: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """y [T, d_output] of this process's tokens, and their tokens_per_expert [E].
+
+        Args:
+            x: [T, D]; with or without a gradient in all processes alike.
+            gates, expert_index, token_offsets: see `Gating`; the experts of all processes.
+            experts: of this process.
+            recompute: see `moe_ext.ops.experts`.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(
+                torch.get_autocast_dtype(x.device.type)
+            )  # the experts' type, before it travels
+        size, num_chunks, num_experts = self.processes.size, self.num_chunks, len(self.position)
+        num_local = sum(self.chunk_sizes)
+
+        plan = ops.dispatch_plan(self.position[expert_index], num_experts)
+        tokens_per_expert = plan.tokens_per_expert[self.position]
+        copies = self._copies(expert_index, token_offsets, plan)
+        numbers = Transfer(
+            torch.cat([tokens_per_expert, copies.number])[self.message],
+            self.processes,
+            self.message_sizes,
+            [num_local + num_chunks] * size,
+        )
+        rows = ops.dispatch(x, copies.inverse, copies.token_offsets)
+        received = numbers.wait().view(size, num_local + num_chunks)
+        received_by_chunk = received[:, :num_local].split(self.chunk_sizes, dim=1)
+
+        # The one time that the host waits for the numbers: [chunks, processes] of each.
+        host = [
+            copies.number,
+            received[:, num_local:].T.reshape(-1),
+            plan.offsets[self.bounds].diff(),
+            torch.cat([counts.sum(1) for counts in received_by_chunk]),
+        ]
+        copies_out, copies_in, rows_out, rows_in = (
+            torch.stack(host).view(4, num_chunks, size).tolist()
+        )
+
+        def send(values: Tensor, out: list[list[int]], into: list[list[int]]) -> list[Transfer]:
+            parts = values.split([sum(numbers) for numbers in out])
+            return [
+                Transfer(part, self.processes, num_sent, num_received, grad_scale=size)
+                for part, num_sent, num_received in zip(parts, out, into, strict=True)
+            ]
+
+        x_arrivals = send(rows, copies_out, copies_in)
+        if copies.of_row is not None:
+            row_gates = ops.dispatch(gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
+            gate_arrivals = send(row_gates, rows_out, rows_in)
+            copy_arrivals = send(copies.of_row, rows_out, rows_in)
+        parts = [experts] if num_chunks == 1 else experts.split(self.chunk_sizes)
+        returns = []
+        for c, x_arrival in enumerate(x_arrivals):
+            x_c = x_arrival.wait()
+            counts = received_by_chunk[c]
+            index = torch.arange(counts.shape[1], device=x.device).repeat(size)
+            index = index.repeat_interleave(counts.flatten(), output_size=sum(rows_in[c]))
+            if copies.of_row is None:
+                index, slots = index[:, None], None
+                gates_c = torch.ones_like(index, dtype=gates.dtype)
+            else:
+                # From the copies as their senders count them, to slots ordered by copy.
+                numbers_in = torch.tensor([copies_in[c], rows_in[c]], device=x.device)
+                first = (numbers_in[0].cumsum(0) - numbers_in[0]).repeat_interleave(
+                    numbers_in[1], output_size=len(index)
+                )
+                by_copy = ops.dispatch_plan(copy_arrivals[c].wait() + first, len(x_c))
+                index, slots = index[by_copy.permutation], by_copy.offsets
+                gates_c = ops.dispatch(gate_arrivals[c].wait(), by_copy.inverse[:, None])
+                gates_c = gates_c.squeeze(1)
+            plan_c = ops.dispatch_plan(index, counts.shape[1])
+            y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
+            returns.append(
+                Transfer(y, self.processes, copies_in[c], copies_out[c], grad_scale=1 / size)
+            )
+        y = torch.cat([transfer.wait() for transfer in returns])
+        if copies.of_row is not None:
+            gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
+        return ops.combine(y, gates, copies.inverse, copies.token_offsets), tokens_per_expert
+
+    def _copies(
+        self, expert_index: Tensor, token_offsets: Tensor | None, plan: ops.DispatchPlan
+    ) -> _Copies:
+        if self.exchange == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
+            return _Copies(plan.inverse, token_offsets, plan.offsets[self.bounds].diff(), None)
+        num_destinations = len(self.bounds) - 1
+        if token_offsets is None:
+            num_tokens = len(expert_index)
+            token = torch.arange(num_tokens, device=expert_index.device)
+            token = token.repeat_interleave(expert_index.shape[1])
+        else:
+            num_tokens = len(token_offsets) - 1
+            token = torch.arange(num_tokens, device=expert_index.device).repeat_interleave(
+                token_offsets.diff(), output_size=len(expert_index)
+            )
+        destination = self.destination[self.position[expert_index]].reshape(-1)
+        needed = torch.zeros(
+            num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
+        )
+        needed[token, destination] = True
+        # Copies are numbered by token, then destination; and sorted by destination they are sent.
+        number = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
+        by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
+        place = by_destination.inverse[number] - by_destination.offsets[destination]
+        return _Copies(
+            by_destination.inverse,
+            F.pad(needed.sum(1).cumsum(0), (1, 0)),
+            by_destination.tokens_per_expert,
+            place[plan.permutation],
+        )

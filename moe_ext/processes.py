@@ -1,0 +1,166 @@
+"""The processes that train together, and the differentiable collectives between them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_ext.checks import require
+
+
+class Processes:
+    """The processes of a group, or this one alone: then nothing is communicated.
+
+    The gradient of everything that crosses between them is that of the sum of the losses of all
+    processes. Each collective has to be entered by all of them, in the same order; so has its
+    backward pass.
+
+    Args:
+        group: None is this process alone.
+
+    Attributes:
+        group: as given.
+        size, rank: of the group; 1 and 0 without one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Processes":
+        return self  # a copy of a module trains with the same processes
+
+    def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Each of some tensors summed over the processes, in one collective.
+
+        Args:
+            values: of one type, and of the same shapes in every process.
+        """
+        if self.size == 1:
+            return values
+        total = _Sum.apply(torch.cat([value.reshape(-1) for value in values]), self)
+        parts = total.split([value.numel() for value in values])
+        return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
+
+
+def processes_of(
+    group: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[Processes, Processes]:
+    """The processes that share the experts, and those that share the batch.
+
+    Args:
+        group: both; None is this process alone. A mesh of two dimensions [copies, shares] has the
+            experts once along its second dimension, and all its processes share the batch.
+
+    Raises:
+        ValueError: the mesh has more than two dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        processes = Processes(group)
+        return processes, processes
+    require(group.ndim <= 2, "process_group", "be a mesh of 1 or 2 dimensions", group.ndim)
+    if group.ndim == 1:
+        return processes_of(group.get_group())
+    return Processes(group.get_group(1)), Processes(group._flatten().get_group())
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, processes: Processes) -> Tensor:
+        ctx.processes = processes
+        total = values.clone()
+        dist.all_reduce(total, group=processes.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.processes.group)
+        return total, None
+
+
+class Transfer:
+    """Rows on their way from every process to every other.
+
+    They travel from here on, until `wait` returns what the others sent; work can be done in
+    between. The gradients go the other way and overlap likewise: the backward pass starts them
+    where the forward pass waited, and waits where that began.
+
+    Args:
+        rows: [sum(num_sent), ...], those for the first process, for the second, …
+        processes: between which.
+        num_sent, num_received: the number of rows to and from each process.
+        grad_scale: what the gradient that arrives for `rows` is multiplied by.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        processes: Processes,
+        num_sent: Sequence[int],
+        num_received: Sequence[int],
+        grad_scale: float = 1.0,
+    ) -> None:
+        self._group = processes.group
+        self._num_sent = list(num_sent)
+        self._num_received = list(num_received)
+        self.grad_scale = grad_scale
+        # Has no elements: it ties the two ends together in the graph.
+        self._token: Tensor | None = _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """What arrived, [sum(num_received), ...], by process; to be called once."""
+        token, self._token = self._token, None  # or the graph would hold itself
+        return _Wait.apply(token, self)
+
+    def start(self, rows: Tensor, back: bool = False) -> None:
+        sent, received = self._num_sent, self._num_received
+        if back:
+            sent, received = received, sent
+        rows = rows.contiguous()  # kept until it has been sent
+        buffer = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            buffer, rows, received, sent, group=self._group, async_op=True
+        )
+        assert work is not None  # this process is in the group
+        self._under_way = buffer, rows, work
+
+    def finish(self) -> Tensor:
+        buffer, _, work = self._under_way
+        del self._under_way
+        work.wait()
+        return buffer
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows, scale = ctx.transfer.finish(), ctx.transfer.grad_scale
+        return rows if scale == 1 else rows.mul_(scale), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.start(grad, back=True)
+        return grad.new_empty(0), None
