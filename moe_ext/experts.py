@@ -92,9 +92,11 @@ class FeedForwardExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        seed = int(torch.randint(2**31, ()))
         device = self.weights[0].device
-        generator = torch.Generator("cpu" if device.type == "meta" else device)
+        if device.type == "meta":
+            return
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        generator = torch.Generator(device)
         for e in range(self.num_experts):
             generator.manual_seed(seed + self.first_expert + e)
             for weight in self.weights:

@@ -173,9 +173,10 @@ def test_noise_and_its_scale_come_together(missing):
     refuses("noisy_topk_gating", ValueError, r"raw_noise_stddev and noise must", **{missing: None})
 
 
-@pytest.mark.parametrize("op", ["importance", "dispatch_plan"])
-@pytest.mark.parametrize("num_experts", [0, -1])
-def test_number_of_experts_is_positive(op, num_experts):
+@pytest.mark.parametrize(
+    ("op", "num_experts"), [("importance", 0), ("importance", -1), ("dispatch_plan", -1)]
+)
+def test_number_of_experts_out_of_range(op, num_experts):
     refuses(op, ValueError, "num_experts must", num_experts=num_experts)
 
 
@@ -271,7 +272,7 @@ def layer(**changes):
         (lambda: gate(num_experts=0), r"must .*got"),
         (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
         (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
-        (lambda: FeedForwardExperts(0, D), r"num_experts.* must .*got 0"),
+        (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
         (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got .*\[0\]"),
         (
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),

@@ -1,6 +1,7 @@
 """Processes that the distributed tests share: started once, they run one function after another."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import tempfile
 import traceback
@@ -35,40 +36,62 @@ class Workers:
     """`run` calls a function of a test module in the first `world` of the processes at once."""
 
     def __init__(self):
-        self.folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+
+    def _start(self):
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
         for rank in range(MAX_WORLD):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, os.path.join(self.folder.name, "store"), there)
-            )
+            process = context.Process(target=_serve, args=(rank, store, there))
             process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
 
     def run(self, world, function, *arguments):
         """function(group, rank, *arguments) in each process; the results by rank.
 
-        Tensors travel by value, as numpy arrays would: no process has to outlive its results.
+        When one fails, all are ended, because the others may wait for it; the next run starts new
+        ones.
         """
-        for pipe in self.pipes[:world]:
+        if not self._processes:
+            self._start()
+        pipes = self._pipes[:world]
+        for pipe in pipes:
             pipe.send((function, world, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes[:world]):
-            if not pipe.poll(2 * TIMEOUT.total_seconds()):
-                raise TimeoutError(f"rank {rank} of {world} does not answer")
-            answers.append(pipe.recv())
-        for rank, (succeeded, result) in enumerate(answers):
-            if not succeeded:
-                raise AssertionError(f"rank {rank} of {world}:\n{result}")
-        return [result for _, result in answers]
+        results = [None] * world
+        missing = set(pipes)
+        while missing:
+            ready = multiprocessing.connection.wait(missing, 2 * TIMEOUT.total_seconds())
+            failure = "" if ready else "no answer"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    succeeded, result = pipe.recv()
+                except EOFError:
+                    succeeded, result = False, "the process ended"
+                results[rank] = result
+                missing.remove(pipe)
+                if not succeeded:
+                    failure += f"rank {rank} of {world}: {result}"
+            if failure:
+                self._end(wait=False)
+                raise AssertionError(failure)
+        return results
 
     def close(self):
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
+        self._end(wait=True)
+
+    def _end(self, wait):
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if wait:
                 pipe.send(None)
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-        self.folder.cleanup()
+                process.join(10)
+            process.kill()
+            process.join()
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._pipes, self._processes = [], []

@@ -1,0 +1,23 @@
+"""Training with experts that are spread over processes (Sec. 3).
+
+`MoE(..., process_group=group)` is all that a layer needs; here is what a model around it does.
+
+parallelize         dense parameters averaged, experts left where they are
+clip_grad_norm_     by the norm of all gradients, wherever they are
+GradScaler          an overflow anywhere is one everywhere
+expert_parameters   what is spread, and how
+"""
+
+from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
+from moe_ext.distributed.parallelize import parallelize
+from moe_ext.distributed.parameters import ExpertParameter, expert_parameters
+from moe_ext.exchange import Placement
+
+__all__ = [
+    "ExpertParameter",
+    "GradScaler",
+    "Placement",
+    "clip_grad_norm_",
+    "expert_parameters",
+    "parallelize",
+]

@@ -1,0 +1,60 @@
+"""Which parameters of a model are spread over processes."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from moe_ext.experts import FeedForwardExperts, ModuleExperts
+from moe_ext.moe import MoE
+from moe_ext.processes import Processes
+
+
+class ExpertParameter(NamedTuple):
+    """A parameter of experts of which other processes have others.
+
+    Attributes:
+        name: in the model of a single process, which numbers the experts of all.
+        param: of this process's experts.
+        processes: which share the experts.
+        bounds: (first, last, all): param is [last - first, ...], a block of the [all, ...] of a
+            single process; None: it is the parameter of one expert, whole.
+    """
+
+    name: str
+    param: nn.Parameter
+    processes: Processes
+    bounds: tuple[int, int, int] | None
+
+
+def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
+    """The parameters of the experts that are spread over processes, by their names in `model`.
+
+    Those of `FeedForwardExperts` are blocks of a larger tensor; those of `ModuleExperts` belong to
+    one expert each. A model without a process group has none.
+
+    Raises:
+        TypeError: a layer spreads experts of another kind.
+    """
+    found = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, MoE) or layer.exchange is None:
+            continue
+        prefix = f"{path}.experts." if path else "experts."
+        local = layer.placement.experts_of(layer.processes.rank)
+        for name, param in layer.experts.named_parameters():
+            bounds = None
+            whole_name = name
+            if isinstance(layer.experts, FeedForwardExperts):
+                bounds = local.start, local.stop, layer.num_experts
+            elif isinstance(layer.experts, ModuleExperts):
+                container, number, rest = name.split(".", 2)
+                whole_name = f"{container}.{local.start + int(number)}.{rest}"
+            else:
+                raise TypeError(
+                    "expert_parameters: experts must be FeedForwardExperts or ModuleExperts, "
+                    f"got {type(layer.experts).__name__}"
+                )
+            found[prefix + name] = ExpertParameter(
+                prefix + whole_name, param, layer.processes, bounds
+            )
+    return found
