@@ -5,6 +5,7 @@ of its experts, each of which so gets the rows of all processes, and the experts
 to be summed. Only rows travel, never weights (Sec. 3.2).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from moe_ext.experts import mixture
 from moe_ext.processes import Processes, Transfer
 
 EXCHANGES = ("rows", "tokens")
+_Sender = Callable[[int], Transfer]  # of a chunk
 
 
 def _blocks(whole: range, number: int) -> list[range]:
@@ -205,23 +207,27 @@ class Exchange(nn.Module):
             torch.stack(host).view(4, num_chunks, size).tolist()
         )
 
-        def send(values: Tensor, out: list[list[int]], into: list[list[int]]) -> list[Transfer]:
+        def sender(values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
             parts = values.split([sum(numbers) for numbers in out])
-            return [
-                Transfer(part, self.processes, num_sent, num_received, grad_scale=size)
-                for part, num_sent, num_received in zip(parts, out, into, strict=True)
-            ]
+            return lambda c: Transfer(parts[c], self.processes, out[c], into[c], grad_scale=size)
 
-        x_arrivals = send(rows, copies_out, copies_in)
+        senders = [sender(rows, copies_out, copies_in)]
         if copies.of_row is not None:
             row_gates = ops.dispatch(gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
-            gate_arrivals = send(row_gates, rows_out, rows_in)
-            copy_arrivals = send(copies.of_row, rows_out, rows_in)
+            senders += [
+                sender(row_gates, rows_out, rows_in),
+                sender(copies.of_row, rows_out, rows_in),
+            ]
         parts = [experts] if num_chunks == 1 else experts.split(self.chunk_sizes)
-        returns = []
-        for c, x_arrival in enumerate(x_arrivals):
-            x_c = x_arrival.wait()
-            counts = received_by_chunk[c]
+        # One chunk ahead: more at once would share the link, so that the first arrives no sooner.
+        # Every wait lies where the backward pass, in the reverse order, has to start as soon.
+        coming = [send(0) for send in senders]
+        going: Transfer | None = None
+        returned = []
+        for c, counts in enumerate(received_by_chunk):
+            x_c, *routing = (transfer.wait() for transfer in coming)
+            if c + 1 < num_chunks:
+                coming = [send(c + 1) for send in senders]
             index = torch.arange(counts.shape[1], device=x.device).repeat(size)
             index = index.repeat_interleave(counts.flatten(), output_size=sum(rows_in[c]))
             if copies.of_row is None:
@@ -233,16 +239,18 @@ class Exchange(nn.Module):
                 first = (numbers_in[0].cumsum(0) - numbers_in[0]).repeat_interleave(
                     numbers_in[1], output_size=len(index)
                 )
-                by_copy = ops.dispatch_plan(copy_arrivals[c].wait() + first, len(x_c))
+                sent_gates, copy = routing
+                by_copy = ops.dispatch_plan(copy + first, len(x_c))
                 index, slots = index[by_copy.permutation], by_copy.offsets
-                gates_c = ops.dispatch(gate_arrivals[c].wait(), by_copy.inverse[:, None])
+                gates_c = ops.dispatch(sent_gates, by_copy.inverse[:, None])
                 gates_c = gates_c.squeeze(1)
             plan_c = ops.dispatch_plan(index, counts.shape[1])
             y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
-            returns.append(
-                Transfer(y, self.processes, copies_in[c], copies_out[c], grad_scale=1 / size)
-            )
-        y = torch.cat([transfer.wait() for transfer in returns])
+            if going is not None:
+                returned.append(going.wait())
+            going = Transfer(y, self.processes, copies_in[c], copies_out[c], grad_scale=1 / size)
+        assert going is not None  # there is a chunk
+        y = torch.cat([*returned, going.wait()])
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         return ops.combine(y, gates, copies.inverse, copies.token_offsets), tokens_per_expert
