@@ -172,13 +172,19 @@ inline c10::SymDimVector load_shape(const Tensor& clean_logits,
   return {group_offsets->sym_size(0) - 1, clean_logits.sym_size(1)};
 }
 
-inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m) {
+inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m,
+                                 const c10::SymInt& first_expert,
+                                 const std::optional<c10::SymInt>& num_experts) {
   constexpr auto op = "batchwise_topm";
   check_dim(op, "scores", scores, 3);
   check_floating(op, "scores", scores);
   const auto num_rows = scores.sym_size(1);
   TORCH_CHECK_VALUE(m >= 0 && m <= num_rows, op,
                     ": m must be between 0 and the number of rows = ", num_rows, ", got ", m);
+  const auto all = num_experts.value_or(scores.sym_size(2));
+  TORCH_CHECK_VALUE(first_expert >= 0 && first_expert + scores.sym_size(2) <= all, op,
+                    ": first_expert must be at least 0 and leave ", scores.sym_size(2), " of ", all,
+                    " experts, got ", first_expert);
 }
 
 inline void check_selected_softmax(const Tensor& logits, const Tensor& expert_index,

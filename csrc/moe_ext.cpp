@@ -41,8 +41,12 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // App. F, M_batchwise(X, m): the m rows with the largest scores of each column, for each of G
-  // batches; scores [G, N, E], row_index [G, E, m] ascending, mth_score [G, E].
-  m.def("batchwise_topm(Tensor scores, SymInt m) -> (Tensor row_index, Tensor mth_score)", tags);
+  // batches; scores [G, N, E], row_index [G, E, m] ascending, mth_score [G, E]. The columns may be
+  // some of the num_experts of a batch, from first_expert on.
+  m.def(
+      "batchwise_topm(Tensor scores, SymInt m, SymInt first_expert=0, SymInt? num_experts=None) "
+      "-> (Tensor row_index, Tensor mth_score)",
+      tags);
 
   // App. F: G(x)_i = G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j, the softmax over the selected
   // logits of each token: those of the experts expert_index[s], token_offsets[t] <= s <

@@ -12,6 +12,7 @@ from moe_ext import ops
 from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
+from moe_ext.processes import Processes, Transfer, blocks
 
 
 class _Agreement(NamedTuple):
@@ -55,8 +56,66 @@ def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
 
 def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
     """M_threshold(x, T)_i = 1 where x_i > T_i, for scores [N, E]; waits for the device to count."""
-    mask = scores > threshold
-    return _Mask(mask.nonzero()[:, 1], F.pad(mask.sum(1).cumsum(0), (1, 0)))
+    return _Mask(*_experts_of_rows(scores > threshold))
+
+
+def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """expert_index and row_offsets of `_Mask`, for a mask [N, E]."""
+    return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
+
+
+def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
+    """Of the batchwise mask with that of the thresholds; shapes as in `batchwise_loss`."""
+    passes = scores > threshold.unsqueeze(-2)
+    return _Agreement(
+        batchwise_loss(scores, threshold, mask),
+        (passes != mask).count_nonzero(),
+        passes.count_nonzero() + mask.count_nonzero(),
+    )
+
+
+def _mask_of_processes(
+    scores: Tensor, k: int, group_sizes: Tensor, processes: Processes
+) -> tuple[Tensor, Tensor | None]:
+    """M_batchwise(X, m) of the rows of all processes, each of which decides for some experts.
+
+    Args:
+        scores: [R, E], the rows here, by group.
+        k: experts per row, on average.
+        group_sizes: [G], the rows of each group here; of all processes they are equally many.
+        processes: which call this together.
+
+    Returns:
+        mask: [R, E] bool, of the rows here.
+        mth_score: [G, E], as of `moe_ext.ops.batchwise_topm`; None if no process has a row.
+    """
+    (num_rows, num_experts), num_groups = scores.shape, len(group_sizes)
+    sizes = processes.gather(group_sizes)
+    rows_of = sizes.sum(1).tolist()
+    if sum(rows_of) == 0:
+        return torch.zeros_like(scores, dtype=torch.bool), None
+    columns = [len(block) for block in blocks(range(num_experts), processes.size)]
+    mine, first = columns[processes.rank], sum(columns[: processes.rank])
+    num_sent = [num_rows * number for number in columns]
+    num_received = [rows * mine for rows in rows_of]
+
+    sent = torch.cat([part.reshape(-1) for part in scores.split(columns, 1)])
+    received = Transfer(sent, processes, num_sent, num_received).wait().view(sum(rows_of), mine)
+    # They came by process, then group.
+    group = torch.arange(num_groups, device=scores.device).repeat(processes.size)
+    group = group.repeat_interleave(sizes.flatten(), output_size=len(received))
+    plan = ops.dispatch_plan(group, num_groups)
+    by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
+    m = rows_per_expert(k, by_group.shape[1], num_experts)
+    row_index, mth_score = ops.batchwise_topm(by_group, m, first, num_experts)
+    mask = torch.zeros_like(by_group, dtype=torch.bool).scatter(1, row_index.mT, True)
+    back = mask.view_as(received)[plan.inverse].reshape(-1)
+    parts = Transfer(back, processes, num_received, num_sent).wait().split(num_sent)
+    scores_of_all = scores.new_zeros(num_groups, num_experts)
+    scores_of_all[:, first : first + mine] = mth_score
+    (scores_of_all,) = processes.sum(scores_of_all)
+    mask_here = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
+    return torch.cat(mask_here, 1), scores_of_all
 
 
 @torch.no_grad()
@@ -88,22 +147,44 @@ class _StrictlyBalancedGate(Gate):
         """G_σ, what the masks look at."""
         return torch.softmax(logits.detach() if self.detach_scores else logits, dim=-1)
 
-    def _by_batch(self, scores: Tensor, k: int, threshold: Tensor, initialized: Tensor) -> _Mask:
-        """M_batchwise(X, m) of G groups of rows, scores [G, N, E]; their G·N rows in order."""
-        num_groups, num_rows, num_experts = scores.shape
+    def _by_batch(
+        self,
+        scores: Tensor,
+        k: int,
+        threshold: Tensor,
+        initialized: Tensor,
+        group_sizes: Tensor | None = None,
+    ) -> _Mask:
+        """M_batchwise(X, m) of the rows [R, E] of G groups of equally many, one after the other.
+
+        Over several processes a group's size is its share of the rows here, and group_sizes [G]
+        says what it is; None is one group.
+        """
+        num_rows, num_experts = scores.shape
+        num_groups = threshold.numel() // num_experts
+        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
+        if self.processes.size > 1:
+            if group_sizes is None:
+                group_sizes = torch.tensor([num_rows], device=scores.device)
+            mask, mth_score = _mask_of_processes(scores.detach(), k, group_sizes, self.processes)
+            if self.training and mth_score is not None:
+                _initialize(threshold, initialized, mth_score)
+            group = torch.arange(num_groups, device=scores.device).repeat_interleave(
+                group_sizes, output_size=num_rows
+            )
+            agreement = _agreement(
+                scores.unsqueeze(1), bound.index_select(0, group), mask.unsqueeze(1)
+            )
+            return _Mask(*_experts_of_rows(mask), agreement)
+
+        num_rows //= num_groups
+        scores = scores.view(num_groups, num_rows, num_experts)
         m = rows_per_expert(k, num_rows, num_experts)
         row_index, mth_score = ops.batchwise_topm(scores.detach(), m)
         if self.training and num_rows > 0:
             _initialize(threshold, initialized, mth_score)
-
-        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
-        passes = scores > bound.unsqueeze(1)
-        agreement = _Agreement(
-            batchwise_loss(scores, bound, mask),
-            (passes != mask).count_nonzero(),
-            passes.count_nonzero() + row_index.numel(),
-        )
+        agreement = _agreement(scores, bound, mask)
         if num_rows == 0:
             return _Mask(row_index.new_zeros(0), row_index.new_zeros(1), agreement)
         # From the rows of each expert to the experts of each row, by the counting sort that
@@ -117,23 +198,29 @@ class _StrictlyBalancedGate(Gate):
         self, gates: Tensor, expert_index: Tensor, token_offsets: Tensor, masks: list[_Mask]
     ) -> Gating:
         """The result, with what the masks of all levels report."""
-        num_tokens = len(token_offsets) - 1
-        num_without = (token_offsets.diff() == 0).count_nonzero()
-        metrics = {"share_without_expert": num_without / max(1, num_tokens)}
+        slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
         agreements = [mask.agreement for mask in masks if mask.agreement is not None]
+        parts = [
+            ops.importance(*slots, self.num_experts),
+            count(*slots, self.num_experts),
+            gates.new_full((), len(token_offsets) - 1),
+            (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
+        ]
+        for column in zip(*agreements, strict=True):
+            parts.append(torch.stack(column).sum(0).to(gates.dtype))
+        importance, load, num_tokens, num_without, *agreement = self.processes.sum(*parts)
+        num_tokens = num_tokens.clamp_min(1)
+        metrics = {"share_without_expert": num_without / num_tokens}
         loss = None
         if agreements:
-            total = _Agreement(
-                *(torch.stack(part).sum(0) for part in zip(*agreements, strict=True))
-            )
-            loss = total.loss / max(1, num_tokens)
+            total = _Agreement(*agreement)
+            loss = total.loss / num_tokens
             metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
-        slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
         return Gating(
             gates,
             expert_index,
-            ops.importance(*slots, self.num_experts),
-            count(*slots, self.num_experts),
+            importance,
+            load,
             token_offsets,
             equal_load=len(agreements) > 0,
             loss=loss,
@@ -194,7 +281,7 @@ class BalancedGate(_StrictlyBalancedGate):
         gate_logits = logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
-            mask = self._by_batch(scores.unsqueeze(0), self.k, self.threshold, self.initialized)
+            mask = self._by_batch(scores, self.k, self.threshold, self.initialized)
         else:
             mask = _by_threshold(scores, self.threshold)
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
@@ -263,18 +350,20 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         primary_logits = logits(x, self.w_gate)
         scores = self._scores(primary_logits)
         if batchwise:
-            groups = self._by_batch(scores.unsqueeze(0), k1, self.threshold, self.initialized)
+            groups = self._by_batch(scores, k1, self.threshold, self.initialized)
         else:
             groups = _by_threshold(scores, self.threshold)
 
         # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
         plan = ops.dispatch_plan(groups.expert_index, a)
 
+        equal = batchwise and self.processes.size == 1
+
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return ops.experts(
                 x,
                 [weight],
-                offsets=None if batchwise else plan.offsets,
+                offsets=None if equal else plan.offsets,
                 inverse=plan.inverse,
                 token_offsets=groups.row_offsets,
             )
@@ -283,10 +372,11 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         scores = self._scores(secondary_logits)
         if batchwise:
             experts = self._by_batch(
-                scores.view(a, len(scores) // a, b),
+                scores,
                 k2,
                 self.threshold_secondary,
                 self.initialized_secondary,
+                plan.tokens_per_expert,
             )
         else:
             group = groups.expert_index.index_select(0, plan.permutation)

@@ -7,7 +7,6 @@ to be summed. Only rows travel, never weights (Sec. 3.2).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +16,10 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import mixture
-from moe_ext.processes import Processes, Transfer
+from moe_ext.processes import Processes, Transfer, blocks
 
 EXCHANGES = ("rows", "tokens")
 _Sender = Callable[[int], Transfer]  # of a chunk
-
-
-def _blocks(whole: range, number: int) -> list[range]:
-    """A range in contiguous blocks, the first of them longer by one where it does not divide."""
-    share, rest = divmod(len(whole), number)
-    bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Placement:
     def experts_of(self, rank: int) -> range:
         """The experts of one process; if there are fewer than processes, some have none."""
         size = self.experts_per_group
-        groups = _blocks(range(self.num_experts // size), self.num_processes)[rank]
+        groups = blocks(range(self.num_experts // size), self.num_processes)[rank]
         return range(groups.start * size, groups.stop * size)
 
     @property
@@ -134,7 +126,7 @@ class Exchange(nn.Module):
         self.num_chunks = num_chunks
         # The destinations are (chunk, process), the chunk outside; rows are sorted by them.
         ranks = range(processes.size)
-        chunks = [_blocks(placement.experts_of(rank), num_chunks) for rank in ranks]
+        chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in ranks]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in ranks]
         self.chunk_sizes = [len(experts) for experts in chunks[processes.rank]]
         sizes = torch.tensor([len(experts) for experts in destinations])

@@ -1,6 +1,7 @@
 """The processes that train together, and the differentiable collectives between them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,19 @@ class Processes:
         total = _Sum.apply(torch.cat([value.reshape(-1) for value in values]), self)
         parts = total.split([value.numel() for value in values])
         return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of every process, [size, ...]; no gradient."""
+        gathered = values.new_empty(self.size * values.numel())
+        dist.all_gather_into_tensor(gathered, values.flatten(), group=self.group)
+        return gathered.view(self.size, *values.shape)
+
+
+def blocks(whole: range, number: int) -> list[range]:
+    """A range in contiguous blocks, the first of them longer by one where it does not divide."""
+    share, rest = divmod(len(whole), number)
+    bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def processes_of(

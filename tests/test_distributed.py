@@ -8,7 +8,14 @@ from workers import Workers
 
 import moe_ext.gates
 import moe_ext.hierarchical
-from moe_ext import HierarchicalMoE, MoE, SoftmaxGate, TopKGate
+from moe_ext import (
+    BalancedGate,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    MoE,
+    SoftmaxGate,
+    TopKGate,
+)
 
 D = 6
 
@@ -36,6 +43,11 @@ def layer_of(kind, process_group=None, **options):
         layer = MoE(D, 6, 2, activation="swiglu", bias=True, **options)
     elif kind == "hierarchical":
         layer = HierarchicalMoE(D, 3, 4, (2, 3), **options)
+    elif kind == "balanced":
+        layer = MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, **options)
+    elif kind == "hierarchical balanced":
+        gate = HierarchicalBalancedGate(D, 3, 4, 2)
+        layer = MoE(D, 12, 4, gate=gate, w_load=0.0, **options)
     elif kind == "few":  # fewer experts than processes
         layer = MoE(D, 2, 2, **options)
     layer = layer.double()
@@ -46,7 +58,17 @@ def layer_of(kind, process_group=None, **options):
     return layer
 
 
-KINDS = ["flat", "k=1", "topk", "softmax", "swiglu", "hierarchical", "few"]
+KINDS = [
+    "flat",
+    "k=1",
+    "topk",
+    "softmax",
+    "swiglu",
+    "hierarchical",
+    "balanced",
+    "hierarchical balanced",
+    "few",
+]
 
 
 def fix_noise(patch, counts, rank=None):

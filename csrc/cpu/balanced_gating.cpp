@@ -153,11 +153,15 @@ struct KeysOfColumns {
   }
 };
 
-std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m) {
-  check_batchwise_topm(scores, m);
+std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, int64_t first_expert,
+                                              std::optional<int64_t> num_experts_of_batch) {
+  check_batchwise_topm(
+      scores, m, first_expert,
+      num_experts_of_batch ? std::optional<c10::SymInt>(*num_experts_of_batch) : std::nullopt);
   const int64_t num_groups = scores.size(0);
   const int64_t num_rows = scores.size(1);
   const int64_t num_experts = scores.size(2);
+  const int64_t num_columns_of_batch = num_experts_of_batch.value_or(num_experts);
   const Tensor source = scores.contiguous();
   Tensor row_index = at::empty({num_groups, num_experts, m}, source.options().dtype(at::kLong));
   if (m == 0) {
@@ -191,8 +195,9 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m) {
                   vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
                   mth_data[column] = static_cast<scalar_t>(math::score_of_key(cut.key));
                   if (cut.num_reaching > m) {
-                    vectorized<BreakTies>(static_cast<uint32_t>(column), num_rows, cut.key,
-                                          column_keys);
+                    const auto tie = static_cast<uint32_t>(group * num_columns_of_batch +
+                                                           first_expert + first + c);
+                    vectorized<BreakTies>(tie, num_rows, cut.key, column_keys);
                     vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
                   }
                   vectorized<RowsAbove>(static_cast<const key_t*>(column_keys), num_rows, m, cut,

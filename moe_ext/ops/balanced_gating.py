@@ -18,7 +18,9 @@ class BatchwiseTopM(NamedTuple):
     mth_score: Tensor
 
 
-def batchwise_topm(scores: Tensor, m: int) -> BatchwiseTopM:
+def batchwise_topm(
+    scores: Tensor, m: int, first_expert: int = 0, num_experts: int | None = None
+) -> BatchwiseTopM:
     """M_batchwise(X, m): the m rows with the largest scores of each column.
 
     Of equal scores a fixed pseudo-random function of column and row decides (the column counted
@@ -29,14 +31,16 @@ def batchwise_topm(scores: Tensor, m: int) -> BatchwiseTopM:
     Args:
         scores: [G, N, E], G batches of N rows; or [N, E], and the results have no G either.
         m: rows for each expert, 0 <= m <= N.
+        first_expert, num_experts: the columns are those of some experts of a batch, from
+            first_expert on of num_experts: they decide as they would among all; None is E.
 
     Raises:
         ValueError, TypeError: an argument's shape, type or value does not fit.
     """
     if scores.dim() == 2:
-        row_index, mth_score = torch.ops.moe_ext.batchwise_topm(scores.unsqueeze(0), m)
-        return BatchwiseTopM(row_index.squeeze(0), mth_score.squeeze(0))
-    return BatchwiseTopM(*torch.ops.moe_ext.batchwise_topm(scores, m))
+        of_one = batchwise_topm(scores.unsqueeze(0), m, first_expert, num_experts)
+        return BatchwiseTopM(*(tensor.squeeze(0) for tensor in of_one))
+    return BatchwiseTopM(*torch.ops.moe_ext.batchwise_topm(scores, m, first_expert, num_experts))
 
 
 def selected_softmax(logits: Tensor, expert_index: Tensor, token_offsets: Tensor) -> Tensor:
