@@ -14,7 +14,7 @@ from moe_ext.exchange import Exchange, Placement
 from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
 from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
 from moe_ext.losses import cv_squared, importance_loss, load_loss
-from moe_ext.processes import processes_of
+from moe_ext.processes import Layout
 
 BALANCES = ("global", "local")
 
@@ -101,6 +101,7 @@ class MoE(nn.Module):
         exchange, num_chunks: see `moe_ext.exchange.Exchange`.
 
     Attributes:
+        layout: the processes, by what they share.
         placement: which experts each process has.
 
     Raises:
@@ -162,11 +163,10 @@ class MoE(nn.Module):
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        self.processes, batch_processes = processes_of(process_group)
-        self.placement = Placement(
-            num_experts, self.processes.size, getattr(gate, "experts_per_group", 1)
-        )
-        local = self.placement.experts_of(self.processes.rank)
+        self.layout = Layout.of(process_group)
+        shares = self.layout.shares
+        self.placement = Placement(num_experts, shares.size, getattr(gate, "experts_per_group", 1))
+        local = self.placement.experts_of(shares.rank)
         if experts is None:
             hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
             experts = FeedForwardExperts(
@@ -186,25 +186,25 @@ class MoE(nn.Module):
         ):
             given = getattr(module, size, expected)
             require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
-        if balance == "global" and batch_processes.size > 1:
+        if balance == "global" and self.layout.batch.size > 1:
             require(
                 isinstance(gate, Gate),
                 "MoE: gate",
                 'derive from moe_ext.Gate with a process_group and balance="global"',
                 type(gate).__name__,
             )
-            gate.processes = batch_processes  # type: ignore[assignment]
+            gate.processes = self.layout.batch  # type: ignore[assignment]
         self.gate = gate
         self.experts = experts
         self.exchange = None
-        if self.processes.size > 1:
+        if shares.size > 1:
             require(
                 num_chunks == 1 or hasattr(experts, "split"),
                 "MoE: num_chunks",
                 "be 1 for experts that have no split(sizes)",
                 num_chunks,
             )
-            self.exchange = Exchange(self.placement, self.processes, exchange, num_chunks)
+            self.exchange = Exchange(self.placement, shares, exchange, num_chunks)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
         """x [..., D] to y [..., d_output] in x's type, and what came with it.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,25 +63,36 @@ def blocks(whole: range, number: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def processes_of(
-    group: dist.ProcessGroup | DeviceMesh | None,
-) -> tuple[Processes, Processes]:
-    """The processes that share the experts, and those that share the batch.
+class Layout(NamedTuple):
+    """How the processes that train together divide a layer.
 
-    Args:
-        group: both; None is this process alone. A mesh of two dimensions [copies, shares] has the
-            experts once along its second dimension, and all its processes share the batch.
-
-    Raises:
-        ValueError: the mesh has more than two dimensions.
+    Attributes:
+        batch: all of them, each with tokens of its own.
+        shares: those that share the experts; the exchange is among them.
+        copies: those that have the same experts as this one.
     """
-    if not isinstance(group, DeviceMesh):
-        processes = Processes(group)
-        return processes, processes
-    require(group.ndim <= 2, "process_group", "be a mesh of 1 or 2 dimensions", group.ndim)
-    if group.ndim == 1:
-        return processes_of(group.get_group())
-    return Processes(group.get_group(1)), Processes(group._flatten().get_group())
+
+    batch: Processes
+    shares: Processes
+    copies: Processes
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Layout":
+        """Of a process group, all of which share the experts, or of a mesh [copies, shares].
+
+        Raises:
+            ValueError: the mesh has more than two dimensions, or two without names.
+        """
+        if not isinstance(group, DeviceMesh):
+            processes = Processes(group)
+            return cls(processes, processes, Processes())
+        require(group.ndim <= 2, "process_group", "be a mesh of 1 or 2 dimensions", group.ndim)
+        if group.ndim == 1:
+            return cls.of(group.get_group())
+        names = group.mesh_dim_names
+        require(names is not None, "process_group", "be a mesh with mesh_dim_names", names)
+        batch = group._flatten().get_group()
+        return cls(*map(Processes, (batch, group.get_group(1), group.get_group(0))))
 
 
 class _Sum(Function):

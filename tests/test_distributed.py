@@ -1,9 +1,14 @@
 """Experts spread over processes: the layout does not change the result (Sec. 3)."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_exact, assert_same_bits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from workers import Workers
 
 import moe_ext.gates
@@ -16,6 +21,8 @@ from moe_ext import (
     SoftmaxGate,
     TopKGate,
 )
+from moe_ext.distributed import GradScaler, clip_grad_norm_, expert_parameters, parallelize
+from moe_ext.exchange import Placement
 
 D = 6
 
@@ -174,3 +181,322 @@ def test_equals_one_process(workers, kind, counts, num_chunks, exchange):
             if name.startswith("experts."):
                 expected = expected[experts.start : experts.stop]
             assert_exact(part["grads"][name], expected)
+
+
+def outputs_of_process(group, rank, kind, counts, dtype, options):
+    """y of one process in evaluation mode; the gate as it starts: everything ties."""
+    torch.manual_seed(1)
+    layer = MoE(D, 8, 2, hidden_sizes=(5,), process_group=group, **options).to(dtype).eval()
+    if kind == "spread":
+        torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of(counts)[0].to(dtype)
+    x = x if rank is None else x.split(counts)[rank]
+    mask = torch.arange(len(x)) % 3 != 1
+    y, aux = layer(x, mask)
+    return y.detach(), aux.tokens_per_expert
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["spread", "all to the first process"])
+@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+def test_outputs_in_every_type(workers, kind, dtype, exchange):
+    counts = [6, 0, 9, 3]  # multiples of 3, for the mask to be that of all
+    y, tokens_per_expert = outputs_of_process(None, None, kind, counts, dtype, {})
+    parts = workers.run(
+        4, outputs_of_process, kind, counts, dtype, {"exchange": exchange, "num_chunks": 2}
+    )
+    together = torch.cat([part[0] for part in parts])
+    if exchange == "rows":
+        assert_same_bits(together, y)
+    else:  # each part of a sum is rounded to the type it travels in
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(together, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
+    assert torch.equal(sum(part[1] for part in parts), tokens_per_expert)
+    if kind != "spread":
+        assert tokens_per_expert.count_nonzero() == 2
+
+
+class TwoLayers(nn.Module):
+    """Two mixtures that may be spread in different ways, between dense layers."""
+
+    def __init__(self, first=None, second=None, recompute=False):
+        super().__init__()
+        torch.manual_seed(4)
+        self.dense = nn.Linear(D, D)
+        self.first = MoE(
+            D, 5, 2, gate=TopKGate(D, 5, 2), w_load=0.0, process_group=first, recompute=recompute
+        )
+        self.second = MoE(
+            D,
+            6,
+            1,
+            gate=BalancedGate(D, 6, 1),
+            w_load=0.0,
+            process_group=second,
+            hidden_sizes=(5, 4),
+            activation="reglu",
+            recompute=recompute,
+        )
+        nn.init.normal_(self.second.gate.w_gate, std=0.3)
+        self.double()
+
+    def forward(self, x):
+        h, first = self.first(self.dense(x))
+        y, second = self.second(x + torch.tanh(h))
+        return y, first.loss + second.loss
+
+
+def batches_of(counts, steps):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(sum(counts), D, dtype=torch.float64, generator=generator) for _ in range(steps)
+    ]
+
+
+def optimizer_of(name, model):
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train_process(group, rank, counts, optimizer, steps, layout, options):
+    if layout == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+        model = TwoLayers(group, mesh, **options)  # the second layer's experts have copies
+        wrapped = parallelize(model, mesh)
+    else:
+        model = TwoLayers(group, group, **options)
+        wrapped = parallelize(model, group, dense=layout)
+    optimizer = optimizer_of(optimizer, model)
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = wrapped(batch.split(counts)[rank])
+        (rank_weight(rank) * (y.square().sum() + loss)).backward()
+        norms.append(clip_grad_norm_(wrapped, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    params = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
+    bounds = {name: entry.bounds for name, entry in expert_parameters(model).items()}
+    return params, bounds, norms
+
+
+@pytest.mark.parametrize("optimizer, steps", [("sgd", 1), ("adam", 5)])
+@pytest.mark.parametrize(
+    "layout, counts",
+    [
+        ("ddp", [5, 7]),
+        ("ddp", [4, 0, 8]),
+        ("ddp", [3, 2, 0, 7]),
+        ("fsdp", [5, 7]),
+        ("mesh", [3, 2, 0, 7]),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["", "recompute"])
+def test_training_equals_one_process(workers, layout, counts, optimizer, steps, options):
+    model = TwoLayers()
+    of_all = optimizer_of(optimizer, model)
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = model(batch)
+        losses = [
+            rank_weight(rank) * (part.square().sum() + loss)
+            for rank, part in enumerate(y.split(counts))
+        ]
+        (sum(losses) / len(counts)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        of_all.step()
+        of_all.zero_grad()
+
+    parts = workers.run(len(counts), train_process, counts, optimizer, steps, layout, options)
+    for params, bounds, norms_here in parts:
+        for norm, expected in zip(norms_here, norms, strict=True):
+            assert_exact(norm, expected.detach())
+        for name, expected in model.state_dict().items():
+            if name not in params:
+                continue  # a buffer
+            if name in bounds:
+                first, last, _ = bounds[name]
+                expected = expected[first:last]
+            assert_exact(params[name], expected)
+
+
+def clip_in_process(group, rank, norm_type):
+    """Experts' gradients of norms sqrt(20) and sqrt(100)."""
+    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double()
+    for param in layer.parameters():
+        param.grad = torch.zeros_like(param)
+    layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]][rank])
+    norm = clip_grad_norm_(layer, 1.0, norm_type)
+    return norm, layer.experts.weights[0].grad
+
+
+@pytest.mark.parametrize(
+    "norm_type, expected", [(2.0, 10.954451150103322), (1.0, 20), (math.inf, 8)]
+)
+def test_clipping_by_the_norm_of_all(workers, norm_type, expected):
+    for rank, (norm, grad) in enumerate(workers.run(2, clip_in_process, norm_type)):
+        assert float(norm) == pytest.approx(expected, rel=1e-15)
+        assert float(grad[0, 0, 0] * (norm + 1e-6)) == pytest.approx([2, 6][rank], rel=1e-14)
+
+
+def clip_infinity(group, rank):
+    layer = MoE(D, 2, 1, process_group=group)
+    for param in layer.parameters():
+        param.grad = torch.zeros_like(param)
+    layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
+    with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
+        clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+
+
+def test_clipping_refuses_infinity_everywhere(workers):
+    workers.run(2, clip_infinity)
+
+
+def scaled_step(group, rank, bad_rank):
+    layer = MoE(D, 2, 1, process_group=group)
+    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.experts.weights[0].detach().clone()
+    for param in layer.parameters():
+        param.grad = torch.full_like(param, 8.0)
+    if rank == bad_rank:
+        layer.gate.w_gate.grad[0, 0] = math.nan
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return before - layer.experts.weights[0].detach(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad_rank", [None, 0, 1])
+def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank):
+    for change, scale in workers.run(2, scaled_step, bad_rank):
+        torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
+        assert scale == (8 if bad_rank is None else 4)
+
+
+@pytest.mark.parametrize(
+    "num_experts, num_processes, experts_per_group, counts",
+    [(7, 3, 1, [3, 2, 2]), (2, 4, 1, [1, 1, 0, 0]), (12, 2, 4, [8, 4]), (5, 1, 1, [5])],
+)
+def test_placement(num_experts, num_processes, experts_per_group, counts):
+    placement = Placement(num_experts, num_processes, experts_per_group)
+    assert placement.counts == counts
+    owners = [placement.owner(expert) for expert in range(num_experts)]
+    assert owners == sorted(owners)
+    for rank in range(num_processes):
+        mine = [expert for expert in range(num_experts) if owners[expert] == rank]
+        assert mine == list(placement.experts_of(rank))
+
+
+def initial_values(group, rank, num_experts):
+    torch.manual_seed(6)
+    layer = MoE(D, num_experts, 1, process_group=group, bias=True)
+    after = torch.rand(())
+    return layer.experts.weights[0].detach(), layer.placement.counts, after
+
+
+def test_experts_start_the_same_wherever_they_are(workers):
+    whole, _, after = initial_values(None, 0, 7)
+    assert len({float(matrix.detach().sum()) for matrix in whole}) == 7
+    for world in (1, 2, 3, 4):
+        parts = workers.run(world, initial_values, 7)
+        assert_same_bits(torch.cat([part for part, _, _ in parts]), whole)
+        assert parts[0][1] == Placement(7, world).counts
+        assert all(torch.equal(here, after) for _, _, here in parts)
+
+
+def calls_of_process(group, rank):
+    """The collectives of a step, forward and backward."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
+            original = getattr(dist, name)
+
+            def call(*args, name=name, original=original, **options):
+                calls.append(name)
+                return original(*args, **options)
+
+            patch.setattr(dist, name, call)
+        model = parallelize(layer_of("flat", group), group)
+        y, aux = model(tokens_of([9])[0].requires_grad_())
+        (y.sum() + aux.loss).backward()
+        clip_grad_norm_(model, 1.0)
+    return calls
+
+
+def test_one_process_communicates_nothing(workers):
+    assert workers.run(1, calls_of_process) == [[]]
+    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
+
+
+def options_refused(group, rank):
+    for options, message in (
+        ({"exchange": "row"}, "exchange must be one of rows, tokens, got 'row'"),
+        ({"num_chunks": 0}, "num_chunks must be at least 1, got 0"),
+        ({"balance": "all"}, "MoE: balance must be one of global, local, got 'all'"),
+        ({"experts": [nn.Identity()] * 4}, "MoE: experts must be for num_experts = 1, got 4"),
+        ({"gate": nn.Identity()}, "MoE: gate must derive from moe_ext.Gate .*got 'Identity'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoE(D, 4, 2, process_group=group, **options)
+    with pytest.raises(ValueError, match="dense must be one of ddp, fsdp, got 'dp'"):
+        parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
+    with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
+        MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
+
+
+def test_options_out_of_range(workers):
+    for rank in workers.run(4, options_refused):
+        assert rank is None
+
+
+def modules_in_process(group, rank, num_chunks=1):
+    torch.manual_seed(7)
+    everyone = [
+        nn.Sequential(nn.Linear(D, 3 + e), nn.Tanh(), nn.Linear(3 + e, D)) for e in range(4)
+    ]
+    mine = [everyone[e] for e in Placement(4, 1 if group is None else 2).experts_of(rank)]
+    layer = MoE(
+        D,
+        4,
+        2,
+        gate=TopKGate(D, 4, 2),
+        w_load=0.0,
+        experts=mine,
+        process_group=group,
+        num_chunks=num_chunks,
+    ).double()
+    x = tokens_of([4, 5])[0]
+    y, aux = layer(x if group is None else x.split([4, 5])[rank])
+    (y.square().sum() + aux.loss).backward()
+    names = {name: entry.name for name, entry in expert_parameters(layer).items()}
+    grads = {n: p.grad for n, p in layer.named_parameters() if n.startswith("experts.")}
+    return y.detach(), {names.get(n, n): grad for n, grad in grads.items()}
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_any_modules_as_experts(workers, num_chunks):
+    y, grads = modules_in_process(None, 0)
+    parts = workers.run(2, modules_in_process, num_chunks)
+    assert_exact(torch.cat([part[0] for part in parts]), y)
+    together = parts[0][1] | parts[1][1]
+    assert together.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert_exact(2 * together[name], grad)  # the mean of two losses, there their sum
+
+
+def local_balance(group, rank):
+    layer = MoE(D, 4, 2, process_group=group, balance="local").eval()
+    torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of([5, 6])[0].float().split([5, 6])[rank]
+    _, aux = layer(x)
+    alone = MoE(D, 4, 2).eval()
+    alone.gate.load_state_dict(layer.gate.state_dict())
+    _, expected = alone(x)
+    assert_same_bits(aux.importance, expected.importance)
+    assert_same_bits(aux.loss, expected.loss)
+
+
+def test_balance_by_process(workers):
+    workers.run(2, local_balance)

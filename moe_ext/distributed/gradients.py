@@ -33,17 +33,16 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: see error_if_nonfinite.
     """
-    experts = {entry.param: entry.processes.group for entry in expert_parameters(model).values()}
-    dense: list[Tensor] = []
-    spread: dict[dist.ProcessGroup | None, list[Tensor]] = {g: [] for g in experts.values()}
-    for param in model.parameters():
-        if param.grad is not None:
-            (spread[experts[param]] if param in experts else dense).append(param.grad)
-
-    norm = get_total_norm(dense, norm_type)
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm]
-    for group, grads in spread.items():  # also those of a process that has no gradient for it
-        norm = get_total_norm(grads, norm_type).to(norms[0])
+    shares = {e.param: e.layout.shares.group for e in expert_parameters(model).values()}
+    dense = [param for param in model.parameters() if param not in shares]
+    by_kind: list[list[nn.Parameter]] = [
+        [param for param in dense if not isinstance(param, DTensor)],
+        [param for param in dense if isinstance(param, DTensor)],
+    ]
+    norms = [_norm(params, norm_type) for params in by_kind]
+    for group in dict.fromkeys(shares.values()):
+        by_kind.append([param for param, its_group in shares.items() if its_group is group])
+        norm = _norm(by_kind[-1], norm_type)
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         else:
@@ -51,26 +50,40 @@ def clip_grad_norm_(
             dist.all_reduce(norm, group=group)
             norm = norm.pow(1 / norm_type)
         norms.append(norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} must be finite, got {total.item()}"
         )
-    clip_grads_with_norm_(experts, max_norm, total)
-    clip_grads_with_norm_((p for p in model.parameters() if p not in experts), max_norm, total)
+    for params in by_kind:
+        clip_grads_with_norm_(params, max_norm, total)
     return total
+
+
+def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
+    """Of their gradients, where there are any; of whole ones, if they are shards."""
+    norm = get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.to(params[0].device) if params else norm
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for processes that step together: one finds inf or NaN, all skip.
 
     Args:
-        processes: a process group, None is the default one.
-        options: those of torch's.
+        device: as torch's.
+        process_group: of all of them; None is the default group.
+        options: the others of torch's, by name.
     """
 
-    def __init__(self, *options: Any, process_group: dist.ProcessGroup | None = None, **more: Any):
-        super().__init__(*options, **more)
+    def __init__(
+        self,
+        device: str = "cuda",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(device, **options)
         self._process_group = process_group
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:

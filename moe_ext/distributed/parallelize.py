@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext.checks import require
 from moe_ext.distributed.parameters import expert_parameters
 from moe_ext.exchange import Exchange
-from moe_ext.processes import processes_of
+from moe_ext.optim import split_parameters
+from moe_ext.processes import Layout, Processes
 
 DENSE = ("ddp", "fsdp")
 
@@ -22,28 +23,30 @@ def parallelize(
     """Makes `model` one of the replicas that train together, each with its block of the experts.
 
     The gradients of the dense parameters are averaged over all processes, beginning with rank 0's
-    values; the experts' stay where they are, for they already have the rows of all. On a mesh of
-    two dimensions each expert has a copy in each row, and these are averaged too.
+    values; the experts' stay where they are, for they already have the rows of all. Where a layer's
+    mesh has copies of its experts, their gradients are averaged over these.
 
     Args:
-        model: its MoE layers made with the same process_group.
-        process_group: of all processes that train, or their mesh.
+        model: its MoE layers each made with a process_group, or a mesh, of the same processes.
+        process_group: all processes that train, or their mesh.
         dense: "ddp", copies of the dense parameters (`DistributedDataParallel`), or "fsdp", shards
-            of them too (`fully_shard`).
+            of them too (`fully_shard`), but for the thresholds of strictly balanced gates.
 
     Returns:
-        The wrapped model for "ddp", which is to be called instead of `model`; else `model` itself.
+        For "ddp" the wrapped model, which is to be called instead of `model`; for "fsdp", or where
+            there is one process, `model` itself.
 
     Raises:
         ValueError: `dense` is something else.
     """
     require(dense in DENSE, "parallelize: dense", f"be one of {', '.join(DENSE)}", dense)
-    _, batch = processes_of(process_group)
+    batch = Layout.of(process_group).batch
+    if batch.size == 1:
+        return model
     experts = expert_parameters(model)
-    if isinstance(process_group, DeviceMesh) and process_group.ndim == 2:
-        copies = process_group.get_group(0)
-        for entry in experts.values():
-            _average(entry.param, copies)
+    for entry in experts.values():
+        if entry.layout.copies.size > 1:
+            _average(entry.param, entry.layout.copies)
     if dense == "fsdp":
         mesh = process_group
         if not isinstance(mesh, DeviceMesh):
@@ -51,7 +54,12 @@ def parallelize(
             mesh = DeviceMesh.from_group(mesh, kind)
         elif mesh.ndim == 2:
             mesh = mesh._flatten()
-        fully_shard(model, mesh=mesh, ignored_params={e.param for e in experts.values()})
+        # The forward pass that starts the thresholds writes to them: to the parameters themselves.
+        thresholds = split_parameters(model).thresholds
+        for param in thresholds:
+            _average(param, batch)
+        whole = {*thresholds, *(entry.param for entry in experts.values())}
+        fully_shard(model, mesh=mesh, ignored_params=whole)
         return model
     constants = [
         f"{path}.{name}"
@@ -65,15 +73,14 @@ def parallelize(
     return DistributedDataParallel(model, process_group=batch.group)
 
 
-def _average(param: nn.Parameter, copies: ProcessGroup) -> None:
-    """From now on, the gradient is the mean over the copies; as they start from equal values."""
-    size = dist.get_world_size(copies)
+def _average(param: nn.Parameter, copies: Processes) -> None:
+    """From now on the gradient is the mean over the copies, which start from the first one's."""
     with torch.no_grad():
-        dist.broadcast(param, group_src=0, group=copies)
+        dist.broadcast(param, group_src=0, group=copies.group)
 
     def average(param: torch.Tensor) -> None:
         assert param.grad is not None
-        dist.all_reduce(param.grad, group=copies)
-        param.grad /= size
+        dist.all_reduce(param.grad, group=copies.group)
+        param.grad /= copies.size
 
     param.register_post_accumulate_grad_hook(average)

@@ -6,7 +6,7 @@ from torch import nn
 
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
 from moe_ext.moe import MoE
-from moe_ext.processes import Processes
+from moe_ext.processes import Layout
 
 
 class ExpertParameter(NamedTuple):
@@ -15,14 +15,14 @@ class ExpertParameter(NamedTuple):
     Attributes:
         name: in the model of a single process, which numbers the experts of all.
         param: of this process's experts.
-        processes: which share the experts.
+        layout: of the layer; layout.shares have the other experts, layout.copies the same.
         bounds: (first, last, all): param is [last - first, ...], a block of the [all, ...] of a
             single process; None: it is the parameter of one expert, whole.
     """
 
     name: str
     param: nn.Parameter
-    processes: Processes
+    layout: Layout
     bounds: tuple[int, int, int] | None
 
 
@@ -30,17 +30,17 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     """The parameters of the experts that are spread over processes, by their names in `model`.
 
     Those of `FeedForwardExperts` are blocks of a larger tensor; those of `ModuleExperts` belong to
-    one expert each. A model without a process group has none.
+    one expert each. A model of a single process has none.
 
     Raises:
         TypeError: a layer spreads experts of another kind.
     """
     found = {}
     for path, layer in model.named_modules():
-        if not isinstance(layer, MoE) or layer.exchange is None:
+        if not isinstance(layer, MoE) or layer.layout.batch.size == 1:
             continue
         prefix = f"{path}.experts." if path else "experts."
-        local = layer.placement.experts_of(layer.processes.rank)
+        local = layer.placement.experts_of(layer.layout.shares.rank)
         for name, param in layer.experts.named_parameters():
             bounds = None
             whole_name = name
@@ -54,7 +54,5 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
                     "expert_parameters: experts must be FeedForwardExperts or ModuleExperts, "
                     f"got {type(layer.experts).__name__}"
                 )
-            found[prefix + name] = ExpertParameter(
-                prefix + whole_name, param, layer.processes, bounds
-            )
+            found[prefix + name] = ExpertParameter(prefix + whole_name, param, layer.layout, bounds)
     return found
