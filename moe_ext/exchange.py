@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import mixture
-from moe_ext.processes import Processes, Transfer, blocks
+from moe_ext.processes import Processes, Transfer, blocks, scale_grad
 
 EXCHANGES = ("rows", "tokens")
 _Sender = Callable[[int], Transfer]  # of a chunk
@@ -174,6 +174,8 @@ class Exchange(nn.Module):
             )  # the experts' type, before it travels
         size, num_chunks, num_experts = self.processes.size, self.num_chunks, len(self.position)
         num_local = sum(self.chunk_sizes)
+        # Between here and y gradients are those of the mean of the losses, as the experts need.
+        x, gates = scale_grad(x, size), scale_grad(gates, size)
 
         plan = ops.dispatch_plan(self.position[expert_index], num_experts)
         tokens_per_expert = plan.tokens_per_expert[self.position]
@@ -200,8 +202,9 @@ class Exchange(nn.Module):
         )
 
         def sender(values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
-            parts = values.split([sum(numbers) for numbers in out])
-            return lambda c: Transfer(parts[c], self.processes, out[c], into[c], grad_scale=size)
+            # The split of a single chunk would be copied in the backward pass.
+            parts = [values] if num_chunks == 1 else values.split([sum(n) for n in out])
+            return lambda c: Transfer(parts[c], self.processes, out[c], into[c])
 
         senders = [sender(rows, copies_out, copies_in)]
         if copies.of_row is not None:
@@ -240,12 +243,15 @@ class Exchange(nn.Module):
             y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
             if going is not None:
                 returned.append(going.wait())
-            going = Transfer(y, self.processes, copies_in[c], copies_out[c], grad_scale=1 / size)
+            going = Transfer(y, self.processes, copies_in[c], copies_out[c])
         assert going is not None  # there is a chunk
-        y = torch.cat([*returned, going.wait()])
+        y = going.wait()
+        if returned:
+            y = torch.cat([*returned, y])
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
-        return ops.combine(y, gates, copies.inverse, copies.token_offsets), tokens_per_expert
+        y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
+        return scale_grad(y, 1 / size), tokens_per_expert
 
     def _copies(
         self, expert_index: Tensor, token_offsets: Tensor | None, plan: ops.DispatchPlan

@@ -111,6 +111,23 @@ class _Sum(Function):
         return total, None
 
 
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """x, with a gradient that is multiplied by `factor`."""
+    return _ScaleGrad.apply(x, factor)
+
+
+class _ScaleGrad(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
 class Transfer:
     """Rows on their way from every process to every other.
 
@@ -122,7 +139,6 @@ class Transfer:
         rows: [sum(num_sent), ...], those for the first process, for the second, …
         processes: between which.
         num_sent, num_received: the number of rows to and from each process.
-        grad_scale: what the gradient that arrives for `rows` is multiplied by.
     """
 
     def __init__(
@@ -131,12 +147,10 @@ class Transfer:
         processes: Processes,
         num_sent: Sequence[int],
         num_received: Sequence[int],
-        grad_scale: float = 1.0,
     ) -> None:
         self._group = processes.group
         self._num_sent = list(num_sent)
         self._num_received = list(num_received)
-        self.grad_scale = grad_scale
         # Has no elements: it ties the two ends together in the graph.
         self._token: Tensor | None = _Start.apply(rows, self)
 
@@ -174,8 +188,7 @@ class _Start(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows, scale = ctx.transfer.finish(), ctx.transfer.grad_scale
-        return rows if scale == 1 else rows.mul_(scale), None
+        return ctx.transfer.finish(), None
 
 
 class _Wait(Function):
