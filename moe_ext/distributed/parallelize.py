@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import expert_parameters
+from moe_ext.distributed.parameters import expert_parameters, expert_state
 from moe_ext.exchange import Exchange
 from moe_ext.optim import split_parameters
 from moe_ext.processes import Layout, Processes
@@ -68,7 +68,7 @@ def parallelize(
         for name, _ in module.named_buffers()
     ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*experts, *constants]
+        model, [*expert_state(model), *constants]
     )
     return DistributedDataParallel(model, process_group=batch.group)
 

@@ -35,13 +35,19 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     Raises:
         TypeError: a layer spreads experts of another kind.
     """
+    state = expert_state(model)
+    return {name: state[name] for name, _ in model.named_parameters() if name in state}
+
+
+def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
+    """The same of the state_dict: buffers as well, and all names of what has several."""
     found = {}
-    for path, layer in model.named_modules():
+    for path, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, MoE) or layer.layout.batch.size == 1:
             continue
         prefix = f"{path}.experts." if path else "experts."
         local = layer.placement.experts_of(layer.layout.shares.rank)
-        for name, param in layer.experts.named_parameters():
+        for name, value in layer.experts.state_dict(keep_vars=True).items():
             bounds = None
             whole_name = name
             if isinstance(layer.experts, FeedForwardExperts):
@@ -54,5 +60,5 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
                     "expert_parameters: experts must be FeedForwardExperts or ModuleExperts, "
                     f"got {type(layer.experts).__name__}"
                 )
-            found[prefix + name] = ExpertParameter(prefix + whole_name, param, layer.layout, bounds)
+            found[prefix + name] = ExpertParameter(prefix + whole_name, value, layer.layout, bounds)
     return found
