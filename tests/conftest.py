@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from workers import Workers
 
 import moe_ext
 from moe_ext.training.device import avoid_missing_amx
@@ -54,6 +55,14 @@ def seed():
     """Every test starts from the same random state, whichever tests ran before it."""
     torch.manual_seed(20170123)
     return 20170123
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """The processes of the distributed tests."""
+    processes = Workers()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from conftest import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from workers import Workers
 
 import moe_ext.gates
 import moe_ext.hierarchical
@@ -25,13 +24,6 @@ from moe_ext.distributed import GradScaler, clip_grad_norm_, expert_parameters, 
 from moe_ext.exchange import Placement
 
 D = 6
-
-
-@pytest.fixture(scope="module")
-def workers():
-    processes = Workers()
-    yield processes
-    processes.close()
 
 
 def layer_of(kind, process_group=None, **options):
