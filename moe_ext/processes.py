@@ -55,6 +55,14 @@ class Processes:
         dist.all_gather_into_tensor(gathered, values.flatten(), group=self.group)
         return gathered.view(self.size, *values.shape)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each process has, by rank; anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 def blocks(whole: range, number: int) -> list[range]:
     """A range in contiguous blocks, the first of them longer by one where it does not divide."""

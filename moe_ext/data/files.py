@@ -26,8 +26,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)  # the rename itself
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, as fsync does for a file's content."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)

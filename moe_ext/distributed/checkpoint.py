@@ -1,0 +1,385 @@
+"""Checkpoints of models whose experts are spread over processes, which any number of them can load.
+
+The tensors have the names and shapes of the model of a single process. One of experts, [E, …], is
+written by several processes, a block each, and each reads its block, whatever blocks were written.
+"""
+
+import io
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from moe_ext.checks import require
+from moe_ext.data.files import atomic_file
+from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
+from moe_ext.distributed.planners import LoadPlanner, SavePlanner
+from moe_ext.distributed.state import (
+    Key,
+    Part,
+    flat,
+    load_optimizers,
+    model_parts,
+    new_optimizer_parts,
+    optimizer_options,
+    optimizer_parts,
+    require_same_optimizers,
+    require_same_shapes,
+    whole_shapes,
+)
+from moe_ext.processes import Layout, Processes
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; all processes raise the same."""
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint holds beside model and optimizers.
+
+    Attributes:
+        step: its number.
+        state: as the first process saved it.
+        rank_state: as the process of the same rank saved it; None if there was none.
+    """
+
+    step: int
+    state: Any
+    rank_state: Any
+
+
+class Checkpoints:
+    """The checkpoints in a folder; a crash at any moment leaves those that are there whole.
+
+    All processes call a method together, and where one of them fails all raise the same error.
+    Steps beyond the one that was saved last belong to a run that was given up: the next save
+    deletes them. The folder is described in `moe_ext.distributed.checkpoint_folder`.
+
+    Args:
+        folder: one that all processes see; the first save makes it.
+        process_group: all that train, or their mesh; None is this process alone.
+        keep: how many checkpoints stay.
+        timeout: how long an `async_save` waits for another process; None is torch's.
+
+    Raises:
+        ValueError: keep is below 1.
+
+    Example:
+        >>> checkpoints = Checkpoints("run/checkpoints", group)
+        >>> checkpoints.async_save(step, model, [optimizer], {"tokens": tokens})
+        >>> checkpoints.wait()
+        >>> step, state, _ = checkpoints.load(model, [optimizer])
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        *,
+        keep: int = 3,
+        timeout: timedelta | None = None,
+    ) -> None:
+        require(keep >= 1, "Checkpoints: keep", "be at least 1", keep)
+        self._folder = CheckpointFolder(Path(folder), keep)
+        self._processes = Layout.of(process_group).batch
+        self._timeout = timeout
+        self._background: tuple[ThreadPoolExecutor, Processes] | None = None
+        self._under_way: Future[None] | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first."""
+        return list(self._folder.checkpoints())
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        state: Any = None,
+        rank_state: Any = None,
+    ) -> None:
+        """Writes a checkpoint; one of the same step is replaced.
+
+        Args:
+            step: its number.
+            model: with or without a wrapper of `parallelize`.
+            optimizers: of the model's parameters.
+            state: anything that can be pickled; the first process's is saved.
+            rank_state: the same, of every process.
+
+        Raises:
+            CheckpointError: a process failed, now or in the `async_save` before; the other
+                checkpoints are as they were.
+        """
+        self.wait()
+        parts, files = self._collect(step, model, optimizers, state, rank_state)
+        self._write(self._processes, step, parts, files)
+
+    def async_save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        state: Any = None,
+        rank_state: Any = None,
+    ) -> None:
+        """`save` that returns with a copy in memory, which a thread writes.
+
+        At most one is under way: the next save or load waits for it and raises its error. So does
+        `wait`, which the last one needs before the process group is destroyed.
+        """
+        self.wait()
+        parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
+        if self._background is None:
+            # A group of its own: what the thread sends never meets what the training sends.
+            self._background = (
+                ThreadPoolExecutor(1),
+                _same_processes(self._processes, self._timeout),
+            )
+        thread, processes = self._background
+        self._under_way = thread.submit(self._write, processes, step, parts, files)
+
+    def wait(self) -> None:
+        """Until no save is under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def load(
+        self,
+        model: nn.Module | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        step: int | None = None,
+        fallback: bool = False,
+    ) -> Loaded:
+        """Reads a checkpoint into model and optimizers, however many processes wrote it.
+
+        `state` and `rank_state` are unpickled: only load what comes from those you trust.
+
+        Args:
+            model: with or without a wrapper of `parallelize`; None reads the states alone.
+            optimizers: of the same kinds and number of groups as those saved; () reads none.
+            step: None is the newest.
+            fallback: where it is damaged warn, and take the one before.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or not of such a model or optimizers.
+                Then nothing was changed.
+        """
+        self.wait()
+        step, path = self._intact(step, fallback)
+        doing = f"loading {path}"
+        parts = _together(
+            self._processes, doing, lambda: {} if model is None else model_parts(model)
+        )
+        shapes = whole_shapes(parts, self._processes)
+        state, rank_state = _together(
+            self._processes, doing, lambda: self._read(path, model, optimizers, parts, shapes)
+        )
+        return Loaded(step, state, rank_state)
+
+    def _collect(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        state: Any,
+        rank_state: Any,
+        copy: bool = False,
+    ) -> tuple[dict[Key, Part], dict[str, bytes]]:
+        """The tensors of this process, and the contents of its other files."""
+
+        def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
+            parts = model_parts(model) | optimizer_parts(model, optimizers)
+            if copy:
+                stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy
+                values = stager.stage(flat(parts))
+                assert isinstance(values, dict)
+                parts = {k: p._replace(value=values[".".join(k)]) for k, p in parts.items()}
+            files = {}
+            if self._processes.rank == 0:
+                files["state.pt"] = _pickled((state, optimizer_options(optimizers)))
+            if rank_state is not None:
+                files[f"rank-{self._processes.rank}.pt"] = _pickled(rank_state)
+            return parts, files
+
+        return _together(self._processes, self._saving(step), collect)
+
+    def _saving(self, step: int) -> str:
+        return f"saving step {step} in {self._folder.path}"
+
+    def _write(
+        self,
+        processes: Processes,
+        step: int,
+        parts: Mapping[Key, Part],
+        files: Mapping[str, bytes],
+    ) -> None:
+        folder, first = self._folder, processes.rank == 0
+        together = partial(_together, processes, self._saving(step))
+        try:
+            together(lambda: folder.begin(step) if first else None)
+            together(lambda: _write_tensors(processes, folder.temporary(step), parts))
+            sums = together(lambda: _write_files(processes.rank, folder.temporary(step), files))
+            all_sums = ChainMap(*processes.gather_objects(sums))
+            together(lambda: folder.publish(step, all_sums) if first else None)
+        except CheckpointError:
+            if first:
+                folder.abandon(step)
+            raise
+
+    def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
+        """The checkpoint that is to be loaded, after its sums were compared."""
+        processes = self._processes
+        there = processes.gather_objects(self._folder.checkpoints())[0]
+        if not there or step not in (None, *there):
+            wanted = "a checkpoint" if step is None else f"step {step}"
+            found = ", ".join(map(str, there)) or "none"
+            raise CheckpointError(f"{self._folder.path} must have {wanted}, got {found}")
+        candidates = [
+            (number, path) for number, path in there.items() if number <= (step or number)
+        ]
+        while True:
+            number, path = candidates.pop()
+            check = partial(verify, path, processes.rank, processes.size)
+            try:
+                _together(processes, f"loading {path}", check)
+            except CheckpointError as error:
+                if not (fallback and candidates):
+                    raise
+                instead = candidates[-1][1]
+                warnings.warn(f"{error}; {instead} is taken instead", stacklevel=3)
+            else:
+                return number, path
+
+    def _read(
+        self,
+        path: Path,
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        parts: dict[Key, Part],
+        shapes: Mapping[str, torch.Size],
+    ) -> tuple[Any, Any]:
+        """What `Loaded` has; the rest into the model's parts and the optimizers."""
+        state, options = _unpickled(path / "state.pt")
+        own = path / f"rank-{self._processes.rank}.pt"
+        states = state, _unpickled(own) if own.exists() else None
+        if model is None:
+            return states
+        reader = dcp.FileSystemReader(path)
+        metadata = reader.read_metadata()
+        saved = {
+            metadata.planner_data[name]: entry
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        shapes_there = {
+            key[1]: entry.size
+            for key, entry in saved.items()
+            if key[0] == "model" and isinstance(entry, TensorStorageMetadata)
+        }
+        require_same_shapes("the saved state", shapes_there, shapes)
+        require_same_optimizers("the saved optimizers", options, optimizers)
+        parts = parts | new_optimizer_parts(model, optimizers, saved)
+        values = flat(parts)
+        with _errors_of(rank=0):
+            dcp.load(values, storage_reader=reader, planner=LoadPlanner(parts), no_dist=True)
+        load_optimizers(model, optimizers, {key: values[".".join(key)] for key in parts}, options)
+        return states
+
+
+def _same_processes(processes: Processes, timeout: timedelta | None) -> Processes:
+    """The same in a new group, which is on the CPU."""
+    if processes.size == 1:
+        return processes
+    some = processes.size < dist.get_world_size()  # then the others do not call this
+    ranks = dist.get_process_group_ranks(processes.group)
+    group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=some)
+    assert isinstance(group, ProcessGroup)  # this process is one of them
+    return Processes(group)
+
+
+def _together(processes: Processes, doing: str, function: Callable[[], T]) -> T:
+    """function(); where it fails in one process, all raise the same error."""
+    reason = cause = None
+    try:
+        result = function()
+    except Exception as error:
+        known = isinstance(error, CheckpointError | ValueError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        cause = error
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(processes.gather_objects(reason)):
+        if text is not None:
+            ranks.setdefault(text, []).append(str(rank))
+    if not ranks:
+        return result
+    texts = [
+        text if len(where) == processes.size else f"{text} (process {', '.join(where)})"
+        for text, where in ranks.items()
+    ]
+    raise CheckpointError(f"{doing}: {'; '.join(texts)}") from cause
+
+
+def _write_tensors(processes: Processes, folder: Path, parts: Mapping[Key, Part]) -> None:
+    with _errors_of(processes.rank):
+        dcp.save(
+            flat(parts),
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=SavePlanner(parts),
+            process_group=processes.group,
+            no_dist=processes.size == 1,
+        )
+
+
+def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:
+    """And the sums of all that this process wrote."""
+    for name, content in files.items():
+        with atomic_file(folder / name) as file:
+            file.write(content)
+    first = [".metadata"] if rank == 0 else []
+    return sums_of(folder, [*files, *first, *(path.name for path in folder.glob(f"__{rank}_*"))])
+
+
+@contextmanager
+def _errors_of(rank: int) -> Iterator[None]:
+    """The errors of one process alone, and no warning where there are no others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as failed:
+            if rank in failed.failures:
+                raise failed.failures[rank][0] from None
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpickled(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)

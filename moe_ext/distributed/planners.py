@@ -1,0 +1,90 @@
+"""Blocks of experts for torch.distributed.checkpoint, whose own planners know even shards alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from moe_ext.distributed.state import Key, Part
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans blocks of larger tensors, beside what the default one knows."""
+
+    def __init__(self, parts: Mapping[Key, Part]) -> None:
+        super().__init__()
+        self.mappings = {".".join(key): key for key in parts}
+        self._blocks = _blocks(parts)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = state_dict  # flat, as `flat` makes it
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in map(self._placed, plan.items) if item])
+        return self.plan
+
+    def _placed(self, item: WriteItem) -> WriteItem | None:
+        block = self._blocks.get(item.index.fqn)
+        if block is None or item.tensor_data is None:
+            return item
+        if not len(block.value):
+            return None
+        chunk = _chunk(block)
+        return WriteItem(
+            MetadataIndex(item.index.fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=replace(item.tensor_data, chunk=chunk, size=block.shape),
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        block = self._blocks.get(index.fqn)
+        return super().lookup_object(index) if block is None else block.value
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans blocks of larger tensors, beside what the default one knows."""
+
+    def __init__(self, parts: Mapping[Key, Part]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._blocks = _blocks(parts)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        others = {k: value for k, value in self.state_dict.items() if k not in self._blocks}
+        plan = create_default_local_load_plan(others, self.metadata)
+        for name, block in self._blocks.items():
+            if len(block.value):
+                saved = self.metadata.state_dict_metadata[name]
+                assert isinstance(saved, TensorStorageMetadata)
+                plan.items += create_read_items_for_chunk_list(name, saved, [_chunk(block)])
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        block = self._blocks.get(index.fqn)
+        return super().lookup_tensor(index) if block is None else block.value
+
+
+def _blocks(parts: Mapping[Key, Part]) -> dict[str, Part]:
+    return {".".join(key): part for key, part in parts.items() if part.size is not None}
+
+
+def _chunk(block: Part) -> ChunkStorageMetadata:
+    sizes = block.value.shape
+    return ChunkStorageMetadata(torch.Size([block.first, *[0] * (len(sizes) - 1)]), sizes)

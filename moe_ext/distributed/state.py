@@ -1,0 +1,304 @@
+"""The state of a model and its optimizers by the names that it has in a single process."""
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from moe_ext.checks import require
+from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
+from moe_ext.processes import Layout, Processes
+
+Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
+
+
+class Part(NamedTuple):
+    """What a process has of a value.
+
+    Attributes:
+        value: shares the memory of the model or the optimizer.
+        first, size: value[i] is number first + i of the `size` of the whole; None: value is the
+            whole, or a DTensor, which knows its place.
+    """
+
+    value: Any
+    first: int = 0
+    size: int | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        shape = self.value.shape
+        return shape if self.size is None else torch.Size([self.size, *shape[1:]])
+
+
+def full_state_dict(
+    model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
+) -> dict[str, Tensor]:
+    """The state_dict that the model has in a single process, on the CPU.
+
+    All processes call it together; the first gets all values, the others none.
+
+    Args:
+        model: with or without a wrapper of `parallelize`.
+        process_group: all that train.
+    """
+    processes = Layout.of(process_group).batch
+    state: dict[str, Tensor] = {}
+    spread: dict[str, Part] = {}
+    names = {entry.name for entry in expert_state(unwrapped(model)).values()}
+    for (_, name), part in model_parts(model).items():
+        value = part.value.full_tensor() if isinstance(part.value, DTensor) else part.value
+        if name in names:
+            spread[name] = part._replace(value=value.cpu())
+        elif processes.rank == 0:
+            state[name] = value.cpu()
+    gathered: list[dict[str, Part]] | None = [spread]
+    if processes.size > 1:
+        gathered = [{}] * processes.size if processes.rank == 0 else None
+        dist.gather_object(spread, gathered, group=processes.group, group_dst=0)
+    for parts in gathered or ():
+        for name, part in parts.items():
+            if part.size is None:
+                state[name] = part.value
+            elif len(part.value):
+                whole = state.setdefault(name, part.value.new_empty(part.shape))
+                whole.narrow(0, part.first, len(part.value)).copy_(part.value)
+    return state
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    process_group: ProcessGroup | DeviceMesh | None,
+) -> None:
+    """Each process takes its part of the state_dict of a single process.
+
+    Args:
+        model: with or without a wrapper of `parallelize`.
+        state: in every process; `torch.load(..., mmap=True)` reads what is taken alone.
+        process_group: all that train.
+
+    Raises:
+        ValueError: a name or a shape is not the model's; then nothing was changed.
+    """
+    processes = Layout.of(process_group).batch
+    parts = model_parts(model)
+    shapes = {name: value.shape for name, value in state.items()}
+    require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, processes))
+    for (_, name), part in parts.items():
+        source = state[name]
+        if part.size is not None:
+            source = source.narrow(0, part.first, len(part.value))
+        if isinstance(part.value, DTensor):
+            source = distribute_tensor(
+                source.to(part.value.device),
+                part.value.device_mesh,
+                part.value.placements,
+                src_data_rank=None,
+            )
+        part.value.copy_(source)
+
+
+def whole_shapes(parts: Mapping[Key, Part], processes: Processes) -> dict[str, torch.Size]:
+    """The names and shapes of the model that the processes have together."""
+    shapes = {path[1]: part.shape for path, part in parts.items() if path[0] == "model"}
+    return dict(ChainMap(*processes.gather_objects(shapes)))
+
+
+def require_same_shapes(
+    name: str, given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]
+) -> None:
+    """What is to be loaded has the values of the model, and no others.
+
+    Raises:
+        ValueError: it has not.
+    """
+    wrong = [
+        f"{_text(given.get(key))} {key} instead of {_text(wanted.get(key))}"
+        for key in sorted({*given, *wanted})
+        if given.get(key) != wanted.get(key)
+    ]
+    more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+    if wrong:
+        raise ValueError(f"{name} must be the model's, got {'; '.join(wrong[:8])}{more}")
+
+
+def _text(shape: torch.Size | None) -> str:
+    return "no" if shape is None else str(list(shape))
+
+
+def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
+    """The values by one name each."""
+    return {".".join(key): part.value for key, part in parts.items()}
+
+
+def model_parts(model: nn.Module) -> dict[Key, Part]:
+    """The values of a model's state_dict.
+
+    Raises:
+        TypeError: one is no tensor.
+    """
+    model = unwrapped(model)
+    experts = expert_state(model)
+    parts: dict[Key, Part] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"model: {name} must be a tensor, got {type(value).__name__}")
+        entry = experts.get(name)
+        parts["model", entry.name if entry else name] = _part(value, entry)
+    return parts
+
+
+def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Key, Part]:
+    """The values of the optimizers' states.
+
+    Raises:
+        ValueError: an optimizer has a parameter that is not of the model, or for a block of experts
+            a state that is neither a scalar nor a block of the same experts.
+    """
+    parts: dict[Key, Part] = {}
+    for name, param, entry, state in _parameters(model, optimizers):
+        for key, value in state.items():
+            part = _part(value, entry)
+            require(
+                part.size is None or len(value) == len(param),
+                f"optimizer: {key} of {name}",
+                f"begin with the dimension of the experts, here {len(param)}",
+                tuple(value.shape) if part.size is not None else None,
+            )
+            parts["optimizer", name, key] = part
+    return parts
+
+
+def new_optimizer_parts(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[Key, STORAGE_TYPES]
+) -> dict[Key, Part]:
+    """Room for the values of the optimizers' states, as they were saved."""
+    keys: dict[str, list[str]] = {}
+    for path in saved:
+        if path[0] == "optimizer":
+            keys.setdefault(path[1], []).append(path[2])
+    parts: dict[Key, Part] = {}
+    for name, param, entry, _ in _parameters(model, optimizers):
+        for key in keys.get(name, []):
+            path = ("optimizer", name, key)
+            parts[path] = _part(_room(param, entry, saved[path]), entry)
+    return parts
+
+
+def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) -> Tensor | None:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if isinstance(param, DTensor) and saved.size == param.shape:
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if not saved.size:  # the optimizer moves it where it wants it
+        return torch.empty((), dtype=dtype)
+    size = list(saved.size)
+    if entry is not None and entry.bounds is not None:
+        size[0] = len(param)
+    return torch.empty(size, dtype=dtype, device=param.device)
+
+
+def optimizer_options(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The kind of each optimizer, and the options of its groups of parameters."""
+    own = ("params", "param_names")  # of the process
+    return [
+        (
+            type(optimizer).__name__,
+            [{k: v for k, v in group.items() if k not in own} for group in optimizer.param_groups],
+        )
+        for optimizer in optimizers
+    ]
+
+
+def require_same_optimizers(
+    name: str,
+    given: Sequence[tuple[str, list[dict[str, Any]]]],
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """What is to be loaded is of as many groups of the same kinds, unless nothing is wanted.
+
+    Raises:
+        ValueError: it is not.
+    """
+    there, here = (
+        [f"{kind} of {len(groups)} groups" for kind, groups in options]
+        for options in (given, optimizer_options(optimizers))
+    )
+    require(not here or there == here, name, f"be {here}", there)
+
+
+def load_optimizers(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    values: Mapping[Key, Any],
+    options: Sequence[tuple[str, list[dict[str, Any]]]],
+) -> None:
+    """Gives the optimizers the values of their states, and what `optimizer_options` was."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key[0] == "optimizer":
+            states.setdefault(key[1], {})[key[2]] = value
+    for optimizer, (_, saved_groups) in zip(optimizers, options, strict=False):
+        state_dict = optimizer.state_dict()
+        groups = state_dict["param_groups"]
+        ids = [number for group in groups for number in group["params"]]
+        names = [name for name, *_ in _parameters(model, [optimizer])]
+        state_dict["state"] = {
+            number: states[name] for number, name in zip(ids, names, strict=True) if name in states
+        }
+        for group, saved in zip(groups, saved_groups, strict=True):
+            for option, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
+                    value = value.to(group[option].device)
+                group[option] = value
+        optimizer.load_state_dict(state_dict)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without the wrappers of `parallelize` and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def _parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
+    """Name, parameter, its place among the experts and its state, in the optimizers' order."""
+    model = unwrapped(model)
+    experts = expert_parameters(model)
+    names = {param: name for name, param in model.named_parameters()}
+    for optimizer in optimizers:
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if param not in names:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: params must be of the model, "
+                    f"got another of shape {tuple(param.shape)}"
+                )
+            entry = experts.get(names[param])
+            name = names[param] if entry is None else entry.name
+            yield name, param, entry, optimizer.state.get(param, {})
+
+
+def _part(value: Any, entry: ExpertParameter | None) -> Part:
+    """Scalars, such as the number of steps, are not spread."""
+    if entry is None or entry.bounds is None or not isinstance(value, Tensor) or not value.dim():
+        return Part(value)
+    return Part(value, entry.bounds[0], entry.bounds[2])

@@ -1,0 +1,403 @@
+"""Checkpoints of experts that are spread over processes: any number reads what any wrote."""
+
+import os
+import resource
+import shutil
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_exact, assert_same_bits
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from moe_ext import HierarchicalMoE, MoE, TopKGate
+from moe_ext.distributed import (
+    CheckpointError,
+    Checkpoints,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+)
+from moe_ext.optim import FactoredAdam, split_parameters
+
+D = 4
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, hidden), nn.Linear(hidden, D)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+class Model(nn.Module):
+    """Layers of all kinds, whose experts no number of processes divides."""
+
+    def __init__(self, group=None, seed=1, num_experts=5):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = nn.Linear(D, D)
+        options = {"hidden_sizes": (3,), "activation": "swiglu", "bias": True}
+        self.flat = self._layer(num_experts, group, **options)
+        self.few = self._layer(2, group, hidden_sizes=(3,))
+        self.groups = HierarchicalMoE(D, 3, 2, 2, hidden_sizes=(3,), process_group=group)
+        modules = [Expert(hidden) for hidden in range(3, 3 + num_experts)]
+        placement = self.flat.placement
+        mine = placement.experts_of(self.flat.layout.shares.rank)
+        self.modules_layer = self._layer(
+            num_experts, group, experts=modules[mine.start : mine.stop]
+        )
+        for name, param in self.named_parameters():
+            if ".gate." in name:
+                nn.init.normal_(param).requires_grad_("noise" not in name)
+        self.double().eval()  # no noise
+
+    def _layer(self, num_experts, group, **options):
+        gate = TopKGate(D, num_experts, 2)
+        return MoE(D, num_experts, 2, gate=gate, w_load=0.0, process_group=group, **options)
+
+    def forward(self, x):
+        x, loss = self.dense(x), 0
+        for layer in (self.flat, self.few, self.groups, self.modules_layer):
+            y, aux = layer(x)
+            x, loss = x + y, loss + aux.loss
+        return x, loss
+
+
+def optimizers_of(kind, model):
+    if kind == "adam":
+        return [torch.optim.Adam(model.parameters(), lr=0.01, fused=True)]
+    if kind == "sgd":
+        return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+    split = split_parameters(model)
+    dense = [{"params": split.rest[:3], "lr": 0.02}, {"params": split.rest[3:]}]
+    return [FactoredAdam(split.experts, lr=0.01), torch.optim.Adam(dense, lr=0.01)]
+
+
+def batch(number):
+    return torch.randn(12, D, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def train(model, optimizers, group, rank, steps, dense="ddp"):
+    size = 1 if group is None else dist.get_world_size(group)
+    wrapped = model if group is None else parallelize(model, group, dense=dense)
+    for step in steps:
+        y, loss = wrapped(batch(step).chunk(size)[rank])
+        (y.square().mean() + loss).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return wrapped
+
+
+def train_and_save(group, rank, folder, kind, steps):
+    model = Model(group)
+    optimizers = optimizers_of(kind, model)
+    train(model, optimizers, group, rank, steps)
+    Checkpoints(folder, group).save(steps[-1], model, optimizers, {"tokens": 24}, {"rank": rank})
+
+
+def load_and_save(group, rank, source, target, kind):
+    """From one checkpoint to another; returns what the layers of our own experts give."""
+    model = Model(group, seed=rank + 2)
+    optimizers = optimizers_of(kind, model)
+    step, state, rank_state = Checkpoints(source, group).load(model, optimizers)
+    assert (step, state) == (2, {"tokens": 24})
+    Checkpoints(target, group).save(step, model, optimizers, state, rank_state)
+    size = 1 if group is None else dist.get_world_size(group)
+    x = batch(9).chunk(size)[rank]
+    with torch.no_grad():
+        y = torch.cat([layer(x)[0] for layer in (model.flat, model.few, model.groups)], dim=1)
+    return y, rank_state
+
+
+def contents(folder, step=2):
+    """All tensors of a checkpoint, by torch's own means."""
+    whole = folder / "whole.pt"
+    dcp_to_torch_save(folder / f"step-{step:08d}", whole)
+    state = torch.load(whole)
+    return state["model"], {
+        f"{name} {key}": value
+        for name, values in state["optimizer"].items()
+        for key, value in values.items()
+    }
+
+
+def assert_same_contents(actual, expected):
+    for values, others in zip(actual, expected, strict=True):
+        assert values.keys() == others.keys()
+        for name in values:
+            assert_same_bits(values[name], others[name])
+
+
+@pytest.mark.parametrize("kind", ["adam", "factored"])
+def test_saved_by_four_loaded_by_any(workers, tmp_path, kind):
+    four = tmp_path / "4"
+    workers.run(4, train_and_save, four, kind, [1, 2])
+    expected = contents(four)
+    alone = Model()
+    optimizers = optimizers_of(kind, alone)
+    train(alone, optimizers, None, 0, [1, 2])
+    assert expected[0].keys() == alone.state_dict().keys()
+    for name, value in alone.state_dict().items():
+        assert_exact(expected[0][name], value)
+    number_of_states = sum(len(s) for o in optimizers for s in o.state.values())
+    assert len(expected[1]) == number_of_states
+
+    y, _ = load_and_save(None, 0, four, tmp_path / "0", kind)
+    assert_same_contents(contents(tmp_path / "0"), expected)
+    for world in (1, 2, 3):
+        results = workers.run(world, load_and_save, four, tmp_path / f"{world}", kind)
+        assert_same_contents(contents(tmp_path / f"{world}"), expected)
+        assert_same_bits(torch.cat([part for part, _ in results]), y)
+        assert [state["rank"] for _, state in results] == list(range(world))
+    results = workers.run(4, load_and_save, tmp_path / "3", tmp_path / "back", kind)
+    assert_same_contents(contents(tmp_path / "back"), expected)
+    assert_same_bits(torch.cat([part for part, _ in results]), y)
+    assert [state for _, state in results] == [{"rank": 0}, {"rank": 1}, {"rank": 2}, None]
+
+
+def continue_training(group, rank, folder, kind, steps):
+    model = Model(group, seed=3)
+    optimizers = optimizers_of(kind, model)
+    Checkpoints(folder, group).load(model, optimizers)
+    train(model, optimizers, group, rank, steps)
+    return full_state_dict(model, group)
+
+
+@pytest.mark.parametrize("kind, first, then", [("adam", 3, 2), ("factored", 2, 4), ("sgd", 4, 3)])
+def test_two_and_two_steps_are_four(workers, tmp_path, kind, first, then):
+    alone = Model()
+    train(alone, optimizers_of(kind, alone), None, 0, [1, 2, 3, 4])
+    workers.run(first, train_and_save, tmp_path, kind, [1, 2])
+    states = workers.run(then, continue_training, tmp_path, kind, [3, 4])
+    assert states[0].keys() == alone.state_dict().keys() and not any(states[1:])
+    for name, value in alone.state_dict().items():
+        assert_exact(states[0][name], value)
+
+
+def full_round_trip(group, rank, state, dense):
+    model = Model(group, seed=rank + 4)
+    wrapped = parallelize(model, group, dense=dense)
+    load_full_state_dict(wrapped, state, group)
+    wrong = {name: value for name, value in state.items() if "experts.2.last" not in name}
+    wrong["flat.experts.weights.0"] = state["flat.experts.weights.0"][1:]
+    wrong["other"] = torch.ones(())
+    before = model.flat.experts.weights[1].clone()
+    with pytest.raises(ValueError) as raised:
+        load_full_state_dict(wrapped, {name: 0 * value for name, value in wrong.items()}, group)
+    assert_same_bits(model.flat.experts.weights[1], before)
+    return full_state_dict(wrapped, group), str(raised.value)
+
+
+@pytest.mark.parametrize("world, dense", [(1, "ddp"), (2, "ddp"), (4, "ddp"), (3, "fsdp")])
+def test_state_dict_of_one_process(workers, world, dense):
+    state = Model().state_dict()
+    (back, message), *others = workers.run(world, full_round_trip, state, dense)
+    assert back.keys() == state.keys() and all(part == ({}, message) for part in others)
+    for name in state:
+        assert_same_bits(back[name], state[name])
+    assert message == (
+        "load_full_state_dict: state must be the model's, got "
+        "[4, 4, 6] flat.experts.weights.0 instead of [5, 4, 6]; "
+        "no modules_layer.experts.experts.2.last.bias instead of [4]; "
+        "no modules_layer.experts.experts.2.last.weight instead of [4, 5]; "
+        "[] other instead of no"
+    )
+
+
+def sharded_dense(group, rank, folder):
+    model = parallelize(Model(group), group, dense="fsdp")
+    optimizers = optimizers_of("sgd", model)
+    y, loss = model(batch(1).chunk(dist.get_world_size(group))[rank])
+    (y.square().mean() + loss).backward()
+    optimizers[0].step()
+    checkpoints = Checkpoints(folder, group)
+    checkpoints.save(1, model, optimizers)
+    if dist.get_world_size(group) == 4:
+        checkpoints.async_save(2, model, optimizers)
+        state = full_state_dict(model, group)
+    else:
+        state = full_state_dict(model, group)
+        other = parallelize(Model(group, seed=8), group, dense="fsdp")
+        others = optimizers_of("sgd", other)
+        checkpoints.load(other, others)
+        checkpoints.save(2, other, others)
+    checkpoints.wait()
+    return state
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dense_parameters_sharded_too(workers, tmp_path, world):
+    state = workers.run(world, sharded_dense, tmp_path)[0]
+    expected = contents(tmp_path, 1)
+    assert_same_contents([state], expected[:1])
+    assert_same_contents(contents(tmp_path, 2), expected)
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damaged(group, rank, folder):
+    model = Model(group, seed=7)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    checkpoints = Checkpoints(folder, group)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.load(model)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+    with pytest.warns(UserWarning, match="step-00000002/.*; .*step-00000001 is taken instead"):
+        loaded = checkpoints.load(model, fallback=True)
+    assert loaded.step == checkpoints.load(model, step=1).step == 1
+    return str(raised.value)
+
+
+def test_damaged_files_are_named(workers, tmp_path):
+    model = Model()
+    optimizers = optimizers_of("factored", model)
+    checkpoints = Checkpoints(tmp_path / "good")
+    for step in (1, 2):
+        train(model, optimizers, None, 0, [step])
+        checkpoints.save(step, model, optimizers, {"tokens": step}, [step])
+    names = {path.name for path in (tmp_path / "good/step-00000002").iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "state.pt", "rank-0.pt", "SHA256SUMS"}
+    subprocess.run(
+        ["sha256sum", "--check", "--quiet", "SHA256SUMS"],
+        cwd=tmp_path / "good/step-00000002",
+        check=True,
+    )
+    for number, name in enumerate(sorted(names)):
+        for how, damage in (("damaged", flip_byte), ("No such file", os.unlink)):
+            folder = tmp_path / f"{number} {how}"
+            shutil.copytree(tmp_path / "good", folder)
+            path = folder / "step-00000002" / name
+            damage(path)
+            message = damaged(None, 0, folder)
+            assert how in message and (str(path) in message or name == "SHA256SUMS")
+            assert str(folder) in message
+    *_, message = workers.run(3, damaged, folder := tmp_path / "0 damaged")
+    assert f"{folder}/step-00000002/.metadata is damaged" in message and "(process " in message
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    model = Model()
+    optimizers = optimizers_of("factored", model)
+    train(model, optimizers, None, 0, [1])
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(CheckpointError, match="must have a checkpoint, got none"):
+        checkpoints.load(model)
+    checkpoints.save(1, model, optimizers)
+    with pytest.raises(CheckpointError, match="must have step 2, got 1"):
+        checkpoints.load(model, step=2)
+
+    for number, experts in ((4, r"\[5, 4, 6\] .* instead of \[4, 4, 6\]"), (6, "no .*instead of")):
+        other = Model(num_experts=number)
+        before = other.dense.weight.clone()
+        with pytest.raises(CheckpointError, match=f"state must be the model's, got .*{experts}"):
+            checkpoints.load(other)
+        assert_same_bits(other.dense.weight, before)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.load(model, optimizers_of("adam", model))
+    assert str(raised.value) == (
+        f"loading {tmp_path}/step-00000001: the saved optimizers must be ['Adam of 1 groups'], "
+        "got ['FactoredAdam of 1 groups', 'Adam of 2 groups']"
+    )
+    with pytest.raises(CheckpointError, match="params must be of the model, got another"):
+        checkpoints.save(2, model.dense, optimizers)
+    assert checkpoints.steps() == [1]
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_which_checkpoints_there_are(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    entries = lambda: sorted(path.name for path in tmp_path.iterdir())  # noqa: E731
+    assert checkpoints.steps() == []
+    for step in (1, 2, 3):
+        nn.init.constant_(model.weight, step)
+        checkpoints.save(step, model)
+    assert entries() == ["latest", "step-00000002", "step-00000003"]
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+
+    nn.init.constant_(model.weight, 30)
+    checkpoints.save(3, model)  # again
+    checkpoints.load(model)
+    assert model.weight[0, 0] == 30 and checkpoints.steps() == [2, 3]
+
+    # What a crash leaves: a folder that was not published, one that was replaced, a deleted one.
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / ".step-00000004")
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000004")
+    (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.old")
+    (tmp_path / ".step-00000001.deleted").mkdir()
+    (tmp_path / ".latest.abcd").touch()
+    (tmp_path / "notes.txt").touch()
+    assert checkpoints.load(model).step == 3
+    assert checkpoints.steps() == [2, 3]
+    checkpoints.save(3, model)
+    assert entries() == ["latest", "notes.txt", "step-00000002", "step-00000003"]
+
+    assert checkpoints.load(model, step=2).step == 2  # what follows is given up
+    checkpoints.save(2, model)
+    assert checkpoints.steps() == [2]
+
+
+def test_saved_in_the_background(tmp_path):
+    model = Model()
+    optimizers = optimizers_of("adam", model)
+    state = {"random": torch.get_rng_state()}
+    now, later = Checkpoints(tmp_path / "now"), Checkpoints(tmp_path / "later")
+    train(model, optimizers, None, 0, [1, 2])
+    now.save(2, model, optimizers, state)
+    later.async_save(2, model, optimizers, state)
+    state["random"].zero_()
+    train(model, optimizers, None, 0, [3])  # while it is written
+    later.async_save(3, model, optimizers)
+    later.wait()
+    assert later.steps() == [2, 3]
+    assert_same_contents(contents(tmp_path / "later"), contents(tmp_path / "now"))
+    assert torch.equal(later.load(step=2).state["random"], torch.get_rng_state())
+
+
+def no_room(group, rank, folder):
+    """Process 1 cannot write more than some bytes."""
+    model = Model(group)
+    checkpoints = Checkpoints(folder, group)
+    checkpoints.async_save(1, model, (), {"tokens": 1})
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = []
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.save(2, model)
+        errors.append(str(raised.value))
+        checkpoints.async_save(3, model)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.async_save(4, model)
+        errors.append(str(raised.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if rank == 0:
+        assert not any(path.name[0] == "." for path in folder.iterdir())
+    assert checkpoints.load(model).state == {"tokens": 1}
+    checkpoints.save(5, model)
+    assert checkpoints.steps() == [1, 5]
+    return errors
+
+
+def test_a_process_that_cannot_write_fails_all(workers, tmp_path):
+    errors, *others = workers.run(4, no_room, tmp_path)
+    assert all(other == errors for other in others)
+    for step, error in zip((2, 3), errors, strict=True):
+        assert f"saving step {step} in {tmp_path}: " in error and "(process 1)" in error
+        assert "File too large" in error
