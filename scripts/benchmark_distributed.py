@@ -2,6 +2,7 @@
 
     python scripts/benchmark_distributed.py                          # 1, 2, 4 processes: 4 minutes
     python scripts/benchmark_distributed.py --processes 2 --bandwidth 200      # MB/s; Linux, root
+    python scripts/benchmark_distributed.py --processes 2 --bandwidth 200 --compute-ms 200
     python scripts/benchmark_distributed.py --json distributed.json --plot distributed.png
     torchrun --nproc-per-node 8 scripts/benchmark_distributed.py --processes 1 8 --device cuda
 
@@ -31,6 +32,8 @@ that of the slowest process, figures are medians over the rounds, in brackets qu
                 disappears behind computation, of what could at best
 
 --bandwidth limits the loopback device, in a network namespace of its own: all processes share it.
+With --compute-ms the experts only take time, so much in a step and a third of it forward, and no
+processor: as where an accelerator computes, while processors that compute also have to send here.
 """
 
 import argparse
@@ -50,7 +53,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ext import MoE
 from moe_ext.analysis.benchmark import environment, ratio
@@ -166,6 +169,34 @@ class Waiting:
         Transfer.finish = timed  # type: ignore[method-assign]
 
 
+class Resting(nn.Module):
+    """Experts that take time without computing."""
+
+    def __init__(self, num_experts: int, seconds_per_row: float) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.seconds_per_row = seconds_per_row
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        return Rest.apply(rows, len(rows) * self.seconds_per_row)
+
+    def split(self, sizes: Sequence[int]) -> list["Resting"]:
+        return [Resting(size, self.seconds_per_row) for size in sizes]
+
+
+class Rest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds * 2 / 3)
+        return grad.clone(), None
+
+
 class World:
     """The layers of one process in a group, and what is timed of them."""
 
@@ -198,7 +229,11 @@ class World:
         size = 1 if group is None else dist.get_world_size(group)
         experts = args.experts * size
         k = min(args.k, experts)
-        return MoE(args.width, experts, k, hidden_sizes=[args.hidden], process_group=group)
+        options: dict[str, Any] = {"hidden_sizes": [args.hidden]}
+        if args.compute_ms:
+            seconds_per_row = args.compute_ms / 1e3 / (args.tokens * k)
+            options = {"experts": Resting(args.experts, seconds_per_row)}
+        return MoE(args.width, experts, k, process_group=group, **options)
 
     def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], Tensor]:
         if exchange is not None:
@@ -530,6 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="at least 2")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before")
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s (0: no limit)")
+    parser.add_argument("--compute-ms", type=float, default=0, help="(0: computes)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
@@ -551,6 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{environment()}; processors: {os.cpu_count()}, threads of a process: {args.threads}\n"
             f"T = {args.tokens} and E = {args.experts} a process, k = {args.k}, D = {args.width}, "
             f"F = {args.hidden}, {args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
+            + (f", experts that rest for {args.compute_ms:g} ms" if args.compute_ms else "")
         )
         print(title)
         print_results(results)
