@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_ext import MoE
+from moe_ext import MoE, MoEAux
 from moe_ext.analysis.benchmark import environment, ratio
 from moe_ext.analysis.cluster import exchange_bytes
 from moe_ext.analysis.memory import keep_freed_memory
@@ -235,11 +235,11 @@ class World:
             options = {"experts": Resting(args.experts, seconds_per_row)}
         return MoE(args.width, experts, k, process_group=group, **options)
 
-    def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], Tensor]:
+    def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], MoEAux]:
         if exchange is not None:
             layer.exchange = exchange
         y, aux = layer(self.x)
-        return [y, aux.loss], aux.expert_index
+        return [y, aux.loss], aux
 
     def backward(self, layer: MoE, results: list[Tensor]) -> None:
         torch.autograd.backward(results, [self.dy, None])
@@ -254,15 +254,16 @@ class World:
         calls: list[list[Call]] = [[], []]
         sums: list[list[int]] = [[], []]
         with recorded(calls[0], sums[0]):
-            results, expert_index = self.forward(self.layer, exchange)
+            results, aux = self.forward(self.layer, exchange)
         with recorded(calls[1], sums[1]):
             self.backward(self.layer, results)
         least = exchange_bytes(
-            *self.leaving(expert_index),
+            *self.leaving(aux.expert_index),
             self.x.shape[1],
             results[0].shape[1],
             self.x.element_size(),
             key.exchange,
+            aux.gates.element_size(),
         )
         self.passes[key] = {}
         for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):

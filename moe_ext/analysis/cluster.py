@@ -54,12 +54,18 @@ DEVICES = {
 
 
 def exchange_bytes(
-    rows: float, copies: float, d_input: int, d_output: int, itemsize: int, exchange: str
+    rows: float,
+    copies: float,
+    d_input: int,
+    d_output: int,
+    itemsize: int,
+    exchange: str,
+    gate_itemsize: int = 4,
 ) -> tuple[float, float]:
     """Bytes that must leave processes in a layer's forward, and in its backward pass (Sec. 3.2).
 
     Forward, x goes out and y comes back; backward, their gradients the other way. With
-    exchange="tokens" so do the gates, float32, and with them goes an int64 index of the copy.
+    exchange="tokens" so do the gates, and with them goes an int64 index of the copy.
 
     Args:
         rows: (token, expert) pairs of which the expert is in another process.
@@ -67,12 +73,13 @@ def exchange_bytes(
         d_input, d_output: the experts' widths.
         itemsize: bytes of an element of x and y.
         exchange: see `moe_ext.exchange.Exchange`.
+        gate_itemsize: bytes of a gate.
     """
     if exchange == "rows":
         both = rows * (d_input + d_output) * itemsize
         return both, both
     both = copies * (d_input + d_output) * itemsize
-    return both + rows * (4 + 8), both + rows * 4
+    return both + rows * (gate_itemsize + 8), both + rows * gate_itemsize
 
 
 def leaving(placement: Placement, k: int) -> tuple[float, float]:
