@@ -4,6 +4,12 @@
     python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
     python scripts/train.py configs/small/moe-32.toml resume=true      # continue where it stopped
     python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
+    torchrun --standalone --nproc-per-node=2 scripts/train.py configs/small/moe-32.toml
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
+
+Under torchrun the processes share the experts and the rows of every batch; a run may go on with
+another number of them. When one dies, torchrun ends the others, and with --max-restarts starts all
+again: they go on from the last checkpoint. One that hangs is noticed after `timeout` seconds.
 
 Options are those of moe_ext/training/config.py, by dotted key. The run's folder (runs/NAME of the
 file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
@@ -19,9 +25,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from moe_ext.analysis import cost
+from moe_ext.models import LanguageModel
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
+from moe_ext.training.launch import processes_of_run
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 
@@ -34,8 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
     options = parser.parse_args(arguments)
 
-    trainer = Trainer(read_config(options.config, options.overrides))
-    print(f"model   {cost(trainer.model)}")
+    config = read_config(options.config, options.overrides)
+    with processes_of_run(config) as (config, process_group):
+        train(Trainer(config, process_group=process_group))
+
+
+def train(trainer: Trainer) -> None:
+    if trainer.processes.rank > 0:
+        trainer.run()
+        return
+    with torch.device("meta"):  # the experts of all processes
+        whole = LanguageModel(trainer.config.model, len(trainer.text.vocabulary))
+    print(f"model   {cost(whole)}")
     print(
         f"data    {len(trainer.text.vocabulary):,} words in the vocabulary, "
         f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
-from moe_ext.training.checkpoint import checkpoints, load_checkpoint
+from moe_ext.training.checkpoint import checkpoints_of
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError, read_config
 
@@ -187,13 +187,13 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
     assert "continue with resume=true" in output
-    step = load_checkpoint(folder)["step"]
+    step = checkpoints_of(folder).steps()[-1]
     assert step >= 1
     subprocess.run(
         [*command, f"steps={step + 2}", "resume=true"], cwd=ROOT, check=True, capture_output=True
     )
-    assert load_checkpoint(folder)["step"] == step + 2
-    assert len(checkpoints(folder)) == 2
+    assert checkpoints_of(folder).steps()[-1] == step + 2
+    assert len(checkpoints_of(folder).steps()) == 2
 
 
 def test_evaluate_is_independent_of_the_batch_size(run, capsys):

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from moe_ext.models import LanguageModel
 from moe_ext.optim import FactoredAdam
 from moe_ext.training import device as device_module
 from moe_ext.training import loop as loop_module
-from moe_ext.training.checkpoint import checkpoints, load_checkpoint, load_run
+from moe_ext.training.checkpoint import checkpoints_of, load_run
 from moe_ext.training.comparison import (
     Result,
     bootstrap_difference,
@@ -212,11 +213,22 @@ def assert_same_state(a, b):
             assert a[key] == b[key], key
 
 
+def state_of(run):
+    """All that the newest checkpoint holds."""
+    config = replace(read_config(run / "config.toml"), output=str(run), resume=True)
+    trainer = Trainer(config)
+    loaded = checkpoints_of(run).load()
+    loaded.state.pop("config")
+    return {
+        "loaded": loaded._asdict(),
+        "model": trainer.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+    }
+
+
 def assert_same_run(a, b):
     """The whole state, to the last bit, and all that was logged but speed."""
-    state_a, state_b = load_checkpoint(a), load_checkpoint(b)
-    state_a.pop("config"), state_b.pop("config")
-    assert_same_state(state_a, state_b)
+    assert_same_state(*map(state_of, (a, b)))
     for kind in ("train", "dev"):
         lines = []
         for run in (a, b):
@@ -247,7 +259,7 @@ def test_training_learns_and_logs(table):
     assert read_config(folder / "config.toml") == trainer.config
     assert any((folder / "tensorboard").iterdir())
     # save_every 5: two are kept of twelve.
-    assert [path.name for path in checkpoints(folder)] == ["step-00000055.pt", "step-00000060.pt"]
+    assert checkpoints_of(folder).steps() == [55, 60]
 
 
 def test_balanced_gates_are_measured_under_both_masks(table):
@@ -307,7 +319,7 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number):
     assert stopped.run() is False
     assert signal.getsignal(number) is before
     monkeypatch.setattr(Trainer, "_train_step", step)
-    assert load_checkpoint(stopped.folder)["step"] == 4
+    assert checkpoints_of(stopped.folder).steps()[-1] == 4
     resumed = Trainer(replace(stopped.config, resume=True))
     assert resumed.run() is True
     assert_same_run(whole.folder, resumed.folder)
@@ -382,7 +394,7 @@ def test_divergence_is_said_and_not_saved(table):
         trainer.model.softmax.bias[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
         trainer.run()
-    assert not checkpoints(trainer.folder)
+    assert not checkpoints_of(trainer.folder).steps()
 
 
 def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
@@ -478,11 +490,12 @@ def test_a_device_is_one_the_operators_run_on(monkeypatch, name, cuda_version, g
 def test_a_checkpoint_that_does_not_read(table):
     folder = train(merged(table, log={"save_every": 6})).folder
     assert load_run(folder).step == 12
-    newest = checkpoints(folder)[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="step-00000012.pt cannot be read .* delete it"):
+    newest = folder / "checkpoints" / "step-00000012"
+    tensors = newest / "__0_0.distcp"
+    tensors.write_bytes(tensors.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="__0_0.distcp is damaged.* delete its folder to use"):
         load_run(folder)
-    newest.unlink()
+    shutil.rmtree(newest)
     assert load_run(folder).step == 6
     with pytest.raises(ConfigError, match="there is no checkpoint in"):
         load_run(folder / "nowhere")
@@ -498,8 +511,7 @@ def test_without_tensorboard_nothing_is_written(table, monkeypatch):
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
     config = merged(table, steps=4)
     expected = train(config)
-    for path in checkpoints(expected.folder):
-        path.unlink()
+    shutil.rmtree(expected.folder / "checkpoints")
     again = train(replace(config, resume=True))
     assert_same_state(expected.model.state_dict(), again.model.state_dict())
     assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]

@@ -1,8 +1,8 @@
 """Processes that the distributed tests share: started once, they run one function after another."""
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
-import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -14,22 +14,25 @@ MAX_WORLD = 4
 TIMEOUT = timedelta(seconds=60)
 
 
-def _serve(rank, path, pipe):
+def _serve(rank, folder, pipe):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=MAX_WORLD, timeout=TIMEOUT
-    )
-    groups = {world: dist.new_group(range(world)) for world in range(1, MAX_WORLD + 1)}
     while (task := pipe.recv()) is not None:
-        function, world, arguments = task
+        number, function, world, arguments = task
         torch.manual_seed(20170123)
         try:
-            result = function(groups[world], rank, *arguments)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/{number}",
+                rank=rank,
+                world_size=world,
+                timeout=TIMEOUT,
+            )
+            result = function(dist.group.WORLD, rank, *arguments)
+            dist.destroy_process_group()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         else:
             pipe.send((True, result))
-    dist.destroy_process_group()
 
 
 class Workers:
@@ -37,14 +40,14 @@ class Workers:
 
     def __init__(self):
         self._pipes, self._processes = [], []
+        self._tasks = itertools.count()
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
         context = multiprocessing.get_context("spawn")
         for rank in range(MAX_WORLD):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, there))
+            process = context.Process(target=_serve, args=(rank, self._folder.name, there))
             process.start()
             there.close()
             self._pipes.append(here)
@@ -59,8 +62,9 @@ class Workers:
         if not self._processes:
             self._start()
         pipes = self._pipes[:world]
+        number = next(self._tasks)
         for pipe in pipes:
-            pipe.send((function, world, arguments))
+            pipe.send((number, function, world, arguments))
         results = [None] * world
         missing = set(pipes)
         while missing:

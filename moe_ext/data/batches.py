@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.data.vocabulary import Vocabulary
+from moe_ext.processes import blocks
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Batch:
     def num_tokens(self) -> int:
         """The number of predictions that count (waits for the device the mask is on)."""
         return int(self.mask.sum())
+
+    def part(self, index: int, number: int) -> Self:
+        """The rows for one of several processes: blocks of rows side by side, maybe without any."""
+        rows = blocks(range(len(self.inputs)), number)[index]
+        some = slice(rows.start, rows.stop)
+        sentence_index = None if self.sentence_index is None else self.sentence_index[some]
+        return type(self)(self.inputs[some], self.targets[some], self.mask[some], sentence_index)
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on another device."""
@@ -210,7 +218,7 @@ class SentenceBatches:
         rows = torch.arange(num_rows, device="cpu")
         batch_order = torch.arange(self.num_batches, device="cpu")
         if self.shuffle:
-            generator = torch.Generator("cpu").manual_seed(_mix(self.seed, epoch))
+            generator = torch.Generator("cpu").manual_seed(mixed_seed(self.seed, epoch))
             rows = torch.randperm(num_rows, generator=generator, device="cpu")
             batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
         # Stable, so that rows of equal length keep their (random) order.
@@ -229,6 +237,7 @@ class SentenceBatches:
         return Batch(inputs, targets, mask, self._row_sentence[rows])
 
 
-def _mix(seed: int, epoch: int) -> int:
-    """A generator seed in which neighbouring (seed, epoch) pairs have nothing in common."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7], "big")
+def mixed_seed(*what: object) -> int:
+    """A generator's seed: those of neighbouring numbers, say, have nothing in common."""
+    text = " ".join(map(str, what))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require
@@ -206,6 +207,8 @@ class LanguageModel(nn.Module):
     Args:
         config: the layers.
         vocab_size: V, the number of classes of the softmax.
+        process_group: the processes that share the experts of the MoE layers (a "moe_lstm" has all
+            of its own in each); see `MoE`.
         noise_generator: where the gates' noise comes from; None is torch's default generator. With
             one of its own, a model with MoE layers and one without draw the same dropout masks from
             the same seed.
@@ -216,6 +219,7 @@ class LanguageModel(nn.Module):
         config: LanguageModelConfig,
         vocab_size: int,
         *,
+        process_group: ProcessGroup | None = None,
         noise_generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -246,6 +250,7 @@ class LanguageModel(nn.Module):
                         activation=config.moe.activation,
                         w_importance=config.moe.w_importance,
                         w_load=config.moe.w_load,
+                        process_group=process_group,
                     )
                 )
             elif kind == "moe_lstm":

@@ -1,56 +1,44 @@
-"""Checkpoints and the other files of a run folder:
+"""The files of a run's folder:
 
-    config.toml  vocabulary.txt  metrics.jsonl  checkpoints/step-00000500.pt  tensorboard/
+    config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
 
-Each file is written so that a crash leaves the old one or the new one, whole. config.toml comes
-first: where it is, there is a run to resume.
+Each is written so that a crash leaves the old one or the new one, whole. config.toml comes first:
+where it is, there is a run to resume. The checkpoints are those of `moe_ext.distributed`.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.distributed import ProcessGroup
 
 from moe_ext.data import Vocabulary
-from moe_ext.data.files import atomic_file
+from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_ext.models import LanguageModel
 from moe_ext.training.config import Config, ConfigError, config_from_dict
 
 
-def save_checkpoint(run: Path, state: dict[str, Any], keep: int) -> Path:
-    """Write the state, which holds its "step", and delete all but the newest `keep`."""
-    path = run / "checkpoints" / f"step-{state['step']:08d}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        torch.save(state, file)
-    for old in checkpoints(run)[:-keep]:
-        old.unlink()
-    return path
+def checkpoints_of(
+    run: Path, process_group: ProcessGroup | None = None, keep: int = 1
+) -> Checkpoints:
+    """The checkpoints in a run's folder."""
+    return Checkpoints(run / "checkpoints", process_group, keep=keep)
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*.pt"))
-
-
-def load_checkpoint(run: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run, on the CPU.
+def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
+    """What the newest checkpoint of a run holds beside the model.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    found = checkpoints(run)
-    if not found:
+    if not checkpoints.steps():
         raise ConfigError(
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
         )
     try:
-        return torch.load(found[-1], map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            f"{found[-1]} cannot be read ({type(error).__name__}); delete it to use the one before"
-        ) from error
+        return checkpoints.load()
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; delete its folder to use the one before") from error
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,8 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
         ConfigError: the folder does not hold one.
     """
     run = Path(run)
-    state = load_checkpoint(run)
+    checkpoints = checkpoints_of(run)
+    step, state, _ = load_states(checkpoints, run)
     config = config_from_dict(state["config"])
     try:
         vocabulary = Vocabulary.load(run / "vocabulary.txt")
@@ -78,8 +67,8 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
         raise ConfigError(f"{error}; restore the run's vocabulary.txt") from error
     check_vocabulary(vocabulary, state, run / "vocabulary.txt")
     model = LanguageModel(config.model, len(vocabulary))
-    model.load_state_dict(state["model"])
-    return TrainedModel(model.to(device).eval(), vocabulary, config, state["step"])
+    checkpoints.load(model, step=step)
+    return TrainedModel(model.to(device).eval(), vocabulary, config, step)
 
 
 def check_vocabulary(vocabulary: Vocabulary, state: dict[str, Any], source: object) -> None:

@@ -145,6 +145,7 @@ class Config:
         steps: optimizer steps in all.
         device: "cpu", "cuda" or "cuda:N".
         num_threads: of torch (0: its default).
+        timeout: seconds that a process waits for the others before all end.
         autocast: "" for float32, or "bfloat16".
         data, model, optimizer, log: the tables of further options.
     """
@@ -155,6 +156,7 @@ class Config:
     steps: int = 2_000
     device: str = "cpu"
     num_threads: int = 0
+    timeout: float = 600.0
     autocast: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
@@ -166,6 +168,7 @@ class Config:
         require(0 <= self.seed < 2**62, "seed", "be in [0, 2**62)", self.seed)
         require(self.steps >= 1, "steps", "be at least 1", self.steps)
         require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
+        require(self.timeout > 0, "timeout", "be positive", self.timeout)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
 
 
@@ -209,7 +212,7 @@ def config_from_dict(table: dict[str, Any]) -> Config:
 
 
 # Where and how a run is done, not what it computes; so are the options of [log].
-_NOT_COMPARED = {"output", "resume", "device", "num_threads"}
+_NOT_COMPARED = {"output", "resume", "device", "num_threads", "timeout"}
 
 
 def config_differences(a: Config, b: Config) -> list[str]:

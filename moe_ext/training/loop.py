@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
 from moe_ext.balanced import balanced_gates, batchwise_masks
 from moe_ext.data import Batch, EncodedSentences, SentenceBatches
+from moe_ext.data.batches import mixed_seed
 from moe_ext.data.files import atomic_file
+from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
 from moe_ext.models import LanguageModel, LossParts
 from moe_ext.optim import FactoredAdam, language_model_schedule, split_parameters
-from moe_ext.training.checkpoint import (
-    check_vocabulary,
-    checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from moe_ext.processes import Processes
+from moe_ext.training.checkpoint import check_vocabulary, checkpoints_of, load_states
 from moe_ext.training.config import (
     Config,
     ConfigError,
@@ -40,8 +39,19 @@ from moe_ext.training.metrics import evaluate, mean_of
 from moe_ext.training.text import Text, load_text
 
 
+class _Objective(nn.Module):
+    """The training loss as a module, for a wrapper that has to see the model called."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> LossParts:
+        return self.model.loss(batch)
+
+
 class _Window:
-    """What the steps since the last log line add up to."""
+    """What the steps since the last log line add up to, in this process."""
 
     def __init__(self) -> None:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
@@ -59,31 +69,32 @@ class _Window:
             counts = [a + b for a, b in zip(self.tokens_per_expert, counts, strict=True)]
         self.tokens_per_expert = counts
 
-    def check_finite(self, step: int) -> None:
-        if not math.isfinite(self.nll_sum + self.aux_sum):
-            raise FloatingPointError(
-                f"the loss of step {step} is not finite; lower optimizer.learning_rate or set "
-                "optimizer.clip_norm=1, and start again or resume from the last checkpoint"
-            )
+    def is_finite(self) -> bool:
+        return math.isfinite(self.nll_sum + self.aux_sum)
 
-    def summary(self) -> dict[str, Any]:
-        """The numbers of the window.
+    def summary(self, processes: Processes) -> dict[str, Any]:
+        """The numbers of the window, of all processes.
 
         nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
         predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
         6, one value for each MoE layer; so is what else the gates report. load: the tokens each
         expert got, relative to an even share, for each MoE layer.
         """
+        sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
+        totals, *tokens_per_expert = processes.sum(
+            sums, *(counts.double().cpu() for counts in self.tokens_per_expert)
+        )
+        nll_sum, aux_sum, num_tokens = totals.tolist()
         values: dict[str, Any] = {
-            "nll": self.nll_sum / self.num_tokens,
-            "aux_loss": self.aux_sum / self.num_tokens,
-            "words_per_second": self.num_tokens / self.seconds,
+            "nll": nll_sum / num_tokens,
+            "aux_loss": aux_sum / num_tokens,
+            "words_per_second": num_tokens / self.seconds,
         }
         layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
         for key in layers[0] if layers else ():
             values[key] = [layer[key] for layer in layers]
         if layers:
-            values["load"] = [(n / n.float().mean()).tolist() for n in self.tokens_per_expert]
+            values["load"] = [(n / n.mean()).tolist() for n in tokens_per_expert]
         return values
 
 
@@ -122,9 +133,14 @@ class Trainer:
     Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
     different models with the same seed see the same data order and dropout masks.
 
+    Several processes share the experts and the rows of every batch. They make the steps of a single
+    process but for dropout and noise, which each draws for itself, and may be of another number
+    when a run is resumed. The first of them writes what there is to write.
+
     Args:
         config: the run.
         text: the corpus of `config.data`, where the caller has it already.
+        process_group: the processes, each with a Trainer of its own; None is this one alone.
 
     Raises:
         ConfigError: the folder, the device or the corpus cannot be used.
@@ -134,29 +150,44 @@ class Trainer:
         >>> finished = trainer.run()  # False if Ctrl-C or SIGTERM stopped it; all is saved then
     """
 
-    def __init__(self, config: Config, text: Text | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        text: Text | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
         self.config = config
         self.folder = Path(config.output)
+        self.processes = Processes(process_group)
+        self._checkpoints = checkpoints_of(self.folder, process_group, config.log.keep_checkpoints)
         set_up_torch(config.device, config.num_threads, config.autocast)
         if config.log.tensorboard:
             summary_writer()
-        state = self._earlier_state()
+        earlier = self._earlier()
         self.text = text or load_text(config.data)
-        if state is not None:
-            check_vocabulary(self.text.vocabulary, state, config.data.corpus)
+        if earlier is not None:
+            check_vocabulary(self.text.vocabulary, earlier.state, config.data.corpus)
         self.device = torch.device(config.device)
 
-        torch.manual_seed(3 * config.seed)
-        self.noise_generator = torch.Generator(self.device).manual_seed(3 * config.seed + 1)
+        self.step = 0 if earlier is None else earlier.step
+        torch.manual_seed(self._seed("weights"))
+        self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
         self.model = LanguageModel(
-            config.model, len(self.text.vocabulary), noise_generator=self.noise_generator
+            config.model,
+            len(self.text.vocabulary),
+            process_group=process_group,
+            noise_generator=self.noise_generator,
         ).to(self.device)
+        self._objective: nn.Module = _Objective(self.model)
+        if process_group is not None:
+            self._objective = parallelize(self._objective, process_group)
         self.optimizers = make_optimizers(self.model, config.optimizer)
         self.schedules = [
             language_model_schedule(optimizer, config.optimizer.warmup_steps)
             for optimizer in self.optimizers
         ]
-        torch.manual_seed(3 * config.seed + 2)  # the same dropout masks whatever the layers drew
+        # The same dropout masks whatever the layers drew.
+        torch.manual_seed(self._seed_here("dropout"))
 
         self.batches = SentenceBatches(
             self.text.train,
@@ -171,11 +202,10 @@ class Trainer:
             self.dev = EncodedSentences(
                 islice(iter(self.dev), config.log.eval_sentences), self.dev.eos_id
             )
-        self.step = 0
         self.tokens = 0  # predicted so far
         self.epoch, self.batch = 0, 0  # the next batch of the data
-        if state is not None:
-            self._restore(state)
+        if earlier is not None:
+            self._restore(earlier)
 
     def run(self) -> bool:
         """Train up to `config.steps`.
@@ -187,50 +217,69 @@ class Trainer:
             FloatingPointError: the loss is not finite; the last checkpoint stays as it is.
         """
         config, steps = self.config, self.config.steps
-        self._write_folder()
-        log = RunLog(
-            self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
-        )
+        log = None
+        if self.processes.rank == 0:
+            self._write_folder()
+            log = RunLog(
+                self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
+            )
         batches = self._batch_stream()
         window = _Window()
         try:
             with _stop_signal() as stopped:
-                while self.step < steps and not stopped():
+                while self.step < steps and not self._any(stopped()):
                     started = time.perf_counter()
                     self._train_step(list(islice(batches, config.optimizer.accumulate)), window)
                     window.seconds += time.perf_counter() - started
-                    log.step_done()
+                    if log:
+                        log.step_done()
                     end = self.step == steps
                     if end or _due(self.step, config.log.log_every):
                         rate = self.optimizers[0].param_groups[0]["lr"]
                         progress = {"tokens": self.tokens, "learning_rate": rate}
-                        log.write("train", self.step, window.summary() | progress)
+                        values = window.summary(self.processes) | progress
+                        if log:
+                            log.write("train", self.step, values)
                         window = _Window()
                     if end or _due(self.step, config.log.eval_every):
-                        values = self._evaluate()
-                        log.write("dev", self.step, values | {"tokens": self.tokens})
+                        values = self._evaluate() | {"tokens": self.tokens}
+                        if log:
+                            log.write("dev", self.step, values)
                     if end or _due(self.step, config.log.save_every):
                         self._save()
                 if self.step < steps:
                     self._save()
         finally:
-            log.close()
+            if log:
+                log.close()
         return self.step >= steps
+
+    def _any(self, here: bool) -> bool:
+        """Whether something holds in any process: so that all of them do the same."""
+        (number,) = self.processes.sum(torch.tensor(int(here)))
+        return bool(number)
 
     def _train_step(self, batches: list[Batch], window: _Window) -> None:
         """One optimizer step on the mean loss over all tokens of the batches."""
         self.model.train()
+        processes = self.processes
         num_tokens = sum(batch.num_tokens for batch in batches)
         for batch in batches:
+            share = batch.num_tokens / num_tokens
+            part = batch.part(processes.rank, processes.size).to(self.device)
             with self._autocast():
-                parts = self.model.loss(batch.to(self.device))
-                share = parts.num_tokens / num_tokens
-                loss = parts.nll_sum / num_tokens + share * parts.aux_loss
+                parts = self._objective(part)
+                # Gradients are averaged over the processes, the sums here are to be added.
+                loss = processes.size * parts.nll_sum / num_tokens + share * parts.aux_loss
             loss.backward()
             window.add(parts)
         if self.config.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
-        window.check_finite(self.step + 1)
+            clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
+        if self._any(not window.is_finite()):
+            raise FloatingPointError(
+                f"the loss of step {self.step + 1} is not finite; lower optimizer.learning_rate or "
+                "set optimizer.clip_norm=1, and start again or resume from the last checkpoint"
+            )
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
@@ -251,7 +300,8 @@ class Trainer:
                     self.model,
                     self.dev,
                     tokens_per_batch=self.config.data.tokens_per_batch,
-                    title="dev" if self.config.log.progress else "",
+                    title="dev" if self.config.log.progress and self.processes.rank == 0 else "",
+                    processes=self.processes,
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
         return values
@@ -277,8 +327,8 @@ class Trainer:
         if self.step == 0:
             self.text.vocabulary.save(self.folder / "vocabulary.txt")
 
-    def _earlier_state(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the run to continue; None to start.
+    def _earlier(self) -> Loaded | None:
+        """What the newest checkpoint of the run to continue says; None to start.
 
         Raises:
             ConfigError: the folder holds something else.
@@ -312,41 +362,45 @@ class Trainer:
                 f"{', '.join(changed)} must stay as in {written} when a run is resumed; "
                 "set it back, or start a new run in another folder"
             )
-        return load_checkpoint(folder) if checkpoints(folder) else None
+        return load_states(self._checkpoints, folder) if self._checkpoints.steps() else None
 
     def _save(self) -> None:
-        save_checkpoint(self.folder, self._state(), self.config.log.keep_checkpoints)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
+        state = {
             "tokens": self.tokens,
             "epoch": self.epoch,
             "batch": self.batch,
             "config": asdict(self.config),
             "vocabulary": self.text.vocabulary.fingerprint(),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedules": [schedule.state_dict() for schedule in self.schedules],
+        }
+        generators = {
             "rng": torch.get_rng_state(),
             "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
             "noise_rng": self.noise_generator.get_state(),
         }
+        self._checkpoints.save(self.step, self.model, self.optimizers, state, generators)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.step, self.tokens = state["step"], state["tokens"]
-        self.epoch, self.batch = state["epoch"], state["batch"]
-        self.model.load_state_dict(state["model"])
-        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
+    def _restore(self, earlier: Loaded) -> None:
+        self._checkpoints.load(self.model, self.optimizers, step=earlier.step)
+        state, generators = earlier.state, earlier.rank_state
+        self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(values)
-        torch.set_rng_state(state["rng"])
+        if generators is None:  # there were fewer processes
+            return
+        torch.set_rng_state(generators["rng"])
         # The state of a generator only fits the kind of device it was saved on.
-        if (state["device_rng"] is not None) == self._on_cuda():
-            self.noise_generator.set_state(state["noise_rng"])
+        if (generators["device_rng"] is not None) == self._on_cuda():
+            self.noise_generator.set_state(generators["noise_rng"])
             if self._on_cuda():
-                torch.cuda.set_rng_state(state["device_rng"], self.device)
+                torch.cuda.set_rng_state(generators["device_rng"], self.device)
+
+    def _seed(self, *purpose: object) -> int:
+        return mixed_seed(self.config.seed, *purpose)
+
+    def _seed_here(self, purpose: str) -> int:
+        """One that no other process has; nor this one, when it joins later."""
+        return self._seed(purpose, self.processes.rank, self.step)
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ext.data import Batch, EncodedSentences, SentenceBatches
 from moe_ext.models import LanguageModel, evaluating
+from moe_ext.processes import Processes
 from moe_ext.progress import progress
 
 
@@ -49,6 +50,7 @@ def evaluate(
     *,
     tokens_per_batch: int = 2_560,
     title: str = "evaluating",
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
 
@@ -59,7 +61,9 @@ def evaluate(
         sentences: in the ids of the model's vocabulary.
         tokens_per_batch: predictions in a batch, roughly.
         title: of the progress bar; "" for none.
+        processes: which share the work, each with some rows of every batch; None is this one.
     """
+    processes = processes or Processes()
     device = model.embedding.weight.device
     batches = SentenceBatches(
         sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=False
@@ -70,10 +74,11 @@ def evaluate(
         epoch = progress(epoch, title, "batches", batches.num_batches)
     with evaluating(model), torch.inference_mode():
         for batch in epoch:
-            batch = batch.to(device)
+            batch = batch.part(processes.rank, processes.size).to(device)
             assert batch.sentence_index is not None  # SentenceBatches sets it
             sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
             sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
+    (sentence_nll,) = processes.sum(sentence_nll)
     return Evaluation(sentence_nll.cpu(), batches.num_tokens)
 
 
