@@ -1,6 +1,9 @@
 """Experts spread over processes: the layout does not change the result (Sec. 3)."""
 
+import contextlib
 import math
+import pathlib
+import re
 
 import pytest
 import torch
@@ -492,3 +495,16 @@ def local_balance(group, rank):
 
 def test_balance_by_process(workers):
     workers.run(2, local_balance)
+
+
+def readme_example(group, rank, code, folder):
+    with contextlib.chdir(folder):
+        exec(code.replace("dist.init_process_group()", ""), {})
+
+
+def test_the_readmes_example(workers, tmp_path):
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", text, re.S)
+    code = code.replace("512", "16")
+    workers.run(2, readme_example, code, str(tmp_path))
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
