@@ -20,6 +20,7 @@ from moe_ext.analysis import cost
 from moe_ext.data import Vocabulary
 from moe_ext.models import LanguageModel
 from moe_ext.optim import FactoredAdam
+from moe_ext.processes import Processes
 from moe_ext.training import device as device_module
 from moe_ext.training import loop as loop_module
 from moe_ext.training.checkpoint import checkpoints_of, load_run
@@ -346,7 +347,7 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
     window.seconds = 1.0
     for (name, a), b in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
-    summary = window.summary()
+    summary = window.summary(Processes())
     # The nats do not contain the balancing loss.
     assert summary["nll"] == pytest.approx(nll.item(), rel=1e-6)
     assert summary["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
