@@ -1,9 +1,13 @@
 """Checkpoints of experts that are spread over processes: any number reads what any wrote."""
 
+import multiprocessing
 import os
+import random
 import resource
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import torch
@@ -401,3 +405,81 @@ def test_a_process_that_cannot_write_fails_all(workers, tmp_path):
     for step, error in zip((2, 3), errors, strict=True):
         assert f"saving step {step} in {tmp_path}: " in error and "(process 1)" in error
         assert "File too large" in error
+
+
+def small_model(group=None):
+    """A model and an optimizer that has a state."""
+    model = MoE(D, 5, 2, hidden_sizes=(3,), process_group=group)
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def numbers_of(model, optimizer):
+    states = [state for of_param in optimizer.state.values() for state in of_param.values()]
+    return [*model.state_dict().values(), *states]
+
+
+def save_for_ever(group, folder, background, saved):
+    """Takes up the last checkpoint, and writes one after the other of nothing but their steps."""
+    model, optimizer = small_model(group)
+    checkpoints = Checkpoints(folder, group, keep=2)
+    step = checkpoints.load(model, [optimizer]).step if checkpoints.steps() else 0
+    save = checkpoints.save
+    while True:
+        step += 1
+        for tensor in numbers_of(model, optimizer):
+            tensor.fill_(step)
+        save(step, model, [optimizer], {"step": step})
+        os.write(saved, b"x")
+        save = checkpoints.async_save if background else checkpoints.save
+
+
+def kill_at_random(folder, moments, pipe):
+    """Of two processes that save one is killed; sends the steps that there are, all whole."""
+    torch.set_num_threads(1)
+    model, optimizer = small_model()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for number, moment in enumerate(moments):
+        read, write = os.pipe()
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                try:
+                    store = dist.FileStore(str(folder / f"store-{number}"), 2)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+                    group = dist.group.WORLD
+                    save_for_ever(group, folder / "checkpoints", number % 2 == 1, write)
+                finally:
+                    os._exit(1)
+            children.append(child)
+        os.read(read, 1)
+        time.sleep(moment)
+        os.kill(children[number // 2 % 2], signal.SIGKILL)
+        for child in children:  # the other one ends by itself
+            os.waitpid(child, 0)
+        steps = checkpoints.steps()
+        for step in steps:
+            assert checkpoints.load(model, [optimizer], step=step).state == {"step": step}
+            assert all(bool((tensor == step).all()) for tensor in numbers_of(model, optimizer))
+        pipe.send(steps)
+
+
+def test_killed_at_any_moment(tmp_path):
+    moments = [random.uniform(0, 0.2) for _ in range(8)]
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=kill_at_random, args=(tmp_path, moments, there))
+    process.start()
+    there.close()
+    newest = 0
+    for _ in moments:
+        assert here.poll(60), "no answer"
+        steps = here.recv()
+        assert len(steps) <= 2 and steps[-1] > newest
+        newest = steps[-1]
+    process.join(10)
+    assert process.exitcode == 0
