@@ -1,5 +1,7 @@
 """Checkpoints of experts that are spread over processes: any number reads what any wrote."""
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from conftest import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ext import HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import (
@@ -244,6 +247,36 @@ def test_dense_parameters_sharded_too(workers, tmp_path, world):
     assert_same_contents(contents(tmp_path, 2), expected)
 
 
+def copies_of_experts(group, rank, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    model = Model(mesh)
+    optimizers = optimizers_of("adam", model)
+    wrapped = parallelize(model, mesh)
+    y, loss = wrapped(batch(1).chunk(4)[rank])
+    (y.square().mean() + loss).backward()
+    optimizers[0].step()
+    Checkpoints(folder / "mesh", mesh).save(2, model, optimizers)
+    other = Model(mesh, seed=rank + 2)
+    others = optimizers_of("adam", other)
+    Checkpoints(folder / "mesh", mesh).load(other, others)
+    Checkpoints(folder / "again", mesh).save(2, other, others)
+
+
+def test_experts_with_copies(workers, tmp_path):
+    workers.run(4, copies_of_experts, tmp_path)
+    alone = Model()
+    train(alone, optimizers_of("adam", alone), None, 0, [1])
+    model, states = contents(tmp_path / "mesh")
+    for name, value in alone.state_dict().items():
+        assert_exact(model[name], value)
+    load_here = Model(seed=5)
+    optimizers = optimizers_of("adam", load_here)
+    Checkpoints(tmp_path / "mesh").load(load_here, optimizers)
+    Checkpoints(tmp_path / "here").save(2, load_here, optimizers)
+    for folder in ("again", "here"):
+        assert_same_contents(contents(tmp_path / folder), (model, states))
+
+
 def flip_byte(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -405,6 +438,49 @@ def test_a_process_that_cannot_write_fails_all(workers, tmp_path):
     for step, error in zip((2, 3), errors, strict=True):
         assert f"saving step {step} in {tmp_path}: " in error and "(process 1)" in error
         assert "File too large" in error
+
+
+class Crash(BaseException):
+    pass
+
+
+def crash_after(patch, number):
+    """This many changes of files and folders happen, and none from then on."""
+    calls = itertools.count()
+
+    def counted(change):
+        def call(*args, **options):
+            if next(calls) >= number:
+                raise Crash
+            return change(*args, **options)
+
+        return call
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        patch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["replaced", "next"])
+def test_a_crash_between_any_changes_of_the_folder(tmp_path, step):
+    model = nn.Linear(2, 2)
+    for number in itertools.count():
+        checkpoints = Checkpoints(tmp_path / str(number), keep=1)
+        nn.init.constant_(model.weight, 1)
+        checkpoints.save(1, model)
+        nn.init.constant_(model.weight, 2)
+        finished = False
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+            crash_after(patch, number)
+            checkpoints.save(step, model)
+            finished = True
+        loaded = checkpoints.load(model).step, model.weight[0, 0]
+        assert loaded == (step, 2) or (not finished and loaded == (1, 1))
+        checkpoints.save(3, model)
+        left = sorted(path.name for path in (tmp_path / str(number)).iterdir())
+        assert left == ["latest", "step-00000003"]
+        if finished:
+            break
+    assert number > 15
 
 
 def small_model(group=None):
