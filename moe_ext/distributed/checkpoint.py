@@ -254,14 +254,13 @@ class Checkpoints:
     def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
         """The checkpoint that is to be loaded, after its sums were compared."""
         processes = self._processes
-        there = processes.gather_objects(self._folder.checkpoints())[0]
+        doing = f"loading from {self._folder.path}"
+        there = processes.gather_objects(_together(processes, doing, self._folder.checkpoints))[0]
         if not there or step not in (None, *there):
             wanted = "a checkpoint" if step is None else f"step {step}"
             found = ", ".join(map(str, there)) or "none"
             raise CheckpointError(f"{self._folder.path} must have {wanted}, got {found}")
-        candidates = [
-            (number, path) for number, path in there.items() if number <= (step or number)
-        ]
+        candidates = [item for item in there.items() if step is None or item[0] <= step]
         while True:
             number, path = candidates.pop()
             check = partial(verify, path, processes.rank, processes.size)
