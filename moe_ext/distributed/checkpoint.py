@@ -77,7 +77,8 @@ class Checkpoints:
         folder: one that all processes see; the first save makes it.
         process_group: all that train, or their mesh; None is this process alone.
         keep: how many checkpoints stay.
-        timeout: how long an `async_save` waits for another process; None is torch's.
+        timeout: how long a process waits for the others in `async_save`; None is torch's. In `save`
+            and `load` it is the process group's.
 
     Raises:
         ValueError: keep is below 1.
