@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import assert_exact, assert_same_bits
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -352,6 +354,21 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert checkpoints.steps() == [1]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Checkpoints(tmp_path, keep=0)
+
+
+def test_a_newer_torch_is_named(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, (), "state")
+
+    def read_metadata(reader):
+        raise ValueError("too many values to unpack")
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", read_metadata)
+    message = f"step-00000001: torch .* cannot read what {re.escape(torch.__version__)} wrote"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(model)
+    assert checkpoints.load().state == "state"
 
 
 def test_which_checkpoints_there_are(tmp_path):

@@ -222,7 +222,8 @@ class Checkpoints:
                 parts = {k: p._replace(value=values[".".join(k)]) for k, p in parts.items()}
             files = {}
             if self._processes.rank == 0:
-                files["state.pt"] = _pickled((state, optimizer_options(optimizers)))
+                options = optimizer_options(optimizers)
+                files["state.pt"] = _pickled((state, options, str(torch.__version__)))
             if rank_state is not None:
                 files[f"rank-{self._processes.rank}.pt"] = _pickled(rank_state)
             return parts, files
@@ -284,13 +285,18 @@ class Checkpoints:
         shapes: Mapping[str, torch.Size],
     ) -> tuple[Any, Any]:
         """What `Loaded` has; the rest into the model's parts and the optimizers."""
-        state, options = _unpickled(path / "state.pt")
+        state, options, version = _unpickled(path / "state.pt")
         own = path / f"rank-{self._processes.rank}.pt"
         states = state, _unpickled(own) if own.exists() else None
         if model is None:
             return states
         reader = dcp.FileSystemReader(path)
-        metadata = reader.read_metadata()
+        try:
+            metadata = reader.read_metadata()
+        except Exception as error:
+            raise CheckpointError(
+                f"torch {torch.__version__} cannot read what {version} wrote"
+            ) from error
         saved = {
             metadata.planner_data[name]: entry
             for name, entry in metadata.state_dict_metadata.items()
