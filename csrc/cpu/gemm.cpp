@@ -15,13 +15,14 @@ namespace moe_ext::cpu {
 namespace {
 
 // The products are blocked by kSquare words of depth. A panel of B, packed, stays in the first
-// cache level while it meets the panels of A, of kMaxRows rows; those stay in the second.
+// cache level while it meets the panels of A, of kMaxRows rows; those stay in the second. Few
+// panels of A are not worth packing B.
 template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kMaxRows = 512;
 
-// So deep are the blocks where B is not packed at all, and so many columns of C are computed at a
-// time there.
+// So deep are the blocks where B is read by rows, and so many columns of C are computed at a time
+// there.
 constexpr int64_t kShallow = 16;
 constexpr int64_t kMaxColumns = 2048;
 
@@ -86,7 +87,7 @@ class Product {
 
   void run(Write write, acc_t* c) {
     // Sums that go on later must stay in the caches.
-    const bool once = k_ <= (in_place_ ? kShallow : depth_);
+    const bool once = k_ <= (by_rows_ ? kShallow : depth_);
     const Write start = once || write != Write::kStream ? write : Write::kReplace;
     if (kernels_.start != nullptr) kernels_.start();
     for (int64_t p = 0; p < k_; p += depth_) {
@@ -98,7 +99,7 @@ class Product {
                    kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
       }
       const Write how = p == 0 ? start : Write::kAdd;
-      if (in_place_) {
+      if (by_rows_) {
         rows_of_b(p, depth, how, c);
       } else {
         for (int64_t j = 0; j < n_; j += width_) panel_of_b(p, j, depth, how, c + j);
@@ -131,19 +132,24 @@ class Product {
   }
 
   // The first row of a panel of a: those with a row more than the others come first.
-  int64_t first(int64_t panel) const {
-    return panel * (m_ / num_panels_) + std::min(panel, m_ % num_panels_);
-  }
+  int64_t first(int64_t panel) const { return panel * rows_each_ + std::min(panel, num_longer_); }
   acc_t* panel_a(int64_t i) const { return packed_a_ + i * num_words_ * kernels_.panel_stride; }
 
   // All of c by the panel of b at (p, j).
   void panel_of_b(int64_t p, int64_t j, int64_t depth, Write write, acc_t* c) {
     const int64_t num_columns = std::min(n_ - j, width_);
-    pack_panel(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
-               /*by_columns=*/false, packed_b_);
+    const acc_t* panel = packed_b_;
+    int64_t stride = width_;
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      if (in_place_) panel = b_.at(j, p), stride = b_.stride;
+    }
+    if (!in_place_) {
+      pack_panel(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
+                 /*by_columns=*/false, packed_b_);
+    }
     Prefetch next = prefetch(p, j);
     for (int64_t i = 0; i < num_panels_; ++i, next.first += num_words_ >> next.slowness) {
-      tile(i, 0, num_words_, packed_b_, width_, num_columns, write, c, n_,
+      tile(i, 0, num_words_, panel, stride, num_columns, write, c, n_,
            i < 1 << next.slowness ? next : none_);
     }
   }
@@ -226,9 +232,11 @@ class Product {
   const int64_t m_, n_, k_;
   const int64_t stride_ = b_.stride * static_cast<int64_t>(sizeof(b_t));  // bytes
   const int64_t num_panels_ = ceil_div(m_, kernels_.rows);
-  // Where few panels of a meet it, b is read where it is.
+  const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
+  // Where few panels of a meet it, b is read where it is; where very few do, it is read by rows.
   const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
-                         num_panels_ <= 2 && n_ % kernels_.lanes == 0;
+                         num_panels_ <= 8 && n_ % kernels_.lanes == 0;
+  const bool by_rows_ = in_place_ && num_panels_ <= 2;
   const int64_t depth_ = kSize * numbers_;  // of a square
   int64_t num_words_ = 0;
   acc_t* const edge_;

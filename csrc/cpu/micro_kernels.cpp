@@ -82,6 +82,9 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
     fetch<kMaxTileVectors * kBytes>(later, q);
     __builtin_prefetch(a + 16 * kPanelStride);
+    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+      __builtin_prefetch(b + 4 * stride_b + v * kLanes);
+    }
     Aligned column[kVectors];
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
       column[v] = *reinterpret_cast<const Unaligned*>(b + v * kLanes);
