@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -28,17 +27,13 @@ def run(tmp_path_factory):
     arguments = ["--processes", "2", "--chunks", "1", "2", "--rounds", "2", "--warm-up", "0"]
     arguments += ["--tokens", str(TOKENS), "--experts", "2", "--k", str(K), "--hidden", "8"]
     arguments += ["--width", str(WIDTH), "--json", f"{path}.json", "--plot", f"{path}.png"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    assert script.main(arguments) == 0
     assert pathlib.Path(f"{path}.png").stat().st_size > 1000
-    return done.stdout, json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
+    return json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
 
 
 def test_the_layer_sends_what_it_must(run):
-    _, results = run
-    steps = [result for result in results if result["exchange"]]
+    steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
     ]  # fmt: skip
@@ -67,25 +62,22 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     model = {"d_model": WIDTH, "layers": ["moe"], "moe": moe}
     config = config_from_dict({"model": model, "data": {"tokens_per_batch": TOKENS}})
     planned = plan(config, DEVICES["k40"], 2, exchange=exchange).exchange_bytes
-    _, results = run
-    (result,) = (r for r in results if (r["exchange"], r["chunks"]) == (exchange, 1))
+    (result,) = (r for r in run if (r["exchange"], r["chunks"]) == (exchange, 1))
     sent = sum(b["rows"] + b["gates"] + b["indices"] for b in result["bytes"].values())
     assert sent == 2 * planned
 
 
-def test_the_report(run):
-    out, results = run
-    for title in ("Bytes that leave a process", "The exchange by itself", "Steps"):
-        assert title in out
-    for result in results:
-        assert result["tokens_per_second"] == pytest.approx(1e3 * 2 * TOKENS / result["step_ms"][1])
+def test_figures_of_a_run(run):
+    for result in run:
+        speed = 1e3 * 2 * TOKENS / result["step_ms"][1]
+        assert result["tokens_per_second"] == pytest.approx(speed)
         assert result["efficiency"] is None  # there was no single process
         assert 0 <= result["waits"] < 1
         if result["exchange"]:
             assert result["by_raw"][1] > 0
 
 
-def test_figures_worked_by_hand():
+def test_figures_worked_by_hand(capsys):
     """Two processes, two rounds; a time is that of the slower one."""
     Key = script.Key
     args = type("Arguments", (), {"tokens": 10})
@@ -118,6 +110,11 @@ def test_figures_worked_by_hand():
     assert one.hidden == [0, 0, 0]
     assert two.hidden == [0.5, 0.5, 0.5]  # (6 - 5) / min(2, 4)
     assert two.bytes["forward"] == script.Bytes(rows=3, counts=20)
+    script.print_results([single, one, two])
+    out = capsys.readouterr().out
+    assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
+    assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
+    assert "| 50% | 50 (50 to 50) % |" in out
 
 
 def test_a_limited_link(tmp_path, monkeypatch):
