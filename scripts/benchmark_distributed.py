@@ -24,7 +24,8 @@ that of the slowest process, figures are medians over the rounds, in brackets qu
                 products without an exchange (if they are k at least), and what the machine makes of
                 so many processes
     transfers   everything the layer sends in a step, one after the other, through `Transfer`
-    raw         the same by `all_to_all_single` between tensors that are there already
+    raw         the same by `all_to_all_single` between tensors that are there already; of both, the
+                second of two calls, which finds the caches alike
     waits       for the others' rows: share of the step, mean over the processes
     efficiency  tokens a second, by those of as many single processes; more processes than
                 processors share these, which "by alone" = alone / step leaves out
@@ -355,6 +356,8 @@ def measure(args: argparse.Namespace) -> list[Found]:
     rounds = range(-args.warm_up, args.rounds)
     for number in progress(rounds, "rounds", "round") if rank == 0 else rounds:
         for key in keys:
+            if key in functions and key.what in ("transfers", "raw"):
+                functions[key]()
             dist.barrier()
             if key not in functions:
                 continue
