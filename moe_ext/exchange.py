@@ -169,9 +169,8 @@ class Exchange(nn.Module):
             recompute: see `moe_ext.ops.experts`.
         """
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(
-                torch.get_autocast_dtype(x.device.type)
-            )  # the experts' type, before it travels
+            # The experts' type is what travels.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         size, num_chunks, num_experts = self.processes.size, self.num_chunks, len(self.position)
         num_local = sum(self.chunk_sizes)
         # Between here and y gradients are those of the mean of the losses, as the experts need.
@@ -223,22 +222,7 @@ class Exchange(nn.Module):
             x_c, *routing = (transfer.wait() for transfer in coming)
             if c + 1 < num_chunks:
                 coming = [send(c + 1) for send in senders]
-            index = torch.arange(counts.shape[1], device=x.device).repeat(size)
-            index = index.repeat_interleave(counts.flatten(), output_size=sum(rows_in[c]))
-            if copies.of_row is None:
-                index, slots = index[:, None], None
-                gates_c = torch.ones_like(index, dtype=gates.dtype)
-            else:
-                # From the copies as their senders count them, to slots ordered by copy.
-                numbers_in = torch.tensor([copies_in[c], rows_in[c]], device=x.device)
-                first = (numbers_in[0].cumsum(0) - numbers_in[0]).repeat_interleave(
-                    numbers_in[1], output_size=len(index)
-                )
-                sent_gates, copy = routing
-                by_copy = ops.dispatch_plan(copy + first, len(x_c))
-                index, slots = index[by_copy.permutation], by_copy.offsets
-                gates_c = ops.dispatch(sent_gates, by_copy.inverse[:, None])
-                gates_c = gates_c.squeeze(1)
+            index, gates_c, slots = _slots(counts, copies_in[c], rows_in[c], routing)
             plan_c = ops.dispatch_plan(index, counts.shape[1])
             y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
             if going is not None:
@@ -283,3 +267,26 @@ class Exchange(nn.Module):
             by_destination.tokens_per_expert,
             place[plan.permutation],
         )
+
+
+def _slots(
+    counts: Tensor, num_copies: list[int], num_rows: list[int], routing: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The expert and the gate of each slot of the copies that arrived, and where theirs begin.
+
+    Args:
+        counts: [processes, experts], the rows that came; by process, each sorted by expert.
+        num_copies, num_rows: those of each process.
+        routing: nothing, where each row has a copy of its own, whose gate stayed at home; or the
+            rows' gates [R, 1], and the copies that they need, counted from their process's first.
+    """
+    index = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+    index = index.repeat_interleave(counts.flatten(), output_size=sum(num_rows))[:, None]
+    if not routing:
+        return index, torch.ones_like(index, dtype=torch.float32), None
+    gates, copy = routing
+    copies, rows = torch.tensor([num_copies, num_rows], device=counts.device)
+    first = (copies.cumsum(0) - copies).repeat_interleave(rows, output_size=len(index))
+    by_copy = ops.dispatch_plan(copy + first, sum(num_copies))
+    gates = ops.dispatch(gates, by_copy.inverse[:, None])
+    return index[by_copy.permutation, 0], gates[:, 0], by_copy.offsets
