@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ext.training.config import config_from_dict, to_toml
+from moe_ext.training.config import config_from_dict, read_config, to_toml
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 
@@ -106,6 +106,25 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
             [record for record in curve(there) if record[0] == "train"],
             [record for record in curve(config) if record[0] == "train"],
         )
+
+
+def train_file(group, rank, path, overrides):
+    return train(group, rank, read_config(path, overrides))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda p: p.stem)
+def test_every_configuration_trains(workers, config, tmp_path, path):
+    overrides = [
+        f"output={tmp_path / 'run'}",
+        f"data.corpus={config.data.corpus}",
+        "steps=2",
+        "data.tokens_per_batch=60",
+        "num_threads=1",
+        "log.tensorboard=false",
+        "log.progress=false",
+    ]
+    assert workers.run(2, train_file, path, overrides) == [True] * 2
+    assert len(read_metrics(tmp_path / "run", "dev")) == 1
 
 
 PROGRAM = r"""
