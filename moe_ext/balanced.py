@@ -12,7 +12,7 @@ from moe_ext import ops
 from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
-from moe_ext.processes import Processes, Transfer, blocks
+from moe_ext.processes import Processes, Transfer, blocks, columns_of
 
 
 class _Agreement(NamedTuple):
@@ -102,20 +102,18 @@ def _mask_of_processes(
     sent = torch.cat([part.reshape(-1) for part in scores.split(columns, 1)])
     received = Transfer(sent, processes, num_sent, num_received).wait().view(sum(rows_of), mine)
     # They came by process, then group.
-    group = torch.arange(num_groups, device=scores.device).repeat(processes.size)
-    group = group.repeat_interleave(sizes.flatten(), output_size=len(received))
-    plan = ops.dispatch_plan(group, num_groups)
+    plan = ops.dispatch_plan(columns_of(sizes, len(received)), num_groups)
     by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
     m = rows_per_expert(k, by_group.shape[1], num_experts)
     row_index, mth_score = ops.batchwise_topm(by_group, m, first, num_experts)
     mask = torch.zeros_like(by_group, dtype=torch.bool).scatter(1, row_index.mT, True)
     back = mask.view_as(received)[plan.inverse].reshape(-1)
     parts = Transfer(back, processes, num_received, num_sent).wait().split(num_sent)
-    scores_of_all = scores.new_zeros(num_groups, num_experts)
-    scores_of_all[:, first : first + mine] = mth_score
-    (scores_of_all,) = processes.sum(scores_of_all)
+    of_all = scores.new_zeros(num_groups, num_experts)
+    of_all[:, first : first + mine] = mth_score
+    (of_all,) = processes.sum(of_all)
     mask_here = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
-    return torch.cat(mask_here, 1), scores_of_all
+    return torch.cat(mask_here, 1), of_all
 
 
 @torch.no_grad()
@@ -169,9 +167,7 @@ class _StrictlyBalancedGate(Gate):
             mask, mth_score = _mask_of_processes(scores.detach(), k, group_sizes, self.processes)
             if self.training and mth_score is not None:
                 _initialize(threshold, initialized, mth_score)
-            group = torch.arange(num_groups, device=scores.device).repeat_interleave(
-                group_sizes, output_size=num_rows
-            )
+            group = columns_of(group_sizes.unsqueeze(0), num_rows)
             agreement = _agreement(
                 scores.unsqueeze(1), bound.index_select(0, group), mask.unsqueeze(1)
             )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import mixture
-from moe_ext.processes import Processes, Transfer, blocks, scale_grad
+from moe_ext.processes import Processes, Transfer, blocks, columns_of, scale_grad
 
 EXCHANGES = ("rows", "tokens")
 _Sender = Callable[[int], Transfer]  # of a chunk
@@ -244,14 +244,11 @@ class Exchange(nn.Module):
             return _Copies(plan.inverse, token_offsets, plan.offsets[self.bounds].diff(), None)
         num_destinations = len(self.bounds) - 1
         if token_offsets is None:
-            num_tokens = len(expert_index)
-            token = torch.arange(num_tokens, device=expert_index.device)
-            token = token.repeat_interleave(expert_index.shape[1])
+            num_slots = torch.full_like(expert_index[:, 0], expert_index.shape[1])
         else:
-            num_tokens = len(token_offsets) - 1
-            token = torch.arange(num_tokens, device=expert_index.device).repeat_interleave(
-                token_offsets.diff(), output_size=len(expert_index)
-            )
+            num_slots = token_offsets.diff()
+        num_tokens = len(num_slots)
+        token = columns_of(num_slots.unsqueeze(0), expert_index.numel())
         destination = self.destination[self.position[expert_index]].reshape(-1)
         needed = torch.zeros(
             num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
@@ -280,8 +277,7 @@ def _slots(
         routing: nothing, where each row has a copy of its own, whose gate stayed at home; or the
             rows' gates [R, 1], and the copies that they need, counted from their process's first.
     """
-    index = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
-    index = index.repeat_interleave(counts.flatten(), output_size=sum(num_rows))[:, None]
+    index = columns_of(counts, sum(num_rows))[:, None]
     if not routing:
         return index, torch.ones_like(index, dtype=torch.float32), None
     gates, copy = routing

@@ -121,18 +121,17 @@ class HierarchicalNoisyTopKGate(Gate):
         gates, expert_index = gates.view(-1, self.k), expert_index.view(-1, self.k)
 
         importance = ops.importance(gates, expert_index, self.num_experts)
-        if not self.training:
+        if self.training:
+            load = ops.load(
+                clean,
+                primary.noise_stddev,
+                primary.threshold,
+                primary.expert_index,
+                self.detach_threshold,
+            )
+        else:
             load = count(gates, expert_index, self.num_experts)
-            importance, load = self.processes.sum(importance, load)
-            return Gating(gates, expert_index, importance, load)
-        load = ops.load(
-            clean,
-            primary.noise_stddev,
-            primary.threshold,
-            primary.expert_index,
-            self.detach_threshold,
-        )
-        if self.experts_per_group == 1:
+        if not self.training or self.experts_per_group == 1:
             importance, load = self.processes.sum(importance, load)
             return Gating(gates, expert_index, importance, load)
         load_of_group = ops.load(

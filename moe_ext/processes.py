@@ -71,6 +71,17 @@ def blocks(whole: range, number: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
+def columns_of(counts: Tensor, total: int) -> Tensor:
+    """The column of each of counts[r, c] items that lie one after the other, row by row; [total].
+
+    Args:
+        counts: [rows, columns] int64.
+        total: their sum, which so need not be read from the device.
+    """
+    column = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+    return column.repeat_interleave(counts.flatten(), output_size=total)
+
+
 class Layout(NamedTuple):
     """How the processes that train together divide a layer.
 

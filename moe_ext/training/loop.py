@@ -263,14 +263,15 @@ class Trainer:
         """One optimizer step on the mean loss over all tokens of the batches."""
         self.model.train()
         processes = self.processes
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        for batch in batches:
-            share = batch.num_tokens / num_tokens
+        sizes = [batch.num_tokens for batch in batches]
+        num_tokens = sum(sizes)
+        for batch, size in zip(batches, sizes, strict=True):
             part = batch.part(processes.rank, processes.size).to(self.device)
             with self._autocast():
                 parts = self._objective(part)
                 # Gradients are averaged over the processes, the sums here are to be added.
-                loss = processes.size * parts.nll_sum / num_tokens + share * parts.aux_loss
+                nll = processes.size * parts.nll_sum / num_tokens
+                loss = nll + size / num_tokens * parts.aux_loss
             loss.backward()
             window.add(parts)
         if self.config.optimizer.clip_norm:
