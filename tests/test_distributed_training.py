@@ -80,10 +80,11 @@ def assert_same_curve(actual, expected):
         assert a[3] == pytest.approx(b[3], rel=2e-5)
 
 
-@pytest.mark.parametrize("gate", ["topk", "balanced"])
+@pytest.mark.parametrize(("gate", "num_sampled"), [("topk", 0), ("topk", 9), ("balanced", 0)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_curve_of_one_process(workers, config, tmp_path, gate, accumulate):
+def test_the_curve_of_one_process(workers, config, tmp_path, gate, num_sampled, accumulate):
     config.model.moe.gate = gate
+    config.model.num_sampled = num_sampled  # all processes draw the same classes
     config.optimizer.accumulate = accumulate
     train(None, 0, config)
     for world in (2, 4):

@@ -286,10 +286,11 @@ def test_balanced_gates_are_measured_under_both_masks(table):
     assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
 
 
-@pytest.mark.parametrize("experts", ["adam", "factored_adam"])
-def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts):
+@pytest.mark.parametrize(("experts", "num_sampled"), [("adam", 0), ("factored_adam", 9)])
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, num_sampled):
     # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
     table["optimizer"]["experts"] = experts
+    table["model"]["num_sampled"] = num_sampled
     options = {"log": {"save_every": 6, "eval_every": 6}}
     whole = train(merged(table, **options))
     assert whole.batches.num_batches == 11

@@ -9,6 +9,11 @@ from moe_ext.models.language_model import (
     evaluating,
 )
 from moe_ext.models.lstm import LSTM
+from moe_ext.models.sampled_softmax import (
+    LogUniformSampler,
+    SampledSoftmax,
+    sampled_cross_entropy,
+)
 from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 
 __all__ = [
@@ -16,9 +21,12 @@ __all__ = [
     "FeedForwardConfig",
     "LanguageModel",
     "LanguageModelConfig",
+    "LogUniformSampler",
     "LossParts",
     "MoEConfig",
+    "SampledSoftmax",
     "evaluating",
     "linear_cross_entropy",
     "linear_nll",
+    "sampled_cross_entropy",
 ]

@@ -16,7 +16,7 @@ from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import NoisyTopKGate, TopKGate
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models.lstm import LSTM
-from moe_ext.models.softmax import linear_cross_entropy, linear_nll
+from moe_ext.models.sampled_softmax import SampledSoftmax
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.ops import ACTIVATIONS
 from moe_ext.recurrent import MoELSTM
@@ -119,6 +119,8 @@ class LanguageModelConfig:
         dropout: probability, on the output of each layer and of the embedding.
         residual: add each layer's input to its output.
         lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 is d_model.
+        num_sampled: classes drawn for the softmax in training, ids being in the order of frequency
+            (App. C.1: 8,192); 0 is the full softmax.
         memory_slots: states that a "moe_lstm" keeps for the backward pass; 0 is everything.
         moe, ffn: what these layers are. The experts of a "moe_lstm" are matrices: it leaves out
             hidden_sizes and activation.
@@ -129,6 +131,7 @@ class LanguageModelConfig:
     dropout: float = 0.1
     residual: bool = True
     lstm_units: int = 0
+    num_sampled: int = 0
     memory_slots: int = 0
     moe: MoEConfig = field(default_factory=MoEConfig)
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
@@ -148,6 +151,7 @@ class LanguageModelConfig:
             f"be 0 or at least d_model = {self.d_model}",
             self.lstm_units,
         )
+        require(self.num_sampled >= 0, "num_sampled", "be at least 0", self.num_sampled)
         require(self.memory_slots >= 0, "memory_slots", "be at least 0", self.memory_slots)
         require(
             "moe_lstm" not in self.layers or self.moe.gate != "balanced",
@@ -180,7 +184,8 @@ class LossParts(NamedTuple):
     The objective is nll_sum / num_tokens + aux_loss; a perplexity is made of the first two alone.
 
     Attributes:
-        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included).
+        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included); from a
+            sampled softmax in training too low.
         num_tokens: how many.
         aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
         aux: what each MoE layer reports, in order.
@@ -212,6 +217,10 @@ class LanguageModel(nn.Module):
         noise_generator: where the gates' noise comes from; None is torch's default generator. With
             one of its own, a model with MoE layers and one without draw the same dropout masks from
             the same seed.
+        class_generator: where the classes of a sampled softmax come from, on the CPU; likewise.
+
+    Raises:
+        ValueError: config.num_sampled is above vocab_size.
     """
 
     def __init__(
@@ -221,13 +230,16 @@ class LanguageModel(nn.Module):
         *,
         process_group: ProcessGroup | None = None,
         noise_generator: torch.Generator | None = None,
+        class_generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         d_model = config.d_model
         self.embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
-        self.softmax = nn.Linear(d_model, vocab_size)
+        self.softmax = SampledSoftmax(
+            d_model, vocab_size, config.num_sampled, generator=class_generator
+        )
         nn.init.uniform_(self.softmax.weight, -((3 / d_model) ** 0.5), (3 / d_model) ** 0.5)
         nn.init.zeros_(self.softmax.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -309,9 +321,7 @@ class LanguageModel(nn.Module):
         """The parts of the training objective. Logits are made for real tokens only."""
         h, aux = self(batch.inputs, batch.mask)
         targets = batch.targets[batch.mask]
-        nll_sum = linear_cross_entropy(
-            h[batch.mask], self.softmax.weight, self.softmax.bias, targets
-        )
+        nll_sum = self.softmax.loss(h[batch.mask], targets)
         aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
         return LossParts(nll_sum, len(targets), aux_loss, aux)
 
@@ -319,9 +329,7 @@ class LanguageModel(nn.Module):
     def token_nll(self, batch: Batch) -> Tensor:
         """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
         h, _ = self(batch.inputs, batch.mask)
-        return linear_nll(
-            h[batch.mask], self.softmax.weight, self.softmax.bias, batch.targets[batch.mask]
-        )
+        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
 
 
 @contextmanager

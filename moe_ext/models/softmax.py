@@ -32,9 +32,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """Each term of the sum of `linear_cross_entropy`: [T] float32, nats; no gradient."""
     nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
-    weight, dtype = _cast(weight, hidden)
-    for rows in _blocks(len(targets), weight):
-        logits = _logits(hidden[rows].to(dtype), weight, bias)
+    weight, dtype = to_product_dtype(weight, hidden)
+    for rows in row_blocks(len(targets), weight):
+        logits = logits_of(hidden[rows].to(dtype), weight, bias)
         nll[rows] = logits.logsumexp(1) - logits.gather(1, targets[rows, None]).squeeze(1)
     return nll
 
@@ -49,11 +49,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=full)
         grad_bias = torch.zeros_like(bias, dtype=full)
-        cast_weight, dtype = _cast(weight, hidden)
-        for rows in _blocks(len(targets), weight):
+        cast_weight, dtype = to_product_dtype(weight, hidden)
+        for rows in row_blocks(len(targets), weight):
             h = hidden[rows].to(dtype)
             target = targets[rows, None]
-            logits = _logits(h, cast_weight, bias)
+            logits = logits_of(h, cast_weight, bias)
             target_logit = logits.gather(1, target)
             largest = logits.amax(1, keepdim=True)
             grad = logits.sub_(largest).exp_()
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(g.to(s.dtype) for g, s in zip(grads, ctx.saved_tensors, strict=True)), None
 
 
-def _cast(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
+def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
     """The weight in the dtype of the matrix products, cast once for all blocks, and that dtype."""
     device = hidden.device.type
     enabled = torch.is_autocast_enabled(device)
@@ -88,7 +88,7 @@ def _cast(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
     return weight.to(dtype), dtype
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     full = accumulation_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.dtype == full:
@@ -96,7 +96,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return (hidden @ weight.t()).to(full).add_(bias)
 
 
-def _blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
+def row_blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
     """Row blocks whose logits fit the cache (CPU) or fill the device (GPU). Not below 128 rows,
     where reading the weights would take longer than the products."""
     values = 2**20 if weight.device.type == "cpu" else 2**27

@@ -172,11 +172,13 @@ class Trainer:
         self.step = 0 if earlier is None else earlier.step
         torch.manual_seed(self._seed("weights"))
         self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
+        self.class_generator = torch.Generator("cpu")
         self.model = LanguageModel(
             config.model,
             len(self.text.vocabulary),
             process_group=process_group,
             noise_generator=self.noise_generator,
+            class_generator=self.class_generator,
         ).to(self.device)
         self._objective: nn.Module = _Objective(self.model)
         if process_group is not None:
@@ -262,6 +264,8 @@ class Trainer:
     def _train_step(self, batches: list[Batch], window: _Window) -> None:
         """One optimizer step on the mean loss over all tokens of the batches."""
         self.model.train()
+        # All processes draw the same classes, after a restart too.
+        self.class_generator.manual_seed(self._seed("classes", self.step))
         processes = self.processes
         sizes = [batch.num_tokens for batch in batches]
         num_tokens = sum(sizes)
