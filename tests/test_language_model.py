@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import assert_exact
 from torch.nn import functional as F
 
 from moe_ext import (
@@ -124,8 +125,36 @@ def test_lstm_weights_have_unit_gain():
     assert lstm.lstm.weight_ih_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
     assert lstm.lstm.weight_hh_l0.var().item() == pytest.approx(1 / 128, rel=0.05)
     assert lstm.lstm.weight_hr_l0.var().item() == pytest.approx(1 / 256, rel=0.05)
+    lstm = LSTM(64, 64)
+    assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
+    assert lstm.projection.var().item() == pytest.approx(1 / 64, rel=0.05)
     with pytest.raises(ValueError, match="units must be at least d_model"):
         LSTM(64, 32)
+
+
+@pytest.mark.parametrize("units", [None, 6, 9])
+def test_lstm_is_that_of_its_equations(units):
+    """With a cell of d_model units that is projected, which torch's LSTM does not have, too."""
+    lstm = LSTM(6, units).double()
+    weights = dict(lstm.lstm.named_parameters())
+    w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
+    bias = weights["bias_ih_l0"] + weights["bias_hh_l0"]
+    identity = torch.eye(6, dtype=torch.float64)
+    p = {None: identity, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    m, c, expected = x.new_zeros(2, 6), x.new_zeros(2, units or 6), []
+    for t in range(5):
+        i, f, j, o = (x[:, t] @ w.T + m @ u.T + bias).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
+        m = (o.sigmoid() * c.tanh()) @ p.T
+        expected.append(m)
+    assert_exact(lstm(x), torch.stack(expected, 1))
+    actual, exact = (
+        torch.autograd.grad(y.square().sum(), list(lstm.parameters()))
+        for y in (lstm(x), torch.stack(expected, 1))
+    )
+    for grad, of_equations in zip(actual, exact, strict=True):
+        assert_exact(grad, of_equations)
 
 
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn", "lstm"])

@@ -8,14 +8,18 @@ class LSTM(nn.Module):
     """One unidirectional LSTM over whole sentences, each from a zero state.
 
         i, f, j, o = W [x_t, m_{t-1}] + b          c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
-        m_t = sigmoid(o) tanh(c_t), projected to `d_model` if `units` is larger
+        m_t = P (sigmoid(o) tanh(c_t)),  with `units` given; without P else
 
     Weights start uniform with variance 1 / fan_in (input and recurrent together), biases at zero,
     the forget gate's at 1 so that the cell remembers from the start.
 
     Args:
         d_model: D, the width of x and of what comes out.
-        units: width of the cell; None or 0 is d_model.
+        units: width of a cell that is projected to d_model; None or 0 is a cell of d_model units
+            without projection.
+
+    Attributes:
+        projection: P [D, units], where it is square; torch's LSTM has the others.
 
     Raises:
         ValueError: units is below d_model.
@@ -23,19 +27,22 @@ class LSTM(nn.Module):
 
     def __init__(self, d_model: int, units: int | None = None) -> None:
         super().__init__()
+        square = units == d_model
         units = units or d_model
         if units < d_model:
             raise ValueError(f"LSTM: units must be at least d_model ({d_model}), got {units}")
-        projection = d_model if units > d_model else 0
-        self.lstm = nn.LSTM(d_model, units, proj_size=projection, batch_first=True)
+        projected = d_model if units > d_model else 0
+        self.lstm = nn.LSTM(d_model, units, proj_size=projected, batch_first=True)
+        self.projection = nn.Parameter(torch.empty(d_model, units)) if square else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         units, recurrent = self.lstm.hidden_size, self.lstm.proj_size or self.lstm.hidden_size
-        for name, parameter in self.lstm.named_parameters():
-            if name.startswith("weight"):
-                fan_in = units if name == "weight_hr_l0" else self.lstm.input_size + recurrent
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                projects = name in ("projection", "lstm.weight_hr_l0")
+                fan_in = units if projects else self.lstm.input_size + recurrent
                 nn.init.uniform_(parameter, -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5)
             else:
                 nn.init.zeros_(parameter)
@@ -44,4 +51,9 @@ class LSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] to m [B, S, D]. Sentences are padded on the right, where m means nothing."""
-        return self.lstm(x)[0]
+        if self.projection is None:
+            return self.lstm(x)[0]
+        # W m_{t-1} = (W P) r_{t-1}: the LSTM with weights W P makes r, and P of it is m.
+        recurrent = self.lstm.get_parameter("weight_hh_l0") @ self.projection
+        r = torch.func.functional_call(self.lstm, {"weight_hh_l0": recurrent}, x)[0]
+        return r @ self.projection.T
