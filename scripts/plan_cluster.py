@@ -7,11 +7,8 @@
 The largest model of the paper, 131,072 experts on 128 K40s (App. D), and then as many more experts
 as devices: a trillion parameters (Sec. 3.1), the same memory, bytes and time on each device:
 
-    python scripts/plan_cluster.py configs/small/moe-256-h.toml model.d_model=512 \\
-        model.moe.hidden_sizes=[1024] model.moe.num_experts=131072 model.moe.num_groups=256 \\
-        data.vocab_size=100000 data.tokens_per_batch=19531 optimizer.experts=factored_adam \\
-        --devices 128 256 512 1024 --weak --recompute --split-gates \
-        --device k40
+    python scripts/plan_cluster.py configs/news/moe-131072-h.toml data.tokens_per_batch=19531 \\
+        --devices 128 256 512 1024 --device k40 --weak --split-gates
 
 Arguments after the configuration are overrides as for train.py; data.tokens_per_batch is a
 device's. With --weak the experts, and their groups, are those on the first number of devices, and
@@ -124,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         if args.weak and number % args.devices[0]:
             raise ConfigError(f"--devices must be multiples of the first with --weak, got {number}")
         these = grown(config, number // args.devices[0]) if args.weak else config
-        options = {name: getattr(args, name) for name in ("exchange", "recompute", "split_gates")}
+        options = {name: getattr(args, name) for name in ("exchange", "split_gates")}
         plans.append(plan(these, device, number, **options))
     values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
     print(f"{args.config}, device: {values}\n\n{table(plans, device)}")
@@ -142,7 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
     parser.add_argument("--exchange", choices=EXCHANGES, default="rows")
-    parser.add_argument("--recompute", action="store_true", help="the experts' hidden layers")
     parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
     parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
     parser.add_argument("--json", type=Path)

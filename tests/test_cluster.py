@@ -16,7 +16,7 @@ from moe_ext.data import Batch
 from moe_ext.exchange import Placement
 from moe_ext.models import LanguageModel
 from moe_ext.optim import FactoredAdam, split_parameters
-from moe_ext.training.config import ConfigError, config_from_dict
+from moe_ext.training.config import ConfigError, config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("plan_cluster", ROOT / "scripts" / "plan_cluster.py")
@@ -63,7 +63,7 @@ def test_a_plan_worked_by_hand():
 def test_options_of_a_plan():
     p = plan(config(), DEVICE, 4)
     # Hidden layers once more: 2 rows of 4 · 6 multiply-adds, and no longer kept.
-    again = plan(config(), DEVICE, 4, recompute=True)
+    again = plan(config({"recompute": True}), DEVICE, 4)
     assert again.flops == p.flops + 2 * 12 * 2 * 24
     assert again.activation_bytes == p.activation_bytes - 4 * 12 * 2 * 6
     # Of 8 experts 2 on each of 4: at least one of the 2 choices is there in 28 - 15 of 28 cases.
@@ -120,6 +120,7 @@ CONFIGS = {
     "hierarchical": {"moe": {"num_experts": 8, "num_groups": 4, "k": 2, "hidden_sizes": [6]}},
     "swiglu": {"moe": {"activation": "swiglu"}},
     "mixed": {"layers": ["lstm", "moe", "ffn"], "lstm_units": 6, "ffn": {"hidden_sizes": [5]}},
+    "square": {"layers": ["lstm", "moe"], "lstm_units": 4},
 }  # fmt: skip
 
 
@@ -160,17 +161,9 @@ def test_what_is_kept_is_about_what_autograd_keeps(num_groups, dropout):
 
 def test_a_trillion_parameters():
     """Sec. 3.1: with experts in proportion to devices, a device's load does not grow."""
-    moe = {"num_experts": 2**17, "num_groups": 256, "k": 2, "hidden_sizes": [1024]}
-    base = config(
-        moe,
-        {"vocab_size": 100_000, "tokens_per_batch": 19_531},
-        {"experts": "factored_adam"},
-        d_model=512,
-        layers=["lstm", "moe", "lstm"],
-    )
+    base = read_config(ROOT / "configs/news/moe-131072-h.toml", ["data.tokens_per_batch=19531"])
     small, large = (
-        plan(script.grown(base, n), DEVICES["k40"], 128 * n, recompute=True, split_gates=True)
-        for n in (1, 8)
+        plan(script.grown(base, n), DEVICES["k40"], 128 * n, split_gates=True) for n in (1, 8)
     )
     assert small.num_experts == 2**17  # 137 billion parameters, App. D
     assert small.dense_parameters + small.expert_parameters == pytest.approx(137.7e9, rel=1e-3)
@@ -179,7 +172,7 @@ def test_a_trillion_parameters():
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
     assert large.step_seconds(overlap=False) < 1.03 * small.step_seconds(overlap=False)
     # Copies of all secondary gates would grow with the experts: 2 · 512 weights each.
-    copied = plan(script.grown(base, 8), DEVICES["k40"], 1024, recompute=True)
+    copied = plan(script.grown(base, 8), DEVICES["k40"], 1024)
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 
 

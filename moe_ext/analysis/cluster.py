@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moe_ext.analysis.cost import cost
+from moe_ext.analysis.cost import training_flops
 from moe_ext.analysis.roofline import Work, limit
 from moe_ext.checks import require
 from moe_ext.exchange import EXCHANGES, Placement
@@ -169,7 +169,6 @@ def plan(
     num_devices: int,
     *,
     exchange: str = "rows",
-    recompute: bool = False,
     split_gates: bool = False,
 ) -> Plan:
     """A training step of `config` with its experts shared by `num_devices`.
@@ -181,7 +180,6 @@ def plan(
         device: one of them.
         num_devices: d.
         exchange: see `moe_ext.exchange.Exchange`.
-        recompute: see `moe_ext.MoE`.
         split_gates: the secondary gates of a hierarchical mixture are where their groups are
             (Sec. 3.1); `HierarchicalMoE` has all of them in every process.
 
@@ -228,18 +226,18 @@ def plan(
     hidden = sum(weight.shape[2] for weight in weights[:-1])
     logits = moe.num_groups + moe.k * group if moe.num_groups else num_experts
     # x, sigmoid(y); noise and its deviation, logits with and without it
-    kept_of_layer = 2 * d_model + 4 * logits + (0 if recompute else k * hidden)
+    kept_of_layer = 2 * d_model + 4 * logits + (0 if moe.recompute else k * hidden)
     if num_devices > 1:
         kept_of_layer += k * (d_input + (d_output if exchange == "rows" else 0))
     dropouts = len(kinds) + 1 if config.model.dropout else 0
     kept = (2 + dropouts) * d_model + len(layers) * kept_of_layer  # 2: embedding, softmax
     kept += sum(_kept(layer) for layer in model.layers if not isinstance(layer, MoE))
-    ops = 3 * (cost(model).ops_per_timestep + model.softmax.weight.numel())
-    if recompute:
-        ops += len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
+    flops_of_token = training_flops(model).total
+    if moe.recompute:
+        flops_of_token += 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
 
     tokens = batch * batches
-    flops = 2.0 * ops * tokens
+    flops = float(flops_of_token * tokens)
     activation_bytes = itemsize * kept * batch
     bytes_moved = batches * (3 * 4 * local + 2 * activation_bytes)
     exchanged = len(layers) * sum(sent) * tokens
@@ -270,7 +268,8 @@ def _kept(layer: nn.Module) -> int:
     """Numbers that a dense layer keeps of a token for the backward pass."""
     if isinstance(layer, LSTM):
         lstm = layer.lstm  # as torch has it on the CPU: 4 gates before and after, their products
-        return lstm.input_size + 16 * lstm.hidden_size + lstm.proj_size
+        projected = lstm.proj_size if layer.projection is None else lstm.hidden_size
+        return lstm.input_size + 16 * lstm.hidden_size + projected
     assert isinstance(layer, FeedForwardExperts)
     widths = [weight.shape[2] for weight in layer.weights]
     return layer.weights[0].shape[1] + sum(widths) + widths[-1]

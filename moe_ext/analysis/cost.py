@@ -1,7 +1,8 @@
-"""Parameters and operations of a language model, counted as in the paper's tables (7 and 8)."""
+"""Parameters and operations of a language model, counted as in the paper (Tables 7 and 8)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,6 +36,23 @@ class Cost:
         )
 
 
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Floating-point operations in training, of each token; a multiply-add is two (Sec. 5.1).
+
+    Attributes:
+        total: forward and backward, softmax included.
+        experts: of these, the experts'.
+    """
+
+    total: int
+    experts: int
+
+    @property
+    def expert_share(self) -> float:
+        return self.experts / self.total
+
+
 def cost(model: LanguageModel) -> Cost:
     """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
 
@@ -43,22 +61,54 @@ def cost(model: LanguageModel) -> Cost:
     LSTMs, below the precision of the tables, are left out of ops and parameters and are in the
     total.
     """
-    ops = parameters = 0
+    count = _count(model)
+    total = sum(p.numel() for p in model.parameters())
+    return Cost(count.ops + count.expert_ops, count.parameters, total)
+
+
+def training_flops(model: LanguageModel, num_sampled: int = 0) -> TrainingFlops:
+    """6 times the multiply-adds of a token's forward pass: the backward pass has twice as many.
+
+    What is computed again in the backward pass is not counted again, and nothing but products of
+    matrices is counted. Divided by the time of a step, this is the efficiency of the paper's
+    tables.
+
+    Args:
+        model: all of it, as in one process; on the meta device too.
+        num_sampled: classes drawn for the softmax in training, to which a token's own comes; 0 is
+            the full softmax.
+    """
+    count = _count(model)
+    num_classes, d_model = model.softmax.weight.shape
+    softmax = d_model * (num_sampled + 1 if num_sampled else num_classes)
+    return TrainingFlops(6 * (count.ops + count.expert_ops + softmax), 6 * count.expert_ops)
+
+
+class _Count(NamedTuple):
+    ops: int  # multiply-adds of a position's forward pass but for the experts, and theirs
+    expert_ops: int
+    parameters: int
+
+
+def _count(model: LanguageModel) -> _Count:
+    """Of the layers between embedding and softmax."""
+    ops = expert_ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):
             moe = layer if isinstance(layer, MoE) else layer.cell.moe
             experts = _weights(moe.experts.parameters())
             k = model.config.moe.experts_per_token
-            ops += _gate_ops(moe.gate) + experts * k // moe.num_experts
+            ops += _gate_ops(moe.gate)
+            expert_ops += experts * k // moe.num_experts
             parameters += _weights(moe.gate.parameters()) + experts
         elif isinstance(layer, FeedForwardExperts):
-            ops += _weights(layer.weights)
+            expert_ops += _weights(layer.weights)
             parameters += _weights(layer.weights)
         else:
             matrices = _weights(p for p in layer.parameters() if p.dim() == 2)
             ops += matrices
             parameters += matrices
-    return Cost(ops, parameters, sum(p.numel() for p in model.parameters()))
+    return _Count(ops, expert_ops, parameters)
 
 
 def _gate_ops(gate: nn.Module) -> int:

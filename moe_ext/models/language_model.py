@@ -49,6 +49,7 @@ class MoEConfig:
     w_importance: float = 0.1
     w_load: float = 0.1
     noise_epsilon: float = 1e-2
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
@@ -118,12 +119,13 @@ class LanguageModelConfig:
             four "lstm". A "moe_lstm" is an LSTM whose matrices are a mixture of experts (Sec. 3.1).
         dropout: probability, on the output of each layer and of the embedding.
         residual: add each layer's input to its output.
-        lstm_units: width of the LSTMs' cells, projected back to d_model if larger; 0 is d_model.
+        lstm_units: width of the LSTMs' cells, at least d_model, which are projected back to
+            d_model; 0 is cells of d_model units without projection.
         num_sampled: classes drawn for the softmax in training, ids being in the order of frequency
             (App. C.1: 8,192); 0 is the full softmax.
         memory_slots: states that a "moe_lstm" keeps for the backward pass; 0 is everything.
         moe, ffn: what these layers are. The experts of a "moe_lstm" are matrices: it leaves out
-            hidden_sizes and activation.
+            hidden_sizes, activation and recompute.
     """
 
     d_model: int = 512
@@ -262,6 +264,7 @@ class LanguageModel(nn.Module):
                         activation=config.moe.activation,
                         w_importance=config.moe.w_importance,
                         w_load=config.moe.w_load,
+                        recompute=config.moe.recompute,
                         process_group=process_group,
                     )
                 )
