@@ -170,7 +170,7 @@ def test_a_trillion_parameters():
     assert large.dense_parameters + large.expert_parameters > 1.1e12
     assert large.memory_bytes < 1.05 * small.memory_bytes
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
-    assert large.step_seconds(overlap=False) < 1.03 * small.step_seconds(overlap=False)
+    assert large.step_seconds(overlap=False) < 1.05 * small.step_seconds(overlap=False)
     # Copies of all secondary gates would grow with the experts: 2 · 512 weights each.
     copied = plan(script.grown(base, 8), DEVICES["k40"], 1024)
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20

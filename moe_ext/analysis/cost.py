@@ -66,21 +66,17 @@ def cost(model: LanguageModel) -> Cost:
     return Cost(count.ops + count.expert_ops, count.parameters, total)
 
 
-def training_flops(model: LanguageModel, num_sampled: int = 0) -> TrainingFlops:
+def training_flops(model: LanguageModel) -> TrainingFlops:
     """6 times the multiply-adds of a token's forward pass: the backward pass has twice as many.
 
-    What is computed again in the backward pass is not counted again, and nothing but products of
-    matrices is counted. Divided by the time of a step, this is the efficiency of the paper's
-    tables.
-
-    Args:
-        model: all of it, as in one process; on the meta device too.
-        num_sampled: classes drawn for the softmax in training, to which a token's own comes; 0 is
-            the full softmax.
+    Of the softmax these are the token's own class and the sampled ones, if not all. What is
+    computed again in the backward pass is not counted again, and nothing but products of matrices
+    is. Divided by the time of a step, this is the efficiency of the paper's tables.
     """
     count = _count(model)
     num_classes, d_model = model.softmax.weight.shape
-    softmax = d_model * (num_sampled + 1 if num_sampled else num_classes)
+    num_sampled = model.config.num_sampled
+    softmax = d_model * (1 + num_sampled if num_sampled else num_classes)
     return TrainingFlops(6 * (count.ops + count.expert_ops + softmax), 6 * count.expert_ops)
 
 
