@@ -47,9 +47,10 @@ class MoEAux(NamedTuple):
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
     def metrics(self) -> dict[str, float]:
-        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load); and the gate's.
+        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load).
 
-        Reads the values, so that a GPU is waited for.
+        Beside them the CV of the numbers of tokens that the experts got, of which Load is the
+        smooth form, and what the gate reports. Reads the values, so that a GPU is waited for.
         """
         with torch.no_grad():
             load = self.load.double()
@@ -57,6 +58,7 @@ class MoEAux(NamedTuple):
                 "cv_importance": cv_squared(self.importance.double()).sqrt().item(),
                 "cv_load": cv_squared(load).sqrt().item(),
                 "max_over_mean_load": (load.max() / load.mean().clamp_min(1e-30)).item(),
+                "cv_tokens": cv_squared(self.tokens_per_expert.double()).sqrt().item(),
             } | {name: value.item() for name, value in self.gate_metrics.items()}
 
 

@@ -1,0 +1,55 @@
+"""How sure a difference is: intervals over paired seeds and over test sentences."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and what it may be."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_difference(differences: Sequence[float], confidence: float = 0.95) -> Interval | None:
+    """Mean of paired differences with its t interval; None for fewer than two."""
+    if len(differences) < 2:
+        return None
+    from scipy import stats  # type: ignore[import-untyped]
+
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    half = float(stats.t.ppf((1 + confidence) / 2, len(differences) - 1)) * error
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_difference(
+    a: Tensor, b: Tensor, lengths: Tensor, *, samples: int = 2_000, confidence: float = 0.95
+) -> Interval:
+    """(sum a - sum b) / tokens with its percentile interval over resampled test sentences.
+
+    Says how far the sentences of this test set decide between these two runs; how far seeds do, it
+    can't say.
+
+    Args:
+        a, b: [N], nats of each sentence under two models.
+        lengths: [N] int64, its tokens.
+        samples: how often sentences are drawn anew.
+        confidence: of the interval.
+    """
+    generator = torch.Generator().manual_seed(0)
+    difference = (a - b).double()
+    means = []
+    for _ in range(samples):
+        drawn = torch.randint(len(a), (len(a),), generator=generator)
+        means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
+    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
+    return Interval(float(difference.sum() / lengths.sum()), low, high)

@@ -1,0 +1,172 @@
+"""Studies: several models over paired seeds, and what their differences say about a claim.
+
+Runs of one seed share the order of the data, the dropout masks, the classes drawn for the softmax
+and the initial weights of the layers they have in common; a difference between two models is a mean
+over such pairs. The unit of analysis is the test log-perplexity of a run after a number of steps
+set in advance.
+"""
+
+import argparse
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from moe_ext.data.files import atomic_file
+from moe_ext.training.config import Config
+from moe_ext.training.metrics import perplexity
+from moe_ext.training.results import Result, finished, train_and_test
+from moe_ext.training.statistics import Interval, mean_difference
+from moe_ext.training.text import Text
+
+Results = dict[str, dict[int, Result]]  # by arm and seed
+
+
+def study_parser(
+    description: str | None, name: str, arms: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The options that studies have in common; read them with `parse_intermixed_args`.
+
+    Args:
+        description: the script's docstring.
+        name: of the study.
+        arms: the names of its models.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
+    parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
+    parser.add_argument("--output", default="docs/results", help="folder of the report")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    return parser
+
+
+def run_study(
+    arms: Mapping[str, Config],
+    seeds: Sequence[int],
+    text: Text,
+    runs: str | Path,
+    shares: Sequence[float] = (),
+    train: Collection[str] | None = None,
+) -> Results:
+    """Train and test every arm with every seed, in RUNS/ARM-seedN, seed after seed.
+
+    Finished runs are not repeated, interrupted ones go on. Several processes that are started with
+    the same folder share the work: each takes a run that no other one is at.
+
+    Args:
+        arms: the models by name; their `data` must be the text's.
+        seeds: of the runs.
+        text: the corpus.
+        runs: the folder of the runs' folders.
+        shares: see `train_and_test`.
+        train: the arms to train; of the others only what is there is collected. None is all.
+
+    Returns:
+        The finished runs; what other processes are at is not among them.
+
+    Raises:
+        ConfigError: a folder holds something else.
+        KeyboardInterrupt: a signal stopped a run, which is saved.
+    """
+    planned = {
+        (name, seed): replace(config, seed=seed, output=str(Path(runs) / f"{name}-seed{seed}"))
+        for seed in seeds
+        for name, config in arms.items()
+    }
+    for (name, _), config in planned.items():
+        if train is not None and name not in train:
+            continue
+        folder = Path(config.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / ".lock", timeout=0):
+                train_and_test(config, text, shares)
+        except Timeout:
+            continue
+    results: Results = {name: {} for name in arms}
+    for (name, seed), config in planned.items():
+        result = finished(config, text)
+        if result is not None:
+            results[name][seed] = result
+    return results
+
+
+def difference(
+    a: Mapping[int, Result], b: Mapping[int, Result], share: float = 1.0
+) -> Interval | None:
+    """ln ppl(a) - ln ppl(b) over the seeds that both have; None for fewer than two."""
+    return mean_difference(
+        [a[seed].nll_at(share) - b[seed].nll_at(share) for seed in sorted(a.keys() & b.keys())]
+    )
+
+
+def widening(a: Mapping[int, Result], b: Mapping[int, Result], share: float) -> Interval | None:
+    """How far `difference` at the end is from where it was after a share of the steps."""
+    seeds = sorted(a.keys() & b.keys())
+    gaps = [
+        [x[seed].nll_at(at) - y[seed].nll_at(at) for x, y in [(a, b)] for at in (1.0, share)]
+        for seed in seeds
+    ]
+    return mean_difference([end - start for end, start in gaps])
+
+
+def verdict(interval: Interval | None) -> str:
+    """What a paired difference says of the claim that it is below zero."""
+    if interval is None:
+        return "not decided: one seed"
+    if interval.high < 0:
+        return "reproduced"
+    return "reversed" if interval.low > 0 else "not seen"
+
+
+def as_change(interval: Interval | None) -> str:
+    """A difference of ln ppl as a change of the perplexity, in per cent with its interval."""
+    if interval is None:
+        return ""
+    mean, low, high = (
+        100 * (perplexity(value) - 1) for value in (interval.mean, interval.low, interval.high)
+    )
+    return f"{mean:+.2f}% [{low:+.2f}, {high:+.2f}]"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; the lines of its cells' text stay as they are."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def as_data(results: Results) -> dict[str, Any]:
+    """The finished runs, ready for JSON."""
+    return {
+        name: {
+            "cost": asdict(next(iter(runs.values())).cost),
+            "runs": [
+                {
+                    "seed": seed,
+                    "test_nll": result.test_nll,
+                    "earlier_nll": result.earlier_nll,
+                    "words_per_second": result.words_per_second,
+                    "balance": result.balance,
+                }
+                for seed, result in runs.items()
+            ],
+        }
+        for name, runs in results.items()
+        if runs
+    }
+
+
+def write_report(folder: str | Path, name: str, page: str, data: Any) -> None:
+    """FOLDER/NAME.md and NAME.json."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, content in (("md", page), ("json", json.dumps(data, indent=1) + "\n")):
+        with atomic_file(folder / f"{name}.{suffix}") as file:
+            file.write(content.encode())

@@ -1,0 +1,218 @@
+"""More experts at equal operations (Figures 2-left and 3, Table 7 of the paper, in small).
+
+    python scripts/reproduce_capacity.py data.corpus=path/to/text
+    python scripts/reproduce_capacity.py --seeds 1 2 --arms moe-4 moe-64 data.corpus=path/to/text
+    python scripts/reproduce_capacity.py --report data.corpus=path/to/text
+
+Trains the models of configs/small on 10.7 million words for each seed, tests them after a quarter
+and after all of the steps, and writes OUTPUT/capacity.md, .json and .png (OUTPUT is docs/results if
+not given). A run takes 10 to 20 minutes on one processor. Started several times with the same
+--runs, the processes share the runs; with --report nothing is trained.
+
+Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
+goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
+sentence.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from moe_ext.training.command import exit_status
+from moe_ext.training.config import read_config
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.metrics import perplexity
+from moe_ext.training.statistics import Interval
+from moe_ext.training.study import (
+    Results,
+    as_change,
+    as_data,
+    difference,
+    markdown_table,
+    run_study,
+    study_parser,
+    verdict,
+    widening,
+    write_report,
+)
+from moe_ext.training.text import load_text
+
+_ROOT = Path(__file__).resolve().parent.parent
+MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
+DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-512-128")
+LARGE = "moe-64-2x"
+ARMS = (*MIXTURES, *DENSE, LARGE)
+SETTINGS = (
+    "steps=4200",
+    "num_threads=1",
+    "data.vocab_size=10000",
+    "data.tokens_per_batch=2560",
+    "model.num_sampled=1024",
+    "log.eval_every=1050",
+    "log.save_every=1050",
+)
+# The best peak rates of 4e-3, 8e-3 and 1.6e-2 for moe-32 and for moe-1-wide after 1,200 steps.
+RATE_OF_MIXTURES, RATE_OF_DENSE = 8e-3, 1.6e-2
+QUARTER = 0.25
+
+
+def claims(results: Results) -> list[tuple[str, str, Interval | None]]:
+    """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
+
+    def row(claim: str, a: str, b: str, share: float = 1.0) -> tuple[str, str, Interval | None]:
+        when = "" if share == 1 else " after a quarter of the steps"
+        return claim, f"{a} against {b}{when}", difference(results[a], results[b], share)
+
+    first, largest_flat = "moe-4", "moe-64"
+    rows = [row("M1: more experts are better at equal operations", largest_flat, first)]
+    rows += [
+        row("M2: and each step of them further", more, fewer)
+        for fewer, more in zip(MIXTURES, MIXTURES[1:], strict=False)
+    ]
+    rows += [row("M1: and better than dense models", largest_flat, dense) for dense in DENSE]
+    rows.append(row("M3: more operations help a large mixture too", LARGE, largest_flat))
+    rows += [
+        (
+            "M4: more text widens the gap",
+            f"{more} against {first}: at the end less after a quarter",
+            widening(results[more], results[first], QUARTER),
+        )
+        for more in MIXTURES[1:]
+    ]
+    return rows
+
+
+def as_markdown(results: Results, facts: dict[str, Any]) -> str:
+    """The page: the models, and what became of the claims."""
+
+    def mean_perplexity(name: str, share: float) -> str:
+        runs = results[name].values()
+        return f"{perplexity(statistics.fmean(r.nll_at(share) for r in runs)):.2f}"
+
+    rows = []
+    for name, runs in results.items():
+        if not runs:
+            continue
+        cost = next(iter(runs.values())).cost
+        against = [as_change(difference(runs, results["moe-4"], share)) for share in (QUARTER, 1.0)]
+        if name == "moe-4":
+            against = ["", ""]
+        rows.append(
+            [
+                name,
+                f"{cost.ops_per_timestep / 1e6:.3f}M",
+                f"{cost.parameters / 1e6:.2f}M",
+                len(runs),
+                mean_perplexity(name, QUARTER),
+                against[0],
+                mean_perplexity(name, 1.0),
+                against[1],
+                f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
+            ]
+        )
+    table = markdown_table(
+        [
+            "model", "ops/timestep", "parameters", "seeds", "test ppl after 25%",
+            "against moe-4, 95%", "test ppl", "against moe-4, 95%", "words/s",
+        ],
+        rows,
+    )  # fmt: skip
+    verdicts = markdown_table(
+        ["claim", "compared", "perplexity, 95%", "verdict"],
+        [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims(results)],
+    )
+    return (
+        "# More experts at equal operations\n\n"
+        f"```\npython scripts/reproduce_capacity.py data.corpus={facts['corpus']}\n```\n\n"
+        f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
+        f"{facts['seen_tokens']:,}, each once; {facts['test_tokens']:,} in the test part; "
+        f"vocabulary {facts['vocabulary']:,}; in training the softmax over 1,024 sampled classes, "
+        "in the test over all. Operations and parameters are without embedding and softmax. "
+        "Perplexities are exp of the mean over seeds of ln ppl, differences means over pairs of "
+        "runs of one seed with their 95% t interval. The peak learning rate is the best of 4e-3, 8e-3 "
+        f"and 1.6e-2 on the dev part after 1,200 steps: {RATE_OF_MIXTURES:g} for the mixtures (tried "
+        f"with moe-32), {RATE_OF_DENSE:g} for the dense models (tried with moe-1-wide).\n\n"
+        f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
+        "A claim is reproduced where the interval lies below zero, reversed where above, else not "
+        f"seen.\n\n{verdicts}"
+    )
+
+
+def plot(results: Results, path: Path) -> None:
+    """Perplexity against the number of experts after a quarter and all of the steps."""
+    experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
+        values = [
+            [r.nll_at(share) for r in results[name].values()] for name in MIXTURES if results[name]
+        ]
+        axes.plot(
+            experts, [perplexity(statistics.fmean(v)) for v in values], marker="o", label=label
+        )
+        for x, runs in zip(experts, values, strict=True):
+            axes.plot([x] * len(runs), list(map(perplexity, runs)), ".", color="grey", ms=4)
+    for name in (*DENSE, LARGE):
+        if results[name]:
+            level = perplexity(statistics.fmean(r.test_nll for r in results[name].values()))
+            axes.axhline(level, lw=0.8, ls="--", color="grey")
+            axes.annotate(name, (experts[0], level), fontsize=7, va="bottom")
+    axes.set_xscale("log", base=4)
+    axes.set_xticks(experts, [str(n) for n in experts])
+    axes.set(xlabel="experts", ylabel="test perplexity", title="equal operations a word")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> Results:
+    parser = study_parser(__doc__, "capacity", ARMS)
+    options = parser.parse_intermixed_args(arguments)
+
+    configs = {}
+    for name in ARMS:
+        rate = RATE_OF_DENSE if name in DENSE else RATE_OF_MIXTURES
+        configs[name] = read_config(
+            _ROOT / "configs" / "small" / f"{name}.toml",
+            [*SETTINGS, f"optimizer.learning_rate={rate}", *options.overrides],
+        )
+    config = configs["moe-4"]
+    set_up_torch(config.device, config.num_threads, config.autocast)
+    text = load_text(config.data)
+    train = () if options.report else options.arms
+    results = run_study(configs, options.seeds, text, options.runs, [QUARTER], train)
+    facts = {
+        "corpus": config.data.corpus,
+        "train_tokens": text.train.num_tokens,
+        "seen_tokens": config.steps * config.data.tokens_per_batch,
+        "test_tokens": text.test.num_tokens,
+        "vocabulary": len(text.vocabulary),
+    }
+    if not all(results[name] for name in MIXTURES):
+        print("nothing to report yet: a run of each mixture must be finished")
+        return results
+    page = as_markdown(results, facts)
+    data = {
+        **facts,
+        "models": as_data(results),
+        "claims": [
+            {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
+            for claim, what, gap in claims(results)
+        ],
+    }
+    write_report(options.output, "capacity", page, data)
+    plot(results, Path(options.output) / "capacity.png")
+    print(page)
+    print(f"also in {options.output}/capacity.md, .json and .png")
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
