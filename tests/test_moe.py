@@ -494,13 +494,15 @@ def test_statistics(device):
     layer = make_layer(2, device)
     _, aux = layer(make_x(40, device=device))
     metrics = aux.metrics()
-    assert set(metrics) == {"cv_importance", "cv_load", "max_over_mean_load"}
+    assert set(metrics) == {"cv_importance", "cv_load", "max_over_mean_load", "cv_tokens"}
     assert all(type(value) is float for value in metrics.values())
     assert metrics["cv_importance"] == pytest.approx(float(cv_squared(aux.importance)) ** 0.5)
     assert metrics["cv_load"] == pytest.approx(float(cv_squared(aux.load)) ** 0.5)
     assert metrics["max_over_mean_load"] == pytest.approx(float(aux.load.max() / aux.load.mean()))
     counts = torch.bincount(aux.expert_index.flatten(), minlength=E)
     assert_same_bits(aux.tokens_per_expert, counts)
+    counts = counts.double()
+    assert metrics["cv_tokens"] == pytest.approx(float(counts.std(correction=0) / counts.mean()))
     assert float(aux.importance.sum()) == pytest.approx(40)
 
 

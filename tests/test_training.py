@@ -24,14 +24,7 @@ from moe_ext.processes import Processes
 from moe_ext.training import device as device_module
 from moe_ext.training import loop as loop_module
 from moe_ext.training.checkpoint import checkpoints_of, load_run
-from moe_ext.training.comparison import (
-    Result,
-    bootstrap_difference,
-    comparison_report,
-    dense_counterpart,
-    mean_difference,
-    train_pair,
-)
+from moe_ext.training.comparison import comparison_report, dense_counterpart, train_pair
 from moe_ext.training.config import (
     Config,
     ConfigError,
@@ -45,6 +38,7 @@ from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import RunLog, read_metrics
 from moe_ext.training.loop import Trainer, make_optimizers
 from moe_ext.training.metrics import Evaluation, evaluate, perplexity
+from moe_ext.training.results import Result
 from moe_ext.training.text import load_part, load_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -621,6 +615,7 @@ def test_perplexity_of_a_diverged_model_is_infinite():
     nll = torch.tensor([2000.0], dtype=torch.float64)
     assert Evaluation(nll, 2).perplexity == math.inf
     unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, balance={}, sentence_nll=nll)
+    unused["earlier_nll"] = {}
     assert Result(test_nll=1000.0, **unused).perplexity == math.inf
 
 
@@ -638,25 +633,6 @@ def test_a_part_is_read_alone(tmp_path):
     assert list(load_part(config, vocabulary, "test")) == [[1], [1, 0]]
     with pytest.raises(ConfigError, match="train.txt, line 1 must be UTF-8"):
         load_part(config, vocabulary, "all")
-
-
-def test_mean_difference_is_the_t_interval():
-    interval = mean_difference([0.1, 0.2, 0.3])
-    # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
-    assert interval.mean == pytest.approx(0.2)
-    assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
-    assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
-    assert mean_difference([0.1]) is None
-
-
-def test_bootstrap_interval_covers_what_it_should():
-    lengths = torch.full((400,), 10)
-    a = torch.randn(400).double()
-    interval = bootstrap_difference(a, a * 0, lengths)
-    # The mean of 400 values of deviation 1 has a standard error of 1/20, here by 10 tokens.
-    assert interval.mean == pytest.approx(a.sum().item() / 4000)
-    assert interval.high - interval.low == pytest.approx(2 * 1.96 / 200, rel=0.15)
-    assert interval.low < interval.mean < interval.high
 
 
 def test_dense_counterpart_has_the_same_operations(table):

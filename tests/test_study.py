@@ -1,0 +1,232 @@
+"""Studies: finished runs, paired differences, what they say of a claim, the scripts' reports."""
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from moe_ext.training import results as results_module
+from moe_ext.training.config import ConfigError, config_from_dict
+from moe_ext.training.metrics import evaluate
+from moe_ext.training.results import Result, finished, train_and_test
+from moe_ext.training.statistics import Interval, bootstrap_difference, mean_difference
+from moe_ext.training.study import (
+    as_change,
+    as_data,
+    difference,
+    markdown_table,
+    run_study,
+    verdict,
+    widening,
+)
+from moe_ext.training.text import load_text
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import reproduce_capacity
+import reproduce_losses
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Sentences of words that follow by a rule, as the prefix of three files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(5)
+    for part, count in (("train", 120), ("dev", 10), ("test", 30)):
+        lines = []
+        for _ in range(count):
+            word = draw.randrange(40)
+            words = []
+            for _ in range(draw.randint(2, 12)):
+                words.append(f"w{word}")
+                word = (3 * word + draw.randrange(2)) % 40
+            lines.append(" ".join(words) + "\n")
+        (folder / f"rule.{part}.txt").write_text("".join(lines))
+    return folder / "rule"
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    moe = {"num_experts": 4, "k": 2, "hidden_sizes": [16]}
+    return config_from_dict(
+        {
+            "output": str(tmp_path / "run"),
+            "steps": 8,
+            "num_threads": 1,
+            "data": {"corpus": str(corpus), "tokens_per_batch": 100},
+            "model": {"d_model": 16, "dropout": 0.2, "moe": moe, "num_sampled": 9},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4},
+            "log": {"log_every": 2, "eval_every": 0, "save_every": 3, "progress": False},
+        }
+    )
+
+
+def test_mean_difference_is_the_t_interval():
+    interval = mean_difference([0.1, 0.2, 0.3])
+    # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
+    assert interval.mean == pytest.approx(0.2)
+    assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
+    assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
+    assert mean_difference([0.1]) is None
+
+
+def test_bootstrap_interval_covers_what_it_should():
+    lengths = torch.full((400,), 10)
+    a = torch.randn(400).double()
+    interval = bootstrap_difference(a, a * 0, lengths)
+    # The mean of 400 values of deviation 1 has a standard error of 1/20, here by 10 tokens.
+    assert interval.mean == pytest.approx(a.sum().item() / 4000)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 / 200, rel=0.15)
+    assert interval.low < interval.mean < interval.high
+
+
+def test_a_share_of_the_steps_is_what_a_shorter_run_gives(config, tmp_path):
+    text = load_text(config.data)
+    result = train_and_test(config, text, [0.25, 0.5])
+    assert result.earlier_nll.keys() == {0.25, 0.5} and result.nll_at(1.0) == result.test_nll
+    assert float(result.sentence_nll.sum()) / text.test.num_tokens == result.test_nll
+    for share in (0.25, 0.5):
+        short = replace(config, output=str(tmp_path / f"short-{share}"), steps=int(8 * share))
+        assert train_and_test(short, text).test_nll == result.nll_at(share)
+    # Stopping for the test leaves no trace in the training.
+    through = train_and_test(replace(config, output=str(tmp_path / "through")), text)
+    assert through.test_nll == result.test_nll
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3])  # the tests after 2, 4 and 8 steps
+def test_an_interrupted_run_ends_the_same(config, tmp_path, monkeypatch, killed_at):
+    text = load_text(config.data)
+    whole = train_and_test(replace(config, output=str(tmp_path / "whole")), text, [0.25, 0.5])
+    calls = []
+
+    def killed(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(results_module, "evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_test(config, text, [0.25, 0.5])
+    assert finished(config, text) is None
+    result = train_and_test(config, text, [0.25, 0.5])
+    assert len(calls) == 4  # one of the three twice
+    assert result.test_nll == whole.test_nll and result.earlier_nll == whole.earlier_nll
+    assert torch.equal(result.sentence_nll, whole.sentence_nll)
+
+
+def test_a_study_trains_what_is_missing(config, tmp_path):
+    text = load_text(config.data)
+    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
+    runs = tmp_path / "runs"
+    assert run_study(arms, [1, 2], text, runs, train=()) == {"a": {}, "b": {}}
+    # Another process is at one of the runs; arm b is not asked for.
+    (runs / "a-seed2").mkdir(parents=True)
+    with FileLock(runs / "a-seed2" / ".lock"):
+        results = run_study(arms, [1, 2], text, runs, train=["a"])
+    assert results["a"].keys() == {1} and results["b"] == {}
+    results = run_study(arms, [1, 2], text, runs)
+    assert all(each.keys() == {1, 2} for each in results.values())
+    written = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    run_study(arms, [1, 2], text, runs)
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == written
+    data = as_data(results)
+    assert data["b"]["runs"][1]["test_nll"] == results["b"][2].test_nll
+    assert (
+        json.loads(json.dumps(data))["a"]["cost"]["parameters"] == 6272
+    )  # 2 · 2,048 + 128 + 2,048
+    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+        run_study({"a": replace(config, steps=9)}, [1], text, runs)
+
+
+def result(nll, earlier=0.0):
+    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, balance={}, sentence_nll=None)
+    return Result(test_nll=nll, earlier_nll={0.25: earlier}, **unused)
+
+
+def test_differences_are_over_the_seeds_that_both_have():
+    a = {1: result(4.1, 5.0), 2: result(4.3, 5.0), 3: result(9.0, 9.0)}
+    b = {2: result(4.5, 5.1), 1: result(4.2, 5.2), 7: result(0.0, 0.0)}
+    gap = difference(a, b)  # -0.1 and -0.2: t(.975, 1) = 12.706
+    assert gap.mean == pytest.approx(-0.15)
+    assert gap.high - gap.mean == pytest.approx(12.7062 * 0.05, rel=1e-5)
+    assert difference(a, b, 0.25).mean == pytest.approx(-0.15)  # -0.2 and -0.1
+    change = widening(a, b, 0.25)  # from -0.2 to -0.1, from -0.1 to -0.2
+    assert change.mean == pytest.approx(0.0) and change.high == pytest.approx(12.7062 * 0.1)
+    assert difference({1: result(1.0)}, b) is None
+
+
+def test_verdicts():
+    assert verdict(Interval(-2, -3, -1)) == "reproduced"
+    assert verdict(Interval(-1, -3, 1)) == verdict(Interval(1, -1, 3)) == "not seen"
+    assert verdict(Interval(2, 1, 3)) == "reversed"
+    assert verdict(None) == "not decided: one seed"
+    similar = reproduce_losses.similar
+    assert similar(Interval(0.001, -0.004, 0.004)) == "reproduced"
+    assert similar(Interval(0.001, -0.004, 0.006)) == "not seen"
+    assert (
+        similar(Interval(0.02, 0.01, 0.03)) == similar(Interval(-0.02, -0.03, -0.01)) == "reversed"
+    )
+    assert as_change(Interval(math.log(0.9), math.log(0.8), 0.0)) == "-10.00% [-20.00, +0.00]"
+    assert as_change(None) == ""
+    table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])
+    assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
+
+
+def run_script(script, corpus, tmp_path, *options):
+    """The script with hardly any training: every model two batches."""
+    return script.main(
+        [
+            f"data.corpus={corpus}",
+            "steps=2",
+            "data.vocab_size=45",
+            "data.tokens_per_batch=40",
+            "model.num_sampled=9",
+            "model.d_model=8",
+            "log.tensorboard=false",
+            "log.progress=false",
+            f"--runs={tmp_path / 'runs'}",
+            f"--output={tmp_path / 'results'}",
+            *options,
+        ]
+    )
+
+
+def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
+    page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
+    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
+    assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
+    mixtures = ["--arms", *reproduce_capacity.MIXTURES]
+    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", *mixtures)
+    assert "not decided: one seed" in page.read_text() and picture.stat().st_size > 10_000
+    results = run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "2", *mixtures)
+    text = page.read_text()
+    gap = difference(results["moe-64"], results["moe-4"])
+    assert f"moe-64 against moe-4 | {as_change(gap)} | {verdict(gap)} |" in text
+    data = json.loads((tmp_path / "results" / "capacity.json").read_text())
+    assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
+    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    before = page.read_bytes()
+    page.unlink()
+    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "2", "--report")
+    assert page.read_bytes() == before
+
+
+def test_losses_are_reported(corpus, tmp_path):
+    results = run_script(reproduce_losses, corpus, tmp_path, "--seeds", "1", "2")
+    page = (tmp_path / "results" / "losses.md").read_text()
+    gap = difference(results["0.1,0.1"], results["0,0"])
+    assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
+    assert page.count("| M6:") == 3 and page.count("within 0.5% |") == 4
+    data = json.loads((tmp_path / "results" / "losses.json").read_text())
+    assert data["models"]["1,1"]["runs"][0]["balance"].keys() == reproduce_losses.COLUMNS.keys()
