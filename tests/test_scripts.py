@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import pathlib
 import signal
 import subprocess
@@ -138,6 +139,8 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
         ("inspect_experts", "--threads=-1", "at least 0, got '-1'"),
         ("inspect_experts", "--positions=none", "at least 1, got 'none'"),
         ("inspect_experts", "--contexts=0", "at least 1, got '0'"),
+        ("kneser_ney", "--order=0", "at least 1, got '0'"),
+        ("kneser_ney", "--shares=1.5", "above 0 and at most 1, got '1.5'"),
     ],
 )
 def test_options_out_of_range_are_refused_with_status_2(run, capsys, name, option, rule):
@@ -342,6 +345,29 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     assert (tmp_path / "q" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     again = quickstart.main(arguments)
     assert again["moe"].test_nll == results["moe"].test_nll
+
+
+def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
+    options = [CONFIG, *TINY, f"data.corpus={corpus}", "--output", tmp_path]
+    shares = [*options, "--order", 3, "--shares", 0.25, 1]
+    report = script("kneser_ney").main([str(option) for option in shares])
+    part, whole = report["models"]
+    assert (part["train_sentences"], whole["train_sentences"]) == (50, 200)
+    for model in (part, whole):
+        assert 1 < model["test_perplexity"] < report["vocabulary"]
+        assert len(model["num_ngrams"]) == len(model["discounts"]) == 3
+        nll = sum(model["test_sentence_nll"]) / report["test_tokens"]
+        assert math.exp(nll) == pytest.approx(model["test_perplexity"])
+    assert sum(report["test_sentence_tokens"]) == report["test_tokens"]
+    assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
+    table = (tmp_path / "kneser_ney.md").read_text()
+    assert "3-gram (modified, three discounts" in table and table in capsys.readouterr().out
+    one_discount = [*options, "--discounts", 1, "--arpa"]
+    report = script("kneser_ney").main([str(option) for option in one_discount])
+    (model,) = report["models"]
+    assert report["order"] == 5 and all(len(set(d)) == 1 for d in model["discounts"])
+    arpa = (tmp_path / "kneser_ney.arpa").read_text()
+    assert f"ngram 1={report['vocabulary'] + 1}\n" in arpa
 
 
 def test_benchmark_recurrent(capsys, tmp_path):
