@@ -197,15 +197,22 @@ def test_billion_word_layout(tmp_path):
     assert [words[1] for words in train[::2]] == ["1", "2"]  # shard 0 is the held-out text
     assert list(corpus.dev) == [["A", "dev", "sentence", "."]]
     assert list(corpus.test) == [["A", "test", "."], ["Of", "three", "words"]]
-    # n + 1 predictions a sentence: 3 + 3 words and 2 ends, no start.
-    vocabulary = Vocabulary.build(train, max_size=100)
-    encoded = encode_sentences(corpus.test, vocabulary)
-    assert encoded.num_tokens == 8
-    (batch,) = SentenceBatches(
-        encoded, eos_id=vocabulary.eos_id, tokens_per_batch=100, shuffle=False
-    ).epoch(0)
-    assert batch.num_tokens == 8
-    assert (batch.targets[batch.mask] == vocabulary.eos_id).sum() == 2
+    # n + 1 predictions a sentence: 3 + 3 words and 2 ends, never a start. The benchmark's
+    # vocabulary files have entries for both ends; ours has </s> alone.
+    given = tmp_path / "vocabulary.txt"
+    given.write_text("</S>\n<S>\n<UNK>\n.\nA\nwords\n")
+    for vocabulary in (Vocabulary.build(train, max_size=100), Vocabulary.load(given)):
+        encoded = encode_sentences(corpus.test, vocabulary)
+        assert encoded.num_tokens == 8
+        (batch,) = SentenceBatches(
+            encoded, eos_id=vocabulary.eos_id, tokens_per_batch=100, shuffle=False
+        ).epoch(0)
+        assert batch.num_tokens == 8
+        targets = vocabulary.decode(batch.targets[batch.mask].tolist())
+        assert targets.count("</s>") == 2 and "<S>" not in targets
+        assert vocabulary.decode(batch.inputs[:, 0].tolist()) == ["</s>", "</s>"]
+    # "test", "Of" and "three" are none of its words: one entry, predicted like others.
+    assert targets == ["A", "<unk>", ".", "</s>", "<unk>", "<unk>", "words", "</s>"]
 
 
 def test_billion_word_layout_with_a_missing_file(tmp_path):
@@ -238,6 +245,44 @@ def test_given_parts_as_a_folder_or_a_prefix(tmp_path):
     (tmp_path / "test.txt.xz").unlink()
     with pytest.raises(CorpusError, match=r"test.txt is missing"):
         load_corpus(tmp_path)
+
+
+def test_wikitext_is_a_line_a_sentence(tmp_path):
+    text = " \n = Game = \n \n The 1 @-@ 0 <unk> , 2 @.@ 5 . It was . \n \n = = Plot = = \n"
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{part}.tokens").write_text(text.replace("Game", part))
+    corpus = load_corpus(tmp_path)
+    paragraph = ["The", "1", "@-@", "0", "<unk>", ",", "2", "@.@", "5", ".", "It", "was", "."]
+    for part, words in (("train", corpus.train), ("valid", corpus.dev), ("test", corpus.test)):
+        assert list(words) == [["=", part, "="], paragraph, ["=", "=", "Plot", "=", "="]]
+    vocabulary = Vocabulary.build(corpus.train, max_size=100)
+    (batch,) = SentenceBatches(
+        encode_sentences(corpus.dev, vocabulary),
+        eos_id=vocabulary.eos_id,
+        tokens_per_batch=100,
+        shuffle=False,
+    ).epoch(0)
+    # "valid" and the <unk> of the text are the same entry.
+    assert (batch.targets[batch.mask] == vocabulary.unk_id).sum() == 2
+    (tmp_path / "wiki.valid.tokens").unlink()
+    with pytest.raises(CorpusError, match="wiki.valid.tokens is missing"):
+        load_corpus(tmp_path)
+
+
+def test_a_part_may_be_a_folder_of_shards(tmp_path):
+    (tmp_path / "train").mkdir()
+    with gzip.open(tmp_path / "train" / "news-2.txt.gz", "wt") as file:
+        file.write("three\n")
+    (tmp_path / "train" / "news-1.txt").write_text("one\ntwo\n")
+    (tmp_path / "train" / "README").write_text("not text of the corpus\n")
+    (tmp_path / "dev").mkdir()
+    with pytest.raises(CorpusError, match="dev must hold text files"):
+        load_corpus(tmp_path)
+    (tmp_path / "dev" / "a.txt").write_text("dev\n")
+    (tmp_path / "test.txt").write_text("test\n")
+    corpus = load_corpus(tmp_path)
+    assert list(corpus.train) == [["one"], ["two"], ["three"]]
+    assert list(corpus.all) == [["one"], ["two"], ["three"], ["dev"], ["test"]]
 
 
 NUMBERS = [f"sentence number {i} ." for i in range(2000)]

@@ -5,15 +5,15 @@ import hashlib
 import lzma
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, cast
 
 PARTS = ("train", "dev", "test")
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
+_PIECE_BYTES = 16 * 2**20
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
 _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
 
@@ -22,14 +22,92 @@ class CorpusError(ValueError):
     """A corpus that is missing, empty or unreadable; the message names the path and what to do."""
 
 
-class Sentences(Iterable[list[str]]):
-    """Sentences as lists of words, read anew on each iteration, so that they take no memory."""
+class Shard(Iterable[list[str]]):
+    """Some sentences of a corpus; a small object that another process can read them by."""
 
-    def __init__(self, read: Callable[[], Iterator[list[str]]]) -> None:
-        self._read = read
+    def fingerprint(self) -> str:
+        """Of the text: changes with it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Lines(Shard):
+    """Sentences in memory."""
+
+    lines: Sequence[str]
 
     def __iter__(self) -> Iterator[list[str]]:
-        return self._read()
+        return map(str.split, self.lines)
+
+    def __str__(self) -> str:
+        return "the built-in corpus"
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("\n".join(self.lines).encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True)
+class _FileRange(Shard):
+    """The lines of a file that begin in a range of its bytes; all of them without an end."""
+
+    file: Path
+    begin: int = 0
+    end: int | None = None
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return _read_lines(self.file, self.begin, self.end)
+
+    def __str__(self) -> str:
+        return f"{self.file} from byte {self.begin}"
+
+    def fingerprint(self) -> str:
+        status = self.file.stat()
+        return f"{self.file.name} {status.st_size} {status.st_mtime_ns} {self.begin} {self.end}"
+
+
+@dataclass(frozen=True)
+class _Placed(Shard):
+    """The sentences of a shard whose hash is in [low, high)."""
+
+    shard: Shard
+    low: float
+    high: float
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return (words for words in self.shard if self.low <= _place(words) < self.high)
+
+    def __str__(self) -> str:
+        return str(self.shard)
+
+    def fingerprint(self) -> str:
+        return f"{self.shard.fingerprint()} {self.low} {self.high}"
+
+
+@dataclass(frozen=True)
+class Sentences(Shard):
+    """Sentences as lists of words, read anew on each iteration, so that they take no memory.
+
+    Attributes:
+        shards: what they consist of, in order.
+        limit: only so many of the first.
+    """
+
+    shards: tuple[Shard, ...]
+    limit: int | None = None
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return islice(chain.from_iterable(self.shards), self.limit)
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.shards))
+
+    @property
+    def pieces(self) -> tuple[Shard, ...]:
+        """What can be read independently: one after the other they are the sentences."""
+        return self.shards if self.limit is None else (self,)
+
+    def fingerprint(self) -> str:
+        return "\n".join([*(shard.fingerprint() for shard in self.shards), f"limit {self.limit}"])
 
 
 @dataclass(frozen=True)
@@ -67,12 +145,17 @@ def load_corpus(
               (builtin.py);
             * a folder in the 1-billion-word layout: training shards 1 to 99, heldout shard 1 as dev
               and heldout shard 0 as test;
+            * a folder of WikiText, with `wiki.train.tokens`, `wiki.valid.tokens` and
+              `wiki.test.tokens`: a paragraph or heading is one sentence here, `<unk>` and `@-@` are
+              words like others (most published perplexities also predict an end of each blank line
+              and carry the state from line to line: they are not comparable);
             * a folder with `train.txt`, `dev.txt` (or `valid.txt`) and `test.txt`;
             * the prefix `NAME` of `NAME.train.txt`, `NAME.dev.txt` (or `valid`), `NAME.test.txt`;
             * one text file, or a folder of them, split by a hash of the sentence: the same sentence
               is always in the same part, on every machine and whatever is added to the corpus
               later.
-            Each `.txt` may be `.txt.gz` or `.txt.xz`.
+            Each `.txt` may be `.txt.gz` or `.txt.xz`, and in place of `train.txt`, say, there may
+            be a folder `train` of such files.
         parts: the attributes of the corpus that must hold at least one sentence.
         max_train_sentences: keep the first ones of the training part (None: all of them); `all`
             stays whole.
@@ -95,25 +178,26 @@ def load_corpus(
     if str(name_or_path) == "builtin":
         from moe_ext.data.builtin import builtin_sentences
 
-        lines = builtin_sentences()
-        corpus = _hash_split(lambda: map(str.split, lines), dev_share, test_share)
+        corpus = _hash_split([_Lines(builtin_sentences())], dev_share, test_share)
     elif (path / _LM1B_TRAIN).is_dir():
         corpus = _lm1b(path)
+    elif (path / "wiki.train.tokens").is_file():
+        corpus = _of_parts(*([path / f"wiki.{part}.tokens"] for part in ("train", "valid", "test")))
     elif path.is_file():
-        corpus = _hash_split(lambda: _read_files([path]), dev_share, test_share)
+        corpus = _hash_split(_shards([path]), dev_share, test_share)
     elif path.is_dir():
-        files = _text_files(path)
-        if _variant(path / "train") is not None:
+        if _variant(path / "train"):
             corpus = _given_parts(path, separator="/")
-        elif named := [file for file in files if ".train.txt" in file.name]:
-            prefix = path / named[0].name.partition(".train.txt")[0]
-            raise CorpusError(
-                f"{path} must be one corpus, but it holds parts of named ones such as "
-                f"{named[0].name}; load that one as {prefix}"
-            )
         else:
-            corpus = _hash_split(lambda: _read_files(files), dev_share, test_share)
-    elif _variant(Path(f"{path}.train")) is not None:
+            files = _text_files(path)
+            if named := [file for file in files if ".train.txt" in file.name]:
+                prefix = path / named[0].name.partition(".train.txt")[0]
+                raise CorpusError(
+                    f"{path} must be one corpus, but it holds parts of named ones such as "
+                    f"{named[0].name}; load that one as {prefix}"
+                )
+            corpus = _hash_split(_shards(files), dev_share, test_share)
+    elif _variant(Path(f"{path}.train")):
         corpus = _given_parts(path, separator=".")
     else:
         raise CorpusError(
@@ -130,20 +214,30 @@ def load_corpus(
                 "give a longer text, a larger share, or each part as a file of its own"
             )
     if max_train_sentences is not None:
-        train = corpus.train
-        limited = Sentences(lambda: islice(train, max_train_sentences))
-        corpus = replace(corpus, train=limited)
+        corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))
     return corpus
 
 
 def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
     """A corpus whose parts are files of their own."""
+    for file in (*train, *dev, *test):
+        if not file.is_file():
+            raise CorpusError(f"{file} is missing; unpack the corpus again")
     return Corpus(
-        train=Sentences(partial(_read_files, train)),
-        dev=Sentences(partial(_read_files, dev)),
-        test=Sentences(partial(_read_files, test)),
-        all=Sentences(partial(_read_files, [*train, *dev, *test])),
+        *(Sentences(_shards(files)) for files in (train, dev, test, [*train, *dev, *test]))
     )
+
+
+def _shards(files: Sequence[Path]) -> tuple[Shard, ...]:
+    """The files, plain ones in pieces."""
+    shards = []
+    for file in files:
+        if file.suffix in (".gz", ".xz"):
+            shards.append(_FileRange(file))
+        else:
+            begins = range(0, max(file.stat().st_size, 1), _PIECE_BYTES)
+            shards += [_FileRange(file, begin, begin + _PIECE_BYTES) for begin in begins]
+    return tuple(shards)
 
 
 def _lm1b(folder: Path) -> Corpus:
@@ -162,9 +256,6 @@ def _lm1b(folder: Path) -> Corpus:
             f"{folder / _LM1B_TRAIN} holds {len(shards)} of the 99 training shards", stacklevel=3
         )
     heldout = [folder / _LM1B_HELDOUT / f"news.en.heldout-0000{i}-of-00050" for i in (0, 1)]
-    for file in heldout:
-        if not file.is_file():
-            raise CorpusError(f"{file} is missing; unpack the corpus again")
     return _of_parts(shards, heldout[1:], heldout[:1])
 
 
@@ -172,31 +263,25 @@ def _given_parts(path: Path, separator: str) -> Corpus:
     files = []
     for names in (("train",), ("dev", "valid"), ("test",)):
         found = [_variant(Path(f"{path}{separator}{name}")) for name in names]
-        file = next((file for file in found if file is not None), None)
-        if file is None:
+        part = next((part for part in found if part), None)
+        if part is None:
             raise CorpusError(
                 f"{path}{separator}{names[0]}.txt is missing beside the training text; "
-                "add it (or a .txt.gz or .txt.xz)"
+                "add it (or a .txt.gz or .txt.xz, or a folder of such files)"
             )
-        files.append(file)
-    train, dev, test = files
-    return _of_parts([train], [dev], [test])
+        files.append(part)
+    return _of_parts(*files)
 
 
-def _hash_split(
-    read: Callable[[], Iterator[list[str]]], dev_share: float, test_share: float
-) -> Corpus:
+def _hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) -> Corpus:
     def part(low: float, high: float) -> Sentences:
-        def sentences() -> Iterator[list[str]]:
-            return (words for words in read() if low <= _place(words) < high)
-
-        return Sentences(sentences)
+        return Sentences(tuple(_Placed(shard, low, high) for shard in shards))
 
     return Corpus(
         train=part(dev_share + test_share, 1.0),
         dev=part(0.0, dev_share),
         test=part(dev_share, dev_share + test_share),
-        all=Sentences(read),
+        all=Sentences(tuple(shards)),
     )
 
 
@@ -216,10 +301,12 @@ def _text_files(folder: Path) -> list[Path]:
     return files
 
 
-def _variant(stem: Path) -> Path | None:
-    """The file `stem`.txt, plain or compressed, if there is one."""
+def _variant(stem: Path) -> list[Path]:
+    """The file `stem`.txt, plain or compressed, or those of the folder `stem`, if there are any."""
+    if stem.is_dir():
+        return _text_files(stem)
     variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
-    return next((file for file in variants if file.is_file()), None)
+    return [file for file in variants if file.is_file()][:1]
 
 
 def _open(file: Path) -> IO[bytes]:
@@ -228,21 +315,35 @@ def _open(file: Path) -> IO[bytes]:
     return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
 
 
-def _read_files(files: Sequence[Path]) -> Iterator[list[str]]:
-    """The sentences of the files, one after the other."""
-    for file in files:
-        number = 0  # of the line being read, for the messages
-        try:
-            with _open(file) as lines:
-                for line in lines:
-                    number += 1
-                    words = line.decode("utf-8").split()
-                    if words:
-                        yield words
-        except UnicodeDecodeError as error:
-            raise CorpusError(
-                f"{file}, line {number} must be UTF-8, got the byte "
-                f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
-            ) from error
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error
+def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
+    """The sentences in the lines of a file that begin in [begin, end)."""
+    first = begin  # where the first of these lines begins
+    number = 0  # of the line being read, of these
+
+    def line_number() -> int:
+        with _open(file) as start:
+            blocks = (start.read(min(2**20, first - i)) for i in range(0, first, 2**20))
+            return number + sum(block.count(b"\n") for block in blocks)
+
+    try:
+        with _open(file) as lines:
+            if begin:
+                lines.seek(begin - 1)
+                first += len(lines.readline()) - 1  # the rest of a line that began before
+            position = first
+            for line in lines:
+                if end is not None and position >= end:
+                    break
+                number += 1
+                position += len(line)
+                words = line.decode("utf-8").split()
+                if words:
+                    yield words
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{file}, line {line_number()} must be UTF-8, got the byte "
+            f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
+        ) from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        place = f"near byte {first}" if begin else f"after line {number}"
+        raise CorpusError(f"{file} cannot be read {place}: {error}") from error

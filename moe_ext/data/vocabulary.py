@@ -65,36 +65,56 @@ class Vocabulary:
         Raises:
             ValueError: there is no word, a sentence holds `</s>`, or a number is out of range.
         """
-        if max_size < 3:
-            raise ValueError(
-                f"Vocabulary.build: max_size must be at least 3 "
-                f"({cls.UNK}, {cls.EOS} and one word), got {max_size}"
-            )
-        if min_count < 1:
-            raise ValueError(f"Vocabulary.build: min_count must be at least 1, got {min_count}")
+        return cls.of_counts(cls.count(sentences), max_size, min_count)
+
+    @classmethod
+    def count(cls, sentences: Iterable[Sequence[str]]) -> Counter[str]:
+        """How often each word occurs, and `</s>` once a sentence; counts of parts of a text add up.
+
+        Raises:
+            ValueError: a sentence holds `</s>`.
+        """
         counts: Counter[str] = Counter()
         num_sentences = 0
         for words in sentences:
             num_sentences += 1
             counts.update(words)
-        if counts.pop(cls.EOS, 0):
+        if cls.EOS in counts:
             raise ValueError(
-                f"Vocabulary.build: sentences must not contain {cls.EOS}, which marks their end; "
+                f"Vocabulary.count: sentences must not contain {cls.EOS}, which marks their end; "
                 "remove it from the text"
             )
-        num_unknown = counts.pop(cls.UNK, 0)
-        if not counts:
+        counts[cls.EOS] = num_sentences
+        return counts
+
+    @classmethod
+    def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
+        """`build` from what `count` gave.
+
+        Raises:
+            ValueError: there is no word, or a number is out of range.
+        """
+        if max_size < 3:
             raise ValueError(
-                f"Vocabulary.build: sentences must hold at least one word, "
+                f"Vocabulary.of_counts: max_size must be at least 3 "
+                f"({cls.UNK}, {cls.EOS} and one word), got {max_size}"
+            )
+        if min_count < 1:
+            raise ValueError(f"Vocabulary.of_counts: min_count must be at least 1, got {min_count}")
+        words = counts.copy()
+        num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
+        if not words:
+            raise ValueError(
+                f"Vocabulary.of_counts: counts must have at least one word, "
                 f"got {num_sentences} sentences and no word"
             )
 
         def by_frequency(entry: tuple[str, int]) -> tuple[int, str]:
             return -entry[1], entry[0]
 
-        ranked = sorted(counts.items(), key=by_frequency)
+        ranked = sorted(words.items(), key=by_frequency)
         kept = [(word, count) for word, count in ranked[: max_size - 2] if count >= min_count]
-        num_unknown += counts.total() - sum(count for _, count in kept)
+        num_unknown += words.total() - sum(count for _, count in kept)
         kept += [(cls.UNK, num_unknown), (cls.EOS, num_sentences)]
         return cls(word for word, _ in sorted(kept, key=by_frequency))
 
