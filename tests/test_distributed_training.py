@@ -15,6 +15,7 @@ import torch
 from moe_ext.training.config import config_from_dict, read_config, to_toml
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
+from moe_ext.training.metrics import evaluate
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,6 +108,31 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
             [record for record in curve(there) if record[0] == "train"],
             [record for record in curve(config) if record[0] == "train"],
         )
+
+
+def perplexities(group, rank, config):
+    """In float64, of the test part with 1, 7 and 64 sentences in a batch."""
+    trainer = Trainer(replace(config, resume=True), process_group=group)
+    trainer.model.double()
+    test = trainer.text.test
+    sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
+    return [
+        evaluate(
+            trainer.model, test, tokens_per_batch=size, title="", processes=trainer.processes
+        ).perplexity
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("gate", ["noisy_topk", "balanced"])
+def test_perplexity_does_not_depend_on_batches_or_processes(workers, config, gate):
+    config.model.moe.gate = gate
+    train(None, 0, config)
+    expected = perplexities(None, 0, config)
+    assert expected == pytest.approx(expected[:1] * 3, rel=1e-12)
+    for world in (2, 3):
+        for found in workers.run(world, perplexities, config):
+            assert found == pytest.approx(expected, rel=1e-12)
 
 
 def train_file(group, rank, path, overrides):
@@ -231,6 +257,7 @@ def test_a_process_that_stops_ends_the_others(config, tmp_path):
 
 def test_sigterm_saves(config, tmp_path):
     config = replace(config, steps=1000)
+    config.data = replace(config.data, encoded=str(tmp_path / "ids"), num_workers=1)
     run = Run(config, tmp_path)
     os.kill(int(run.until("step 5 1")[0]), signal.SIGTERM)
     status, _ = run.end(60)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import random
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_exact, assert_same_bits
 
 from moe_ext import MoE, balanced_gates, batchwise_masks
 from moe_ext.analysis import cost
@@ -299,15 +300,36 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("max_length", [0, 4])
+def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length):
+    """Nor does a stop in the first epoch (step 3) or in the second (step 8)."""
+    whole = train(merged(table, data={"max_length": max_length}))
+    assert whole.batches.num_batches == 11
+    data = {"max_length": max_length, "encoded": str(tmp_path / "ids")}
+    for steps, num_workers in ((3, 2), (8, 1), (12, 0)):
+        options = {"output": str(tmp_path / "parts"), "resume": steps > 3, "steps": steps}
+        train(merged(table, **options, data={**data, "num_workers": num_workers}))
+        assert not multiprocessing.active_children()
+    # A last evaluation and log line at each stop are all that is more.
+    parts = pathlib.Path(options["output"])
+    assert_same_state(*map(state_of, (whole.folder, parts)))
+
+
+@pytest.mark.parametrize(
+    ("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
+)
+def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_workers):
     whole = train(merged(table, log={"log_every": 4}))
-    stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), log={"log_every": 4}))
+    options = {"log": {"log_every": 4}, "data": {"num_workers": num_workers}}
+    stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), **options))
     step = Trainer._train_step
 
     def with_signal(self, *arguments):
         if self.step == 3:
-            os.kill(os.getpid(), number)
+            workers = multiprocessing.active_children()
+            assert len(workers) == num_workers
+            for process in (*(worker.pid for worker in workers), os.getpid()):
+                os.kill(process, number)
         step(self, *arguments)
 
     monkeypatch.setattr(Trainer, "_train_step", with_signal)
@@ -385,11 +407,12 @@ def test_autocast_trains(table):
 
 
 def test_divergence_is_said_and_not_saved(table):
-    trainer = Trainer(merged(table, log={"save_every": 1}))
+    trainer = Trainer(merged(table, log={"save_every": 1}, data={"num_workers": 1}))
     with torch.no_grad():
         trainer.model.softmax.bias[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
         trainer.run()
+    assert not multiprocessing.active_children()
     assert not checkpoints_of(trainer.folder).steps()
 
 
@@ -586,6 +609,7 @@ def test_a_log_cut_short_by_a_crash_is_continued(table):
 
 def test_perplexity_does_not_depend_on_the_batch_size(table):
     trainer = train(merged(table, steps=4))
+    trainer.model.double()
     test = trainer.text.test
     results = {}
     for sentences in (1, 7, 64):
@@ -593,11 +617,8 @@ def test_perplexity_does_not_depend_on_the_batch_size(table):
         results[sentences] = evaluate(trainer.model, test, tokens_per_batch=tokens)
     for result in results.values():
         assert result.num_tokens == test.num_tokens
-        # float32 products over other shapes differ by roundings; the sums are float64.
-        assert result.perplexity == pytest.approx(results[1].perplexity, rel=1e-6)
-        torch.testing.assert_close(
-            result.sentence_nll, results[1].sentence_nll, rtol=1e-5, atol=1e-5
-        )
+        assert result.perplexity == pytest.approx(results[1].perplexity, rel=1e-12)
+        assert_exact(result.sentence_nll, results[1].sentence_nll)
     # Over all words and ends of sentences, and by hand for one sentence.
     words = test[3]
     ids = torch.tensor([[test.eos_id, *words]])
@@ -605,7 +626,7 @@ def test_perplexity_does_not_depend_on_the_batch_size(table):
         h, _ = trainer.model.eval()(ids)
         logp = trainer.model.softmax(h).log_softmax(-1)[0]
     by_hand = -sum(logp[i, word] for i, word in enumerate([*words, test.eos_id]))
-    assert results[1].sentence_nll[3].item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert_exact(results[1].sentence_nll[3], by_hand)
     assert trainer.model.training is False
 
 
@@ -633,6 +654,26 @@ def test_a_part_is_read_alone(tmp_path):
     assert list(load_part(config, vocabulary, "test")) == [[1], [1, 0]]
     with pytest.raises(ConfigError, match="train.txt, line 1 must be UTF-8"):
         load_part(config, vocabulary, "all")
+
+
+def test_a_given_vocabulary_and_counts_by_workers(tmp_path, corpus):
+    counted = load_text(DataConfig(corpus=str(corpus), vocab_size=20))
+    by_workers = load_text(DataConfig(corpus=str(corpus), vocab_size=20, num_workers=2))
+    assert by_workers.vocabulary.words == counted.vocabulary.words
+    path = tmp_path / "words.txt"
+    path.write_text("</S>\n<S>\n<UNK>\nw3\nw1\n")
+    options = {"corpus": str(corpus), "vocabulary": str(path), "vocab_size": 3}
+    given = load_text(DataConfig(**options))
+    assert given.vocabulary.words == ("</s>", "<S>", "<unk>", "w3", "w1")
+    mapped = load_text(DataConfig(**options, encoded=str(tmp_path / "ids"), num_workers=1))
+    for part in ("train", "dev", "test"):
+        assert list(getattr(mapped, part)) == list(getattr(given, part))
+    assert not (given.train.stream == 1).any()  # <S> is an entry that never occurs
+    with pytest.raises(ConfigError, match="^data.vocabulary: Vocabulary.load: .*nowhere must be"):
+        load_text(DataConfig(corpus=str(corpus), vocabulary="nowhere"))
+    path.write_text("w1\n")
+    with pytest.raises(ConfigError, match="^data.vocabulary: .* must have a line <unk>"):
+        load_text(DataConfig(corpus=str(corpus), vocabulary=str(path)))
 
 
 def test_dense_counterpart_has_the_same_operations(table):

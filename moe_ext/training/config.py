@@ -26,16 +26,24 @@ class DataConfig:
 
     Attributes:
         corpus: "builtin" or a path (moe_ext/data/corpora.py).
-        vocab_size: at most so many entries, `<unk>` and `</s>` included.
-        min_count: entries are words seen at least so often.
+        vocabulary: a file of one word a line ("": the words of the training part are counted).
+        vocab_size: where they are: at most so many entries, `<unk>` and `</s>` included.
+        min_count: where they are: entries are words seen at least so often.
+        encoded: a folder in which the ids of the text are kept from run to run and mapped from,
+            for a corpus larger than memory ("": they are made anew, in memory).
+        num_workers: processes that read the text, and then make batches while the model trains
+            (0: the process that trains does it).
         tokens_per_batch: predictions per batch, roughly.
         max_length: longest row in training (0: whole sentences).
         max_train_sentences: use only the first ones (0: all).
     """
 
     corpus: str = "builtin"
+    vocabulary: str = ""
     vocab_size: int = 10_000
     min_count: int = 1
+    encoded: str = ""
+    num_workers: int = 0
     tokens_per_batch: int = 2_560
     max_length: int = 0
     max_train_sentences: int = 0
@@ -43,6 +51,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
         require(self.min_count >= 1, "min_count", "be at least 1", self.min_count)
+        require(self.num_workers >= 0, "num_workers", "be at least 0", self.num_workers)
         require(
             self.tokens_per_batch >= 1, "tokens_per_batch", "be at least 1", self.tokens_per_batch
         )
@@ -212,7 +221,10 @@ def config_from_dict(table: dict[str, Any]) -> Config:
 
 
 # Where and how a run is done, not what it computes; so are the options of [log].
-_NOT_COMPARED = {"output", "resume", "device", "num_threads", "timeout"}
+_NOT_COMPARED = {
+    *("output", "resume", "device", "num_threads", "timeout"),
+    *("data.encoded", "data.num_workers"),
+}
 
 
 def config_differences(a: Config, b: Config) -> list[str]:

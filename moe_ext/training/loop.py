@@ -4,8 +4,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -225,10 +225,9 @@ class Trainer:
             log = RunLog(
                 self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
             )
-        batches = self._batch_stream()
         window = _Window()
         try:
-            with _stop_signal() as stopped:
+            with _stop_signal() as stopped, closing(self._batch_stream()) as batches:
                 while self.step < steps and not self._any(stopped()):
                     started = time.perf_counter()
                     self._train_step(list(islice(batches, config.optimizer.accumulate)), window)
@@ -316,10 +315,11 @@ class Trainer:
             return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
         return nullcontext()
 
-    def _batch_stream(self) -> Iterator[Batch]:
+    def _batch_stream(self) -> Generator[Batch, None, None]:
         """Epoch after epoch from where the run is; self.epoch and self.batch follow."""
         while True:
-            for batch in self.batches.epoch(self.epoch, self.batch):
+            num_workers = self.config.data.num_workers
+            for batch in self.batches.epoch(self.epoch, self.batch, num_workers):
                 self.batch += 1
                 yield batch
             self.epoch, self.batch = self.epoch + 1, 0

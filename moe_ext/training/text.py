@@ -1,5 +1,6 @@
 """A corpus as ids: what the models are trained on and measured with."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,8 +9,11 @@ from moe_ext.data import (
     Corpus,
     CorpusError,
     EncodedSentences,
+    Sentences,
     Vocabulary,
     encode_sentences,
+    encode_to_files,
+    in_workers,
     load_corpus,
 )
 from moe_ext.progress import progress
@@ -18,7 +22,7 @@ from moe_ext.training.config import ConfigError, DataConfig
 
 @dataclass(frozen=True)
 class Text:
-    """The three parts of a corpus as ids of its own vocabulary."""
+    """The three parts of a corpus as ids of a vocabulary."""
 
     vocabulary: Vocabulary
     train: EncodedSentences
@@ -27,20 +31,22 @@ class Text:
 
 
 def load_text(config: DataConfig) -> Text:
-    """The corpus, in the vocabulary of its own training part.
+    """The corpus in the vocabulary given, or else in that of its own training part.
 
     Raises:
-        ConfigError: whatever is wrong with it.
+        ConfigError: whatever is wrong with them.
     """
+    vocabulary = _given_vocabulary(config)
     with _config_errors():
         corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
-        words = progress(corpus.train, "counting words", "sentences")
-        vocabulary = Vocabulary.build(words, config.vocab_size, config.min_count)
+        if vocabulary is None:
+            counts = _count_words(corpus.train, config.num_workers)
+            vocabulary = Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
         return Text(
             vocabulary,
-            train=_encode(corpus, "train", vocabulary),
-            dev=_encode(corpus, "dev", vocabulary),
-            test=_encode(corpus, "test", vocabulary),
+            train=_encode(corpus, "train", vocabulary, config),
+            dev=_encode(corpus, "dev", vocabulary, config),
+            test=_encode(corpus, "test", vocabulary, config),
         )
 
 
@@ -59,12 +65,36 @@ def load_part(config: DataConfig, vocabulary: Vocabulary, part: str) -> EncodedS
         corpus = load_corpus(
             config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
         )
-        return _encode(corpus, part, vocabulary)
+        return _encode(corpus, part, vocabulary, config)
 
 
-def _encode(corpus: Corpus, part: str, vocabulary: Vocabulary) -> EncodedSentences:
-    sentences = progress(getattr(corpus, part), f"reading {part}", "sentences")
-    return encode_sentences(sentences, vocabulary)
+def _given_vocabulary(config: DataConfig) -> Vocabulary | None:
+    try:
+        return Vocabulary.load(config.vocabulary) if config.vocabulary else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.vocabulary: {error}") from error
+
+
+def _count_words(sentences: Sentences, num_workers: int) -> Counter[str]:
+    title = "counting words"
+    if num_workers == 0:
+        return Vocabulary.count(progress(sentences, title, "sentences"))
+    total: Counter[str] = Counter()
+    pieces = in_workers(Vocabulary.count, sentences.pieces, num_workers)
+    for counts in progress(pieces, title, "pieces", len(sentences.pieces)):
+        total.update(counts)
+    return total
+
+
+def _encode(
+    corpus: Corpus, part: str, vocabulary: Vocabulary, config: DataConfig
+) -> EncodedSentences:
+    sentences = getattr(corpus, part)
+    if config.encoded:
+        return encode_to_files(
+            sentences, vocabulary, config.encoded, name=part, num_workers=config.num_workers
+        )
+    return encode_sentences(progress(sentences, f"reading {part}", "sentences"), vocabulary)
 
 
 @contextmanager
