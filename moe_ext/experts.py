@@ -44,6 +44,7 @@ class FeedForwardExperts(nn.Module):
             twice the width.
         bias: whether the layers have biases (the paper's have none).
         d_output: width of an output row; None is d_model.
+        dtype: of weights and biases, and so of what goes in; None is torch's default.
         first_expert: the number of the first of these experts among those of all processes.
 
     Raises:
@@ -59,6 +60,7 @@ class FeedForwardExperts(nn.Module):
         activation: str = "relu",
         bias: bool = False,
         d_output: int | None = None,
+        dtype: torch.dtype | None = None,
         first_expert: int = 0,
     ) -> None:
         super().__init__()
@@ -83,11 +85,13 @@ class FeedForwardExperts(nn.Module):
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         columns = [factor * width for width in hidden_sizes] + [d_output]
         self.weights = nn.ParameterList(
-            torch.empty(num_experts, fan_in, width)
+            torch.empty(num_experts, fan_in, width, dtype=dtype)
             for fan_in, width in zip(widths, columns, strict=False)
         )
         self.biases = (
-            nn.ParameterList(torch.empty(num_experts, width) for width in columns) if bias else None
+            nn.ParameterList(torch.empty(num_experts, width, dtype=dtype) for width in columns)
+            if bias
+            else None
         )
         self.reset_parameters()
 

@@ -93,6 +93,8 @@ class MoE(nn.Module):
             activation and bias. With a process_group, those of this process alone (`Placement`).
         recompute: compute the experts again in the backward pass instead of keeping anything of
             them: one more product of rows and weights for each hidden layer, the same bits.
+        dtype: of the experts' weights and of their computation, whatever x is; None is torch's
+            default for the weights, and x has to be of it.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
         process_group: the processes that share the experts; None is this one alone. A DeviceMesh of
@@ -130,6 +132,7 @@ class MoE(nn.Module):
         gate: nn.Module | None = None,
         experts: nn.Module | Sequence[nn.Module] | None = None,
         recompute: bool = False,
+        dtype: torch.dtype | None = None,
         w_importance: float = 0.1,
         w_load: float = 0.1,
         noise_epsilon: float = 1e-2,
@@ -151,14 +154,17 @@ class MoE(nn.Module):
             )
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
-        if experts is not None and (hidden_sizes is not None or activation != "relu" or bias):
+        own = hidden_sizes is not None or activation != "relu" or bias or dtype is not None
+        if experts is not None and own:
             raise ValueError(
-                "MoE: hidden_sizes, activation and bias must be left out when experts are given"
+                "MoE: hidden_sizes, activation, bias and dtype must be left out when experts are "
+                "given"
             )
         require(balance in BALANCES, "MoE: balance", f"be one of {', '.join(BALANCES)}", balance)
         self.d_model = d_model
         self.num_experts = num_experts
         self.recompute = recompute
+        self.dtype = dtype
         self.w_importance = w_importance
         self.w_load = w_load
         if gate is None:
@@ -177,6 +183,7 @@ class MoE(nn.Module):
                 hidden_sizes,
                 activation=activation,
                 bias=bias,
+                dtype=dtype,
                 first_expert=local.start,
             )
         elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
@@ -237,6 +244,8 @@ class MoE(nn.Module):
             tokens = tokens.index_select(0, position)
 
         gating = Gating(*self.gate(tokens))
+        if self.dtype is not None:
+            tokens = tokens.to(self.dtype)
         y, tokens_per_expert = self._mixture(tokens, gating)
         y = y.to(x.dtype)
 

@@ -15,8 +15,8 @@ from moe_ext.analysis.memory import saved_bytes
 from moe_ext.data import Batch
 from moe_ext.exchange import Placement
 from moe_ext.models import LanguageModel
-from moe_ext.optim import FactoredAdam, split_parameters
 from moe_ext.training.config import ConfigError, config_from_dict, read_config
+from moe_ext.training.loop import make_optimizers
 
 ROOT = pathlib.Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("plan_cluster", ROOT / "scripts" / "plan_cluster.py")
@@ -124,19 +124,28 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", ["adam", "factored_adam"])
+ADAM, FACTORED = "adam", "factored_adam"
+
+
+@pytest.mark.parametrize(
+    ("experts", "embedding", "dtype"),
+    [
+        (ADAM, ADAM, "float32"),
+        (FACTORED, ADAM, "float32"),
+        (ADAM, FACTORED, "float32"),
+        (FACTORED, FACTORED, "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_memory_is_that_of_a_model_and_its_optimizers(name, experts):
-    c = config(optimizer={"experts": experts}, **CONFIGS[name])
+def test_memory_is_that_of_a_model_and_its_optimizers(name, experts, embedding, dtype):
+    optimizer = {"experts": experts, "embedding": embedding}
+    c = config(optimizer=optimizer, dtype=dtype, **CONFIGS[name])
     p = plan(c, DEVICE, 1)
     model = LanguageModel(c.model, c.data.vocab_size)
-    split = split_parameters(model)
-    kind = torch.optim.Adam if experts == "adam" else FactoredAdam
-    optimizers = [kind(split.experts), torch.optim.Adam(split.rest)]
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     state = 0
-    for optimizer in optimizers:
+    for optimizer in make_optimizers(model, c.optimizer):
         optimizer.step()
         for values in optimizer.state.values():
             state += sum(value.nbytes for key, value in values.items() if key != "step")

@@ -162,7 +162,7 @@ sys.path.insert(0, {scripts!r})
 import train
 from moe_ext.training.loop import Trainer
 
-step = Trainer._train_step
+step = Trainer.train_step
 
 def step_of_rank(self, *arguments):
     line = f"step {{self.step}} {{self.processes.rank}} {{os.getpid()}}\n"
@@ -172,7 +172,7 @@ def step_of_rank(self, *arguments):
         raise RuntimeError("the cat sat on the keyboard")
     return step(self, *arguments)
 
-Trainer._train_step = step_of_rank
+Trainer.train_step = step_of_rank
 sys.exit(train.exit_status(train.main))
 """
 

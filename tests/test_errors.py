@@ -399,6 +399,7 @@ def test_rows_named_twice_are_refused():
         ({"gate": NoisyTopKGate(6, 5, 2), "noise_epsilon": 0.5}, "noise_epsilon"),
         ({"experts": [torch.nn.Identity()] * 5, "hidden_sizes": [9]}, "hidden_sizes"),
         ({"experts": [torch.nn.Identity()] * 5, "activation": "tanh"}, "activation"),
+        ({"experts": [torch.nn.Identity()] * 5, "dtype": torch.bfloat16}, "dtype"),
     ],
 )
 def test_options_without_effect_are_refused(options, name):

@@ -366,6 +366,45 @@ def test_gates(options, kind, k):
     assert len(model.eval().token_nll(batch)) == 12
 
 
+@pytest.mark.parametrize("middle", ["moe", "ffn"])
+@pytest.mark.parametrize("num_sampled", [0, 5])
+def test_large_matrices_in_bfloat16(middle, num_sampled):
+    """Float32 between the layers, and the results of a model with these weights in float32."""
+    changes = {"layers": ["lstm", middle, "lstm"], "num_sampled": num_sampled}
+    model, wide = (build(dtype=dtype, **changes) for dtype in ("bfloat16", "float32"))
+    for name, p in model.named_parameters():
+        small = "lstm" in name or "gate" in name
+        assert p.dtype == (torch.float32 if small else torch.bfloat16), name
+    wide.load_state_dict(model.state_dict())
+    batch = random_batch([5, 3, 4])
+    losses = []
+    for each in (model, wide):
+        each.train()
+        torch.manual_seed(3)
+        if each.softmax.sampler is not None:
+            each.softmax.sampler.generator = torch.Generator().manual_seed(3)
+        losses.append(each.loss(batch).nll_sum)
+        losses[-1].backward()
+    assert losses[0].dtype == torch.float32
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
+    for (name, p), q in zip(model.named_parameters(), wide.parameters(), strict=True):
+        error = (p.grad - q.grad).norm()
+        # Some roundings of 2^-9 each.
+        assert error <= 0.02 * q.grad.norm() + 1e-3, name
+    nll = model.eval().token_nll(batch)
+    assert nll.dtype == torch.float32 and len(nll) == 12
+
+
+def test_gradients_of_a_bfloat16_embedding_are_added_up_in_float32():
+    model = build(dtype="bfloat16", layers=["lstm"])
+    h = model._embed(torch.full((3, 200), 7))
+    assert h.dtype == torch.float32 and h.shape == (3, 200, 8)
+    h.sum().backward()
+    # In bfloat16 256 + 1 is 256.
+    assert torch.equal(model.embedding.weight.grad[7].float(), torch.full((8,), 600.0))
+    assert model.embedding.weight.grad.count_nonzero() == 8
+
+
 def experts(n, **options):
     return {"moe": MoEConfig(num_experts=n, hidden_sizes=[1024], **{"k": 4, **options})}
 

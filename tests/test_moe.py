@@ -22,7 +22,15 @@ from conftest import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from moe_ext import FeedForwardExperts, ModuleExperts, MoE, NoisyTopKGate, SoftmaxGate, cv_squared
+from moe_ext import (
+    FeedForwardExperts,
+    ModuleExperts,
+    MoE,
+    NoisyTopKGate,
+    SoftmaxGate,
+    cv_squared,
+    ops,
+)
 
 D, E = 6, 5
 
@@ -463,6 +471,31 @@ def test_autocast_with_half_precision_input(device):
     (y.float().pow(2).sum() + aux.loss).backward()
     assert x.grad.dtype == torch.bfloat16
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_experts_in_a_type_of_their_own(device):
+    """The gate sees x as it is, the experts x in their type; the output is of x's."""
+    layer = MoE(D, E, 2, hidden_sizes=(7,), dtype=torch.bfloat16).to(device)
+    torch.nn.init.normal_(layer.gate.w_gate)
+    assert {name for name, p in layer.named_parameters() if p.dtype == torch.bfloat16} == {
+        "experts.weights.0",
+        "experts.weights.1",
+    }
+    x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
+    torch.manual_seed(0)
+    y, aux = layer(x)
+    assert y.dtype == torch.float32
+    (y.square().sum() + aux.loss).backward()
+    assert x.grad.dtype == torch.float32
+    plan = ops.dispatch_plan(aux.expert_index, E)
+    routing = {"inverse": plan.inverse, "gates": aux.gates}
+    assert_same_bits(y, layer.experts(x.bfloat16(), plan.offsets, **routing).float())
+    torch.manual_seed(0)
+    layer.experts.float()
+    layer.dtype = None
+    expected, expected_aux = layer(x)
+    assert_same_bits(aux.gates, expected_aux.gates)
+    assert (y - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
 
 
 def test_activation_checkpointing(device):

@@ -281,11 +281,14 @@ def test_balanced_gates_are_measured_under_both_masks(table):
     assert resumed.initialized and torch.equal(resumed.threshold, gate.threshold)
 
 
-@pytest.mark.parametrize(("experts", "num_sampled"), [("adam", 0), ("factored_adam", 9)])
-def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, num_sampled):
+@pytest.mark.parametrize(
+    ("experts", "num_sampled", "dtype"),
+    [("adam", 0, "float32"), ("factored_adam", 9, "float32"), ("factored_adam", 9, "bfloat16")],
+)
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, num_sampled, dtype):
     # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
-    table["optimizer"]["experts"] = experts
-    table["model"]["num_sampled"] = num_sampled
+    table["optimizer"] |= {"experts": experts, "embedding": experts}
+    table["model"] |= {"num_sampled": num_sampled, "dtype": dtype}
     options = {"log": {"save_every": 6, "eval_every": 6}}
     whole = train(merged(table, **options))
     assert whole.batches.num_batches == 11
@@ -322,7 +325,7 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
     whole = train(merged(table, log={"log_every": 4}))
     options = {"log": {"log_every": 4}, "data": {"num_workers": num_workers}}
     stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), **options))
-    step = Trainer._train_step
+    step = Trainer.train_step
 
     def with_signal(self, *arguments):
         if self.step == 3:
@@ -332,11 +335,11 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
                 os.kill(process, number)
         step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_train_step", with_signal)
+    monkeypatch.setattr(Trainer, "train_step", with_signal)
     before = signal.getsignal(number)
     assert stopped.run() is False
     assert signal.getsignal(number) is before
-    monkeypatch.setattr(Trainer, "_train_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     assert checkpoints_of(stopped.folder).steps()[-1] == 4
     resumed = Trainer(replace(stopped.config, resume=True))
     assert resumed.run() is True
@@ -360,7 +363,7 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
 
     trainer.optimizers[0].zero_grad = lambda: None  # keep the gradients to look at
     window = _Window()
-    trainer._train_step(batches, window)
+    trainer.train_step(batches, window)
     window.seconds = 1.0
     for (name, a), b in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
@@ -398,6 +401,25 @@ def test_every_parameter_has_its_optimizer(table):
     (adam,) = make_optimizers(model, merged(table).optimizer)
     rest, thresholds = adam.param_groups
     assert len(rest["params"]) + 1 == len(list(model.parameters())) and thresholds["lr"] == 0.01
+    adam, factored = make_optimizers(
+        model, replace(trainer.config.optimizer, embedding="factored_adam")
+    )
+    large = [model.embedding.weight, *model.softmax.parameters(), *layer.experts.weights]
+    assert list(map(id, factored.param_groups[0]["params"])) == list(map(id, large))
+    assert len(adam.param_groups[0]["params"]) == len(rest["params"]) - len(large)
+
+
+def test_large_matrices_in_bfloat16_learn(table):
+    table["optimizer"] |= {"experts": "factored_adam", "embedding": "factored_adam"}
+    records = []
+    for dtype in ("bfloat16", "float32"):
+        output = f"{table['output']}-{dtype}"
+        trainer = train(merged(table, steps=60, output=output, model={"dtype": dtype}))
+        records.append(read_metrics(trainer.folder, "train"))
+        assert trainer.model.embedding.weight.dtype == getattr(torch, dtype)
+    low, full = records
+    assert low[-1]["nll"] < low[0]["nll"] - 1
+    assert low[-1]["nll"] == pytest.approx(full[-1]["nll"], abs=0.1)
 
 
 def test_autocast_trains(table):

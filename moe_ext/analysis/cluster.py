@@ -175,8 +175,8 @@ def plan(
 
     Args:
         config: with data.tokens_per_batch tokens on each device and data.vocab_size classes.
-            Weights, gradients and averages are float32; with autocast, what is kept and sent is
-            bfloat16.
+            Weights and gradients are of the types of the model's own, averages float32; with
+            autocast, what is kept and sent is bfloat16.
         device: one of them.
         num_devices: d.
         exchange: see `moe_ext.exchange.Exchange`.
@@ -202,6 +202,7 @@ def plan(
     batch = config.data.tokens_per_batch
     batches = config.optimizer.accumulate
     itemsize = 2 if config.autocast else 4
+    row_itemsize = min(itemsize, weights[0].itemsize)
 
     # Parameters and what the optimizers keep of them, in numbers.
     group = num_experts // moe.num_groups if moe.num_groups else 1
@@ -214,15 +215,22 @@ def plan(
     everything = sum(p.numel() for p in model.parameters())
     dense = everything - len(layers) * num_experts * expert - num_experts * beside
     local = dense + share * (len(layers) * expert + beside)
+    expert_bytes = len(layers) * expert * weights[0].itemsize + beside * 4
+    dense_bytes = sum(p.nbytes for p in model.parameters()) - num_experts * expert_bytes
+    local_bytes = dense_bytes + share * expert_bytes
     averages = 2 * local
     if config.optimizer.experts == "factored_adam":
         for weight in split_parameters(model).experts:  # of mixtures, and of dense layers
             number = share if len(weight) == num_experts else len(weight)
             averages -= number * (2 * weight[0].numel() - sum(weight[0].shape))
+    if config.optimizer.embedding == "factored_adam":
+        for matrix in (model.embedding.weight, model.softmax.weight):
+            averages -= 2 * matrix.numel() - sum(matrix.shape)
+        averages -= model.softmax.bias.numel()
 
     # Of each token: what goes through the experts is on the owner's side.
     rows, copies = leaving(placement, moe.k)
-    sent = exchange_bytes(rows, copies, d_input, d_output, itemsize, exchange)
+    sent = exchange_bytes(rows, copies, d_input, d_output, row_itemsize, exchange)
     hidden = sum(weight.shape[2] for weight in weights[:-1])
     logits = moe.num_groups + moe.k * group if moe.num_groups else num_experts
     # x, sigmoid(y); noise and its deviation, logits with and without it
@@ -239,26 +247,26 @@ def plan(
     tokens = batch * batches
     flops = float(flops_of_token * tokens)
     activation_bytes = itemsize * kept * batch
-    bytes_moved = batches * (3 * 4 * local + 2 * activation_bytes)
+    bytes_moved = batches * (3 * local_bytes + 2 * activation_bytes)
     exchanged = len(layers) * sum(sent) * tokens
-    reduced = 2 * (1 - 1 / num_devices) * 4 * dense
+    reduced = 2 * (1 - 1 / num_devices) * dense_bytes
     return Plan(
         num_devices=num_devices,
         num_experts=num_experts,
         tokens=tokens,
         dense_parameters=dense,
         expert_parameters=everything - dense,
-        parameter_bytes=4 * local,
-        gradient_bytes=4 * local,
+        parameter_bytes=local_bytes,
+        gradient_bytes=local_bytes,
         optimizer_bytes=4 * averages,
         activation_bytes=activation_bytes,
         exchange_bytes=exchanged,
         reduce_bytes=reduced,
         flops=flops,
-        expert_intensity=2 * expert / ((d_input + d_output) * itemsize),
+        expert_intensity=2 * expert / ((d_input + d_output) * row_itemsize),
         device_intensity=device.flops / device.link,
         compute_seconds=limit(Work(flops, bytes_moved), device.flops, device.memory_bandwidth),
-        optimizer_seconds=4 * (3 * local + 2 * averages) / device.memory_bandwidth,
+        optimizer_seconds=(3 * local_bytes + 2 * 4 * averages) / device.memory_bandwidth,
         network_seconds=(exchanged + reduced) / device.link,
         flops_seconds=flops / device.flops,
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require
@@ -23,6 +24,7 @@ from moe_ext.recurrent import MoELSTM
 
 LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
 GATE_KINDS = ("noisy_topk", "topk", "balanced")
+DTYPES = ("float32", "bfloat16")
 
 
 def _require_activation(name: str) -> None:
@@ -124,6 +126,9 @@ class LanguageModelConfig:
         num_sampled: classes drawn for the softmax in training, ids being in the order of frequency
             (App. C.1: 8,192); 0 is the full softmax.
         memory_slots: states that a "moe_lstm" keeps for the backward pass; 0 is everything.
+        dtype: of the large matrices, those of embedding, softmax and experts: "float32", or
+            "bfloat16" for models that do not fit otherwise. What an optimizer adds to a bfloat16
+            weight is lost below 2^-9 of it.
         moe, ffn: what these layers are. The experts of a "moe_lstm" are matrices: it leaves out
             hidden_sizes, activation and recompute.
     """
@@ -135,6 +140,7 @@ class LanguageModelConfig:
     lstm_units: int = 0
     num_sampled: int = 0
     memory_slots: int = 0
+    dtype: str = "float32"
     moe: MoEConfig = field(default_factory=MoEConfig)
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
@@ -155,6 +161,7 @@ class LanguageModelConfig:
         )
         require(self.num_sampled >= 0, "num_sampled", "be at least 0", self.num_sampled)
         require(self.memory_slots >= 0, "memory_slots", "be at least 0", self.memory_slots)
+        require(self.dtype in DTYPES, "dtype", f"be one of {', '.join(DTYPES)}", self.dtype)
         require(
             "moe_lstm" not in self.layers or self.moe.gate != "balanced",
             "moe.gate",
@@ -237,10 +244,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         d_model = config.d_model
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        # None, so that torch's default type rules all of a model that is not to be mixed.
+        dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+        self.embedding = nn.Embedding(vocab_size, d_model, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
         self.softmax = SampledSoftmax(
-            d_model, vocab_size, config.num_sampled, generator=class_generator
+            d_model, vocab_size, config.num_sampled, generator=class_generator, dtype=dtype
         )
         nn.init.uniform_(self.softmax.weight, -((3 / d_model) ** 0.5), (3 / d_model) ** 0.5)
         nn.init.zeros_(self.softmax.bias)
@@ -265,6 +274,7 @@ class LanguageModel(nn.Module):
                         w_importance=config.moe.w_importance,
                         w_load=config.moe.w_load,
                         recompute=config.moe.recompute,
+                        dtype=dtype,
                         process_group=process_group,
                     )
                 )
@@ -284,7 +294,11 @@ class LanguageModel(nn.Module):
             else:
                 self.layers.append(
                     FeedForwardExperts(
-                        1, d_model, tuple(config.ffn.hidden_sizes), activation=config.ffn.activation
+                        1,
+                        d_model,
+                        tuple(config.ffn.hidden_sizes),
+                        activation=config.ffn.activation,
+                        dtype=dtype,
                     )
                 )
 
@@ -300,7 +314,7 @@ class LanguageModel(nn.Module):
         Returns:
             [B, S, D], undefined where masked, and each MoE layer's report.
         """
-        h = self.dropout(self.embedding(inputs))
+        h = self.dropout(self._embed(inputs))
         reports = []
         for layer in self.layers:
             if isinstance(layer, MoE):
@@ -311,14 +325,22 @@ class LanguageModel(nn.Module):
                 y, _, aux = layer(h, mask=mask)
                 reports.append(aux)
             elif isinstance(layer, FeedForwardExperts):
-                rows = h.flatten(0, 1)
+                rows = h.flatten(0, 1).to(layer.weights[0].dtype)
                 offsets = torch.arange(0, 2 * len(rows), len(rows), device=h.device)  # [0, B * S]
-                y = torch.sigmoid(layer(rows, offsets)).view_as(h)
+                y = torch.sigmoid(layer(rows, offsets).view_as(h).to(h.dtype))
             else:
                 y = layer(h)
             y = self.dropout(y)
             h = h + y if self.config.residual else y
         return h, tuple(reports)
+
+    def _embed(self, inputs: Tensor) -> Tensor:
+        """Where the embedding is bfloat16, float32: as all that is between the layers."""
+        if self.config.dtype == "float32":
+            return self.embedding(inputs)
+        # The gradients of a word's occurrences are added up in float32.
+        words, place = inputs.unique(return_inverse=True)
+        return F.embedding(place, self.embedding(words).float())
 
     def loss(self, batch: Batch) -> LossParts:
         """The parts of the training objective. Logits are made for real tokens only."""

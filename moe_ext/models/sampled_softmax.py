@@ -186,15 +186,20 @@ class _SampledCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_target, grad_class_weight, grad_class_bias = (
             grad_output * grad for grad in grads
         )
-        # [V, D] once, and touched where a class was drawn or a target.
-        grad_weight = grad_class_weight.new_zeros(ctx.num_classes, hidden.shape[1])
-        grad_weight.index_add_(0, classes, grad_class_weight)
-        grad_weight.index_add_(0, targets, grad_target[:, None] * hidden)
+        # Added up in float32 for the classes and targets alone, then [V, D] in the weights' type.
+        used, place = torch.cat([classes, targets]).unique(return_inverse=True)
+        of_class, of_target = place.split([len(classes), len(targets)])
+        grad_used = grad_class_weight.new_zeros(len(used), hidden.shape[1])
+        grad_used.index_add_(0, of_class, grad_class_weight)
+        grad_used.index_add_(0, of_target, grad_target[:, None] * hidden)
+        grad_weight = grad_used.new_zeros(
+            ctx.num_classes, hidden.shape[1], dtype=ctx.weight_dtype
+        ).index_copy_(0, used, grad_used.to(ctx.weight_dtype))
         grad_bias = grad_class_bias.new_zeros(ctx.num_classes)
         grad_bias.index_add_(0, classes, grad_class_bias).index_add_(0, targets, grad_target)
         return (
             grad_hidden.to(hidden.dtype),
-            grad_weight.to(ctx.weight_dtype),
+            grad_weight,
             grad_bias.to(ctx.bias_dtype),
             *[None] * 4,
         )
@@ -211,6 +216,7 @@ class SampledSoftmax(nn.Linear):
         num_classes: V, ordered from frequent to rare.
         num_sampled: S; 0 is the full softmax in training too.
         generator: of the draws, on the CPU; None is torch's default one.
+        dtype: of weight and bias; None is torch's default.
 
     Raises:
         ValueError: S is not in [0, V].
@@ -223,8 +229,9 @@ class SampledSoftmax(nn.Linear):
         num_sampled: int = 0,
         *,
         generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_model, num_classes)
+        super().__init__(d_model, num_classes, dtype=dtype)
         self.sampler = None
         if num_sampled:
             self.sampler = LogUniformSampler(num_classes, num_sampled, generator)

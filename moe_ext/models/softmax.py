@@ -92,7 +92,7 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     full = accumulation_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.dtype == full:
-            return torch.addmm(bias, hidden, weight.t())
+            return torch.addmm(bias.to(full), hidden, weight.t())
         return (hidden @ weight.t()).to(full).add_(bias)
 
 

@@ -74,6 +74,7 @@ class OptimizerConfig:
         beta1, beta2, eps: of Adam.
         experts: the optimizer of the experts' matrices, "adam" or "factored_adam" (App. D), which
             has no beta1.
+        embedding: the same for the matrices of embedding and softmax.
         threshold_learning_rate: peak rate of the thresholds of strictly balanced gates (0: the same
             as of all else).
         clip_norm: bound on the norm of all gradients together (0: none).
@@ -87,6 +88,7 @@ class OptimizerConfig:
     beta2: float = 0.98
     eps: float = 1e-9
     experts: str = "adam"
+    embedding: str = "adam"
     threshold_learning_rate: float = 0.0
     clip_norm: float = 0.0
     accumulate: int = 1
@@ -97,12 +99,9 @@ class OptimizerConfig:
         require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
         require(self.eps > 0, "eps", "be positive", self.eps)
-        require(
-            self.experts in ("adam", "factored_adam"),
-            "experts",
-            "be adam or factored_adam",
-            self.experts,
-        )
+        for name in ("experts", "embedding"):
+            value = getattr(self, name)
+            require(value in ("adam", "factored_adam"), name, "be adam or factored_adam", value)
         require(
             self.threshold_learning_rate >= 0,
             "threshold_learning_rate",
@@ -179,6 +178,11 @@ class Config:
         require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
         require(self.timeout > 0, "timeout", "be positive", self.timeout)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
+        if self.model.dtype != "float32":  # whose averages are float32 all the same
+            for name in ("experts", "embedding"):
+                value = getattr(self.optimizer, name)
+                rule = f'be factored_adam with model.dtype = "{self.model.dtype}"'
+                require(value == "factored_adam", f"optimizer.{name}", rule, value)
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

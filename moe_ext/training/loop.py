@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
@@ -98,10 +98,12 @@ class _Window:
         return values
 
 
-def make_optimizers(model: nn.Module, options: OptimizerConfig) -> list[Optimizer]:
-    """Adam, and beside it FactoredAdam for the experts' matrices where the options ask for it."""
+def make_optimizers(model: LanguageModel, options: OptimizerConfig) -> list[Optimizer]:
+    """Adam, and beside it FactoredAdam for the large matrices where the options ask for it."""
     split = split_parameters(model)
     factored = split.experts if options.experts == "factored_adam" else []
+    if options.embedding == "factored_adam":
+        factored = [*model.embedding.parameters(), *model.softmax.parameters(), *factored]
     apart = {*factored, *split.thresholds}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p not in apart]}]
     if split.thresholds:
@@ -230,7 +232,7 @@ class Trainer:
             with _stop_signal() as stopped, closing(self._batch_stream()) as batches:
                 while self.step < steps and not self._any(stopped()):
                     started = time.perf_counter()
-                    self._train_step(list(islice(batches, config.optimizer.accumulate)), window)
+                    self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
                     window.seconds += time.perf_counter() - started
                     if log:
                         log.step_done()
@@ -260,8 +262,13 @@ class Trainer:
         (number,) = self.processes.sum(torch.tensor(int(here)))
         return bool(number)
 
-    def _train_step(self, batches: list[Batch], window: _Window) -> None:
-        """One optimizer step on the mean loss over all tokens of the batches."""
+    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
+        """One optimizer step on the mean loss over all tokens of the batches.
+
+        Raises:
+            FloatingPointError: the loss is not finite; weights and averages are as they were.
+        """
+        window = _Window() if window is None else window
         self.model.train()
         # All processes draw the same classes, after a restart too.
         self.class_generator.manual_seed(self._seed("classes", self.step))
