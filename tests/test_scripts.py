@@ -324,6 +324,31 @@ def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     assert capsys.readouterr().out.count("| 1 |") == 5
 
 
+def test_measure_step(tmp_path, capsys):
+    path = tmp_path / "step.json"
+    changes = ["optimizer.accumulate=2", "optimizer.embedding=factored_adam"]
+    arguments = [str(CONFIG), *TINY, *changes, "--steps", "2", "--json", str(path)]
+    assert script("measure_step").main(arguments) == 0
+    record = json.loads(path.read_text())
+    # LSTM 2 · 4 · 8 · 16, gate 2 · 8 · 4, experts 2 · 2 · 8 · 8, softmax 8 · 60 multiply-adds
+    assert record["flops_of_token"] == 6 * (1024 + 64 + 256 + 480)
+    assert record["cost"]["ops_per_timestep"] == 1024 + 64 + 256
+    # LSTM biases 2 · 2 · 32, experts 4 · 2 · 8 · 8, embedding and softmax 60 · (8 + 8 + 1)
+    assert record["weight_bytes"] == 4 * (1024 + 128 + 64 + 512 + 1020)
+    # Of embedding and softmax 60 + 8, 60 + 8, 60 averages; two for each weight of the rest; steps
+    tensors = 4 * 2 + 2 + 2 + 3
+    assert record["optimizer_bytes"] == 4 * (196 + 2 * (1024 + 128 + 64 + 512) + tensors)
+    assert len(record["steps"]) == 2
+    for step in record["steps"]:
+        assert 200 <= step["tokens"] <= 260 and step["tokens"] % 26 == 0
+        flops = step["tokens"] * record["flops_of_token"]
+        assert step["gflops"] == pytest.approx(flops / step["seconds"] / 1e9)
+    out = capsys.readouterr().out
+    assert "step 2  " in out and "memory  weights 0.000 GB" in out
+    assert script("measure_step").main([str(CONFIG), *TINY, "model.dtype=bfloat16"]) == 2
+    assert "optimizer.experts must be factored_adam with model.dtype" in capsys.readouterr().err
+
+
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     quickstart = script("quickstart")
     arguments = [

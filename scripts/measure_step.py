@@ -1,0 +1,142 @@
+"""A few training steps of a model on random words: time, floating-point operations, memory.
+
+    python scripts/measure_step.py configs/lm1b/moe-256-h.toml data.tokens_per_batch=2560
+    python scripts/measure_step.py configs/lm1b/moe-1024-h.toml data.tokens_per_batch=2560 \\
+        optimizer.experts=factored_adam optimizer.embedding=factored_adam
+    python scripts/measure_step.py configs/lm1b/moe-4096-h.toml data.tokens_per_batch=2560 \\
+        model.dtype=bfloat16 optimizer.experts=factored_adam optimizer.embedding=factored_adam
+
+What trains is the Trainer of scripts/train.py, on sentences of 25 words drawn as the sampled
+softmax draws its classes: no corpus is needed, and nothing is written but with --json. A batch that
+is too large for the memory can be made in parts: data.tokens_per_batch=30000
+optimizer.accumulate=10.
+
+    memory   bytes of the weights, of their gradients and of what the optimizers keep
+    step     seconds; words a second; floating-point operations a second, counted as in the paper
+             (moe_ext/analysis/cost.py); the most memory that the process had until then
+"""
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ext.analysis import cost, training_flops
+from moe_ext.data import EncodedSentences, Vocabulary
+from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.config import Config, read_config
+from moe_ext.training.loop import Trainer
+from moe_ext.training.text import Text
+
+_SENTENCE = 25
+
+
+def random_text(vocab_size: int, num_tokens: int, seed: int) -> Text:
+    """Sentences of frequent and rare words, as many as have at least so many predictions."""
+    special = [Vocabulary.UNK, Vocabulary.EOS]
+    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
+    generator = torch.Generator().manual_seed(seed)
+    number = -(-num_tokens // (_SENTENCE + 1))
+    u = torch.rand(number, _SENTENCE, generator=generator, dtype=torch.float64)
+    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
+    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
+    return Text(vocabulary, train=sentences, dev=sentences, test=sentences)
+
+
+def resident_bytes() -> int:
+    """The most that the process has had (Linux: ru_maxrss is in KiB)."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(config: Config, steps: int) -> dict[str, Any]:
+    """Trains, and prints as it goes."""
+    started = time.perf_counter()
+    per_step = config.data.tokens_per_batch * config.optimizer.accumulate
+    text = random_text(config.data.vocab_size, steps * per_step, config.seed)
+    trainer = Trainer(config, text)
+    model = trainer.model
+    flops = training_flops(model).total
+    record: dict[str, Any] = {
+        "cost": asdict(cost(model)),
+        "flops_of_token": flops,
+        "build_seconds": time.perf_counter() - started,
+        "build_peak_bytes": resident_bytes(),
+        "weight_bytes": sum(p.nbytes for p in model.parameters()),
+        "steps": [],
+    }
+    print(f"model   {cost(model)}")
+    print(
+        f"build   {record['build_seconds']:.1f} s, peak memory "
+        f"{record['build_peak_bytes'] / 1e9:.2f} GB",
+        flush=True,
+    )
+    batches = trainer.batches.epoch(0)
+    for number in range(1, steps + 1):
+        batch = list(islice(batches, config.optimizer.accumulate))
+        before = trainer.tokens
+        started = time.perf_counter()
+        trainer.train_step(batch)
+        seconds = time.perf_counter() - started
+        tokens = trainer.tokens - before
+        step = {
+            "tokens": tokens,
+            "seconds": seconds,
+            "words_per_second": tokens / seconds,
+            "gflops": tokens * flops / seconds / 1e9,
+            "peak_bytes": resident_bytes(),
+        }
+        record["steps"].append(step)
+        print(
+            f"step {number}  {seconds:.2f} s for {tokens:,} words, {step['words_per_second']:,.0f} "
+            f"words/s, {step['gflops']:.1f} GFLOP/s, peak memory {step['peak_bytes'] / 1e9:.2f} GB",
+            flush=True,
+        )
+    record["gradient_bytes"] = record["weight_bytes"]
+    record["optimizer_bytes"] = sum(
+        value.nbytes
+        for optimizer in trainer.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
+    weights, gradients, averages = (
+        record[f"{name}_bytes"] / 1e9 for name in ("weight", "gradient", "optimizer")
+    )
+    print(f"memory  weights {weights:.3f} GB, gradients {gradients:.3f}, optimizer {averages:.3f}")
+    return record
+
+
+def run(options: argparse.Namespace) -> None:
+    config = read_config(options.config, options.overrides)
+    config.log = replace(config.log, tensorboard=False, progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config.output = folder  # where nothing is, and stays
+        record = measure(config, options.steps)
+    if options.json:
+        record["config"] = asdict(config) | {"output": ""}
+        record["torch"], record["threads"] = torch.__version__, torch.get_num_threads()
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=at_least(1), default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    return exit_status(lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
