@@ -13,6 +13,7 @@ included. Writes OUTPUT/kneser_ney.json, with the nats of each test sentence, an
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -38,12 +39,6 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
     return value
-
-
-def first_sentences(sentences: EncodedSentences, share: float) -> EncodedSentences:
-    """The first ones, rounded up."""
-    number = -int(-share * len(sentences) // 1)
-    return EncodedSentences((sentences[i] for i in range(number)), sentences.eos_id)
 
 
 def measured(model: NGramModel, train: EncodedSentences, text: Text) -> dict[str, Any]:
@@ -115,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.output.mkdir(parents=True, exist_ok=True)
     models = []
     for part in options.shares:
-        train = first_sentences(text.train, part)
+        train = text.train.first(math.ceil(part * len(text.train)))
         start = time.perf_counter()
         model = kneser_ney(
             train, len(text.vocabulary), options.order, modified=options.discounts == 3

@@ -26,6 +26,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.device import set_up_torch
@@ -43,7 +44,7 @@ from moe_ext.training.study import (
     widening,
     write_report,
 )
-from moe_ext.training.text import load_text
+from moe_ext.training.text import Text, load_text
 
 _ROOT = Path(__file__).resolve().parent.parent
 MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
@@ -90,6 +91,18 @@ def claims(results: Results) -> list[tuple[str, str, Interval | None]]:
     return rows
 
 
+def five_grams(text: Text, seen_tokens: int) -> dict[str, Any]:
+    """Modified Kneser-Ney on as much of the text as a run sees in a quarter and in all steps."""
+    seen = min(1.0, seen_tokens / text.train.num_tokens)
+    perplexities = {}
+    for share in (QUARTER, 1.0):
+        train = text.train.first(round(share * seen * len(text.train)))
+        model = kneser_ney(train, len(text.vocabulary))
+        nll = float(model.sentence_nll(text.test).sum()) / text.test.num_tokens
+        perplexities[share] = perplexity(nll)
+    return {"parameters": model.num_parameters, "perplexities": perplexities}
+
+
 def as_markdown(results: Results, facts: dict[str, Any]) -> str:
     """The page: the models, and what became of the claims."""
 
@@ -118,6 +131,10 @@ def as_markdown(results: Results, facts: dict[str, Any]) -> str:
                 f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
             ]
         )
+    grams = facts["five_grams"]
+    quarter, whole = (f"{grams['perplexities'][share]:.2f}" for share in (QUARTER, 1.0))
+    parameters = f"{grams['parameters'] / 1e6:.2f}M"
+    rows.append(["KN-5", "", parameters, "", quarter, "", whole, "", ""])
     table = markdown_table(
         [
             "model", "ops/timestep", "parameters", "seeds", "test ppl after 25%",
@@ -135,7 +152,8 @@ def as_markdown(results: Results, facts: dict[str, Any]) -> str:
         f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
         f"{facts['seen_tokens']:,}, each once; {facts['test_tokens']:,} in the test part; "
         f"vocabulary {facts['vocabulary']:,}; in training the softmax over 1,024 sampled classes, "
-        "in the test over all. Operations and parameters are without embedding and softmax. "
+        "in the test over all. KN-5 is the modified Kneser-Ney 5-gram of the same text. "
+        "Operations and parameters are without embedding and softmax. "
         "Perplexities are exp of the mean over seeds of ln ppl, differences means over pairs of "
         "runs of one seed with their 95% t interval. The peak learning rate is the best of 4e-3, "
         f"8e-3 and 1.6e-2 on the dev part after 1,200 steps: {RATE_OF_MIXTURES:g} for the mixtures "
@@ -188,16 +206,18 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     text = load_text(config.data)
     train = () if options.report else options.arms
     results = run_study(configs, options.seeds, text, options.runs, [QUARTER], train)
-    facts = {
-        "corpus": config.data.corpus,
-        "train_tokens": text.train.num_tokens,
-        "seen_tokens": config.steps * config.data.tokens_per_batch,
-        "test_tokens": text.test.num_tokens,
-        "vocabulary": len(text.vocabulary),
-    }
     if not all(results[name] for name in MIXTURES):
         print("nothing to report yet: a run of each mixture must be finished")
         return results
+    seen_tokens = config.steps * config.data.tokens_per_batch
+    facts = {
+        "corpus": config.data.corpus,
+        "train_tokens": text.train.num_tokens,
+        "seen_tokens": seen_tokens,
+        "five_grams": five_grams(text, seen_tokens),
+        "test_tokens": text.test.num_tokens,
+        "vocabulary": len(text.vocabulary),
+    }
     page = as_markdown(results, facts)
     data = {
         **facts,

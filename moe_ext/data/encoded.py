@@ -99,6 +99,14 @@ class EncodedSentences:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def first(self, number: int) -> "EncodedSentences":
+        """The first sentences, or all if there are fewer; nothing is copied."""
+        part = EncodedSentences.__new__(EncodedSentences)
+        part.eos_id, part._folder = self.eos_id, None
+        part.starts = self.starts[: number + 1]
+        part.stream = self.stream[: int(part.starts[-1]) + 1]
+        return part
+
     def __getitem__(self, index: int) -> list[int]:
         """The words of one sentence as ids, without `</s>`."""
         if not -len(self) <= index < len(self):

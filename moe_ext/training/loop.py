@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
 from moe_ext.balanced import balanced_gates, batchwise_masks
-from moe_ext.data import Batch, EncodedSentences, SentenceBatches
+from moe_ext.data import Batch, SentenceBatches
 from moe_ext.data.batches import mixed_seed
 from moe_ext.data.files import atomic_file
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
@@ -203,9 +203,7 @@ class Trainer:
         )
         self.dev = self.text.dev
         if config.log.eval_sentences:
-            self.dev = EncodedSentences(
-                islice(iter(self.dev), config.log.eval_sentences), self.dev.eos_id
-            )
+            self.dev = self.dev.first(config.log.eval_sentences)
         self.tokens = 0  # predicted so far
         self.epoch, self.batch = 0, 0  # the next batch of the data
         if earlier is not None:
