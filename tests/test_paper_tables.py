@@ -87,6 +87,7 @@ def test_files_are_as_the_paper_says(configs, name):
     expected = (100_000, 2_500_000, 40_000) if news else (793_471, 300_000, 27_000)
     assert (config.data.vocab_size, batch, config.steps) == expected
     assert model.num_sampled == 8192
+    assert (config.data.vocabulary == "") == news  # not known
     assert config.optimizer.warmup_steps == 1_000
     factored = config.optimizer.experts == "factored_adam"
     assert factored == model.moe.recompute == (news and "moe" in layers)
