@@ -31,25 +31,10 @@ from typing import Any
 import torch
 
 from moe_ext.analysis import cost, training_flops
-from moe_ext.data import EncodedSentences, Vocabulary
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.loop import Trainer
-from moe_ext.training.text import Text
-
-_SENTENCE = 25
-
-
-def random_text(vocab_size: int, num_tokens: int, seed: int) -> Text:
-    """Sentences of frequent and rare words, as many as have at least so many predictions."""
-    special = [Vocabulary.UNK, Vocabulary.EOS]
-    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
-    generator = torch.Generator().manual_seed(seed)
-    number = -(-num_tokens // (_SENTENCE + 1))
-    u = torch.rand(number, _SENTENCE, generator=generator, dtype=torch.float64)
-    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
-    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
-    return Text(vocabulary, train=sentences, dev=sentences, test=sentences)
+from moe_ext.training.text import random_text
 
 
 def resident_bytes() -> int:

@@ -349,6 +349,22 @@ def test_measure_step(tmp_path, capsys):
     assert "optimizer.experts must be factored_adam with model.dtype" in capsys.readouterr().err
 
 
+def test_efficiency_is_of_equal_operations(tmp_path):
+    efficiency = script("reproduce_efficiency")
+    options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
+    rows = efficiency.main(options)
+    steps = {row.name: row for row in rows if row.part == "training step"}
+    assert steps.keys() == {*efficiency.DENSE, *efficiency.MIXTURES, efficiency.PEAK}
+    assert steps["moe-256-h"].rows_per_expert == 1 and steps["moe-4"].rows_per_expert == 64
+    assert all(row.gflops > 0 and row.low <= row.median <= row.high for row in rows)
+    layer = [row.rows_per_expert for row in rows if row.part == "layer"]
+    assert layer == [0, 2048, 512, 128, 32, 8]
+    by_itself, at_once = (row for row in rows if row.part == "time steps")
+    assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
+    page = (tmp_path / "efficiency.md").read_text()
+    assert "M9: with at least 64 rows" in page and "the lowest is moe-4 with 64 words" in page
+
+
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     quickstart = script("quickstart")
     arguments = [

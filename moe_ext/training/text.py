@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from moe_ext.data import (
     Corpus,
     CorpusError,
@@ -18,6 +20,8 @@ from moe_ext.data import (
 )
 from moe_ext.progress import progress
 from moe_ext.training.config import ConfigError, DataConfig
+
+_RANDOM_SENTENCE = 25  # words
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,21 @@ def _encode(
             sentences, vocabulary, config.encoded, name=part, num_workers=config.num_workers
         )
     return encode_sentences(progress(sentences, f"reading {part}", "sentences"), vocabulary)
+
+
+def random_text(vocab_size: int, num_tokens: int, seed: int) -> Text:
+    """Sentences of frequent and rare words, as many as have at least so many predictions.
+
+    Made of nothing, for measurements without a corpus: all three parts are the same.
+    """
+    special = [Vocabulary.UNK, Vocabulary.EOS]
+    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
+    generator = torch.Generator().manual_seed(seed)
+    number = -(-num_tokens // (_RANDOM_SENTENCE + 1))
+    u = torch.rand(number, _RANDOM_SENTENCE, generator=generator, dtype=torch.float64)
+    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
+    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
+    return Text(vocabulary, train=sentences, dev=sentences, test=sentences)
 
 
 @contextmanager
