@@ -15,12 +15,8 @@ from pathlib import Path
 
 import jinja2
 
-from moe_ext.analysis.experts import (
-    NEIGHBOURS,
-    ExpertReport,
-    by_specialisation,
-    inspect_experts,
-)
+from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
+from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data.files import atomic_file
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status

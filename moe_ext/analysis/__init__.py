@@ -1,14 +1,30 @@
 """What a model costs, and what its experts have learned."""
 
 from moe_ext.analysis.cost import Cost, TrainingFlops, cost, training_flops
-from moe_ext.analysis.experts import ExpertReport, by_specialisation, inspect_experts
+from moe_ext.analysis.experts import (
+    ExpertReport,
+    by_specialisation,
+    expert_reports,
+    inspect_experts,
+)
+from moe_ext.analysis.routing import Routing, collect_routing, joined, moe_layer, untrained_gates
+from moe_ext.analysis.specialisation import Specialisation, labels_of, specialisation
 
 __all__ = [
     "Cost",
     "ExpertReport",
+    "Routing",
+    "Specialisation",
     "TrainingFlops",
     "by_specialisation",
+    "collect_routing",
     "cost",
+    "expert_reports",
     "inspect_experts",
+    "joined",
+    "labels_of",
+    "moe_layer",
+    "specialisation",
     "training_flops",
+    "untrained_gates",
 ]

@@ -1,23 +1,16 @@
 """What each expert of a trained language model sees (Table 9)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from moe_ext.data import EncodedSentences, SentenceBatches, Vocabulary
-from moe_ext.models import LanguageModel, evaluating
-from moe_ext.moe import MoE, MoEAux
-from moe_ext.progress import progress
-from moe_ext.recurrent import MoELSTM
-
-NEIGHBOURS = 2  # words shown on either side
-_PURITY_POSITIONS = 50
-_NO_WORD = -1
+from moe_ext.analysis.routing import NO_WORD, Routing, collect_routing
+from moe_ext.analysis.specialisation import PURITY_POSITIONS, purity
+from moe_ext.data import EncodedSentences, Vocabulary
+from moe_ext.models import LanguageModel
 
 
 class Context(NamedTuple):
@@ -77,22 +70,6 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
     return sorted(reports, key=lambda r: (r.share >= half, r.information), reverse=True)
 
 
-class _Routing(NamedTuple):
-    """Where N positions went, in R (position, expert) pairs.
-
-    Attributes:
-        windows: [N, 5] int64, each position's input word between its neighbours.
-        position: [R] int64.
-        expert: [R] int64.
-        gate: [R].
-    """
-
-    windows: Tensor
-    position: Tensor
-    expert: Tensor
-    gate: Tensor
-
-
 def inspect_experts(
     model: LanguageModel,
     sentences: EncodedSentences,
@@ -121,23 +98,26 @@ def inspect_experts(
     Raises:
         ValueError: the model has no such layer.
     """
-    moe_layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
-    if not 0 <= layer < len(moe_layers):
-        raise ValueError(
-            f"inspect_experts: layer must be in [0, {len(moe_layers)}), the model's MoE layers, "
-            f"got {layer}"
-        )
-    num_experts = moe_layers[layer].num_experts
-    routing = _collect(model, sentences, num_positions, layer, tokens_per_batch)
-    experts = routing.expert
-    word_at = routing.windows[:, NEIGHBOURS]
-    words = word_at[routing.position]
+    routing = collect_routing(
+        model,
+        sentences,
+        num_positions=num_positions,
+        layer=layer,
+        tokens_per_batch=tokens_per_batch,
+    )
+    return expert_reports(routing, vocabulary, num_contexts=num_contexts, num_words=num_words)
 
-    # Slots by expert, and by decreasing gate within each.
-    order = routing.gate.argsort(descending=True)
-    order = order[experts[order].argsort(stable=True)]
-    load = torch.bincount(experts, minlength=num_experts)
+
+def expert_reports(
+    routing: Routing, vocabulary: Vocabulary, *, num_contexts: int = 10, num_words: int = 10
+) -> list[ExpertReport]:
+    """One report for each expert, in their order; see `inspect_experts`."""
+    num_experts, experts = routing.num_experts, routing.expert
+    word_at = routing.words
+    words = word_at[routing.position]
+    order, load = routing.slots_by_gate()
     ends = load.cumsum(0).tolist()
+    purities = purity(word_at, routing.highest(PURITY_POSITIONS)).nan_to_num().tolist()
 
     contribution, key_expert, key_word, count = _information(experts, words, load, len(vocabulary))
     information = torch.zeros(num_experts, dtype=torch.float64)
@@ -155,14 +135,13 @@ def inspect_experts(
     for expert in range(num_experts):
         begin, end = (ends[expert - 1] if expert else 0), ends[expert]
         slots = order[begin:end]
-        top = words[slots[:_PURITY_POSITIONS]]
         keys = by_contribution[(key_ends[expert - 1] if expert else 0) : key_ends[expert]]
         reports.append(
             ExpertReport(
                 expert=expert,
                 share=len(slots) / len(word_at),
                 information=float(information[expert]),
-                purity=float(top.bincount().max() / len(top)) if len(top) else 0.0,
+                purity=purities[expert],
                 words=[
                     Word(
                         vocabulary.words[word],
@@ -178,52 +157,6 @@ def inspect_experts(
     return reports
 
 
-@torch.inference_mode()
-def _collect(
-    model: LanguageModel,
-    sentences: EncodedSentences,
-    num_positions: int,
-    layer: int,
-    tokens_per_batch: int,
-) -> _Routing:
-    device = model.embedding.weight.device
-    batches = SentenceBatches(
-        sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
-    )
-    # Batches hold nearly equal numbers of tokens.
-    needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
-    bar = progress(
-        batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
-    )
-    parts: list[_Routing] = []
-    seen = 0
-    with evaluating(model):
-        for batch in bar:
-            _, aux = model(batch.inputs.to(device), batch.mask.to(device))
-            # Input words, then the end of the sentence, then nothing: room for the neighbours.
-            text = batch.inputs.masked_fill(~batch.mask, _NO_WORD)
-            text = F.pad(text, (NEIGHBOURS, NEIGHBOURS), value=_NO_WORD)
-            last = batch.mask.sum(1, keepdim=True) + NEIGHBOURS
-            text.scatter_(1, last, sentences.eos_id)
-            windows = text.unfold(1, 2 * NEIGHBOURS + 1, 1)[batch.mask]
-            parts.append(_Routing(windows, *_slots(aux[layer], seen)))
-            seen += len(windows)
-            if seen >= num_positions:
-                break
-    return _Routing(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-
-def _slots(aux: MoEAux, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, expert and gate of each slot, the layer's tokens being the positions from first."""
-    if aux.token_offsets is None:
-        num_tokens, k = aux.gates.shape
-        num_slots = torch.full((num_tokens,), k, device=aux.gates.device)
-    else:
-        num_slots = aux.token_offsets.diff()
-    position = first + torch.repeat_interleave(num_slots)
-    return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
-
-
 def _information(
     experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,7 +169,7 @@ def _information(
 
 
 def _contexts(
-    routing: _Routing, slots: Tensor, vocabulary: Vocabulary, num_contexts: int
+    routing: Routing, slots: Tensor, vocabulary: Vocabulary, num_contexts: int
 ) -> list[Context]:
     """The distinct contexts of the first slots, which are in order of decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
@@ -246,6 +179,6 @@ def _contexts(
         if len(contexts) == num_contexts:
             break
     return [
-        Context(gate, tuple("" if w == _NO_WORD else vocabulary.words[w] for w in window))
+        Context(gate, tuple("" if w == NO_WORD else vocabulary.words[w] for w in window))
         for window, gate in contexts.items()
     ]
