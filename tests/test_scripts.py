@@ -411,6 +411,63 @@ def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
     assert f"ngram 1={report['vocabulary'] + 1}\n" in arpa
 
 
+def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys):
+    options = [*TINY, f"data.corpus={corpus}", f"output={tmp_path / 'second'}", "steps=8"]
+    script("train").main([str(CONFIG), *options, "seed=2", "log.progress=false"])
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"w{i} w{i + 1} w1 nowhere\n" for i in range(40)))
+    arguments = [
+        run, tmp_path / "second", "--part", "all", "--positions", 600, "--permutations", 20,
+        "--output", tmp_path / "results", "--domains", f"given={corpus}", f"other={other}",
+    ]  # fmt: skip
+    arguments = [str(argument) for argument in arguments]
+    study = script("reproduce_specialisation")
+    report = study.main(arguments)
+    page = (tmp_path / "results" / "specialisation.md").read_text()
+    assert page in capsys.readouterr().out
+    assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "results" / "specialisation.json").read_text()) == report
+    assert len(report["claims"]) == 4 * 4 and page.count("| M7: ") == 8
+    for found in report["runs"]:
+        assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
+        assert len({e["expert"] for e in found["table"]}) == 4
+        for gate in ("trained", "untrained"):
+            assert list(found[gate]) == ["current word", "previous word", "word class", "domain"]
+        assert found["trained"] != found["untrained"]
+    # The gap of a claim is the mean of the runs' differences.
+    gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
+            for r in report["runs"]]  # fmt: skip
+    (claim,) = [c for c in report["claims"] if "purity of the domain, beside a random" in
+                c["compared"]]  # fmt: skip
+    assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
+
+    study.measure = None  # what was measured is not measured again
+    assert study.main(arguments) == report
+    with pytest.raises(TypeError):
+        study.main([*arguments, "--permutations", "21"])
+
+
+def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
+    other = tmp_path / "other"
+    options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
+    script("train").main([str(CONFIG), *options, "log.progress=false"])
+    for arguments, message in (
+        ([run, other], "must differ from the first run in its seed alone, but ['steps', 'model."),
+        ([run, run], "distinct seeds, got [1, 1]"),
+        ([run, "--layer", "1"], "layer must be in [0, 1)"),
+        ([run, "--domains", f"a={corpus}"], "two or more distinct NAME=CORPUS"),
+        ([run, "--domains", f"a={corpus}", "b"], "two or more distinct NAME=CORPUS"),
+        ([run, "--domains", f"a={corpus}", f"b={tmp_path / 'nowhere'}"], "there is no corpus at"),
+    ):
+        found = status_and_error(capsys, "reproduce_specialisation", *arguments)
+        assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
+
+
+def test_words_in_their_place_as_markdown():
+    in_place = script("reproduce_specialisation").in_place
+    assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"
+
+
 def test_benchmark_recurrent(capsys, tmp_path):
     sizes = ["--slots", "1", "2", "4", "--steps", "12", "--width", "8", "--rounds", "2"]
     result = tmp_path / "recurrent.json"
