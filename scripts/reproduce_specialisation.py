@@ -83,7 +83,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
     layer, positions, permutations = asked["layer"], asked["positions"], asked["permutations"]
     sentences = load_part(data, trained.vocabulary, asked["part"])
     texts = [
-        load_part(replace(data, corpus=corpus), trained.vocabulary, asked["part"])
+        load_part(replace(data, corpus=corpus, encoded=""), trained.vocabulary, asked["part"])
         for corpus in asked["domains"].values()
     ]
 
@@ -285,8 +285,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         for x, v in zip(place, found, strict=True):
             left.plot([x] * len(v), v, ".", color="black", markersize=4)
     left.set_xticks(range(len(labels)), labels)
-    left.set(ylabel="purity, mean over experts", ylim=(0, 1), title="dots: runs")
-    left.legend()
+    left.set(ylabel="purity, mean over experts", ylim=(0, 1.12), title="dots: runs")
+    left.legend(loc="upper center", ncols=len(bars))
 
     label = "current word"
     for gate, colour in (("trained", "C0"), ("untrained", "C1")):
@@ -296,7 +296,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     chance = max(run["trained"][label]["permuted_expert_purity_97.5%"] for run in runs)
     right.axhline(chance, color="C2", linestyle="--", linewidth=1)
     right.set(xlabel="rank of the expert", ylabel=f"purity of the {label}", ylim=(0, 1.02))
-    right.set_title("97.5% of experts with shuffled labels are below the dashed line")
+    right.set_title("97.5% of experts with shuffled labels are not above the dashed line")
     right.grid(alpha=0.3)
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=120)
