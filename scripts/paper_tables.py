@@ -82,7 +82,7 @@ def count(published: Published) -> dict[str, Any]:
     flops = [training_flops(model) for model in models]
     of_batch = config.data.tokens_per_batch * config.optimizer.accumulate * flops[0].total
     seconds = None
-    if published.tflops:
+    if published.tflops and published.gpus:
         seconds = of_batch / (published.gpus * published.tflops * 1e12)
     return row | {
         "gpus": published.gpus,
@@ -127,7 +127,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         ["model", "GPUs", "TFLOPS/GPU", "10¹² flops a batch", "step, s", "hours", "published"]
         + [f"experts' share, S = {num_sampled:,}" for num_sampled in _SAMPLED],
         [
-            f"{model(row)} | {row['gpus']} | {number(row['tflops'], '.2f')} "
+            f"{model(row)} | {number(row['gpus'], 'd')} | {number(row['tflops'], '.2f')} "
             f"| {row['flops_of_batch'] / 1e12:.2f} | {number(row['step_seconds'], '.2f')} "
             f"| {number(row['hours'], '.1f')} | {row['hours_published'] or '–'} "
             f"| {' | '.join(number(share, '.1%') for share in row['expert_share'].values())}"

@@ -17,7 +17,7 @@ class Published:
         total: all parameters, billions.
         drop_prob: of Table 7; Table 8 has none.
         tflops: 10¹² floating-point operations a second and GPU.
-        gpus: K40s.
+        gpus: K40s; None where the paper does not say.
         hours: of training; a range where it is that of many models.
     """
 
@@ -30,7 +30,7 @@ class Published:
     total: float
     drop_prob: float | None
     tflops: float | None
-    gpus: int
+    gpus: int | None
     hours: str
 
     @property
@@ -60,8 +60,8 @@ PUBLISHED = tuple(
     Published(*row)
     for row in (
         # perplexity twice, ops M, parameters M, total B, DropProb, TFLOPS/GPU, GPUs, hours
-        ("lm1b", "LSTM-512-512",     None, 54.1,   2.4,      2.4,   0.8, 0.1,  None, 32, ""),
-        ("lm1b", "LSTM-1024-512",    None, 48.2,   4.7,      4.7,   0.8, 0.1,  None, 32, ""),
+        ("lm1b", "LSTM-512-512",     None, 54.1,   2.4,      2.4,   0.8, 0.1,  None, None, ""),
+        ("lm1b", "LSTM-1024-512",    None, 48.2,   4.7,      4.7,   0.8, 0.1,  None, None, ""),
         ("lm1b", "LSTM-2048-512",    44.7, None,   9.4,      9.4,   0.8, 0.1,  1.21, 16, "12-16"),
         ("lm1b", "4xLSTM-512",       46.0, None,   8.4,      8.4,   0.8, 0.1,  1.07, 16, "12-16"),
         ("lm1b", "MoE-1-Wide",       46.1, None,   8.4,      8.4,   0.8, 0.1,  1.29, 16, "12-16"),
