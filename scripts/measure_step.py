@@ -99,7 +99,15 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     return record
 
 
-def run(options: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=at_least(1), default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
     config = read_config(options.config, options.overrides)
     config.log = replace(config.log, tensorboard=False, progress=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,19 +117,8 @@ def run(options: argparse.Namespace) -> None:
         record["config"] = asdict(config) | {"output": ""}
         record["torch"], record["threads"] = torch.__version__, torch.get_num_threads()
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--steps", type=at_least(1), default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: run(options))
+    return record
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))
