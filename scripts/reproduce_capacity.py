@@ -29,7 +29,6 @@ import matplotlib.pyplot as plt
 from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
-from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
@@ -38,13 +37,13 @@ from moe_ext.training.study import (
     as_data,
     difference,
     markdown_table,
-    run_study,
+    run_arms,
     study_parser,
     verdict,
     widening,
     write_report,
 )
-from moe_ext.training.text import Text, load_text
+from moe_ext.training.text import Text
 
 _ROOT = Path(__file__).resolve().parent.parent
 MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
@@ -201,14 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             _ROOT / "configs" / "small" / f"{name}.toml",
             [*SETTINGS, f"optimizer.learning_rate={rate}", *options.overrides],
         )
-    config = configs["moe-4"]
-    set_up_torch(config.device, config.num_threads, config.autocast)
-    text = load_text(config.data)
-    train = () if options.report else options.arms
-    results = run_study(configs, options.seeds, text, options.runs, [QUARTER], train)
+    text, results = run_arms(configs, options, [QUARTER])
     if not all(results[name] for name in MIXTURES):
         print("nothing to report yet: a run of each mixture must be finished")
         return results
+    config = configs["moe-4"]
     seen_tokens = config.steps * config.data.tokens_per_batch
     facts = {
         "corpus": config.data.corpus,

@@ -29,7 +29,6 @@ import matplotlib.pyplot as plt
 
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
-from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.statistics import Interval, mean_difference
 from moe_ext.training.study import (
@@ -38,12 +37,11 @@ from moe_ext.training.study import (
     as_data,
     difference,
     markdown_table,
-    run_study,
+    run_arms,
     study_parser,
     verdict,
     write_report,
 )
-from moe_ext.training.text import load_text
 
 _ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
@@ -164,14 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         configs[name] = read_config(
             _ROOT / "configs" / "small" / "moe-32.toml", [*SETTINGS, *options.overrides, *weights]
         )
-    config = configs[USUAL]
-    set_up_torch(config.device, config.num_threads, config.autocast)
-    text = load_text(config.data)
-    train = () if options.report else options.arms
-    results = run_study(configs, options.seeds, text, options.runs, train=train)
+    _, results = run_arms(configs, options)
     if not all(results.values()):
         print("nothing to report yet: a run of each setting must be finished")
         return results
+    config = configs[USUAL]
     facts = {
         "corpus": config.data.corpus,
         "steps": config.steps,

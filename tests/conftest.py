@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import pathlib
+import random
 import re
 
 import pytest
@@ -63,6 +64,24 @@ def workers():
     processes = Workers()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with train.txt, dev.txt and test.txt; the words follow by a rule."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(5)
+    for part, count in (("train", 300), ("dev", 40), ("test", 70)):
+        lines = []
+        for _ in range(count):
+            word = draw.randrange(40)
+            words = []
+            for _ in range(draw.randint(2, 12)):
+                words.append(f"w{word}")
+                word = (3 * word + draw.randrange(2)) % 40
+            lines.append(" ".join(words) + "\n")
+        (folder / f"{part}.txt").write_text("".join(lines))
+    return folder
 
 
 @pytest.fixture

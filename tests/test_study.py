@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,24 +34,6 @@ import reproduce_losses
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Sentences of words that follow by a rule, as the prefix of three files."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(5)
-    for part, count in (("train", 120), ("dev", 10), ("test", 30)):
-        lines = []
-        for _ in range(count):
-            word = draw.randrange(40)
-            words = []
-            for _ in range(draw.randint(2, 12)):
-                words.append(f"w{word}")
-                word = (3 * word + draw.randrange(2)) % 40
-            lines.append(" ".join(words) + "\n")
-        (folder / f"rule.{part}.txt").write_text("".join(lines))
-    return folder / "rule"
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import random
 import shutil
 import signal
 import sys
@@ -48,24 +47,6 @@ CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A folder with train.txt, dev.txt and test.txt; the words follow by a rule."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(5)
-    for part, count in (("train", 300), ("dev", 40), ("test", 70)):
-        lines = []
-        for _ in range(count):
-            word = draw.randrange(40)
-            words = []
-            for _ in range(draw.randint(2, 12)):
-                words.append(f"w{word}")
-                word = (3 * word + draw.randrange(2)) % 40
-            lines.append(" ".join(words) + "\n")
-        (folder / f"{part}.txt").write_text("".join(lines))
-    return folder
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from filelock import FileLock, Timeout
 
 from moe_ext.data.files import atomic_file
 from moe_ext.training.config import Config
+from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.results import Result, finished, train_and_test
 from moe_ext.training.statistics import Interval, mean_difference
-from moe_ext.training.text import Text
+from moe_ext.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
@@ -96,6 +97,17 @@ def run_study(
         if result is not None:
             results[name][seed] = result
     return results
+
+
+def run_arms(
+    arms: Mapping[str, Config], options: argparse.Namespace, shares: Sequence[float] = ()
+) -> tuple[Text, Results]:
+    """`run_study` as the options of `study_parser` ask for, on the text of all arms."""
+    config = next(iter(arms.values()))
+    set_up_torch(config.device, config.num_threads, config.autocast)
+    text = load_text(config.data)
+    train = () if options.report else options.arms
+    return text, run_study(arms, options.seeds, text, options.runs, shares, train)
 
 
 def difference(
