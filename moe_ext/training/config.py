@@ -31,8 +31,8 @@ class DataConfig:
         min_count: where they are: entries are words seen at least so often.
         encoded: a folder in which the ids of the text are kept from run to run and mapped from,
             for a corpus larger than memory ("": they are made anew, in memory).
-        num_workers: processes that read the text, and then make batches while the model trains
-            (0: the process that trains does it).
+        num_workers: processes that read the text, and then make batches while the model trains, for
+            each process that trains (0: that one does it itself).
         tokens_per_batch: predictions per batch, roughly.
         max_length: longest row in training (0: whole sentences).
         max_train_sentences: use only the first ones (0: all).
