@@ -589,6 +589,8 @@ def test_max_length_cuts_long_sentences_without_losing_a_word():
         (2, [EOS, 10, 11, 12], [10, 11, 12, EOS]),
         (3, [EOS], [EOS]),
     ]
+    in_one_row = make(sentences, tokens_per_batch=4, max_length=2**40)
+    assert equal(list(in_one_row.epoch(0)), list(make(sentences, tokens_per_batch=4).epoch(0)))
     long = numbered_sentences()
     batches = make(long, max_length=5)
     assert max(batch.mask.shape[1] for batch in batches.epoch(0)) == 5

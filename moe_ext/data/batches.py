@@ -130,7 +130,7 @@ class SentenceBatches:
         self._row_start: Tensor | None = None
         self._row_sentence: Tensor | None = None
         if max_length is not None:
-            pieces = (self._row_length + max_length - 1) // max_length
+            pieces = (self._row_length.long() + max_length - 1) // max_length
             sentence = _arange(len(sentences)).repeat_interleave(pieces)
             first_row = (pieces.cumsum(0) - pieces)[sentence]
             skipped = (_arange(len(sentence)) - first_row) * max_length

@@ -15,10 +15,9 @@ R = TypeVar("R")
 def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
     """function(item) of each item, in their order, by `num_workers` processes; by this one for 0.
 
-    Each process is at most two items ahead of what has been taken. They end with the iterator, and
-    with this process however it ends. What the function raises is raised here. Neither torch's
-    global generator is moved, nor do the signals reach the processes that are to save and stop
-    this one. Tensors travel through shared memory.
+    The processes have at most two items each that were not taken yet. They end with the iterator,
+    and with this process however that ends; SIGINT and SIGTERM they leave to it. What the function
+    raises is raised here. torch's global generator is not moved. Tensors travel in shared memory.
 
     Args:
         function: and its results and errors can be pickled.
