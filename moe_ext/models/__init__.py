@@ -1,14 +1,8 @@
 """The paper's models, built on the layers of moe_ext."""
 
-from moe_ext.models.language_model import (
-    FeedForwardConfig,
-    LanguageModel,
-    LanguageModelConfig,
-    LossParts,
-    MoEConfig,
-    evaluating,
-)
+from moe_ext.models.language_model import LanguageModel, LanguageModelConfig
 from moe_ext.models.lstm import LSTM
+from moe_ext.models.parts import FeedForwardConfig, LossParts, MoEConfig, evaluating
 from moe_ext.models.sampled_softmax import (
     LogUniformSampler,
     SampledSoftmax,

@@ -1,113 +1,31 @@
 """The paper's language models (App. C.1): embedding, LSTM, MoE, LSTM, softmax."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require
 from moe_ext.data import Batch
-from moe_ext.experts import FeedForwardExperts
-from moe_ext.gates import NoisyTopKGate, TopKGate
-from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models.lstm import LSTM
-from moe_ext.models.sampled_softmax import SampledSoftmax
-from moe_ext.moe import MoE, MoEAux
-from moe_ext.ops import ACTIVATIONS
+from moe_ext.models.parts import (
+    FeedForwardConfig,
+    LossParts,
+    MoEConfig,
+    ffn_layer,
+    gate_layer,
+    moe_layer,
+    sigmoid_of,
+    word_embedding,
+    word_softmax,
+)
+from moe_ext.moe import MoEAux
 from moe_ext.recurrent import MoELSTM
 
 LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
-GATE_KINDS = ("noisy_topk", "topk", "balanced")
 DTYPES = ("float32", "bfloat16")
-
-
-def _require_activation(name: str) -> None:
-    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(sorted(ACTIVATIONS))}", name)
-
-
-@dataclass
-class MoEConfig:
-    """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
-
-    Attributes: those of `moe_ext.MoE` that have the same names, and
-        gate: "noisy_topk" (Sec. 2.1), or one without noise, whose load has no gradient, so that
-            w_load must be 0: "topk" or "balanced" (App. F).
-        num_groups: groups of a hierarchical mixture (App. B), of which a token goes to k, and there
-            to k of the group's experts (0: a flat one).
-    """
-
-    gate: str = "noisy_topk"
-    num_experts: int = 32
-    num_groups: int = 0
-    k: int = 4
-    hidden_sizes: list[int] = field(default_factory=lambda: [1024])
-    activation: str = "relu"
-    w_importance: float = 0.1
-    w_load: float = 0.1
-    noise_epsilon: float = 1e-2
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
-        require(self.num_experts >= 1, "num_experts", "be at least 1", self.num_experts)
-        require(
-            self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),
-            "num_groups",
-            'be at least 0, and 0 with gate = "topk"',
-            self.num_groups,
-        )
-        require(
-            self.num_groups == 0 or self.num_experts % self.num_groups == 0,
-            "num_groups",
-            f"divide num_experts = {self.num_experts}",
-            self.num_groups,
-        )
-        choices = self.num_experts
-        if self.num_groups:
-            choices = min(self.num_groups, self.num_experts // self.num_groups)
-        rule = "num_experts" if self.num_groups == 0 else "num_groups and the experts of a group"
-        require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
-        require(
-            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
-        )
-        _require_activation(self.activation)
-        require(self.w_importance >= 0, "w_importance", "be at least 0", self.w_importance)
-        require(self.w_load >= 0, "w_load", "be at least 0", self.w_load)
-        require(
-            self.w_load == 0 or self.gate == "noisy_topk",
-            "w_load",
-            f'be 0 with gate = "{self.gate}", whose load has no gradient',
-            self.w_load,
-        )
-        require(self.noise_epsilon >= 0, "noise_epsilon", "be at least 0", self.noise_epsilon)
-
-    @property
-    def experts_per_token(self) -> int:
-        """How many experts a token goes through (with a balanced gate, on average)."""
-        return self.k**2 if self.num_groups else self.k
-
-
-@dataclass
-class FeedForwardConfig:
-    """The dense layer in the MoE's place: one expert that every token goes through, no gate.
-
-    Attributes: those of `moe_ext.FeedForwardExperts` that have the same names.
-    """
-
-    hidden_sizes: list[int] = field(default_factory=lambda: [4096])
-    activation: str = "relu"
-
-    def __post_init__(self) -> None:
-        require(
-            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
-        )
-        _require_activation(self.activation)
 
 
 @dataclass
@@ -170,42 +88,6 @@ class LanguageModelConfig:
         )
 
 
-def _gate(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> nn.Module:
-    options: dict[str, Any] = {"k": config.k}
-    if config.num_groups:
-        options["num_groups"] = config.num_groups
-        options["experts_per_group"] = config.num_experts // config.num_groups
-    else:
-        options["num_experts"] = config.num_experts
-    if config.gate == "noisy_topk":
-        options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
-        return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
-            d_model, **options
-        )
-    if config.gate == "topk":
-        return TopKGate(d_model, **options)
-    return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
-
-
-class LossParts(NamedTuple):
-    """What one batch contributes.
-
-    The objective is nll_sum / num_tokens + aux_loss; a perplexity is made of the first two alone.
-
-    Attributes:
-        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included); from a
-            sampled softmax in training too low.
-        num_tokens: how many.
-        aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
-        aux: what each MoE layer reports, in order.
-    """
-
-    nll_sum: Tensor
-    num_tokens: int
-    aux_loss: Tensor
-    aux: tuple[MoEAux, ...]
-
-
 class LanguageModel(nn.Module):
     """Predicts each next word of a sentence.
 
@@ -246,13 +128,10 @@ class LanguageModel(nn.Module):
         d_model = config.d_model
         # None, so that torch's default type rules all of a model that is not to be mixed.
         dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
-        self.embedding = nn.Embedding(vocab_size, d_model, dtype=dtype)
-        nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
-        self.softmax = SampledSoftmax(
+        self.embedding = word_embedding(vocab_size, d_model, dtype)
+        self.softmax = word_softmax(
             d_model, vocab_size, config.num_sampled, generator=class_generator, dtype=dtype
         )
-        nn.init.uniform_(self.softmax.weight, -((3 / d_model) ** 0.5), (3 / d_model) ** 0.5)
-        nn.init.zeros_(self.softmax.bias)
         self.dropout = nn.Dropout(config.dropout)
 
         # LSTMs first: models that differ in the other layers then share the random draws up to
@@ -264,16 +143,10 @@ class LanguageModel(nn.Module):
                 self.layers.append(next(lstms))
             elif kind == "moe":
                 self.layers.append(
-                    MoE(
+                    moe_layer(
+                        config.moe,
                         d_model,
-                        config.moe.num_experts,
-                        config.moe.experts_per_token,
-                        gate=_gate(config.moe, d_model, noise_generator),
-                        hidden_sizes=tuple(config.moe.hidden_sizes),
-                        activation=config.moe.activation,
-                        w_importance=config.moe.w_importance,
-                        w_load=config.moe.w_load,
-                        recompute=config.moe.recompute,
+                        noise_generator=noise_generator,
                         dtype=dtype,
                         process_group=process_group,
                     )
@@ -285,22 +158,14 @@ class LanguageModel(nn.Module):
                         d_model,
                         config.moe.num_experts,
                         config.moe.experts_per_token,
-                        gate=_gate(config.moe, 2 * d_model, noise_generator),
+                        gate=gate_layer(config.moe, 2 * d_model, noise_generator),
                         w_importance=config.moe.w_importance,
                         w_load=config.moe.w_load,
                         memory_slots=config.memory_slots or None,
                     )
                 )
             else:
-                self.layers.append(
-                    FeedForwardExperts(
-                        1,
-                        d_model,
-                        tuple(config.ffn.hidden_sizes),
-                        activation=config.ffn.activation,
-                        dtype=dtype,
-                    )
-                )
+                self.layers.append(ffn_layer(config.ffn, d_model, dtype=dtype))
 
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None
@@ -315,21 +180,16 @@ class LanguageModel(nn.Module):
             [B, S, D], undefined where masked, and each MoE layer's report.
         """
         h = self.dropout(self._embed(inputs))
-        reports = []
+        reports: list[MoEAux] = []
         for layer in self.layers:
-            if isinstance(layer, MoE):
-                y, aux = layer(h, mask)
-                y = torch.sigmoid(y)
-                reports.append(aux)
+            if isinstance(layer, LSTM):
+                y = layer(h)
             elif isinstance(layer, MoELSTM):
                 y, _, aux = layer(h, mask=mask)
                 reports.append(aux)
-            elif isinstance(layer, FeedForwardExperts):
-                rows = h.flatten(0, 1).to(layer.weights[0].dtype)
-                offsets = torch.arange(0, 2 * len(rows), len(rows), device=h.device)  # [0, B * S]
-                y = torch.sigmoid(layer(rows, offsets).view_as(h).to(h.dtype))
             else:
-                y = layer(h)
+                y, some = sigmoid_of(layer, h, mask)
+                reports += some
             y = self.dropout(y)
             h = h + y if self.config.residual else y
         return h, tuple(reports)
@@ -343,26 +203,12 @@ class LanguageModel(nn.Module):
         return F.embedding(place, self.embedding(words).float())
 
     def loss(self, batch: Batch) -> LossParts:
-        """The parts of the training objective. Logits are made for real tokens only."""
+        """The parts of the training objective."""
         h, aux = self(batch.inputs, batch.mask)
-        targets = batch.targets[batch.mask]
-        nll_sum = self.softmax.loss(h[batch.mask], targets)
-        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
-        return LossParts(nll_sum, len(targets), aux_loss, aux)
+        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
         """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
         h, _ = self(batch.inputs, batch.mask)
         return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
