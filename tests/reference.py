@@ -27,7 +27,7 @@ def Phi(z):
 
 
 def Softmax(v):
-    highest = max(v, key=float).detach()  # a common shift changes nothing
+    highest = max(v_i.detach() for v_i in v)  # a common shift changes nothing
     e = [torch.exp(v_i - highest) for v_i in v]
     return torch.stack([e_i / sum(e) for e_i in e])
 
@@ -520,3 +520,24 @@ def C(t, m):
     if m >= t:
         return 2 * t - 1
     return min(y + C(t - y, m - 1) + C(y, m) for y in range(1, t))
+
+
+# Appendix G and Wu et al. 2016: attention. x_i is a source vector, y_j a target vector
+
+
+def A(x, y, U, W, V):
+    """App. G: sum_d V_d tanh((x U)_d) tanh((y W)_d)."""
+    xU, yW = x @ U, y @ W
+    return sum(V[d] * torch.tanh(xU[d]) * torch.tanh(yW[d]) for d in range(len(V)))
+
+
+def A_GNMT(x, y, U, W, V):
+    """App. G: sum_d V_d tanh((x U)_d + (y W)_d)."""
+    xU, yW = x @ U, y @ W
+    return sum(V[d] * torch.tanh(xU[d] + yW[d]) for d in range(len(V)))
+
+
+def attend(A, X, y, U, W, V):
+    """Wu et al., Eq. 4: p_i = softmax_i A(x_i, y) and the context sum_i p_i x_i of one y."""
+    p = Softmax(torch.stack([A(x, y, U, W, V) for x in X]))
+    return p, sum(p[i] * X[i] for i in range(len(X)))

@@ -698,3 +698,17 @@ def test_forward_steps_are_those_of_optimal_checkpointing():
             r = next(r for r in range(t) if math.comb(m + r, r) >= t)
             expected = (r + 1) * t - (math.comb(m + r, r - 1) if r else 0)
             assert ref.C(t, m) == expected
+
+
+def test_attention_by_hand():
+    """tanh(artanh a) = a, and tanh(artanh a + artanh b) = (a + b) / (1 + a b)."""
+    U, W, V = vec(1, 0)[None], vec(1, 2)[None], vec(10, 7)  # the second column of x U is 0
+    x, y = vec(math.atanh(0.5)), vec(math.atanh(0.2))
+    assert float(ref.A(x, y, U, W, V)) == pytest.approx(10 * 0.5 * 0.2, rel=1e-15)
+    first, second = 10 * 0.7 / 1.1, 7 * 0.4 / 1.04
+    assert float(ref.A_GNMT(x, y, U, W, V)) == pytest.approx(first + second, rel=1e-15)
+    # Scores ln 3 and 0: weights 3 : 1.
+    X = torch.stack([vec(math.atanh(math.log(3) / 2)), vec(0)])
+    p, context = ref.attend(ref.A, X, y, U, W, V)
+    torch.testing.assert_close(p, vec(3, 1) / 4, rtol=1e-15, atol=0)
+    torch.testing.assert_close(context, 0.75 * X[0], rtol=1e-15, atol=0)

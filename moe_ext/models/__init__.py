@@ -1,5 +1,6 @@
 """The paper's models, built on the layers of moe_ext."""
 
+from moe_ext.models.attention import Attention
 from moe_ext.models.language_model import LanguageModel, LanguageModelConfig
 from moe_ext.models.lstm import LSTM
 from moe_ext.models.parts import FeedForwardConfig, LossParts, MoEConfig, evaluating
@@ -12,6 +13,7 @@ from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 
 __all__ = [
     "LSTM",
+    "Attention",
     "FeedForwardConfig",
     "LanguageModel",
     "LanguageModelConfig",

@@ -175,7 +175,7 @@ def ffn_layer(
 
 
 def sigmoid_of(
-    layer: MoE | FeedForwardExperts, h: Tensor, mask: Tensor | None
+    layer: nn.Module, h: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, tuple[MoEAux, ...]]:
     """sigmoid(layer(h)), of the type of h, and the report of a MoE (App. C.1).
 
@@ -187,6 +187,7 @@ def sigmoid_of(
     if isinstance(layer, MoE):
         y, aux = layer(h, mask)
         return torch.sigmoid(y), (aux,)
+    assert isinstance(layer, FeedForwardExperts)
     rows = h.flatten(0, -2).to(layer.weights[0].dtype)
     offsets = torch.arange(0, 2 * len(rows), len(rows), device=h.device)  # [0, number of rows]
     return torch.sigmoid(layer(rows, offsets).view_as(h).to(h.dtype)), ()
