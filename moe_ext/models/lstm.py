@@ -1,7 +1,26 @@
-"""The LSTM layer of the language models (App. C.1; Sak et al. 2014 for the projection)."""
+"""The LSTM layer of the models (App. C.1; Sak et al. 2014 for the projection)."""
+
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class LSTMState(NamedTuple):
+    """What an LSTM keeps of N sentences from one step to the next.
+
+    Attributes:
+        m: [N, D], the output.
+        c: [N, units], the cell.
+    """
+
+    m: Tensor
+    c: Tensor
+
+    def select(self, index: Tensor) -> Self:
+        """The rows of index [N'] int64."""
+        return type(self)(*(part.index_select(0, index) for part in self))
 
 
 class LSTM(nn.Module):
@@ -14,9 +33,10 @@ class LSTM(nn.Module):
     the forget gate's at 1 so that the cell remembers from the start.
 
     Args:
-        d_model: D, the width of x and of what comes out.
+        d_model: D, the width of what comes out.
         units: width of a cell that is projected to d_model; None or 0 is a cell of d_model units
             without projection.
+        d_input: width of x; None is d_model.
 
     Attributes:
         projection: P [D, units], where it is square; torch's LSTM has the others.
@@ -25,14 +45,16 @@ class LSTM(nn.Module):
         ValueError: units is below d_model.
     """
 
-    def __init__(self, d_model: int, units: int | None = None) -> None:
+    def __init__(
+        self, d_model: int, units: int | None = None, *, d_input: int | None = None
+    ) -> None:
         super().__init__()
         square = units == d_model
         units = units or d_model
         if units < d_model:
             raise ValueError(f"LSTM: units must be at least d_model ({d_model}), got {units}")
         projected = d_model if units > d_model else 0
-        self.lstm = nn.LSTM(d_model, units, proj_size=projected, batch_first=True)
+        self.lstm = nn.LSTM(d_input or d_model, units, proj_size=projected, batch_first=True)
         self.projection = nn.Parameter(torch.empty(d_model, units)) if square else None
         self.reset_parameters()
 
@@ -54,6 +76,39 @@ class LSTM(nn.Module):
         if self.projection is None:
             return self.lstm(x)[0]
         # W m_{t-1} = (W P) r_{t-1}: the LSTM with weights W P makes r, and P of it is m.
-        recurrent = self.lstm.get_parameter("weight_hh_l0") @ self.projection
+        recurrent = self.recurrent_weight @ self.projection
         r = torch.func.functional_call(self.lstm, {"weight_hh_l0": recurrent}, x)[0]
         return r @ self.projection.T
+
+    def start(self, num_sentences: int) -> LSTMState:
+        """The zero state."""
+        m = self.recurrent_weight.new_zeros(num_sentences, self.recurrent_weight.shape[1])
+        return LSTMState(m, m.new_zeros(num_sentences, self.lstm.hidden_size))
+
+    def step(self, x: Tensor, state: LSTMState) -> LSTMState:
+        """x_t [N, D] to the state after it, whose m is the output: `forward` word by word."""
+        recurrent = F.linear(state.m, self.recurrent_weight)
+        return self.cell(F.linear(x, self.input_weight, self.bias) + recurrent, state.c)
+
+    def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
+        """The step from W [x_t, m_{t-1}] + b, [N, 4 · units], and c_{t-1}, [N, units]."""
+        i, f, j, o = gates.chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
+        r = o.sigmoid() * c.tanh()
+        p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
+        return LSTMState(r if p is None else F.linear(r, p), c)
+
+    @property
+    def input_weight(self) -> Tensor:
+        """The columns of W that x_t meets, [4 · units, d_input]."""
+        return self.lstm.get_parameter("weight_ih_l0")
+
+    @property
+    def recurrent_weight(self) -> Tensor:
+        """The columns of W that m_{t-1} meets, [4 · units, D]."""
+        return self.lstm.get_parameter("weight_hh_l0")
+
+    @property
+    def bias(self) -> Tensor:
+        """b, [4 · units]."""
+        return self.lstm.get_parameter("bias_ih_l0") + self.lstm.get_parameter("bias_hh_l0")
