@@ -32,7 +32,7 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
     'torch>=2.11' 'setuptools>=77' wheel ninja
   say "building the extension (some two minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install --no-build-isolation -e '.[train,test,dev]'
+  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,dev]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi

@@ -1,5 +1,6 @@
-"""From a model's log-probabilities to translations."""
+"""From a model's log-probabilities to translations, and how good they are."""
 
 from moe_ext.decoding.beam_search import BeamSearch, Hypothesis, StepModel, StepState
+from moe_ext.decoding.bleu import Bleu, corpus_bleu
 
-__all__ = ["BeamSearch", "Hypothesis", "StepModel", "StepState"]
+__all__ = ["BeamSearch", "Bleu", "Hypothesis", "StepModel", "StepState", "corpus_bleu"]
