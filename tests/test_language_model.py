@@ -135,20 +135,25 @@ def test_lstm_weights_have_unit_gain():
 @pytest.mark.parametrize("units", [None, 6, 9])
 def test_lstm_is_that_of_its_equations(units):
     """With a cell of d_model units that is projected, which torch's LSTM does not have, too."""
-    lstm = LSTM(6, units).double()
+    lstm = LSTM(6, units, d_input=5).double()
     weights = dict(lstm.lstm.named_parameters())
     w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
     bias = weights["bias_ih_l0"] + weights["bias_hh_l0"]
     identity = torch.eye(6, dtype=torch.float64)
     p = {None: identity, 6: lstm.projection, 9: weights.get("weight_hr_l0")}[units]
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
     m, c, expected = x.new_zeros(2, 6), x.new_zeros(2, units or 6), []
-    for t in range(5):
+    for t in range(4):
         i, f, j, o = (x[:, t] @ w.T + m @ u.T + bias).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * j.tanh()
         m = (o.sigmoid() * c.tanh()) @ p.T
         expected.append(m)
     assert_exact(lstm(x), torch.stack(expected, 1))
+    state = lstm.start(2)
+    for t in range(4):
+        state = lstm.step(x[:, t], state)
+        assert_exact(state.m, expected[t])
+    assert_exact(state.c, c)
     actual, exact = (
         torch.autograd.grad(y.square().sum(), list(lstm.parameters()))
         for y in (lstm(x), torch.stack(expected, 1))

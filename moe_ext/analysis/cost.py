@@ -1,4 +1,4 @@
-"""Parameters and operations of a language model, counted as in the paper (Tables 7 and 8)."""
+"""Parameters and operations of a model, counted as in the paper (Tables 2 to 5, 7 and 8)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from moe_ext.balanced import HierarchicalBalancedGate
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
-from moe_ext.models import LanguageModel
+from moe_ext.models import LanguageModel, TranslationModel
+from moe_ext.models.translation import AttentionLSTM
 from moe_ext.moe import MoE
 from moe_ext.recurrent import MoELSTM
 
@@ -19,8 +20,9 @@ class Cost:
     """The size of a model.
 
     Attributes:
-        ops_per_timestep: multiply-adds of one position's forward pass, embedding and softmax
-            excluded.
+        ops_per_timestep: multiply-adds of one position's forward pass. Of a language model without
+            the softmax (Tables 7 and 8); of a translation model, with it and for a position of the
+            source and one of the target (Tables 2 to 5).
         parameters: weights without embedding and softmax.
         total_parameters: with both.
     """
@@ -53,17 +55,19 @@ class TrainingFlops:
         return self.experts / self.total
 
 
-def cost(model: LanguageModel) -> Cost:
+def cost(model: LanguageModel | TranslationModel) -> Cost:
     """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
 
     Every matrix is one multiply-add per weight and position; of a MoE's experts each position meets
     k of E, and of a hierarchical gate's secondary matrices those of its groups. The biases of the
     LSTMs, below the precision of the tables, are left out of ops and parameters and are in the
-    total.
+    total; the attention, without which the ops of the tables come out, is left out of ops.
     """
     count = _count(model)
-    total = sum(p.numel() for p in model.parameters())
-    return Cost(count.ops + count.expert_ops, count.parameters, total)
+    ops = count.ops + count.expert_ops
+    if isinstance(model, TranslationModel):
+        ops += model.softmax.weight.numel()
+    return Cost(ops, count.parameters, _weights(model.parameters()))
 
 
 def training_flops(model: LanguageModel) -> TrainingFlops:
@@ -86,7 +90,7 @@ class _Count(NamedTuple):
     parameters: int
 
 
-def _count(model: LanguageModel) -> _Count:
+def _count(model: LanguageModel | TranslationModel) -> _Count:
     """Of the layers between embedding and softmax."""
     ops = expert_ops = parameters = 0
     for layer in model.layers:
@@ -100,11 +104,17 @@ def _count(model: LanguageModel) -> _Count:
         elif isinstance(layer, FeedForwardExperts):
             expert_ops += _weights(layer.weights)
             parameters += _weights(layer.weights)
+        elif isinstance(layer, AttentionLSTM):
+            ops += _weights(_matrices(layer.lstm))
+            parameters += _weights(_matrices(layer))
         else:
-            matrices = _weights(p for p in layer.parameters() if p.dim() == 2)
-            ops += matrices
-            parameters += matrices
+            ops += _weights(_matrices(layer))
+            parameters += _weights(_matrices(layer))
     return _Count(ops, expert_ops, parameters)
+
+
+def _matrices(layer: nn.Module) -> list[Tensor]:
+    return [p for p in layer.parameters() if p.dim() == 2]
 
 
 def _gate_ops(gate: nn.Module) -> int:

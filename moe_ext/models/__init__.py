@@ -10,6 +10,7 @@ from moe_ext.models.sampled_softmax import (
     sampled_cross_entropy,
 )
 from moe_ext.models.softmax import linear_cross_entropy, linear_nll
+from moe_ext.models.translation import TranslationModel, TranslationModelConfig
 
 __all__ = [
     "LSTM",
@@ -21,6 +22,8 @@ __all__ = [
     "LossParts",
     "MoEConfig",
     "SampledSoftmax",
+    "TranslationModel",
+    "TranslationModelConfig",
     "evaluating",
     "linear_cross_entropy",
     "linear_nll",
