@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from moe_ext import MoE
 from moe_ext.analysis import cost
+from moe_ext.decoding import BeamSearch
 from moe_ext.distributed import expert_parameters
 from moe_ext.models import (
     FeedForwardConfig,
@@ -21,6 +22,7 @@ from moe_ext.models import (
     MoEConfig,
     TranslationModel,
     TranslationModelConfig,
+    evaluating,
 )
 from moe_ext.models.translation import reverse
 from moe_ext.optim import split_parameters
@@ -275,22 +277,18 @@ def test_the_decoder_sees_no_future():
 @pytest.mark.parametrize("gate", GATES)
 def test_steps_equal_the_teacher_forced_pass(gate, attention):
     model, batch = trained(gate, attention=attention), random_batch(*BATCH, padding=1)
-    beam = 2
     h, _ = run(model, batch)
-    expected = model.softmax(h).log_softmax(2).repeat_interleave(beam, 0)
-    inputs, mask = (x.repeat_interleave(beam, 0) for x in (batch.inputs, batch.mask))
-    encoded = model.encode(batch.source, batch.source_mask)
-    state = model.start(encoded, beam)
-    for t in range(inputs.shape[1]):
-        log_probs, attention, state = model.step(inputs[:, t], state)
+    expected = model.softmax(h).log_softmax(2).detach()
+    state = model.start(model.encode(batch.source, batch.source_mask))
+    for t in range(batch.inputs.shape[1]):
+        log_probs, attention, state = model.step(batch.inputs[:, t], state)
         assert not log_probs.requires_grad
-        assert_exact(log_probs[mask[:, t]], expected[:, t][mask[:, t]].detach())
-        source_mask = batch.source_mask.repeat_interleave(beam, 0)
-        assert attention.shape == source_mask.shape
-        assert attention[~source_mask].count_nonzero() == 0
+        assert_exact(log_probs[batch.mask[:, t]], expected[:, t][batch.mask[:, t]])
+        assert attention.shape == batch.source.shape
+        assert attention[~batch.source_mask].count_nonzero() == 0
         assert_exact(attention.sum(1), torch.ones(len(attention), dtype=torch.float64))
-    nll = -expected[::beam].gather(2, batch.targets[:, :, None]).squeeze(2)[batch.mask]
-    assert_exact(model.token_nll(batch), nll.detach())
+    nll = -expected.gather(2, batch.targets[:, :, None]).squeeze(2)[batch.mask]
+    assert_exact(model.token_nll(batch), nll)
 
 
 def test_states_are_selected():
@@ -355,11 +353,11 @@ def test_models_of_one_seed_share_their_trunk():
 
 
 def test_learns_a_batch_by_heart():
-    """Targets that the source alone determines: its words from right to left."""
+    """Translations that the source alone determines, its words from right to left; searched for."""
     torch.manual_seed(1)
     model = TranslationModel(small_config("balanced", d_model=12), VOCAB)
-    batch = random_batch([4] * 6, [4] * 6)
-    targets = batch.source.flip(1)
+    batch = random_batch([4] * 6, [5] * 6)
+    targets = F.pad(batch.source.flip(1), (0, 1), value=EOS)
     inputs = F.pad(targets, (1, -1), value=EOS)
     batch = replace(batch, inputs=inputs, targets=targets)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -369,6 +367,10 @@ def test_learns_a_batch_by_heart():
         objective(parts).backward()
         optimizer.step()
     assert parts.nll_sum.item() / parts.num_tokens < 0.3 < math.log(VOCAB)
+    with evaluating(model):
+        state = model.start(model.encode(batch.source, batch.source_mask))
+        best = BeamSearch(beam=3)(model, state, batch.source_mask, EOS)
+    assert [hypotheses[0].tokens for hypotheses in best] == targets.tolist()
 
 
 def test_evaluation_draws_nothing():

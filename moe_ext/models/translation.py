@@ -294,14 +294,11 @@ class TranslationModel(nn.Module):
         """The source as the decoder sees it; arguments as of `forward`, no gradient."""
         return self._encode(source, source_mask)[0]
 
-    def start(self, encoded: Encoded, beam: int = 1) -> DecoderState:
-        """Before the first word: `beam` translations of each of B sentences, side by side."""
+    def start(self, encoded: Encoded) -> DecoderState:
+        """Before the first word of a translation of each sentence."""
         number = len(encoded.mask)
-        sentence = torch.arange(number, device=encoded.mask.device).repeat_interleave(beam)
         return DecoderState(
-            encoded.select(sentence),
-            self.attention_lstm.lstm.start(len(sentence)),
-            self.decoder_top.start(len(sentence)),
+            encoded, self.attention_lstm.lstm.start(number), self.decoder_top.start(number)
         )
 
     @torch.no_grad()
