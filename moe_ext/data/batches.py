@@ -67,8 +67,8 @@ class SentenceBatches:
 
     Beside the sentences themselves, which may be mapped from files, this takes 4 bytes a sentence
     (with max_length, 16 a row), 4 more during an epoch and 32 for a moment at its beginning: 230
-    MiB for the 30,301,028 sentences of the 1-billion-word benchmark, and 920 MiB in the 4 seconds
-    that their shuffle takes.
+    MiB for the 30,301,028 sentences of the 1-billion-word benchmark, and 920 MiB in the few
+    seconds of their shuffle.
 
     Args:
         sentences: from `encode_sentences` or `encode_to_files`, or any iterable of lists of ids.
