@@ -9,9 +9,9 @@ so `</s>` is also the symbol before the first word, and nothing else is ever pre
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,29 @@ from moe_ext.processes import blocks
 
 
 @dataclass(frozen=True)
-class Batch:
+class Rows:
+    """Tensors of B rows each, or None, that belong together."""
+
+    def part(self, index: int, number: int) -> Self:
+        """The rows for one of several processes: blocks of rows side by side, maybe without any."""
+
+        def block(tensor: Tensor) -> Tensor:
+            rows = blocks(range(len(tensor)), number)[index]
+            return tensor[rows.start : rows.stop]
+
+        return self._map(block)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same rows on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return type(self)(*(None if tensor is None else function(tensor) for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class Batch(Rows):
     """B sentences side by side, padded to the longest, S predictions each.
 
     Attributes:
@@ -43,22 +65,63 @@ class Batch:
         """The number of predictions that count (waits for the device the mask is on)."""
         return int(self.mask.sum())
 
-    def part(self, index: int, number: int) -> Self:
-        """The rows for one of several processes: blocks of rows side by side, maybe without any."""
-        rows = blocks(range(len(self.inputs)), number)[index]
-        some = slice(rows.start, rows.stop)
-        sentence_index = None if self.sentence_index is None else self.sentence_index[some]
-        return type(self)(self.inputs[some], self.targets[some], self.mask[some], sentence_index)
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same batch on another device."""
-        index = None if self.sentence_index is None else self.sentence_index.to(device)
-        return type(self)(
-            self.inputs.to(device), self.targets.to(device), self.mask.to(device), index
-        )
+B = TypeVar("B", bound=Rows)
 
 
-class SentenceBatches:
+class SortedBatches(Generic[B]):
+    """Batches that are cut from rows in order of length; `SentenceBatches` and `PairBatches`.
+
+    Args:
+        batch_end: [batches] int64, the number of sorted rows up to the end of each batch.
+        shuffle, seed: see there.
+
+    Attributes:
+        num_batches: of an epoch, the same for all.
+    """
+
+    def __init__(self, batch_end: Tensor, shuffle: bool, seed: int) -> None:
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_batches = len(batch_end)
+        self._batch_end = batch_end
+
+    def epoch(self, epoch: int, start: int = 0, num_workers: int = 0) -> Iterator[B]:
+        """The batches of an epoch from batch `start` on, the same as without an interruption.
+
+        Args:
+            epoch: the number of times all sentences were seen before.
+            start: the number of batches to leave out.
+            num_workers: processes that make the batches ahead of their use, two each; 0 is this
+                one. They end with the iterator.
+        """
+        if not 0 <= start <= self.num_batches:
+            raise ValueError(
+                f"{type(self).__name__}.epoch: start must be in [0, {self.num_batches}], "
+                f"got {start}"
+            )
+        return in_workers(self._batch, self._rows_of_batches(epoch, start), num_workers)
+
+    def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
+        if self.shuffle:
+            generator = torch.Generator("cpu").manual_seed(mixed_seed(self.seed, epoch))
+            rows = self._sorted_rows(generator)
+            batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
+        else:
+            rows, batch_order = self._sorted_rows(None), arange(self.num_batches)
+        for index in batch_order[start:].tolist():
+            begin = int(self._batch_end[index - 1]) if index else 0
+            yield rows[begin : int(self._batch_end[index])].tolist()
+
+    def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
+        """The rows of an epoch by length, those of equal length in the order that is drawn."""
+        raise NotImplementedError
+
+    def _batch(self, batch_rows: list[int]) -> B:
+        raise NotImplementedError
+
+
+class SentenceBatches(SortedBatches[Batch]):
     """Cuts sentences, sorted by length, into batches of about `tokens_per_batch` predictions.
 
     Sorting puts sentences of nearly equal length together: little is padding (`padding_share`), and
@@ -118,8 +181,6 @@ class SentenceBatches:
         if max_length is not None and max_length < 1:
             raise ValueError(f"SentenceBatches: max_length must be at least 1, got {max_length}")
         self.eos_id = eos_id
-        self.shuffle = shuffle
-        self.seed = seed
         self.num_sentences = len(sentences)
         self.num_tokens = sentences.num_tokens
         self._sentences = sentences
@@ -131,30 +192,21 @@ class SentenceBatches:
         self._row_sentence: Tensor | None = None
         if max_length is not None:
             pieces = (self._row_length.long() + max_length - 1) // max_length
-            sentence = _arange(len(sentences)).repeat_interleave(pieces)
+            sentence = arange(len(sentences)).repeat_interleave(pieces)
             first_row = (pieces.cumsum(0) - pieces)[sentence]
-            skipped = (_arange(len(sentence)) - first_row) * max_length
+            skipped = (arange(len(sentence)) - first_row) * max_length
             self._row_start = sentences.starts[sentence] + skipped
             self._row_sentence = sentence
             self._row_length = (self._row_length[sentence] - skipped).clamp(max=max_length).int()
 
-        # Equal shares of all tokens, so that no batch is a small rest: a row belongs to the share
-        # its first token falls in. The sorted lengths alone decide: the same in every epoch. Of
-        # the rows of length l the j-th begins at token `before + l * j`.
-        num_shares = max(1, round(self.num_tokens / tokens_per_batch))
+        # The sorted lengths alone decide where the batches end: the same in every epoch.
         rows_of_length = self._row_length.bincount()
-        lengths = torch.arange(len(rows_of_length), device="cpu")
-        rows_to, tokens_to = rows_of_length.cumsum(0), (rows_of_length * lengths).cumsum(0)
-        share_end = torch.arange(1, num_shares + 1, device="cpu") * self.num_tokens
-        share_end = (share_end + num_shares - 1) // num_shares  # the first token after each
-        length = torch.searchsorted(tokens_to, share_end)  # of the row that holds the token before
-        rows_before = rows_to[length] - rows_of_length[length]
-        tokens_before = tokens_to[length] - rows_of_length[length] * length
-        batch_end = rows_before + (share_end - tokens_before + length - 1) // length
-        self._batch_end = batch_end.unique_consecutive()  # a long row may span several shares
-        self.num_batches = len(self._batch_end)
-        longest = torch.searchsorted(rows_to, self._batch_end)
-        rows_per_batch = self._batch_end.diff(prepend=self._batch_end.new_zeros(1))
+        batch_end = shares(
+            rows_of_length, torch.arange(len(rows_of_length), device="cpu"), tokens_per_batch
+        )
+        super().__init__(batch_end, shuffle, seed)
+        longest = torch.searchsorted(rows_of_length.cumsum(0), batch_end)
+        rows_per_batch = batch_end.diff(prepend=batch_end.new_zeros(1))
         self._num_positions = int((rows_per_batch * longest).sum())
 
     @property
@@ -162,51 +214,62 @@ class SentenceBatches:
         """Padded positions as a share of all positions of an epoch."""
         return 1 - self.num_tokens / self._num_positions
 
-    def epoch(self, epoch: int, start: int = 0, num_workers: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from batch `start` on, the same as without an interruption.
-
-        Args:
-            epoch: the number of times all sentences were seen before.
-            start: the number of batches to leave out.
-            num_workers: processes that make the batches ahead of their use, two each; 0 is this
-                one. They end with the iterator.
-        """
-        if not 0 <= start <= self.num_batches:
-            raise ValueError(
-                f"SentenceBatches.epoch: start must be in [0, {self.num_batches}], got {start}"
-            )
-        return in_workers(self._batch, self._rows_of_batches(epoch, start), num_workers)
-
-    def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        num_rows = len(self._row_length)
-        if self.shuffle:
-            generator = torch.Generator("cpu").manual_seed(mixed_seed(self.seed, epoch))
-            rows = torch.randperm(
-                num_rows, generator=generator, dtype=_index_type(num_rows), device="cpu"
-            )
-            batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
-        else:
-            rows, batch_order = _arange(num_rows), _arange(self.num_batches)
-        # Stable, so that rows of equal length keep their (random) order.
-        rows = rows[self._row_length[rows].sort(stable=True).indices]
-        for index in batch_order[start:].tolist():
-            begin = int(self._batch_end[index - 1]) if index else 0
-            yield rows[begin : int(self._batch_end[index])].tolist()
+    def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
+        rows = drawn_order(len(self._row_length), generator)
+        return rows[self._row_length[rows].sort(stable=True).indices]
 
     def _batch(self, batch_rows: list[int]) -> Batch:
         rows = torch.tensor(batch_rows, device="cpu")
-        lengths = self._row_length[rows, None]
+        lengths = self._row_length[rows]
         if self._row_sentence is None or self._row_start is None:
-            sentence, starts = rows, self._sentences.starts[rows, None]
+            sentence, starts = rows, self._sentences.starts[rows]
         else:
-            sentence, starts = self._row_sentence[rows].long(), self._row_start[rows, None]
-        positions = torch.arange(int(lengths.max()), device="cpu")
-        mask = positions < lengths
-        where = torch.where(mask, starts + positions, 0)
-        stream = self._sentences.stream
-        inputs = stream[where].long().masked_fill_(~mask, self.eos_id)
-        targets = stream[where + 1].long().masked_fill_(~mask, self.eos_id)
-        return Batch(inputs, targets, mask, sentence)
+            sentence, starts = self._row_sentence[rows].long(), self._row_start[rows]
+        return Batch(*side_by_side(self._sentences, starts, lengths), sentence)
+
+
+def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
+    """Cuts sorted rows into equal shares of all their tokens, so that no batch is a small rest.
+
+    A row belongs to the share its first token falls in; a long row may span several shares.
+
+    Args:
+        num_rows: [runs] int64, of rows of equal length that follow one another.
+        length: [runs] int64, of the rows of each.
+        tokens_per_batch: in a share, roughly.
+
+    Returns:
+        [batches] int64, the number of rows up to the end of each batch.
+    """
+    rows_to, tokens_to = num_rows.cumsum(0), (num_rows * length).cumsum(0)
+    num_tokens = int(tokens_to[-1])
+    num_shares = max(1, round(num_tokens / tokens_per_batch))
+    share_end = torch.arange(1, num_shares + 1, device="cpu") * num_tokens
+    share_end = (share_end + num_shares - 1) // num_shares  # the first token after each
+    run = torch.searchsorted(tokens_to, share_end)  # that holds the token before
+    rows_before = rows_to[run] - num_rows[run]
+    tokens_before = tokens_to[run] - num_rows[run] * length[run]
+    # Of the rows of a run the j-th begins at token `tokens_before + length * j`.
+    batch_end = rows_before + (share_end - tokens_before + length[run] - 1) // length[run]
+    return batch_end.unique_consecutive()
+
+
+def side_by_side(
+    sentences: EncodedSentences, starts: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and mask of rows of a stream, [rows, longest] each; see `Batch`.
+
+    Args:
+        sentences: whose stream it is.
+        starts: [rows], where the inputs of each begin in it.
+        lengths: [rows], the number of predictions.
+    """
+    positions = torch.arange(int(lengths.max()), device="cpu")
+    mask = positions < lengths[:, None]
+    where = torch.where(mask, starts[:, None] + positions, 0)
+    inputs = sentences.stream[where].long().masked_fill_(~mask, sentences.eos_id)
+    targets = sentences.stream[where + 1].long().masked_fill_(~mask, sentences.eos_id)
+    return inputs, targets, mask
 
 
 def mixed_seed(*what: object) -> int:
@@ -220,5 +283,13 @@ def _index_type(size: int) -> torch.dtype:
     return torch.int32 if size < 2**31 else torch.int64
 
 
-def _arange(size: int) -> Tensor:
+def drawn_order(size: int, generator: torch.Generator | None) -> Tensor:
+    """[0, size) in an order drawn by the generator; without one as it is."""
+    if generator is None:
+        return arange(size)
+    return torch.randperm(size, generator=generator, dtype=_index_type(size), device="cpu")
+
+
+def arange(size: int) -> Tensor:
+    """[0, size) in the narrower type that can hold it."""
     return torch.arange(size, dtype=_index_type(size), device="cpu")
