@@ -1,15 +1,13 @@
 """Text as sentences: where the training, development and test sentences of a corpus come from."""
 
-import gzip
 import hashlib
-import lzma
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, cast
+
+from moe_ext.data.files import READ_ERRORS, open_plain
 
 PARTS = ("train", "dev", "test")
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
@@ -309,24 +307,18 @@ def _variant(stem: Path) -> list[Path]:
     return [file for file in variants if file.is_file()][:1]
 
 
-def _open(file: Path) -> IO[bytes]:
-    if file.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(file))
-    return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
-
-
 def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
     """The sentences in the lines of a file that begin in [begin, end)."""
     first = begin  # where the first of these lines begins
     number = 0  # of the line being read, of these
 
     def line_number() -> int:
-        with _open(file) as start:
+        with open_plain(file) as start:
             blocks = (start.read(min(2**20, first - i)) for i in range(0, first, 2**20))
             return number + sum(block.count(b"\n") for block in blocks)
 
     try:
-        with _open(file) as lines:
+        with open_plain(file) as lines:
             if begin:
                 lines.seek(begin - 1)
                 first += len(lines.readline()) - 1  # the rest of a line that began before
@@ -344,6 +336,6 @@ def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
             f"{file}, line {line_number()} must be UTF-8, got the byte "
             f"{error.object[error.start]:#04x}; convert the file, for example with iconv"
         ) from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except READ_ERRORS as error:
         place = f"near byte {first}" if begin else f"after line {number}"
         raise CorpusError(f"{file} cannot be read {place}: {error}") from error

@@ -8,13 +8,14 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from moe_ext.data.corpora import CorpusError, Sentences, Shard
 from moe_ext.data.files import atomic_file, sync_folder
@@ -43,11 +44,18 @@ class EncodedSentences:
     """
 
     def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
-        stream, starts = _flatten(sentences, eos_id)
+        stream, starts = flatten(sentences, eos_id)
         self.eos_id = eos_id
         self.stream = torch.frombuffer(stream, dtype=torch.int32)
         self.starts = torch.frombuffer(starts, dtype=torch.int64)
         self._folder: Path | None = None
+
+    @classmethod
+    def of_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
+        """Sentences from the two tensors that hold them; nothing is copied."""
+        self = cls.__new__(cls)
+        self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
+        return self
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -78,13 +86,12 @@ class EncodedSentences:
                 f"{folder} must hold encoded sentences, got {error}; delete it to encode the text "
                 "again"
             ) from error
-        self = cls.__new__(cls)
-        self.eos_id = about["eos_id"]
-        self._folder = folder
-        self.stream, self.starts = (
+        stream, starts = (
             torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
             for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
         )
+        self = cls.of_tensors(stream, starts, about["eos_id"])
+        self._folder = folder
         return self
 
     def __reduce__(self) -> Any:
@@ -101,11 +108,8 @@ class EncodedSentences:
 
     def first(self, number: int) -> "EncodedSentences":
         """The first sentences, or all if there are fewer; nothing is copied."""
-        part = EncodedSentences.__new__(EncodedSentences)
-        part.eos_id, part._folder = self.eos_id, None
-        part.starts = self.starts[: number + 1]
-        part.stream = self.stream[: int(part.starts[-1]) + 1]
-        return part
+        starts = self.starts[: number + 1]
+        return self.of_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
 
     def __getitem__(self, index: int) -> list[int]:
         """The words of one sentence as ids, without `</s>`."""
@@ -149,10 +153,27 @@ def encode_to_files(
     Raises:
         CorpusError: the text cannot be read, holds `</s>`, or changes while it is read.
     """
-    folder = Path(folder)
     text = sentences.fingerprint()
-    key = hashlib.sha256(f"1 {sys.byteorder} {vocabulary.fingerprint()} {text}".encode())
-    made = folder / f"{name}-{key.hexdigest()[:16]}"
+
+    def make(made: Path) -> None:
+        _encode_into(made, sentences, vocabulary, num_workers)
+        if sentences.fingerprint() != text:
+            raise CorpusError(f"the {name} part changed while it was read; try again")
+
+    key = f"1 {sys.byteorder} {vocabulary.fingerprint()} {text}"
+    return EncodedSentences.open(made_once(Path(folder), name, key, make))
+
+
+def made_once(folder: Path, name: str, key: str, make: Callable[[Path], None]) -> Path:
+    """A folder of files that is there whole or not at all; only the first who wants it makes it.
+
+    Args:
+        folder: where it is to be.
+        name: what it is to be called, beside a hash of the key.
+        key: of what decides what is in the files.
+        make: writes them into a folder that is there.
+    """
+    made = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not made.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / ".lock"):
@@ -162,55 +183,75 @@ def encode_to_files(
                 with tempfile.TemporaryDirectory(prefix=".encoding-", dir=folder) as temporary:
                     result = Path(temporary) / name
                     result.mkdir()
-                    _encode_into(result, sentences, vocabulary, num_workers)
-                    if sentences.fingerprint() != text:
-                        raise CorpusError(f"the {name} part changed while it was read; try again")
+                    make(result)
                     result.rename(made)
                 sync_folder(folder)
-    return EncodedSentences.open(made)
+    return made
+
+
+class SentencesWriter:
+    """Writes the files that `EncodedSentences.open` maps, piece by piece.
+
+    Args:
+        folder: of the files, which is there.
+        eos_id: the id of `</s>`.
+        about: what else is to be known about them, as JSON.
+    """
+
+    def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
+        self._folder = folder
+        self._about = {"num_sentences": 0, "num_tokens": 0, "eos_id": eos_id, **about}
+        self._stream, self._starts = (folder / _STREAM).open("wb"), (folder / _STARTS).open("wb")
+        array("i", [eos_id]).tofile(self._stream)
+        array("q", [0]).tofile(self._starts)
+
+    def write(self, stream: array, starts: array) -> None:
+        """Add the sentences of a piece, from `flatten`."""
+        torch.frombuffer(starts, dtype=torch.int64).add_(self._about["num_tokens"])
+        self._stream.write(memoryview(stream)[1:])
+        self._starts.write(memoryview(starts)[1:])
+        self._about["num_tokens"] += len(stream) - 1
+        self._about["num_sentences"] += len(starts) - 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self._stream, self._starts:
+            if error is not None:
+                return
+            for file in (self._stream, self._starts):
+                file.flush()
+                os.fsync(file.fileno())
+        with atomic_file(self._folder / _ABOUT) as about:
+            about.write(json.dumps(self._about, indent=1).encode())
 
 
 def _encode_into(
     folder: Path, sentences: Sentences, vocabulary: Vocabulary, num_workers: int
 ) -> None:
-    num_tokens = num_sentences = 0
     pieces = in_workers(partial(_encode_piece, vocabulary), sentences.pieces, num_workers)
-    with (folder / _STREAM).open("wb") as stream_file, (folder / _STARTS).open("wb") as starts_file:
-        array("i", [vocabulary.eos_id]).tofile(stream_file)
-        array("q", [0]).tofile(starts_file)
+    text = sentences.fingerprint().splitlines()
+    with SentencesWriter(
+        folder, vocabulary.eos_id, vocabulary=vocabulary.fingerprint(), text=text
+    ) as writer:
         for stream, starts in progress(
             pieces, f"encoding {folder.name}", "pieces", len(sentences.pieces)
         ):
-            torch.frombuffer(starts, dtype=torch.int64).add_(num_tokens)
-            stream_file.write(memoryview(stream)[1:])
-            starts_file.write(memoryview(starts)[1:])
-            num_tokens += len(stream) - 1
-            num_sentences += len(starts) - 1
-        for written in (stream_file, starts_file):
-            written.flush()
-            os.fsync(written.fileno())
-    about = {
-        "num_sentences": num_sentences,
-        "num_tokens": num_tokens,
-        "eos_id": vocabulary.eos_id,
-        "vocabulary": vocabulary.fingerprint(),
-        "text": sentences.fingerprint().splitlines(),
-    }
-    with atomic_file(folder / _ABOUT) as file:
-        file.write(json.dumps(about, indent=1).encode())
+            writer.write(stream, starts)
 
 
 def _encode_piece(vocabulary: Vocabulary, piece: Shard) -> tuple[array, array]:
     try:
-        return _flatten(map(vocabulary.encode, piece), vocabulary.eos_id)
+        return flatten(map(vocabulary.encode, piece), vocabulary.eos_id)
     except CorpusError:
         raise
     except ValueError as error:
         raise CorpusError(f"{piece}: {error}") from error
 
 
-def _flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
-    """`stream` and `starts` of EncodedSentences."""
+def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
+    """`stream` and `starts` of `EncodedSentences`."""
     stream = array("i", [eos_id])
     starts = array("q", [0])
     for ids in sentences:

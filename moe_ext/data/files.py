@@ -1,11 +1,24 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files that may be compressed."""
 
+import gzip
+import lzma
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
+
+# What reading a file that is missing, cut off or not what its name says may raise.
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+
+
+def open_plain(file: Path) -> IO[bytes]:
+    """What a file holds; of a .gz or .xz what it was before it was compressed."""
+    if file.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(file))
+    return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
 
 
 @contextmanager
