@@ -1,4 +1,4 @@
-"""The data layer of the language models: corpora, vocabularies and batches of whole sentences.
+"""The data layer: corpora, vocabularies and batches of whole sentences, or of pairs of them.
 
 From a corpus to batches (paper, App. C.1):
 
@@ -16,24 +16,44 @@ files that are mapped; others can make the batches while the model trains:
     vocabulary = Vocabulary.load("1b_word_vocab.txt")
     sentences = encode_to_files(corpus.train, vocabulary, "encoded", name="train", num_workers=2)
     for batch in batches.epoch(0, num_workers=1): ...
+
+From parallel text to batches for translation (App. E):
+
+    corpus = load_parallel("wmt14", source="en", target="fr")            # parallel.py
+    sides = (side for pair in corpus.train for side in pair)
+    wordpieces = Wordpieces.train(sides, 32_000)                         # wordpieces.py
+    pairs = encode_pairs(corpus.train, wordpieces)                       # pairs.py
+    batches = PairBatches(pairs, tokens_per_batch=16_000, shuffle=True, seed=0)
+    for batch in batches.epoch(0): ...
 """
 
 from moe_ext.data.batches import Batch, SentenceBatches
 from moe_ext.data.corpora import Corpus, CorpusError, Sentences, load_corpus
 from moe_ext.data.encoded import EncodedSentences, encode_sentences, encode_to_files
+from moe_ext.data.pairs import EncodedPairs, PairBatch, PairBatches, encode_pairs
+from moe_ext.data.parallel import ParallelCorpus, ParallelText, load_parallel
 from moe_ext.data.vocabulary import Vocabulary
+from moe_ext.data.wordpieces import Wordpieces
 from moe_ext.data.workers import in_workers
 
 __all__ = [
     "Batch",
     "Corpus",
     "CorpusError",
+    "EncodedPairs",
     "EncodedSentences",
+    "PairBatch",
+    "PairBatches",
+    "ParallelCorpus",
+    "ParallelText",
     "SentenceBatches",
     "Sentences",
     "Vocabulary",
+    "Wordpieces",
+    "encode_pairs",
     "encode_sentences",
     "encode_to_files",
     "in_workers",
     "load_corpus",
+    "load_parallel",
 ]

@@ -104,7 +104,7 @@ class SortedBatches(Generic[B]):
 
     def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
         if self.shuffle:
-            generator = torch.Generator("cpu").manual_seed(mixed_seed(self.seed, epoch))
+            generator = epoch_generator(self.seed, epoch)
             rows = self._sorted_rows(generator)
             batch_order = torch.randperm(self.num_batches, generator=generator, device="cpu")
         else:
@@ -270,6 +270,11 @@ def side_by_side(
     inputs = sentences.stream[where].long().masked_fill_(~mask, sentences.eos_id)
     targets = sentences.stream[where + 1].long().masked_fill_(~mask, sentences.eos_id)
     return inputs, targets, mask
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """What the order of an epoch is drawn from: a function of the two numbers alone."""
+    return torch.Generator("cpu").manual_seed(mixed_seed(seed, epoch))
 
 
 def mixed_seed(*what: object) -> int:
