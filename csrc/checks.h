@@ -239,6 +239,17 @@ inline void check_dispatch(const Tensor& x, const Tensor& inverse,
   check_shape(op, "x", x, {check_slots(op, inverse, token_offsets, x), x.sym_size(1)});
 }
 
+// Returns T.
+inline c10::SymInt check_dispatch_backward(const Tensor& grad_rows, const Tensor& inverse,
+                                           const OptionalTensor& token_offsets) {
+  constexpr auto op = "_dispatch_backward";
+  check_dim(op, "grad_rows", grad_rows, 2);
+  check_floating(op, "grad_rows", grad_rows);
+  const auto num_tokens = check_slots(op, inverse, token_offsets, grad_rows);
+  check_shape(op, "grad_rows", grad_rows, {inverse.sym_numel(), grad_rows.sym_size(1)});
+  return num_tokens;
+}
+
 inline void check_combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                           const OptionalTensor& token_offsets) {
   constexpr auto op = "combine";

@@ -89,7 +89,7 @@ Tensor dispatch_meta(const Tensor& x, const Tensor& inverse, const OptionalTenso
 
 Tensor dispatch_backward_meta(const Tensor& grad_rows, const Tensor& inverse,
                               const OptionalTensor& token_offsets) {
-  const auto T = check_slots("_dispatch_backward", inverse, token_offsets, grad_rows);
+  const auto T = check_dispatch_backward(grad_rows, inverse, token_offsets);
   return grad_rows.new_empty_symint({T, grad_rows.sym_size(1)});
 }
 

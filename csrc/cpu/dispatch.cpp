@@ -94,12 +94,8 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor
 // dx_t = the sum of drows over the slots of t, in their order.
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse,
                              const OptionalTensor& token_offsets) {
-  constexpr auto op = "_dispatch_backward";
-  check_dim(op, "grad_rows", grad_rows, 2);
-  check_floating(op, "grad_rows", grad_rows);
-  check_slots(op, inverse, token_offsets, grad_rows);
-  check_shape(op, "grad_rows", grad_rows, {inverse.sym_numel(), grad_rows.sym_size(1)});
-  return sum_of_rows(grad_rows.contiguous(), Slots(op, inverse, token_offsets),
+  check_dispatch_backward(grad_rows, inverse, token_offsets);
+  return sum_of_rows(grad_rows.contiguous(), Slots("_dispatch_backward", inverse, token_offsets),
                      /*weights=*/Tensor());
 }
 

@@ -1,0 +1,67 @@
+// How kernels are started, and what they share within a warp and a block.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "../checks.h"
+
+namespace moe_ext::cuda {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 256;  // of a block where nothing speaks for another number
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Starts a kernel on the current stream of the current device: no block is no launch. Operators set
+// the device by an OptionalCUDAGuard.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 blocks, int threads, int64_t shared_bytes,
+            Arguments... arguments) {
+  if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
+  constexpr int64_t kStaticLimit = 48 << 10;
+  if (shared_bytes > kStaticLimit) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(shared_bytes)));
+  }
+  kernel<<<blocks, threads, shared_bytes, at::cuda::getCurrentCUDAStream()>>>(
+      static_cast<Parameters>(arguments)...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// The blocks of a grid with one dimension.
+inline dim3 grid(int64_t num_blocks) {
+  TORCH_CHECK_VALUE(num_blocks <= std::numeric_limits<int32_t>::max(),
+                    "moe_ext: a kernel must take fewer than 2^31 blocks, got ", num_blocks);
+  return dim3(static_cast<unsigned>(num_blocks));
+}
+
+// The sum over the lanes of a warp in a fixed order; in every lane.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
+// The sum over the threads of a block, a multiple of kWarp, in a fixed order; in every thread.
+// `space` holds a number for each warp; all threads have left it when the next call begins.
+template <typename T>
+__device__ __forceinline__ T block_sum(T value, T* space) {
+  value = warp_sum(value);
+  if (threadIdx.x % kWarp == 0) space[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  T sum = 0;
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) sum += space[warp];
+  __syncthreads();
+  return sum;
+}
+
+}  // namespace moe_ext::cuda

@@ -1,0 +1,114 @@
+// The slots of a token and the sum of their rows: what dispatch, combine and experts share.
+//
+// On the CPU the indices are checked; here that they are a permutation, and in range, is the
+// caller's promise: to look would make the host wait for the device.
+#pragma once
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+
+#include "launch.cuh"
+
+namespace moe_ext::cuda {
+
+// Which slots each token has: K, or those between two offsets; and the row of each slot.
+struct Slots {
+  const int64_t* row_of;
+  const int64_t* bounds;  // null: K each
+  int64_t k;
+  int64_t num_tokens;
+  int64_t num_slots;
+
+  __device__ int64_t begin(int64_t token) const { return bounds ? bounds[token] : token * k; }
+  __device__ int64_t end(int64_t token) const { return begin(token + 1); }
+  __device__ int64_t row(int64_t slot) const { return row_of[slot]; }
+};
+
+// `inverse` and `token_offsets` must be contiguous, and outlive what is returned.
+inline Slots slots_of(const Tensor& inverse, const OptionalTensor& token_offsets) {
+  return {inverse.const_data_ptr<int64_t>(),
+          token_offsets ? token_offsets->const_data_ptr<int64_t>() : nullptr,
+          token_offsets ? 0 : inverse.size(1),
+          token_offsets ? token_offsets->numel() - 1 : inverse.size(0), inverse.numel()};
+}
+
+inline OptionalTensor contiguous(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(tensor->contiguous()) : tensor;
+}
+
+// Several numbers that are read and written at once.
+template <typename scalar_t, int kSize>
+struct alignas(sizeof(scalar_t) * kSize) Pack {
+  scalar_t values[kSize];
+};
+
+// Calls body(std::integral_constant<int, n>) with how many numbers of these rows fit 16 bytes, or
+// with 1 where a row does not begin on such a boundary.
+template <typename scalar_t, typename Body>
+void with_pack_size(int64_t width, std::initializer_list<const void*> data, const Body& body) {
+  constexpr int kSize = 16 / sizeof(scalar_t);
+  bool aligned = width % kSize == 0;
+  for (const void* each : data) aligned &= reinterpret_cast<uintptr_t>(each) % 16 == 0;
+  if (aligned) {
+    body(std::integral_constant<int, kSize>());
+  } else {
+    body(std::integral_constant<int, 1>());
+  }
+}
+
+// out[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order;
+// without weights all are 1, exactly. A thread has some columns of one token.
+template <typename scalar_t, typename acc_t, int kSize>
+__global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
+                                   const acc_t* __restrict__ weights, Slots slots, int64_t width,
+                                   scalar_t* __restrict__ out) {
+  using Packed = Pack<scalar_t, kSize>;
+  const int64_t packs = width / kSize;
+  const int64_t all = slots.num_tokens * packs;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t t = i / packs;
+    const int64_t pack = i % packs;
+    acc_t sum[kSize] = {};
+    const int64_t end = slots.end(t);
+    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+      const acc_t weight = weights != nullptr ? weights[slot] : acc_t(1);
+      const Packed row = reinterpret_cast<const Packed*>(rows + slots.row(slot) * width)[pack];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        sum[d] = std::fma(weight, static_cast<acc_t>(row.values[d]), sum[d]);
+      }
+    }
+    Packed total;
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) total.values[d] = static_cast<scalar_t>(sum[d]);
+    reinterpret_cast<Packed*>(out + t * width)[pack] = total;
+  }
+}
+
+// How many blocks keep the device busy with `num_threads` threads' work, each thread at least once.
+inline dim3 strided_grid(int64_t num_threads) {
+  constexpr int64_t kMostBlocks = 1 << 20;
+  return grid(std::min(ceil_div(num_threads, kThreads), kMostBlocks));
+}
+
+// All are contiguous, weights in the accumulation type of rows or undefined.
+inline Tensor sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights) {
+  const int64_t width = rows.size(1);
+  Tensor out = at::empty({slots.num_tokens, width}, rows.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "sum_of_rows", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const auto* rows_data = rows.const_data_ptr<scalar_t>();
+    const auto* weights_data = weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr;
+    auto* out_data = out.mutable_data_ptr<scalar_t>();
+    with_pack_size<scalar_t>(width, {rows_data, out_data}, [&](auto size) {
+      launch(sum_of_rows_kernel<scalar_t, acc_t, size>,
+             strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows_data, weights_data,
+             slots, width, out_data);
+    });
+  });
+  return out;
+}
+
+}  // namespace moe_ext::cuda
