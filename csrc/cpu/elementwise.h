@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <string_view>
 
 #include "../math/activation.h"
 #include "vectorize.h"
@@ -105,13 +104,5 @@ struct ActivateBackward {
     }
   }
 };
-
-// Calls body with the activation of that name.
-template <typename Body>
-void with_activation(std::string_view name, const Body& body) {
-  math::for_each_activation([&](std::string_view known, auto activation) {
-    if (known == name) body(activation);
-  });
-}
 
 }  // namespace moe_ext::cpu

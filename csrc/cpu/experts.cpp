@@ -220,7 +220,7 @@ class Experts {
       if (!computed) linear(block, l, a.input[l], a.product_space, z, wide);
       a.z.push_back(z);
       auto* out = take<scalar_t>(workspace, n * fan_in(l + 1));
-      with_activation(activation_, [&](auto activation) {
+      math::with_activation(activation_, [&](auto activation) {
         vectorized<Activate<decltype(activation)>>(static_cast<const scalar_t*>(z), n,
                                                    fan_in(l + 1), out);
       });
@@ -248,7 +248,7 @@ class Experts {
 
   void activate_backward(int64_t num_rows, int64_t layer, const scalar_t* z, const acc_t* grad,
                          acc_t* grad_z) const {
-    with_activation(activation_, [&](auto activation) {
+    math::with_activation(activation_, [&](auto activation) {
       vectorized<ActivateBackward<decltype(activation)>>(z, grad, num_rows, fan_in(layer + 1),
                                                          grad_z);
     });

@@ -4,6 +4,8 @@
 // times a second half b; which they are is in kGated.
 #pragma once
 
+#include <string_view>
+
 #include "elementary.h"
 #include "normal.h"
 
@@ -131,6 +133,14 @@ void for_each_activation(const Body& body) {
   body("silu", Silu());
   body("swiglu", Gated<Silu>());
   body("tanh", Tanh());
+}
+
+// Calls body with the activation of that name.
+template <typename Body>
+void with_activation(std::string_view name, const Body& body) {
+  for_each_activation([&](std::string_view known, auto activation) {
+    if (known == name) body(activation);
+  });
 }
 
 }  // namespace moe_ext::math

@@ -1,0 +1,350 @@
+// The experts: gather of the tokens, feed-forward networks, gated sum (Eq. 1).
+//
+// A layer of an expert is Z = A W + b, and the next layer's input is its activation. Backward, with
+// P = dL/dA of the last layer before the gate came in:
+//   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
+//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "gemm.cuh"
+#include "slots.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+// Of each row: its slot, and the token of that.
+__global__ void rows_of_slots_kernel(Slots slots, int64_t* __restrict__ slot_of,
+                                     int64_t* __restrict__ token_of) {
+  for (int64_t t = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+       t < slots.num_tokens; t += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t end = slots.end(t);
+    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+      slot_of[slots.row(slot)] = slot;
+      token_of[slots.row(slot)] = t;
+    }
+  }
+}
+
+// rows[r] = tokens[token_of[r]]
+template <typename Packed>
+__global__ void gather_kernel(const Packed* __restrict__ tokens,
+                              const int64_t* __restrict__ token_of, int64_t num_rows, int64_t packs,
+                              Packed* __restrict__ rows) {
+  const int64_t all = num_rows * packs;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    rows[i] = tokens[token_of[i / packs] * packs + i % packs];
+  }
+}
+
+Tensor gather(const Tensor& tokens, const Tensor& token_of) {
+  const int64_t width = tokens.size(1), num_rows = token_of.numel();
+  Tensor rows = at::empty({num_rows, width}, tokens.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tokens.scalar_type(), "experts", [&] {
+    const auto* from = tokens.const_data_ptr<scalar_t>();
+    auto* to = rows.mutable_data_ptr<scalar_t>();
+    with_pack_size<scalar_t>(width, {from, to}, [&](auto size) {
+      using Packed = Pack<scalar_t, size>;
+      launch(gather_kernel<Packed>, strided_grid(num_rows * (width / size)), kThreads, 0,
+             reinterpret_cast<const Packed*>(from), token_of.const_data_ptr<int64_t>(), num_rows,
+             width / size, reinterpret_cast<Packed*>(to));
+    });
+  });
+  return rows;
+}
+
+// out[r, i] = activation(z[r, i]), or of a gated one activation(z[r, i]) * z[r, width + i].
+template <typename Activation, typename scalar_t, typename acc_t>
+__global__ void activate_kernel(const scalar_t* __restrict__ z, int64_t num_rows, int64_t width,
+                                scalar_t* __restrict__ out) {
+  const int64_t all = num_rows * width;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    if constexpr (Activation::kGated) {
+      const int64_t at = i / width * 2 * width + i % width;
+      out[i] = static_cast<scalar_t>(Activation::value(static_cast<acc_t>(z[at])) *
+                                     static_cast<acc_t>(z[at + width]));
+    } else {
+      out[i] = static_cast<scalar_t>(Activation::value(static_cast<acc_t>(z[i])));
+    }
+  }
+}
+
+Tensor activate(std::string_view activation, const Tensor& z, int64_t width) {
+  Tensor out = at::empty({z.size(0), width}, z.options());
+  math::with_activation(activation, [&](auto each) {
+    using Activation = decltype(each);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
+      launch(activate_kernel<Activation, scalar_t, at::opmath_type<scalar_t>>,
+             strided_grid(out.numel()), kThreads, 0, z.const_data_ptr<scalar_t>(), z.size(0), width,
+             out.mutable_data_ptr<scalar_t>());
+    });
+  });
+  return out;
+}
+
+// grad_z = grad * activation'(z), by halves where it is gated.
+template <typename Activation, typename scalar_t, typename acc_t>
+__global__ void activate_backward_kernel(const scalar_t* __restrict__ z,
+                                         const scalar_t* __restrict__ grad, int64_t num_rows,
+                                         int64_t width, scalar_t* __restrict__ grad_z) {
+  const int64_t all = num_rows * width;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const acc_t g = static_cast<acc_t>(grad[i]);
+    if constexpr (Activation::kGated) {
+      const int64_t at = i / width * 2 * width + i % width;
+      const acc_t a = static_cast<acc_t>(z[at]), b = static_cast<acc_t>(z[at + width]);
+      grad_z[at] = static_cast<scalar_t>(g * b * Activation::derivative(a));
+      grad_z[at + width] = static_cast<scalar_t>(g * Activation::value(a));
+    } else {
+      grad_z[i] = static_cast<scalar_t>(g * Activation::derivative(static_cast<acc_t>(z[i])));
+    }
+  }
+}
+
+Tensor activate_backward(std::string_view activation, const Tensor& z, const Tensor& grad) {
+  Tensor grad_z = at::empty(z.sizes(), z.options());
+  math::with_activation(activation, [&](auto each) {
+    using Activation = decltype(each);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
+      launch(activate_backward_kernel<Activation, scalar_t, at::opmath_type<scalar_t>>,
+             strided_grid(grad.numel()), kThreads, 0, z.const_data_ptr<scalar_t>(),
+             grad.const_data_ptr<scalar_t>(), grad.size(0), grad.size(1),
+             grad_z.mutable_data_ptr<scalar_t>());
+    });
+  });
+  return grad_z;
+}
+
+// The expert of a row: the last one that begins at or before it, and has rows.
+__device__ int64_t expert_of_row(const int64_t* offsets, int64_t num_experts, int64_t rows_of_each,
+                                 int64_t row) {
+  if (offsets == nullptr) return row / rows_of_each;
+  int64_t low = 0, high = num_experts;  // the first expert that ends after the row
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (offsets[middle + 1] <= row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// dG of a row's slot = <P, A> + <dy, b>; then P and dy times the gate, in place. A warp has a row.
+template <typename scalar_t, typename acc_t>
+__global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
+                                     scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
+                                     const int64_t* __restrict__ offsets, int64_t num_experts,
+                                     int64_t rows_of_each, const int64_t* __restrict__ slot_of,
+                                     const acc_t* __restrict__ gates, int64_t num_rows,
+                                     int64_t fan_in, int64_t columns,
+                                     acc_t* __restrict__ grad_gates) {
+  const int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (row >= num_rows) return;  // a whole warp
+  const int64_t slot = slot_of[row];
+  const acc_t gate = gates[slot];
+  acc_t product = 0;
+  for (int64_t i = row * fan_in + lane; i < (row + 1) * fan_in; i += kWarp) {
+    const acc_t value = static_cast<acc_t>(p[i]);
+    product = std::fma(value, static_cast<acc_t>(a[i]), product);
+    p[i] = static_cast<scalar_t>(gate * value);
+  }
+  if (bias != nullptr) {
+    bias += expert_of_row(offsets, num_experts, rows_of_each, row) * columns;
+  }
+  for (int64_t c = lane; c < columns; c += kWarp) {
+    const acc_t value = static_cast<acc_t>(dy[row * columns + c]);
+    if (bias != nullptr) product = std::fma(value, static_cast<acc_t>(bias[c]), product);
+    dy[row * columns + c] = static_cast<scalar_t>(gate * value);
+  }
+  product = warp_sum(product);
+  if (lane == 0) grad_gates[slot] = product;
+}
+
+// out[e, c] = the sum of rows[r, c] over the rows of expert e, in groups as long sums of small
+// numbers want it. A thread has a column.
+template <typename scalar_t, typename acc_t>
+__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows,
+                                     const int64_t* __restrict__ offsets, int64_t rows_of_each,
+                                     int64_t columns, int64_t column_blocks,
+                                     scalar_t* __restrict__ out) {
+  constexpr int64_t kGroup = 32;
+  const int64_t expert = blockIdx.x / column_blocks;
+  const int64_t column = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  const int64_t begin = offsets != nullptr ? offsets[expert] : expert * rows_of_each;
+  const int64_t end = offsets != nullptr ? offsets[expert + 1] : begin + rows_of_each;
+  acc_t sum = 0;
+  for (int64_t first = begin; first < end; first += kGroup) {
+    acc_t group = 0;
+    for (int64_t r = first; r < min(end, first + kGroup); ++r) {
+      group += static_cast<acc_t>(rows[r * columns + column]);
+    }
+    sum += group;
+  }
+  out[expert * columns + column] = static_cast<scalar_t>(sum);
+}
+
+// What the two directions share: the layers, and where the rows come from.
+class Experts {
+ public:
+  Experts(const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
+          const OptionalTensor& token_offsets, at::TensorList weights, at::TensorList biases,
+          std::string_view activation)
+      : activation_(activation),
+        offsets_(offsets ? offsets->contiguous() : Tensor()),
+        num_rows_(inverse ? inverse->numel() : x.size(0)),
+        num_experts_(weights[0].size(0)),
+        products_(offsets_, num_rows_, num_experts_) {
+    for (const Tensor& weight : weights) weights_.push_back(weight.contiguous());
+    for (const Tensor& bias : biases) biases_.push_back(bias.contiguous());
+    if (inverse) {
+      row_of_ = inverse->contiguous();
+      bounds_ = contiguous(token_offsets);
+      slot_of_ = at::empty({num_rows_}, row_of_.options());
+      token_of_ = at::empty({num_rows_}, row_of_.options());
+      launch(rows_of_slots_kernel, strided_grid(slots().num_tokens), kThreads, 0, slots(),
+             slot_of_.mutable_data_ptr<int64_t>(), token_of_.mutable_data_ptr<int64_t>());
+    }
+    input_ = inverse ? gather(x.contiguous(), token_of_) : x.contiguous();
+  }
+
+  Slots slots() const { return slots_of(row_of_, bounds_); }
+  const Tensor& token_of() const { return token_of_; }
+  const GroupedProducts& products() const { return products_; }
+  const Tensor& input() const { return input_; }
+  int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
+  bool has_bias() const { return !biases_.empty(); }
+  const Tensor& weight(int64_t layer) const { return weights_[layer]; }
+  Tensor bias(int64_t layer) const { return has_bias() ? biases_[layer] : Tensor(); }
+
+  Tensor linear(int64_t layer, const Tensor& in) const {
+    return products_.forward(in, weight(layer), bias(layer));
+  }
+
+  Tensor next_input(int64_t layer, const Tensor& z) const {
+    return activate(activation_, z, weight(layer + 1).size(1));
+  }
+
+  Tensor activate_backward(const Tensor& z, const Tensor& grad) const {
+    return cuda::activate_backward(activation_, z, grad);
+  }
+
+  // The gates' gradients; p = dL/dA of the last layer and dy get their gates.
+  Tensor gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
+                       const Tensor& gates) const {
+    Tensor grad_gates = at::empty(gates.sizes(), gates.options());
+    const Tensor last_bias = bias(num_layers() - 1);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "experts", [&] {
+      using acc_t = at::opmath_type<scalar_t>;
+      launch(gate_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_rows_ * kWarp, kThreads)),
+             kThreads, 0, p.mutable_data_ptr<scalar_t>(), a.const_data_ptr<scalar_t>(),
+             dy.mutable_data_ptr<scalar_t>(),
+             last_bias.defined() ? last_bias.const_data_ptr<scalar_t>() : nullptr, bounds(),
+             num_experts_, rows_of_each(), slot_of_.const_data_ptr<int64_t>(),
+             gates.const_data_ptr<acc_t>(), num_rows_, p.size(1), dy.size(1),
+             grad_gates.mutable_data_ptr<acc_t>());
+    });
+    return grad_gates;
+  }
+
+  // [E, columns]
+  Tensor sum_by_expert(const Tensor& rows) const {
+    const int64_t columns = rows.size(1), column_blocks = ceil_div(columns, kThreads);
+    Tensor out = at::empty({num_experts_, columns}, rows.options());
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "experts", [&] {
+      launch(sum_by_expert_kernel<scalar_t, at::opmath_type<scalar_t>>,
+             grid(num_experts_ * column_blocks), kThreads, 0, rows.const_data_ptr<scalar_t>(),
+             bounds(), rows_of_each(), columns, column_blocks, out.mutable_data_ptr<scalar_t>());
+    });
+    return out;
+  }
+
+ private:
+  const int64_t* bounds() const {
+    return offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr;
+  }
+  int64_t rows_of_each() const { return num_rows_ / std::max<int64_t>(1, num_experts_); }
+
+  std::string_view activation_;
+  Tensor offsets_;
+  int64_t num_rows_, num_experts_;
+  GroupedProducts products_;
+  std::vector<Tensor> weights_, biases_;
+  Tensor row_of_, slot_of_, token_of_;
+  OptionalTensor bounds_;
+  Tensor input_;
+};
+
+std::tuple<Tensor, std::vector<Tensor>> experts_cuda(
+    const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
+    const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
+    at::TensorList biases, c10::string_view activation, bool keep_hidden) {
+  constexpr auto op = "experts";
+  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  const Experts experts(x, offsets, inverse, token_offsets, weights, biases, activation);
+  std::vector<Tensor> hidden;
+  Tensor a = experts.input();
+  for (int64_t l = 0; l + 1 < experts.num_layers(); ++l) {
+    const Tensor z = experts.linear(l, a);
+    a = experts.next_input(l, z);
+    if (keep_hidden) hidden.push_back(z);
+  }
+  Tensor y = experts.linear(experts.num_layers() - 1, a);
+  if (gates) y = sum_of_rows(y, experts.slots(), gates->to(accumulate_type(x)).contiguous());
+  return {y, hidden};
+}
+
+std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cuda(
+    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
+    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
+    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    c10::string_view activation) {
+  constexpr auto op = "_experts_backward";
+  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  check_experts_backward(grad_y, x, inverse, gates, weights, hidden);
+  const c10::cuda::OptionalCUDAGuard guard(x.device());
+  const Experts experts(x, offsets, inverse, token_offsets, weights, biases, activation);
+  const auto type = accumulate_type(x);
+  const int64_t last = experts.num_layers() - 1;
+
+  std::vector<Tensor> inputs{experts.input()}, zs;
+  for (int64_t l = 0; l < last; ++l) {
+    zs.push_back(hidden.empty() ? experts.linear(l, inputs[l]) : hidden[l].contiguous());
+    inputs.push_back(experts.next_input(l, zs[l]));
+  }
+
+  // Of the rows; with gates a copy, which then gets them.
+  Tensor grad = grad_y.contiguous();
+  if (gates) grad = gather(grad, experts.token_of());
+  Tensor grad_gates = at::empty({0}, x.options().dtype(type));
+  std::vector<Tensor> grad_weights(weights.size()), grad_biases(biases.size());
+  for (int64_t l = last; l >= 0; --l) {
+    Tensor grad_in = experts.products().transposed(grad, experts.weight(l));
+    if (l == last && gates) {
+      grad_gates = experts.gate_backward(grad_in, inputs[l], grad, gates->to(type).contiguous());
+    }
+    grad_weights[l] = experts.products().of_rows(inputs[l], grad);
+    if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
+    grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
+  }
+  if (inverse) grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());
+  return {grad, gates ? grad_gates.to(gates->scalar_type()) : grad_gates, grad_weights,
+          grad_biases};
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("experts", &moe_ext::cuda::experts_cuda);
+  m.impl("_experts_backward", &moe_ext::cuda::experts_backward_cuda);
+}
