@@ -12,6 +12,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/diff.h>
@@ -186,7 +187,7 @@ class GroupedProducts {
     }
     const Tensor out = at::_grouped_mm(a, w, ends_);
     if (!bias.defined()) return out;
-    return out + at::repeat_interleave(bias, at::diff(offsets_), 0, num_rows_);
+    return at::add(out, at::repeat_interleave(bias, at::diff(offsets_), 0, num_rows_));
   }
 
   // g [R, N] times the transposed w [E, K, N]: [R, K].
