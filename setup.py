@@ -69,7 +69,8 @@ def extension():
         return CppExtension("moe_ext._C", cpp, extra_compile_args={"cxx": cxx})
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
     define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
-    nvcc = ["-std=c++20", "-O3", "-fmad=false"]
+    nvcc = ["-std=c++20", "-O3", "-fmad=false", "-Werror", "all-warnings"]
+    nvcc += ["-Xcompiler", "-Wall,-Wextra,-Wno-unused-parameter"]
     return CUDAExtension(
         "moe_ext._C", cpp + cuda, extra_compile_args={"cxx": [*cxx, define], "nvcc": nvcc}
     )

@@ -1,0 +1,134 @@
+"""What only concerns CUDA: that every operator is there, agrees with the CPU, and never waits.
+
+The tests of each operator run on a GPU too where there is one (`device` in conftest.py).
+"""
+
+import pytest
+import torch
+
+import moe_ext
+from moe_ext import BalancedGate, MoE, NoisyTopKGate, ops
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+built = pytest.mark.skipif(moe_ext._C.cuda_version is None, reason="built without CUDA")
+
+
+def operators():
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in names if name.startswith("moe_ext::"))
+
+
+@built
+def test_every_operator_of_the_cpu_has_a_cuda_kernel():
+    """Of the same schema: another C++ signature would not have been registered."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    on_cpu = [name for name in operators() if has_kernel(name, "CPU")]
+    assert len(on_cpu) >= 17
+    assert [name for name in on_cpu if not has_kernel(name, "CUDA")] == []
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+def to_gpu(values):
+    return [v.cuda() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+@pytest.mark.parametrize(("num_experts", "k"), [(5, 1), (32, 4), (33, 33), (256, 8), (5000, 4)])
+def test_gating_and_plan_have_the_bits_of_the_cpu(num_experts, k):
+    inputs = [draw(700, num_experts) for _ in range(3)]
+    inputs[0][3, : num_experts // 2] = 0.5  # ties
+    inputs[2][3] = 0.0
+    expected = torch.ops.moe_ext.noisy_topk_gating(*inputs, k, 1e-2)
+    actual = torch.ops.moe_ext.noisy_topk_gating(*to_gpu(inputs), k, 1e-2)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.cpu(), e)
+    plan = ops.dispatch_plan(expected[1], num_experts)
+    for a, e in zip(ops.dispatch_plan(actual[1], num_experts), plan, strict=True):
+        assert torch.equal(a.cpu(), e)
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_balanced_selection_is_that_of_the_cpu(dtype):
+    scores = draw(3, 900, 20, dtype=dtype)
+    scores[0, :, 3] = 0.25
+    scores[1, 5] = float("nan")
+    for m in (0, 1, 180, 900):
+        expected = torch.ops.moe_ext.batchwise_topm(scores, m)
+        actual = torch.ops.moe_ext.batchwise_topm(scores.cuda(), m)
+        assert torch.equal(actual[0].cpu(), expected[0])
+        torch.testing.assert_close(actual[1].cpu(), expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+def layer(gate, device, **options):
+    torch.manual_seed(3)
+    return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device)
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+def test_the_flat_layer_never_waits_for_the_device():
+    moe = layer(NoisyTopKGate(64, 16, 2), "cuda")
+    x = torch.randn(300, 64, device="cuda", requires_grad=True)
+    for attempt in range(2):  # the first call may set things up
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            y, aux = moe(x)
+            (y.square().sum() + aux.loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+def test_a_training_step_is_captured_in_a_graph():
+    moe = layer(BalancedGate(64, 16, 2), "cuda", w_load=0.0)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.01)
+    x = torch.randn(320, 64, device="cuda")
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        y, aux = moe(x)
+        loss = y.square().mean() + aux.loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    losses = []
+    for _ in range(5):
+        graph.replay()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+def test_another_device_and_another_stream():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    moe = layer(NoisyTopKGate(64, 16, 2), "cuda:1")
+    with torch.cuda.stream(torch.cuda.Stream(1)):
+        y, aux = moe(torch.randn(30, 64, device="cuda:1"))
+        (y.sum() + aux.loss).backward()
+    torch.cuda.synchronize(1)
+    assert y.device.index == 1 and y.isfinite().all()
