@@ -149,6 +149,31 @@ inline void check_noisy_topk_gating(const Tensor& clean_logits,
   }
 }
 
+// Returns k.
+inline int64_t check_noisy_topk_gating_backward(
+    const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
+    const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
+    const Tensor& threshold_index, const Tensor& clean_logits,
+    const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
+  constexpr auto op = "_noisy_topk_gating_backward";
+  check_dim(op, "gates", gates, 2);
+  const auto k = gates.sym_size(1);
+  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, 0);
+  const auto num_tokens = clean_logits.sym_size(0);
+  const auto real = accumulate_type(clean_logits);
+  const auto check = [&](const char* name, const OptionalTensor& tensor, at::ScalarType type,
+                         const c10::SymInt& columns) {
+    if (tensor) check_argument(op, name, *tensor, clean_logits, type, {num_tokens, columns});
+  };
+  check("grad_gates", grad_gates, real, k);
+  check("grad_threshold", grad_threshold, real, 2);
+  if (noise) check("grad_noise_stddev", grad_noise_stddev, real, clean_logits.sym_size(1));
+  check("gates", gates, real, k);
+  check("expert_index", expert_index, at::kLong, k);
+  check("threshold_index", threshold_index, at::kLong, 2);
+  return gates.size(1);
+}
+
 inline void check_load(const Tensor& clean_logits, const Tensor& noise_stddev,
                        const Tensor& threshold, const Tensor& expert_index,
                        const OptionalTensor& group_offsets) {

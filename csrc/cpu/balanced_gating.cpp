@@ -193,7 +193,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, i
                   key_t* column_keys = keys.data() + c * stride;
                   Cut<key_t> cut;
                   vectorized<FindCut>(static_cast<const key_t*>(column_keys), num_rows, m, &cut);
-                  mth_data[column] = static_cast<scalar_t>(math::score_of_key(cut.key));
+                  mth_data[column] = static_cast<scalar_t>(math::number_of_key(cut.key));
                   if (cut.num_reaching > m) {
                     const auto tie = static_cast<uint32_t>(group * num_columns_of_batch +
                                                            first_expert + first + c);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../math/order.h"
 #include "../math/softplus.h"
 #include "elementwise.h"
 #include "empty_rows.h"
@@ -32,10 +33,9 @@ struct Ranked {
 
 template <typename acc_t>
 bool ranks_before(const Ranked<acc_t>& a, const Ranked<acc_t>& b) {
-  const bool a_nan = a.value != a.value;
-  const bool b_nan = b.value != b.value;
-  if (a_nan || b_nan) return a_nan == b_nan ? a.index < b.index : b_nan;
-  return a.value == b.value ? a.index < b.index : a.value > b.value;
+  const auto a_key = math::order_key(a.value);
+  const auto b_key = math::order_key(b.value);
+  return a_key == b_key ? a.index < b.index : a_key > b_key;
 }
 
 // Eq. 4 for one row: stddev = softplus(raw) + epsilon, noisy = clean + noise * stddev.
@@ -294,21 +294,9 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
     const Tensor& threshold_index, const Tensor& clean_logits,
     const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
   constexpr auto op = "_noisy_topk_gating_backward";
-  check_dim(op, "gates", gates, 2);
-  const auto k = gates.sym_size(1);
-  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, 0);
-  const auto num_tokens = clean_logits.sym_size(0);
-  const auto real = accumulate_type(clean_logits);
-  const auto check = [&](const char* name, const OptionalTensor& tensor, at::ScalarType type,
-                         const c10::SymInt& columns) {
-    if (tensor) check_argument(op, name, *tensor, clean_logits, type, {num_tokens, columns});
-  };
-  check("grad_gates", grad_gates, real, k);
-  check("grad_threshold", grad_threshold, real, 2);
-  if (noise) check("grad_noise_stddev", grad_noise_stddev, real, clean_logits.sym_size(1));
-  check("gates", gates, real, k);
-  check("expert_index", expert_index, at::kLong, k);
-  check("threshold_index", threshold_index, at::kLong, 2);
+  check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
+                                   expert_index, threshold_index, clean_logits, raw_noise_stddev,
+                                   noise);
   const Tensor chosen = expert_index.contiguous();
   const Tensor limits = threshold_index.contiguous();
   check_index_range(op, "expert_index", chosen, clean_logits.size(1));

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "../checks.h"
 
@@ -42,6 +43,12 @@ inline dim3 grid(int64_t num_blocks) {
   return dim3(static_cast<unsigned>(num_blocks));
 }
 
+// Rows and columns are counted in 32 bits where that saves time.
+inline void check_countable(const char* op, const char* name, int64_t size) {
+  TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), op, ": ", name,
+                    " must have fewer than 2^31 rows and columns on CUDA, got ", size);
+}
+
 // The sum over the lanes of a warp in a fixed order; in every lane.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
@@ -49,6 +56,34 @@ __device__ __forceinline__ T warp_sum(T value) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
+}
+
+// The largest of the lanes of a warp; in every lane. No NaN.
+template <typename T>
+__device__ __forceinline__ T warp_max(T value) {
+  if constexpr (std::is_same_v<T, int32_t>) {
+    return __reduce_max_sync(kAllLanes, value);
+  } else {
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      const T other = __shfl_xor_sync(kAllLanes, value, distance);
+      value = other > value ? other : value;
+    }
+    return value;
+  }
+}
+
+// term(0) + term(1) + ..., added in this order, which is the CPU's: for what must have its bits.
+// All lanes of a warp call it, each computes some of the terms, and each has the sum.
+template <typename T, typename Term>
+__device__ __forceinline__ T sum_in_order(int64_t size, const Term& term) {
+  const int lane = threadIdx.x % kWarp;
+  T sum = 0;
+  for (int64_t first = 0; first < size; first += kWarp) {
+    const int count = size - first < kWarp ? static_cast<int>(size - first) : kWarp;
+    const T mine = lane < count ? term(first + lane) : T(0);
+    for (int l = 0; l < count; ++l) sum += __shfl_sync(kAllLanes, mine, l);
+  }
+  return sum;
 }
 
 // The sum over the threads of a block, a multiple of kWarp, in a fixed order; in every thread.

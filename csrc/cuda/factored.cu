@@ -1,0 +1,297 @@
+// The step of factored Adam and Adagrad (App. D) on CUDA.
+//
+// Blocks of kBlockRows x kBlockColumns: the sums of g^2 over each block's rows and columns; from
+// these the averages of each matrix, in the order of the blocks; then the update, which leaves out
+// the blocks without a gradient. The gradients are read twice, the weights read and written once.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "../math/factored.h"
+#include "slots.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kRowsOfWarp = 8;
+constexpr int kBlockRows = kWarps * kRowsOfWarp;
+constexpr int kBlockColumns = 1024;
+
+// A number that is read where it is, on the host before the launch or on the device after it.
+template <typename acc_t>
+struct Scalar {
+  const double* on_device;
+  acc_t on_host;
+
+  __device__ acc_t value() const {
+    return on_device != nullptr ? static_cast<acc_t>(*on_device) : on_host;
+  }
+};
+
+template <typename acc_t>
+Scalar<acc_t> scalar_of(const Tensor& tensor) {
+  if (tensor.is_cuda()) return {tensor.const_data_ptr<double>(), acc_t(0)};
+  return {nullptr, static_cast<acc_t>(*tensor.const_data_ptr<double>())};
+}
+
+template <typename acc_t>
+struct Rule {
+  Scalar<acc_t> lr, correction;
+  acc_t decay, gain, eps;
+  bool mean_of_roots;
+};
+
+// The matrices [E, R, C] and their blocks, E x row_blocks x column_blocks.
+struct Shape {
+  int64_t num_matrices, num_rows, num_columns, row_blocks, column_blocks;
+
+  // Of this block of the grid.
+  __device__ int64_t matrix() const { return blockIdx.x / (row_blocks * column_blocks); }
+  __device__ int64_t row_block() const { return blockIdx.x / column_blocks % row_blocks; }
+  __device__ int64_t column_block() const { return blockIdx.x % column_blocks; }
+  // The first row of this warp, and where the columns of this block begin and end.
+  __device__ int64_t first_row() const {
+    return row_block() * kBlockRows + threadIdx.x / kWarp * kRowsOfWarp;
+  }
+  __device__ int64_t first_column() const { return column_block() * kBlockColumns; }
+  __device__ int64_t end_column() const {
+    return std::min(num_columns, first_column() + kBlockColumns);
+  }
+};
+
+// row_sums [E, column_blocks, R] and column_sums [E, row_blocks, C] of g^2, each over a block, and
+// whether the block has a gradient. A warp takes kRowsOfWarp rows, a lane kSize columns at once.
+template <int kSize, typename scalar_t, typename acc_t>
+__global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape shape,
+                                  acc_t* __restrict__ row_sums, acc_t* __restrict__ column_sums,
+                                  int* __restrict__ nonzero) {
+  using Packed = Pack<scalar_t, kSize>;
+  constexpr int kTileColumns = kWarp * kSize;
+  __shared__ acc_t sums_of_warps[kWarps][kTileColumns];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int64_t matrix = shape.matrix();
+  const int64_t first_row = shape.first_row();
+  const int64_t end_column = shape.end_column();
+  const scalar_t* grad = all_grad + matrix * shape.num_rows * shape.num_columns;
+  acc_t* column_sum =
+      column_sums + (matrix * shape.row_blocks + shape.row_block()) * shape.num_columns;
+
+  acc_t row_sum[kRowsOfWarp] = {};
+  bool any = false;
+  for (int64_t first = shape.first_column(); first < end_column; first += kTileColumns) {
+    const int64_t column = first + lane * kSize;
+    acc_t sum[kSize] = {};
+    if (column < end_column) {
+#pragma unroll
+      for (int r = 0; r < kRowsOfWarp; ++r) {
+        const int64_t row = first_row + r;
+        if (row >= shape.num_rows) break;
+        const Packed g = *reinterpret_cast<const Packed*>(grad + row * shape.num_columns + column);
+#pragma unroll
+        for (int c = 0; c < kSize; ++c) {
+          const acc_t x = static_cast<acc_t>(g.values[c]);
+          const acc_t square = x * x;
+          any |= x != acc_t(0);
+          sum[c] += square;
+          row_sum[r] += square;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kSize; ++c) sums_of_warps[warp][lane * kSize + c] = sum[c];
+    __syncthreads();
+    for (int c = threadIdx.x; c < kTileColumns && first + c < end_column; c += kThreads) {
+      acc_t total = 0;
+      for (int w = 0; w < kWarps; ++w) total += sums_of_warps[w][c];
+      column_sum[first + c] = total;
+    }
+    __syncthreads();  // before the next tile's sums
+  }
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    const acc_t total = warp_sum(row_sum[r]);
+    if (lane == 0 && first_row + r < shape.num_rows) {
+      row_sums[(matrix * shape.column_blocks + shape.column_block()) * shape.num_rows + first_row +
+               r] = total;
+    }
+  }
+  const int found = __syncthreads_or(any);
+  if (threadIdx.x == 0) nonzero[blockIdx.x] = found;
+}
+
+// The columns' averages, kWarp of them in a block.
+template <typename acc_t>
+__global__ void column_averages_kernel(const acc_t* __restrict__ column_sums, Shape shape,
+                                       Rule<acc_t> rule, acc_t* __restrict__ column_averages) {
+  __shared__ acc_t sums_of_warps[kWarps][kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int64_t tiles = ceil_div(shape.num_columns, kWarp);
+  const int64_t matrix = blockIdx.x / tiles;
+  const int64_t column = blockIdx.x % tiles * kWarp + lane;
+  acc_t sum = 0;
+  if (column < shape.num_columns) {
+    for (int64_t block = warp; block < shape.row_blocks; block += kWarps) {
+      sum += column_sums[(matrix * shape.row_blocks + block) * shape.num_columns + column];
+    }
+  }
+  sums_of_warps[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && column < shape.num_columns) {
+    for (int w = 1; w < kWarps; ++w) sum += sums_of_warps[w][lane];
+    acc_t* average = column_averages + matrix * shape.num_columns + column;
+    *average = math::second_moment(*average, sum / shape.num_rows, rule.decay, rule.gain);
+  }
+}
+
+// The rows' averages of a matrix, and the mean by which its factors are divided: that of the rows'
+// averages, or of the columns' roots. A block.
+template <typename acc_t>
+__global__ void row_averages_kernel(const acc_t* __restrict__ row_sums,
+                                    const acc_t* __restrict__ column_averages, Shape shape,
+                                    Rule<acc_t> rule, acc_t* __restrict__ row_averages,
+                                    acc_t* __restrict__ means) {
+  __shared__ acc_t space[kWarps];
+  const int64_t matrix = blockIdx.x;
+  acc_t* average = row_averages + matrix * shape.num_rows;
+  const acc_t* column_average = column_averages + matrix * shape.num_columns;
+  acc_t sum_of_averages = 0;
+  for (int64_t row = threadIdx.x; row < shape.num_rows; row += kThreads) {
+    acc_t sum = 0;
+    for (int64_t block = 0; block < shape.column_blocks; ++block) {
+      sum += row_sums[(matrix * shape.column_blocks + block) * shape.num_rows + row];
+    }
+    average[row] =
+        math::second_moment(average[row], sum / shape.num_columns, rule.decay, rule.gain);
+    sum_of_averages += average[row];
+  }
+  acc_t mean;
+  if (rule.mean_of_roots) {
+    const acc_t correction = rule.correction.value();
+    acc_t sum_of_roots = 0;
+    for (int64_t column = threadIdx.x; column < shape.num_columns; column += kThreads) {
+      sum_of_roots += math::root_with_eps(column_average[column], correction, rule.eps);
+    }
+    mean = block_sum(sum_of_roots, space) / shape.num_columns;
+  } else {
+    mean = block_sum(sum_of_averages, space) / shape.num_rows;
+  }
+  if (threadIdx.x == 0) means[matrix] = mean;
+}
+
+template <int kSize, typename scalar_t, typename acc_t>
+__global__ void update_kernel(scalar_t* __restrict__ all_param,
+                              const scalar_t* __restrict__ all_grad,
+                              const acc_t* __restrict__ row_averages,
+                              const acc_t* __restrict__ column_averages,
+                              const acc_t* __restrict__ means, const int* __restrict__ nonzero,
+                              Shape shape, Rule<acc_t> rule) {
+  using Packed = Pack<scalar_t, kSize>;
+  if (!nonzero[blockIdx.x]) return;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t matrix = shape.matrix();
+  const int64_t first_row = shape.first_row();
+  const int64_t end_column = shape.end_column();
+  const acc_t* row_average = row_averages + matrix * shape.num_rows;
+  const acc_t* column_average = column_averages + matrix * shape.num_columns;
+  const acc_t lr = rule.lr.value();
+  const acc_t correction = rule.correction.value();
+  const acc_t mean = means[matrix];
+  const acc_t eps = rule.mean_of_roots ? acc_t(0) : rule.eps;
+
+  acc_t row_factor[kRowsOfWarp] = {};
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    if (first_row + r >= shape.num_rows) break;
+    const acc_t average = row_average[first_row + r];
+    row_factor[r] = rule.mean_of_roots ? math::root_with_eps(average, correction, rule.eps) / mean
+                                       : math::row_root(average, mean, correction);
+  }
+  for (int64_t column = shape.first_column() + lane * kSize; column < end_column;
+       column += kWarp * kSize) {
+    acc_t column_factor[kSize];
+#pragma unroll
+    for (int c = 0; c < kSize; ++c) {
+      const acc_t average = column_average[column + c];
+      column_factor[c] = rule.mean_of_roots ? math::root_with_eps(average, correction, rule.eps)
+                                            : math::column_root(average);
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+      if (first_row + r >= shape.num_rows) break;
+      const int64_t at = (matrix * shape.num_rows + first_row + r) * shape.num_columns + column;
+      const Packed grad = *reinterpret_cast<const Packed*>(all_grad + at);
+      Packed* param = reinterpret_cast<Packed*>(all_param + at);
+      Packed stepped = *param;
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) {
+        stepped.values[c] = static_cast<scalar_t>(
+            math::stepped(static_cast<acc_t>(stepped.values[c]), static_cast<acc_t>(grad.values[c]),
+                          lr, row_factor[r] * column_factor[c] + eps));
+      }
+      *param = stepped;
+    }
+  }
+}
+
+void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                        const Tensor& lr, const Tensor& correction, double decay, double gain,
+                        double eps, bool mean_of_roots) {
+  check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
+  if (param.numel() == 0) return;
+  const c10::cuda::OptionalCUDAGuard guard(param.device());
+  const Tensor g = grad.contiguous();
+  const Tensor p = param.contiguous();
+  const Tensor r = row.contiguous();
+  const Tensor c = column.contiguous();
+  const int64_t num_rows = param.size(-2);
+  const int64_t num_columns = param.size(-1);
+  const Shape shape{param.numel() / (num_rows * num_columns), num_rows, num_columns,
+                    ceil_div(num_rows, kBlockRows), ceil_div(num_columns, kBlockColumns)};
+  const int64_t num_blocks = shape.num_matrices * shape.row_blocks * shape.column_blocks;
+  const Tensor row_sums =
+      at::empty({shape.num_matrices, shape.column_blocks, num_rows}, r.options());
+  const Tensor column_sums =
+      at::empty({shape.num_matrices, shape.row_blocks, num_columns}, c.options());
+  const Tensor means = at::empty({shape.num_matrices}, r.options());
+  const Tensor nonzero = at::empty({num_blocks}, r.options().dtype(at::kInt));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const Rule<acc_t> rule{scalar_of<acc_t>(lr),      scalar_of<acc_t>(correction),
+                           static_cast<acc_t>(decay), static_cast<acc_t>(gain),
+                           static_cast<acc_t>(eps),   mean_of_roots};
+    auto* p_data = p.mutable_data_ptr<scalar_t>();
+    const auto* g_data = g.const_data_ptr<scalar_t>();
+    auto* r_data = r.mutable_data_ptr<acc_t>();
+    auto* c_data = c.mutable_data_ptr<acc_t>();
+    auto* row_sums_data = row_sums.mutable_data_ptr<acc_t>();
+    auto* column_sums_data = column_sums.mutable_data_ptr<acc_t>();
+    auto* means_data = means.mutable_data_ptr<acc_t>();
+    auto* nonzero_data = nonzero.mutable_data_ptr<int>();
+    with_pack_size<scalar_t>(num_columns, {p_data, g_data}, [&](auto size) {
+      launch(block_sums_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, g_data, shape,
+             row_sums_data, column_sums_data, nonzero_data);
+      launch(column_averages_kernel<acc_t>, grid(shape.num_matrices * ceil_div(num_columns, kWarp)),
+             kThreads, 0, column_sums_data, shape, rule, c_data);
+      launch(row_averages_kernel<acc_t>, grid(shape.num_matrices), kThreads, 0, row_sums_data,
+             c_data, shape, rule, r_data, means_data);
+      launch(update_kernel<size, scalar_t, acc_t>, grid(num_blocks), kThreads, 0, p_data, g_data,
+             r_data, c_data, means_data, nonzero_data, shape, rule);
+    });
+  });
+  if (!p.is_same(param)) param.copy_(p);
+  if (!r.is_same(row)) row.copy_(r);
+  if (!c.is_same(column)) column.copy_(c);
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("factored_step_", &moe_ext::cuda::factored_step_cuda);
+}

@@ -1,0 +1,252 @@
+// Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on CUDA: a warp for each token.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "../math/gating.h"
+#include "../math/order.h"
+#include "../math/softplus.h"
+#include "launch.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+constexpr int64_t kSharedBytes = 48 << 10;   // of a block, for the keys of its tokens
+constexpr int64_t kMostKeyBytes = 16 << 10;  // of a token: with more, too few fit a multiprocessor
+
+// A token's keys lie in shared memory, or are computed again in each search of a long row.
+//
+// In the CPU's order larger values come first, NaN last, and ties go to the lower index: the
+// largest key with the lowest index comes first. Each of k + 1 searches looks for the first of
+// those that come after the one found before.
+template <bool kKeysInShared, typename scalar_t, typename acc_t>
+__global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
+                              const scalar_t* __restrict__ raw_noise_stddev,
+                              const scalar_t* __restrict__ all_noise, acc_t epsilon,
+                              int64_t num_tokens, unsigned num_experts, int64_t k, acc_t* gates,
+                              int64_t* expert_index, acc_t* threshold, int64_t* threshold_index,
+                              acc_t* noise_stddev) {
+  using key_t = decltype(math::order_key(acc_t()));
+  constexpr unsigned kNone = std::numeric_limits<unsigned>::max();
+  extern __shared__ __align__(16) unsigned char shared_space[];
+  const unsigned lane = threadIdx.x % kWarp;
+  const unsigned warp = threadIdx.x / kWarp;
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + warp;
+  if (token >= num_tokens) return;  // the whole warp
+
+  const bool noisy = all_noise != nullptr;
+  const int64_t row = token * num_experts;
+  const scalar_t* clean = clean_logits + row;
+  const scalar_t* raw = noisy ? raw_noise_stddev + row : nullptr;
+  const scalar_t* noise = noisy ? all_noise + row : nullptr;
+  acc_t* stddev = noisy ? noise_stddev + row : nullptr;
+  key_t* keys = reinterpret_cast<key_t*>(shared_space) + static_cast<int64_t>(warp) * num_experts;
+
+  // Eq. 4, once stddev is there.
+  const auto noisy_logit = [&](int64_t i) {
+    const acc_t value = static_cast<acc_t>(clean[i]);
+    return noisy ? math::noisy_logit(value, static_cast<acc_t>(noise[i]), stddev[i]) : value;
+  };
+  // Every lane reads only the keys and deviations that it wrote itself, until the last search.
+  if (kKeysInShared || noisy) {
+    for (unsigned i = lane; i < num_experts; i += kWarp) {
+      if (noisy) stddev[i] = math::softplus(static_cast<acc_t>(raw[i])) + epsilon;
+      if constexpr (kKeysInShared) keys[i] = math::order_key(noisy_logit(i));
+    }
+  }
+
+  int64_t* chosen = expert_index + token * k;
+  unsigned kth = 0;
+  unsigned last_index = 0;
+  key_t last_key = std::numeric_limits<key_t>::max();  // above the keys of all numbers
+  for (int64_t rank = 0; rank <= k && rank < num_experts; ++rank) {
+    key_t best_key = std::numeric_limits<key_t>::min();
+    unsigned best_index = kNone;
+    for (unsigned i = lane; i < num_experts; i += kWarp) {
+      const key_t key = kKeysInShared ? keys[i] : math::order_key(noisy_logit(i));
+      const bool comes_after = key < last_key || (key == last_key && i > last_index);
+      if (comes_after && (key > best_key || best_index == kNone)) {
+        best_key = key;
+        best_index = i;
+      }
+    }
+    last_key = warp_max(best_key);
+    last_index = __reduce_min_sync(kAllLanes, best_key == last_key ? best_index : kNone);
+    if (rank < k && lane == 0) chosen[rank] = last_index;
+    if (rank == k - 1) kth = last_index;
+  }
+  __syncwarp();  // all lanes see what the others wrote
+
+  // Eqs. 3 and 5: softmax over the kept values.
+  acc_t* gate = gates + token * k;
+  const acc_t largest = noisy_logit(chosen[0]);
+  const acc_t sum = sum_in_order<acc_t>(k, [&](int64_t j) {
+    return gate[j] = math::unnormalized_gate(noisy_logit(chosen[j]), largest);
+  });
+  for (int64_t j = lane; j < k; j += kWarp) gate[j] /= sum;  // each its own
+
+  // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for one inside.
+  if (lane == 0) {
+    const bool has_next = k < num_experts;
+    threshold[2 * token] = noisy_logit(kth);
+    threshold[2 * token + 1] =
+        has_next ? noisy_logit(last_index) : -std::numeric_limits<acc_t>::infinity();
+    threshold_index[2 * token] = kth;
+    threshold_index[2 * token + 1] = has_next ? static_cast<int64_t>(last_index) : -1;
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
+    int64_t k, double noise_epsilon) {
+  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  check_countable("noisy_topk_gating", "clean_logits", num_experts);
+  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
+  const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
+  const auto index = clean_logits.options().dtype(at::kLong);
+  Tensor gates = at::empty({num_tokens, k}, real);
+  Tensor expert_index = at::empty({num_tokens, k}, index);
+  Tensor threshold = at::empty({num_tokens, 2}, real);
+  Tensor threshold_index = at::empty({num_tokens, 2}, index);
+  Tensor noise_stddev = at::empty({noise ? num_tokens : 0, num_experts}, real);
+  const Tensor clean = clean_logits.contiguous();
+  const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
+  const Tensor drawn = noise ? noise->contiguous() : Tensor();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, clean.scalar_type(), "noisy_topk_gating", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        const int64_t key_bytes = num_experts * static_cast<int64_t>(sizeof(acc_t));
+        const bool in_shared = key_bytes <= kMostKeyBytes;
+        const int64_t most_warps = kThreads / kWarp;
+        const int64_t num_warps =
+            in_shared ? std::min(most_warps, kSharedBytes / key_bytes) : most_warps;
+        launch(in_shared ? gating_kernel<true, scalar_t, acc_t>
+                         : gating_kernel<false, scalar_t, acc_t>,
+               grid(ceil_div(num_tokens, num_warps)), static_cast<int>(num_warps * kWarp),
+               in_shared ? num_warps * key_bytes : 0, clean.const_data_ptr<scalar_t>(),
+               noise ? raw.const_data_ptr<scalar_t>() : nullptr,
+               noise ? drawn.const_data_ptr<scalar_t>() : nullptr,
+               static_cast<acc_t>(noise_epsilon), num_tokens, num_experts, k,
+               gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>(),
+               threshold.mutable_data_ptr<acc_t>(), threshold_index.mutable_data_ptr<int64_t>(),
+               noise_stddev.mutable_data_ptr<acc_t>());
+      });
+  return {gates, expert_index, threshold, threshold_index, noise_stddev};
+}
+
+// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they
+// were read; dL/dclean = dL/dH, dL/dstddev = noise dL/dH + what came for stddev itself. A warp for
+// each token; the experts of one token are distinct.
+template <typename scalar_t, typename acc_t>
+__global__ void gating_backward_kernel(
+    const acc_t* __restrict__ grad_gates, const acc_t* __restrict__ grad_threshold,
+    const acc_t* __restrict__ grad_noise_stddev, const acc_t* __restrict__ gates,
+    const int64_t* __restrict__ expert_index, const int64_t* __restrict__ threshold_index,
+    const scalar_t* __restrict__ raw_noise_stddev, const scalar_t* __restrict__ all_noise,
+    int64_t num_tokens, int64_t num_experts, int64_t k, scalar_t* grad_clean_logits,
+    scalar_t* grad_raw_noise_stddev) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  if (token >= num_tokens) return;  // the whole warp
+
+  const bool noisy = all_noise != nullptr;
+  const int64_t row = token * num_experts;
+  const scalar_t* raw = noisy ? raw_noise_stddev + row : nullptr;
+  const scalar_t* noise = noisy ? all_noise + row : nullptr;
+  const acc_t* grad_stddev =
+      noisy && grad_noise_stddev != nullptr ? grad_noise_stddev + row : nullptr;
+  scalar_t* grad_clean = grad_clean_logits + row;
+  scalar_t* grad_raw = noisy ? grad_raw_noise_stddev + row : nullptr;
+
+  const auto slope = [&](int64_t i) {
+    return math::softplus_derivative(static_cast<acc_t>(raw[i]));
+  };
+  for (int64_t i = lane; i < num_experts; i += kWarp) {
+    grad_clean[i] = static_cast<scalar_t>(acc_t(0));
+    if (!noisy) continue;
+    grad_raw[i] =
+        static_cast<scalar_t>(grad_stddev != nullptr ? grad_stddev[i] * slope(i) : acc_t(0));
+  }
+  __syncwarp();
+  const auto add = [&](int64_t expert, acc_t grad) {
+    grad_clean[expert] = static_cast<scalar_t>(static_cast<acc_t>(grad_clean[expert]) + grad);
+    if (!noisy) return;
+    grad_raw[expert] =
+        static_cast<scalar_t>(static_cast<acc_t>(grad_raw[expert]) +
+                              grad * static_cast<acc_t>(noise[expert]) * slope(expert));
+  };
+
+  const acc_t* gate = gates + token * k;
+  const acc_t* grad_gate = grad_gates != nullptr ? grad_gates + token * k : nullptr;
+  const acc_t mean = grad_gate == nullptr ? acc_t(0) : sum_in_order<acc_t>(k, [&](int64_t j) {
+    return gate[j] * grad_gate[j];
+  });
+  for (int64_t j = lane; j < k; j += kWarp) {
+    acc_t grad = 0;
+    if (grad_gate != nullptr) grad = math::noisy_logit_gradient(gate[j], grad_gate[j], mean);
+    if (grad_threshold != nullptr && j == k - 1) grad += grad_threshold[2 * token];
+    add(expert_index[token * k + j], grad);
+  }
+  const int64_t next = threshold_index[2 * token + 1];
+  if (lane == 0 && next >= 0) {
+    add(next, grad_threshold != nullptr ? grad_threshold[2 * token + 1] : acc_t(0));
+  }
+}
+
+std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
+    const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
+    const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
+    const Tensor& threshold_index, const Tensor& clean_logits,
+    const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
+  const int64_t k = check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev,
+                                                     gates, expert_index, threshold_index,
+                                                     clean_logits, raw_noise_stddev, noise);
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
+  const auto contiguous = [](const OptionalTensor& tensor) {
+    return tensor ? tensor->contiguous() : Tensor();
+  };
+  const Tensor grad_of_gates = contiguous(grad_gates);
+  const Tensor grad_of_threshold = contiguous(grad_threshold);
+  const Tensor grad_of_stddev = contiguous(grad_noise_stddev);
+  const Tensor kept = gates.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  const Tensor limits = threshold_index.contiguous();
+  const Tensor raw = contiguous(raw_noise_stddev);
+  const Tensor drawn = contiguous(noise);
+  Tensor grad_clean = at::empty(clean_logits.sizes(), clean_logits.options());
+  Tensor grad_raw = at::empty({noise ? num_tokens : 0, num_experts}, clean_logits.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        const auto wide = [](const Tensor& tensor) {
+          return tensor.defined() ? tensor.const_data_ptr<acc_t>() : nullptr;
+        };
+        const auto narrow = [](const Tensor& tensor) {
+          return tensor.defined() ? tensor.const_data_ptr<scalar_t>() : nullptr;
+        };
+        launch(gating_backward_kernel<scalar_t, acc_t>,
+               grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0, wide(grad_of_gates),
+               wide(grad_of_threshold), wide(grad_of_stddev), wide(kept),
+               chosen.const_data_ptr<int64_t>(), limits.const_data_ptr<int64_t>(), narrow(raw),
+               narrow(drawn), num_tokens, num_experts, k, grad_clean.mutable_data_ptr<scalar_t>(),
+               grad_raw.mutable_data_ptr<scalar_t>());
+      });
+  return {grad_clean, grad_raw};
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("noisy_topk_gating", &moe_ext::cuda::noisy_topk_gating_cuda);
+  m.impl("_noisy_topk_gating_backward", &moe_ext::cuda::noisy_topk_gating_backward_cuda);
+}

@@ -1,0 +1,254 @@
+// Load(X)_i = sum_x P(x, i) (App. A) on CUDA.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "../math/load.h"
+#include "slots.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+// The groups of rows: between two offsets each, or one of all.
+struct Groups {
+  const int64_t* bounds;  // null: one
+  int64_t num_groups;
+  int64_t num_tokens;
+
+  __device__ int64_t begin(int64_t group) const { return bounds ? bounds[group] : 0; }
+  __device__ int64_t end(int64_t group) const {
+    return group + 1 < num_groups ? bounds[group + 1] : num_tokens;
+  }
+  // The last group that begins at or before the token: it is the one that has the token.
+  __device__ int64_t of(int64_t token) const {
+    int64_t low = 0, high = num_groups - 1;
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (bounds[middle] <= token) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+Groups groups_of(const OptionalTensor& offsets, int64_t num_tokens) {
+  if (!offsets) return {nullptr, 1, num_tokens};
+  return {offsets->const_data_ptr<int64_t>(), offsets->numel() - 1, num_tokens};
+}
+
+// The sums over a chunk of the tokens for kWarp experts, one for each group that the chunk meets: a
+// warp. In the order of the tokens every next pair of a chunk and a group has a larger chunk or a
+// larger group: each pair has the row chunk + group of the sums to itself.
+template <typename scalar_t, typename acc_t>
+__global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
+                                    const acc_t* __restrict__ noise_stddev,
+                                    const acc_t* __restrict__ threshold,
+                                    const int64_t* __restrict__ expert_index, int64_t k,
+                                    int64_t num_experts, Groups groups, int64_t chunk_size,
+                                    acc_t* __restrict__ partial_load) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t tiles = ceil_div(num_experts, kWarp);
+  const int64_t chunk = warp / tiles;
+  const int64_t first_expert = warp % tiles * kWarp;
+  const int64_t expert = first_expert + lane;
+  const int64_t begin = chunk * chunk_size;
+  if (begin >= groups.num_tokens) return;  // the whole warp
+  const int64_t end = std::min(groups.num_tokens, begin + chunk_size);
+
+  int64_t group = groups.of(begin);
+  int64_t group_end = groups.end(group);
+  acc_t sum = 0;         // of whole runs of kWarp tokens:
+  acc_t sum_of_run = 0;  // a long sum of small numbers would lose them
+  const auto finish_group = [&] {
+    if (expert < num_experts) {
+      partial_load[(chunk + group) * num_experts + expert] = sum + sum_of_run;
+    }
+    sum = sum_of_run = 0;
+  };
+  for (int64_t first = begin; first < end; first += kWarp) {
+    // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
+    acc_t outside = 0, inside = 0;
+    unsigned chosen = 0;
+    if (const int64_t token = first + lane; token < end) {
+      outside = threshold[2 * token];
+      inside = threshold[2 * token + 1];
+      for (int64_t j = 0; j < k; ++j) {
+        const int64_t place = expert_index[token * k + j] - first_expert;
+        if (place >= 0 && place < kWarp) chosen |= 1u << place;
+      }
+    }
+    const int count = static_cast<int>(std::min<int64_t>(kWarp, end - first));
+    for (int l = 0; l < count; ++l) {
+      const int64_t token = first + l;
+      if (token >= group_end) {
+        finish_group();
+        group = groups.of(token);
+        group_end = groups.end(group);
+      }
+      const acc_t if_outside = __shfl_sync(kAllLanes, outside, l);
+      const acc_t if_inside = __shfl_sync(kAllLanes, inside, l);
+      const bool is_inside = __shfl_sync(kAllLanes, chosen, l) >> lane & 1u;
+      if (expert < num_experts) {
+        const int64_t at = token * num_experts + expert;
+        sum_of_run += math::prob_in_top_k(static_cast<acc_t>(clean_logits[at]),
+                                          is_inside ? if_inside : if_outside, noise_stddev[at]);
+      }
+    }
+    sum += sum_of_run;
+    sum_of_run = 0;
+  }
+  finish_group();
+}
+
+// The sum over the chunks of each group, for kWarp experts: a block, in the order of its warps.
+template <typename acc_t>
+__global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_load, int64_t num_experts,
+                                     Groups groups, int64_t chunk_size, acc_t* __restrict__ load) {
+  __shared__ acc_t sums[kThreads / kWarp][kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int64_t tiles = ceil_div(num_experts, kWarp);
+  const int64_t group = blockIdx.x / tiles;
+  const int64_t expert = blockIdx.x % tiles * kWarp + lane;
+  const int64_t begin = groups.begin(group);
+  const int64_t end = groups.end(group);
+  acc_t sum = 0;
+  if (begin < end && expert < num_experts) {
+    const int64_t last_chunk = (end - 1) / chunk_size;
+    for (int64_t chunk = begin / chunk_size + warp; chunk <= last_chunk;
+         chunk += kThreads / kWarp) {
+      sum += partial_load[(chunk + group) * num_experts + expert];
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && expert < num_experts) {
+    for (int w = 1; w < kThreads / kWarp; ++w) sum += sums[w][lane];
+    load[group * num_experts + expert] = sum;
+  }
+}
+
+Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
+                 const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  const Tensor clean = clean_logits.contiguous();
+  const Tensor stddev = noise_stddev.contiguous();
+  const Tensor limits = threshold.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  const OptionalTensor bounds = contiguous(group_offsets);
+  const Groups groups = groups_of(bounds, num_tokens);
+  constexpr int64_t kMostChunks = 1024;
+  const int64_t chunk_size =
+      kWarp * std::max<int64_t>(1, ceil_div(num_tokens, kWarp * kMostChunks));
+  const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
+  const int64_t tiles = ceil_div(num_experts, kWarp);
+  Tensor load = at::empty_symint(load_shape(clean_logits, group_offsets), stddev.options());
+  const Tensor partial_load =
+      at::empty({num_chunks + groups.num_groups, num_experts}, stddev.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    launch(partial_load_kernel<scalar_t, acc_t>,
+           grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0,
+           clean.const_data_ptr<scalar_t>(), stddev.const_data_ptr<acc_t>(),
+           limits.const_data_ptr<acc_t>(), chosen.const_data_ptr<int64_t>(), chosen.size(1),
+           num_experts, groups, chunk_size, partial_load.mutable_data_ptr<acc_t>());
+    launch(sum_of_chunks_kernel<acc_t>, grid(groups.num_groups * tiles), kThreads, 0,
+           partial_load.const_data_ptr<acc_t>(), num_experts, groups, chunk_size,
+           load.mutable_data_ptr<acc_t>());
+  });
+  return load;
+}
+
+// A warp for each token; with q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get
+// dH_(k) = -sum of q over the experts outside the top k, dH_(k+1) = -sum over those inside.
+template <typename scalar_t, typename acc_t>
+__global__ void load_backward_kernel(
+    const acc_t* __restrict__ grad_load, const scalar_t* __restrict__ clean_logits,
+    const acc_t* __restrict__ noise_stddev, const acc_t* __restrict__ threshold,
+    const int64_t* __restrict__ expert_index, int64_t k, int64_t num_experts, Groups groups,
+    scalar_t* __restrict__ grad_clean_logits, acc_t* __restrict__ grad_noise_stddev,
+    acc_t* __restrict__ grad_threshold) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  if (token >= groups.num_tokens) return;  // the whole warp
+  const acc_t* grad_prob = grad_load + groups.of(token) * num_experts;
+  const acc_t if_outside = threshold[2 * token];
+  const acc_t if_inside = threshold[2 * token + 1];
+  acc_t outside = 0, inside = 0;
+  for (int64_t first = 0; first < num_experts; first += kWarp) {
+    unsigned chosen = 0;  // a bit for each of these experts
+    for (int64_t j = lane; j < k; j += kWarp) {
+      const int64_t place = expert_index[token * k + j] - first;
+      if (place >= 0 && place < kWarp) chosen |= 1u << place;
+    }
+    chosen = __reduce_or_sync(kAllLanes, chosen);
+    const int64_t expert = first + lane;
+    if (expert < num_experts) {
+      const bool is_inside = chosen >> lane & 1u;
+      const int64_t at = token * num_experts + expert;
+      const auto grad = math::prob_in_top_k_gradient(static_cast<acc_t>(clean_logits[at]),
+                                                     is_inside ? if_inside : if_outside,
+                                                     noise_stddev[at], grad_prob[expert]);
+      grad_clean_logits[at] = static_cast<scalar_t>(grad.clean);
+      grad_noise_stddev[at] = grad.stddev;
+      outside += is_inside ? acc_t(0) : grad.clean;
+      inside += is_inside ? grad.clean : acc_t(0);
+    }
+  }
+  outside = warp_sum(outside);
+  inside = warp_sum(inside);
+  if (lane == 0) {
+    grad_threshold[2 * token] = -outside;
+    grad_threshold[2 * token + 1] = -inside;
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
+    const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
+    const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  check_argument("_load_backward", "grad_load", grad_load, clean_logits,
+                 accumulate_type(clean_logits), load_shape(clean_logits, group_offsets));
+  const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
+  const int64_t num_tokens = clean_logits.size(0);
+  const int64_t num_experts = clean_logits.size(1);
+  const Tensor grad = grad_load.contiguous();
+  const Tensor clean = clean_logits.contiguous();
+  const Tensor stddev = noise_stddev.contiguous();
+  const Tensor limits = threshold.contiguous();
+  const Tensor chosen = expert_index.contiguous();
+  const OptionalTensor bounds = contiguous(group_offsets);
+  Tensor grad_clean = at::empty(clean.sizes(), clean.options());
+  Tensor grad_stddev = at::empty(stddev.sizes(), stddev.options());
+  Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        launch(load_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
+               kThreads, 0, grad.const_data_ptr<acc_t>(), clean.const_data_ptr<scalar_t>(),
+               stddev.const_data_ptr<acc_t>(), limits.const_data_ptr<acc_t>(),
+               chosen.const_data_ptr<int64_t>(), chosen.size(1), num_experts,
+               groups_of(bounds, num_tokens), grad_clean.mutable_data_ptr<scalar_t>(),
+               grad_stddev.mutable_data_ptr<acc_t>(), grad_threshold.mutable_data_ptr<acc_t>());
+      });
+  return {grad_clean, grad_stddev, grad_threshold};
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("load", &moe_ext::cuda::load_cuda);
+  m.impl("_load_backward", &moe_ext::cuda::load_backward_cuda);
+}
