@@ -31,7 +31,11 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "torch (a download of some gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
     'torch>=2.11' 'setuptools>=77' wheel ninja
-  say "building the extension (some two minutes on 2 cores) and installing the scripts' libraries"
+  # CUDA kernels, where there is a toolkit: for the GPU that is here, else for sm_90, to compile them.
+  architecture='import torch as t; g = t.cuda
+print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
+  export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
+  say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
   "$python" -m pip install --no-build-isolation -e '.[train,translation,test,dev]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
