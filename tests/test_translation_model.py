@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from moe_ext import MoE
 from moe_ext.analysis import cost
+from moe_ext.data import PairBatch
 from moe_ext.decoding import BeamSearch
 from moe_ext.distributed import expert_parameters
 from moe_ext.models import (
@@ -26,7 +27,6 @@ from moe_ext.models import (
 )
 from moe_ext.models.translation import reverse
 from moe_ext.optim import split_parameters
-from moe_ext.processes import blocks
 
 VOCAB, EOS = 40, 0
 GATES = {
@@ -36,19 +36,6 @@ GATES = {
     "balanced": {"gate": "balanced", "w_load": 0},
     "balanced hierarchical": {"gate": "balanced", "w_load": 0, "num_groups": 2},
 }
-
-
-@dataclass
-class PairBatch:
-    source: torch.Tensor
-    source_mask: torch.Tensor
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    mask: torch.Tensor
-
-    def part(self, index, number):
-        rows = blocks(range(len(self.source)), number)[index]
-        return PairBatch(*(part[rows.start : rows.stop] for part in vars(self).values()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The paper's translation models (App. E): encoder and decoder of LSTMs with a MoE in each."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moe_ext.checks import require
+from moe_ext.data import PairBatch
 from moe_ext.models.attention import ATTENTION_KINDS, Attention
 from moe_ext.models.lstm import LSTM, LSTMState
 from moe_ext.models.parts import (
@@ -76,22 +77,6 @@ class TranslationModelConfig:
             require(value in kinds, name, f"be one of {', '.join(kinds)}", value)
         require(self.attention_units >= 0, "attention_units", "be at least 0", self.attention_units)
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
-
-
-class PairBatch(Protocol):
-    """What the model reads of a batch: source and source_mask [B, S], inputs, targets and mask
-    [B, T], as in `TranslationModel.forward`."""
-
-    @property
-    def source(self) -> Tensor: ...
-    @property
-    def source_mask(self) -> Tensor: ...
-    @property
-    def inputs(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def mask(self) -> Tensor: ...
 
 
 class Encoded(NamedTuple):
