@@ -67,7 +67,7 @@ COLUMNS = {
 def similar(interval: Interval | None) -> str:
     """What a difference says of the claim that there is hardly any."""
     if interval is None:
-        return "not decided: one seed"
+        return "not decided: fewer than two pairs"
     if interval.low > -MARGIN and interval.high < MARGIN:
         return "reproduced"
     return "reversed" if interval.low > MARGIN or interval.high < -MARGIN else "not seen"

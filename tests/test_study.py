@@ -151,7 +151,7 @@ def test_verdicts():
     assert verdict(Interval(-2, -3, -1)) == "reproduced"
     assert verdict(Interval(-1, -3, 1)) == verdict(Interval(1, -1, 3)) == "not seen"
     assert verdict(Interval(2, 1, 3)) == "reversed"
-    assert verdict(None) == "not decided: one seed"
+    assert verdict(None) == "not decided: fewer than two pairs"
     similar = reproduce_losses.similar
     assert similar(Interval(0.001, -0.004, 0.004)) == "reproduced"
     assert similar(Interval(0.001, -0.004, 0.006)) == "not seen"
@@ -185,11 +185,13 @@ def run_script(script, corpus, tmp_path, *options):
 
 def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
-    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
+    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "--arms", "moe-16")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
     mixtures = ["--arms", *reproduce_capacity.MIXTURES]
     run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", *mixtures)
-    assert "not decided: one seed" in page.read_text() and picture.stat().st_size > 10_000
+    assert (
+        "not decided: fewer than two pairs" in page.read_text() and picture.stat().st_size > 10_000
+    )
     results = run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "2", *mixtures)
     text = page.read_text()
     gap = difference(results["moe-64"], results["moe-4"])

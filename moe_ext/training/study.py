@@ -132,7 +132,7 @@ def widening(a: Mapping[int, Result], b: Mapping[int, Result], share: float) -> 
 def verdict(interval: Interval | None) -> str:
     """What a paired difference says of the claim that it is below zero."""
     if interval is None:
-        return "not decided: one seed"
+        return "not decided: fewer than two pairs"
     if interval.high < 0:
         return "reproduced"
     return "reversed" if interval.low > 0 else "not seen"
