@@ -296,7 +296,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     chance = max(run["trained"][label]["permuted_expert_purity_97.5%"] for run in runs)
     right.axhline(chance, color="C2", linestyle="--", linewidth=1)
     right.set(xlabel="rank of the expert", ylabel=f"purity of the {label}", ylim=(0, 1.02))
-    right.set_title("97.5% of experts with shuffled labels are not above the dashed line")
+    right.set_title("97.5% of experts with shuffled labels: below the dashes")
     right.grid(alpha=0.3)
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=120)
