@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import pathlib
 import random
 import re
@@ -82,6 +83,13 @@ def corpus(tmp_path_factory):
             lines.append(" ".join(words) + "\n")
         (folder / f"{part}.txt").write_text("".join(lines))
     return folder
+
+
+@pytest.fixture
+def children():
+    """Calling it gives the processes started since the test began: not those of `workers`."""
+    before = set(multiprocessing.active_children())
+    return lambda: [each for each in multiprocessing.active_children() if each not in before]
 
 
 @pytest.fixture

@@ -321,21 +321,21 @@ def fail_at_three(number):
     return number
 
 
-def test_errors_and_early_ends_leave_no_process():
+def test_errors_and_early_ends_leave_no_process(children):
     results = in_workers(fail_at_three, itertools.count(), 2)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
-    assert len(multiprocessing.active_children()) == 2
+    assert len(children()) == 2
     with pytest.raises(CorpusError) as error:
         next(results)
     assert str(error.value) == "three is too much"
     assert "in fail_at_three" in error.value.__notes__[0]
     del results, error
-    assert not multiprocessing.active_children()
+    assert not children()
 
     results = in_workers(square, itertools.count(), 2)
     next(results)
     results.close()
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
 def test_a_killed_worker_is_an_error():

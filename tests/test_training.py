@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import multiprocessing
 import os
 import pathlib
 import shutil
@@ -285,7 +284,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
 
 
 @pytest.mark.parametrize("max_length", [0, 4])
-def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length):
+def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, children):
     """Nor does a stop in the first epoch (step 3) or in the second (step 8)."""
     whole = train(merged(table, data={"max_length": max_length}))
     assert whole.batches.num_batches == 11
@@ -293,7 +292,7 @@ def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length):
     for steps, num_workers in ((3, 2), (8, 1), (12, 0)):
         options = {"output": str(tmp_path / "parts"), "resume": steps > 3, "steps": steps}
         train(merged(table, **options, data={**data, "num_workers": num_workers}))
-        assert not multiprocessing.active_children()
+        assert not children()
     # A last evaluation and log line at each stop are all that is more.
     parts = pathlib.Path(options["output"])
     assert_same_state(*map(state_of, (whole.folder, parts)))
@@ -302,7 +301,7 @@ def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length):
 @pytest.mark.parametrize(
     ("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
 )
-def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_workers):
+def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_workers, children):
     whole = train(merged(table, log={"log_every": 4}))
     options = {"log": {"log_every": 4}, "data": {"num_workers": num_workers}}
     stopped = Trainer(merged(table, output=str(tmp_path / "stopped"), **options))
@@ -310,7 +309,7 @@ def test_a_signal_saves_and_stops(table, tmp_path, monkeypatch, number, num_work
 
     def with_signal(self, *arguments):
         if self.step == 3:
-            workers = multiprocessing.active_children()
+            workers = children()
             assert len(workers) == num_workers
             for process in (*(worker.pid for worker in workers), os.getpid()):
                 os.kill(process, number)
@@ -409,13 +408,13 @@ def test_autocast_trains(table):
     assert math.isfinite(read_metrics(trainer.folder, "train")[-1]["nll"])
 
 
-def test_divergence_is_said_and_not_saved(table):
+def test_divergence_is_said_and_not_saved(table, children):
     trainer = Trainer(merged(table, log={"save_every": 1}, data={"num_workers": 1}))
     with torch.no_grad():
         trainer.model.softmax.bias[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss of step 1 is not finite; lower"):
         trainer.run()
-    assert not multiprocessing.active_children()
+    assert not children()
     assert not checkpoints_of(trainer.folder).steps()
 
 
