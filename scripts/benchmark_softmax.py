@@ -21,6 +21,7 @@ import torch
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least
+from moe_ext.training.study import markdown_table
 
 
 @dataclass
@@ -66,13 +67,19 @@ def steps(
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    lines = ["| step | sampled, s | full, s | x | quartiles |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {r.step} | {r.sampled:.3f} | {r.full:.3f} | {r.ratio:.1f} "
-        f"| {r.ratio_low:.1f}-{r.ratio_high:.1f} |"
-        for r in rows
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown_table(
+        ["step", "sampled, s", "full, s", "x", "quartiles"],
+        [
+            [
+                r.step,
+                f"{r.sampled:.3f}",
+                f"{r.full:.3f}",
+                f"{r.ratio:.1f}",
+                f"{r.ratio_low:.1f}-{r.ratio_high:.1f}",
+            ]
+            for r in rows
+        ],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:

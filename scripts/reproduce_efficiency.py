@@ -125,13 +125,12 @@ def training_steps(tokens: int, width: int, rounds: int) -> list[Row]:
     ]
 
 
-def forward_backward(layer: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
-    """The gradients of x and, in `layer`, of the weights."""
-    ones = torch.ones_like(x)
+def forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    """The gradients of x and of the layer's weights."""
+    inputs, ones = [x, *layer.parameters()], torch.ones_like(x)
 
     def run() -> None:
-        parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
-        torch.autograd.grad(layer(x), [x, *parameters], ones)
+        torch.autograd.grad(layer(x), inputs, ones)
 
     return run
 

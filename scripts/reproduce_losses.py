@@ -30,13 +30,14 @@ import matplotlib.pyplot as plt
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.metrics import perplexity
-from moe_ext.training.statistics import Interval, mean_difference
+from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
     difference,
     markdown_table,
+    paired,
     run_arms,
     study_parser,
     verdict,
@@ -76,8 +77,8 @@ def similar(interval: Interval | None) -> str:
 def claims(results: Results) -> list[tuple[str, str, str, str]]:
     """The paper's claim, what is compared here, how it came out, the verdict."""
     gap = difference(results[USUAL], results[NONE])
-    rows = [("M5: without losses quality is worse", f"{USUAL} against {NONE}", gap)]
-    table = [(claim, what, as_change(gap), verdict(gap)) for claim, what, gap in rows]
+    claim, what = "M5: without losses quality is worse", f"{USUAL} against {NONE}"
+    table = [(claim, what, as_change(gap), verdict(gap))]
     for name in ARMS:
         if name not in (NONE, USUAL):
             gap = difference(results[name], results[USUAL])
@@ -85,12 +86,9 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
             claim = "M5: with any losses quality is similar"
             table.append((claim, what, as_change(gap), similar(gap)))
     for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
-        a, b = results[more], results[less]
-        loads = [
-            a[seed].balance["max_over_mean_load"] - b[seed].balance["max_over_mean_load"]
-            for seed in sorted(a.keys() & b.keys())
-        ]
-        change = mean_difference(loads)
+        change = paired(
+            results[more], results[less], lambda result: result.balance["max_over_mean_load"]
+        )
         shown = f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]" if change else ""
         claim = "M6: a larger w_load lowers max/mean Load"
         table.append((claim, f"{more} against {less}", shown, verdict(change)))

@@ -8,7 +8,7 @@ set in advance.
 
 import argparse
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -110,23 +110,24 @@ def run_arms(
     return text, run_study(arms, options.seeds, text, options.runs, shares, train)
 
 
+def paired(
+    a: Mapping[int, Result], b: Mapping[int, Result], value: Callable[[Result], float]
+) -> Interval | None:
+    """value(a) - value(b) over the seeds that both have; None for fewer than two."""
+    seeds = sorted(a.keys() & b.keys())
+    return mean_difference([value(a[seed]) - value(b[seed]) for seed in seeds])
+
+
 def difference(
     a: Mapping[int, Result], b: Mapping[int, Result], share: float = 1.0
 ) -> Interval | None:
-    """ln ppl(a) - ln ppl(b) over the seeds that both have; None for fewer than two."""
-    return mean_difference(
-        [a[seed].nll_at(share) - b[seed].nll_at(share) for seed in sorted(a.keys() & b.keys())]
-    )
+    """ln ppl(a) - ln ppl(b) after a share of the steps, as `paired`."""
+    return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(a: Mapping[int, Result], b: Mapping[int, Result], share: float) -> Interval | None:
     """How far `difference` at the end is from where it was after a share of the steps."""
-    seeds = sorted(a.keys() & b.keys())
-    gaps = [
-        [x[seed].nll_at(at) - y[seed].nll_at(at) for x, y in [(a, b)] for at in (1.0, share)]
-        for seed in seeds
-    ]
-    return mean_difference([end - start for end, start in gaps])
+    return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
 def verdict(interval: Interval | None) -> str:
