@@ -1,23 +1,36 @@
-"""Purity and mutual information of experts, by hand and by enumeration; random gates."""
+"""Purity and mutual information of experts, by hand and by enumeration; random gates; what the
+experts of a translation model see."""
 
 import itertools
 import math
 import statistics
+from collections import Counter
 
 import pytest
 import torch
 
 from moe_ext import BalancedGate, HierarchicalMoE, MoE
-from moe_ext.analysis import Routing, joined, labels_of, specialisation, untrained_gates
+from moe_ext.analysis import (
+    Routing,
+    collect_routing,
+    expert_reports,
+    inspect_experts,
+    joined,
+    labels_of,
+    specialisation,
+    untrained_gates,
+)
 from moe_ext.analysis.routing import NO_WORD
 from moe_ext.analysis.specialisation import (
     WORD_CLASSES,
     entropy,
     mutual_information,
+    piece_class,
     purity,
     word_class,
 )
-from moe_ext.data import Vocabulary
+from moe_ext.data import EncodedPairs, EncodedSentences, Vocabulary, Wordpieces
+from moe_ext.models import MoEConfig, TranslationModel, TranslationModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -188,3 +201,184 @@ def test_untrained_gates_without_thresholds_only():
     layer = MoE(8, 4, 2, gate=BalancedGate(8, 4, 2), w_load=0.0)
     with pytest.raises(ValueError, match="must have gates without thresholds"):
         untrained_gates(layer, 0).__enter__()
+
+
+# Translation models
+
+FIRST, SECOND = "acegik", "bdfhjl"  # the letters of two languages
+SPECIAL, OF_FIRST, OF_SECOND = range(3)  # what is no word of either, and the words
+PAIRS = ("xx-yy", "yy-xx", "yy-yy")
+SIZES = (10, 20, 30)  # sentences of each
+
+
+def class_of(piece):
+    if piece.startswith("<") or piece == "▁":
+        return SPECIAL
+    return OF_FIRST if piece.removeprefix("▁") in FIRST else OF_SECOND
+
+
+@pytest.fixture(scope="module")
+def wordpieces():
+    """One letter a piece, in a word or at its beginning."""
+    pytest.importorskip("sentencepiece", reason="pip install 'moe_ext[translation]'")
+    letters = FIRST + SECOND
+    text = [" ".join(f"{a}{b}" for b in letters) for a in letters]
+    found = Wordpieces.train(text, 5 + 24, target_tokens=["xx", "yy"], character_coverage=1.0)
+    assert {len(piece.removeprefix("▁")) for piece in found.pieces(range(5, 29))} <= {0, 1}
+    return found
+
+
+@pytest.fixture(scope="module")
+def pairs(wordpieces):
+    """Those of PAIRS, each source with the token of its target's language."""
+    generator = torch.Generator().manual_seed(5)
+
+    def text(language):
+        letters = FIRST if language == "xx" else SECOND
+        words = [
+            "".join(letters[i] for i in torch.randint(6, (length,), generator=generator))
+            for length in torch.randint(1, 4, (3,), generator=generator)
+        ]
+        return " ".join(words)
+
+    source, target = [], []
+    for name, size in zip(PAIRS, SIZES, strict=True):
+        one, other = name.split("-")
+        source += [wordpieces.encode(text(one), into=other) for _ in range(size)]
+        target += [wordpieces.encode(text(other)) for _ in range(size)]
+    pair = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
+    sides = (EncodedSentences(side, wordpieces.eos_id) for side in (source, target))
+    return EncodedPairs(*sides, pair, PAIRS)
+
+
+def translation_model(vocab_size, d_model, **moe):
+    config = TranslationModelConfig(
+        d_model, 2 * d_model, dropout=0.0, moe=MoEConfig(hidden_sizes=[4], **moe)
+    )
+    return TranslationModel(config, vocab_size)
+
+
+@pytest.fixture(scope="module")
+def model_by_class(wordpieces):
+    """Its gates read the class of a piece from its embedding, which is all that reaches them."""
+    model = translation_model(len(wordpieces), 3, gate="topk", num_experts=3, k=1, w_load=0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        classes = [class_of(piece) for piece in wordpieces.pieces(range(len(wordpieces)))]
+        model.embedding.weight.copy_(torch.eye(3)[classes])
+        for layer in (model.encoder_between, model.decoder_between):
+            layer.gate.w_gate.copy_(torch.eye(3))
+    return model
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class):
+    routing = collect_routing(
+        model_by_class, pairs, layer=layer, num_positions=10**6, tokens_per_batch=90
+    )
+    # The encoder sees </s> behind the words, the decoder before them.
+    expected = Counter()
+    for index, (source, target) in enumerate(pairs):
+        source, target = [*source, wordpieces.eos_id], [wordpieces.eos_id, *target]
+        seen = [target + [wordpieces.eos_id], source][layer == 0]
+        padded = [NO_WORD] * 2 + seen + [NO_WORD] * 2
+        for place in range(len([target, source][layer == 0])):
+            expected[(int(pairs.pair[index]), *padded[place : place + 5])] += 1
+    found = torch.cat([routing.pair.unsqueeze(1), routing.windows], 1)
+    assert Counter(map(tuple, found.tolist())) == expected
+    assert routing.pair_names == PAIRS
+
+    classes = [class_of(piece) for piece in wordpieces.pieces(routing.words.tolist())]
+    assert routing.expert.tolist() == classes
+    assert routing.position.tolist() == list(range(len(classes)))
+    both = joined([routing, routing])
+    assert both.pair.tolist() == 2 * routing.pair.tolist() and both.pair_names == PAIRS
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
+    reports = inspect_experts(
+        model_by_class, pairs, wordpieces, layer=layer, num_positions=10**6, num_words=99
+    )
+    # By class of word and language pair
+    text = pairs.source if layer == 0 else pairs.target
+    counts = torch.zeros(3, 3, dtype=torch.float64)
+    for pair, sentence in zip(pairs.pair.tolist(), text, strict=True):
+        for piece in wordpieces.pieces([*sentence, wordpieces.eos_id]):
+            counts[class_of(piece), pair] += 1
+    expected = counts.sum(0) / counts.sum()
+    for report, count in zip(reports, counts, strict=True):
+        assert report.share == pytest.approx(float(count.sum() / counts.sum()))
+        assert [share.name for share in report.pairs] == list(PAIRS)
+        assert [p.share for p in report.pairs] == pytest.approx((count / count.sum()).tolist())
+        assert [p.expected for p in report.pairs] == pytest.approx(expected.tolist())
+        assert all(
+            word.share == 1 and class_of(word.word) == report.expert for word in report.words
+        )
+    # The words of the first language are in the first pair's sources and the second's targets.
+    alone = float(expected[layer])
+    assert reports[OF_FIRST].pairs[layer].share == 1
+    assert reports[OF_FIRST].pair_information == pytest.approx(-math.log(alone))
+    assert reports[OF_SECOND].pairs[layer].share == 0
+    assert reports[OF_SECOND].pair_information == pytest.approx(-math.log(1 - alone), rel=0.1)
+    assert reports[SPECIAL].pair_information < 0.1
+    assert any(context.words[1].startswith("▁") for context in reports[OF_FIRST].contexts)
+
+    routing = collect_routing(model_by_class, pairs, layer=layer, num_positions=10**6)
+    labels = labels_of(routing, wordpieces)
+    found = mutual_information(routing.expert, labels["language pair"])
+    mean = sum(report.share * report.pair_information for report in reports)
+    assert found == pytest.approx(mean, abs=1e-12)
+    of_pair = specialisation(routing, labels, num_permutations=9)["language pair"]
+    assert of_pair.information == pytest.approx(found, abs=1e-12)
+
+
+def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
+    alone = EncodedPairs(pairs.source, pairs.target)
+    routing = collect_routing(model_by_class, alone)
+    assert routing.pair is None and joined([routing, routing]).pair is None
+    assert "language pair" not in labels_of(routing, wordpieces)
+    for report in expert_reports(routing, wordpieces):
+        assert report.pairs == [] and report.pair_information == 0
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {},
+        {"num_groups": 2},
+        {"gate": "balanced", "w_load": 0},
+        {"gate": "balanced", "w_load": 0, "num_groups": 2},
+    ],
+)
+def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
+    torch.manual_seed(6)
+    model = translation_model(len(wordpieces), 8, num_experts=8, k=2, **moe)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    for layer in (0, 1):
+        reports = inspect_experts(model, pairs, wordpieces, layer=layer, num_positions=10**6)
+        routing = collect_routing(model, pairs, layer=layer, num_positions=10**6)
+        num_slots, num_positions = len(routing.expert), len(routing.windows)
+        assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
+        assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
+        if "gate" not in moe:
+            assert num_slots == num_positions * (4 if moe else 2)
+        for report in reports:
+            total = sum(share.share for share in report.pairs)
+            assert total == pytest.approx(1 if report.share else 0)
+            assert report.pair_information >= -1e-12
+    with pytest.raises(
+        ValueError, match=r"layer must be in \[0, 2\), the model's MoE layers, got 2"
+    ):
+        inspect_experts(model, pairs, wordpieces, layer=2)
+
+
+def test_classes_of_pieces():
+    classes = {
+        "▁Paris": "capitalised", "▁slowly": "-ly", "▁the": "up to 3 letters", "▁": "punctuation",
+        "ing": "inside a word", "Y": "inside a word", ",": "punctuation", "▁,": "punctuation",
+        "12": "number", "<unk>": "<unk>", "</s>": "</s>", "<2fr>": "target token", "<2": "number",
+    }  # fmt: skip
+    assert {piece: piece_class(piece) for piece in classes} == classes

@@ -1,5 +1,6 @@
-"""What each expert of a trained language model sees (Table 9)."""
+"""What each expert of a trained model sees (Table 9)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis.routing import NO_WORD, Routing, collect_routing
-from moe_ext.analysis.specialisation import PURITY_POSITIONS, purity
-from moe_ext.data import EncodedSentences, Vocabulary
-from moe_ext.models import LanguageModel
+from moe_ext.analysis.specialisation import PURITY_POSITIONS, entries, purity
+from moe_ext.data import EncodedPairs, EncodedSentences, Vocabulary, Wordpieces
+from moe_ext.models import LanguageModel, TranslationModel
 
 
 class Context(NamedTuple):
@@ -39,6 +40,20 @@ class Word(NamedTuple):
     share: float
 
 
+class PairShare(NamedTuple):
+    """How much of an expert's work is for a language pair.
+
+    Attributes:
+        name: of the language pair, such as "en-fr".
+        share: of the expert's tokens.
+        expected: the language pair's share of the tokens of all experts.
+    """
+
+    name: str
+    share: float
+    expected: float
+
+
 @dataclass(frozen=True)
 class ExpertReport:
     """What one expert does.
@@ -51,6 +66,7 @@ class ExpertReport:
         purity: share of the most frequent word among the 50 highest gates.
         words: the ones that contribute most to the information, most first.
         contexts: the distinct ones with the highest gates, highest first.
+        pairs: where there are several language pairs, the expert's tokens of each.
     """
 
     expert: int
@@ -59,6 +75,15 @@ class ExpertReport:
     purity: float
     words: list[Word]
     contexts: list[Context]
+    pairs: Sequence[PairShare] = ()
+
+    @property
+    def pair_information(self) -> float:
+        """How much the language pair tells its tokens apart, sum_l p(l|e) ln(p(l|e) / p(l)), nats.
+
+        Its mean over all experts' tokens is the mutual information of expert and language pair.
+        """
+        return sum(p.share * math.log(p.share / p.expected) for p in self.pairs if p.share > 0)
 
 
 def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
@@ -71,9 +96,9 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 def inspect_experts(
-    model: LanguageModel,
-    sentences: EncodedSentences,
-    vocabulary: Vocabulary,
+    model: LanguageModel | TranslationModel,
+    text: EncodedSentences | EncodedPairs,
+    vocabulary: Vocabulary | Wordpieces,
     *,
     num_positions: int = 200_000,
     layer: int = 0,
@@ -88,7 +113,8 @@ def inspect_experts(
 
     Args:
         model: with a MoE layer.
-        sentences: in the ids of the vocabulary.
+        text: in the ids of the vocabulary; pairs for a translation model, whose encoder has layer
+            0 and whose decoder has layer 1.
         vocabulary: the model's.
         num_positions: how many words to run, roughly.
         layer: which MoE layer, counting these only.
@@ -100,7 +126,7 @@ def inspect_experts(
     """
     routing = collect_routing(
         model,
-        sentences,
+        text,
         num_positions=num_positions,
         layer=layer,
         tokens_per_batch=tokens_per_batch,
@@ -109,14 +135,20 @@ def inspect_experts(
 
 
 def expert_reports(
-    routing: Routing, vocabulary: Vocabulary, *, num_contexts: int = 10, num_words: int = 10
+    routing: Routing,
+    vocabulary: Vocabulary | Wordpieces,
+    *,
+    num_contexts: int = 10,
+    num_words: int = 10,
 ) -> list[ExpertReport]:
     """One report for each expert, in their order; see `inspect_experts`."""
     num_experts, experts = routing.num_experts, routing.expert
+    spelling = entries(vocabulary)
     word_at = routing.words
     words = word_at[routing.position]
     order, load = routing.slots_by_gate()
     ends = load.cumsum(0).tolist()
+    pair_shares = _pair_shares(routing)
     purities = purity(word_at, routing.highest(PURITY_POSITIONS)).nan_to_num().tolist()
 
     contribution, key_expert, key_word, count = _information(experts, words, load, len(vocabulary))
@@ -144,14 +176,15 @@ def expert_reports(
                 purity=purities[expert],
                 words=[
                     Word(
-                        vocabulary.words[word],
+                        spelling[word],
                         int(count[key]),
                         float(count[key] / occurrences[word]),
                     )
                     for key in keys[:num_words].tolist()
                     for word in [int(key_word[key])]
                 ],
-                contexts=_contexts(routing, slots, vocabulary, num_contexts),
+                contexts=_contexts(routing, slots, spelling, num_contexts),
+                pairs=pair_shares[expert],
             )
         )
     return reports
@@ -169,7 +202,7 @@ def _information(
 
 
 def _contexts(
-    routing: Routing, slots: Tensor, vocabulary: Vocabulary, num_contexts: int
+    routing: Routing, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
     """The distinct contexts of the first slots, which are in order of decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
@@ -179,6 +212,22 @@ def _contexts(
         if len(contexts) == num_contexts:
             break
     return [
-        Context(gate, tuple("" if w == NO_WORD else vocabulary.words[w] for w in window))
+        Context(gate, tuple("" if w == NO_WORD else spelling[w] for w in window))
         for window, gate in contexts.items()
+    ]
+
+
+def _pair_shares(routing: Routing) -> list[list[PairShare]]:
+    """Those of each expert that has any."""
+    num_experts, num_pairs = routing.num_experts, len(routing.pair_names)
+    if routing.pair is None:
+        return [[] for _ in range(num_experts)]
+    keys = routing.expert * num_pairs + routing.pair[routing.position]
+    number = torch.bincount(keys, minlength=num_experts * num_pairs).view(num_experts, num_pairs)
+    expected = (number.sum(0).double() / number.sum()).tolist()
+    return [
+        list(map(PairShare, routing.pair_names, (mine / mine.sum()).tolist(), expected))
+        if mine.any()
+        else []
+        for mine in number.double()
     ]

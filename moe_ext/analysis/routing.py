@@ -1,7 +1,11 @@
-"""Where the words of a text go in a trained language model."""
+"""Where the words of a text go in a trained model.
+
+The layers of a language model see its input words. Of a translation model the encoder's MoE (layer
+0) sees the pieces of the sources, the decoder's (layer 1) those of the targets, as its inputs.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,9 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_ext.data import EncodedSentences, SentenceBatches
+from moe_ext.data import (
+    Batch,
+    EncodedPairs,
+    EncodedSentences,
+    PairBatch,
+    PairBatches,
+    SentenceBatches,
+)
 from moe_ext.gates import Gate
-from moe_ext.models import LanguageModel, evaluating
+from moe_ext.models import LanguageModel, TranslationModel, evaluating
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.progress import progress
 from moe_ext.recurrent import MoELSTM
@@ -30,6 +41,8 @@ class Routing:
             ends of the sentence.
         position, expert: [R] int64.
         gate: [R].
+        pair: [N] int64, the language pair of each position, where there are several.
+        pair_names: theirs, such as "en-fr".
     """
 
     num_experts: int
@@ -37,6 +50,8 @@ class Routing:
     position: Tensor
     expert: Tensor
     gate: Tensor
+    pair: Tensor | None = None
+    pair_names: tuple[str, ...] = ()
 
     @property
     def words(self) -> Tensor:
@@ -70,6 +85,7 @@ class Routing:
 def joined(routings: Sequence[Routing]) -> Routing:
     """The positions of several texts one after the other."""
     offset, positions = 0, []
+    pairs = [routing.pair for routing in routings if routing.pair is not None]
     for routing in routings:
         positions.append(routing.position + offset)
         offset += len(routing.windows)
@@ -79,10 +95,12 @@ def joined(routings: Sequence[Routing]) -> Routing:
         torch.cat(positions),
         torch.cat([routing.expert for routing in routings]),
         torch.cat([routing.gate for routing in routings]),
+        torch.cat(pairs) if pairs else None,
+        routings[0].pair_names,
     )
 
 
-def moe_layer(model: LanguageModel, layer: int) -> MoE | MoELSTM:
+def moe_layer(model: LanguageModel | TranslationModel, layer: int) -> MoE | MoELSTM:
     """The MoE layer of that number, counting these only.
 
     Raises:
@@ -98,8 +116,8 @@ def moe_layer(model: LanguageModel, layer: int) -> MoE | MoELSTM:
 
 @torch.inference_mode()
 def collect_routing(
-    model: LanguageModel,
-    sentences: EncodedSentences,
+    model: LanguageModel | TranslationModel,
+    text: EncodedSentences | EncodedPairs,
     *,
     num_positions: int = 200_000,
     layer: int = 0,
@@ -109,7 +127,7 @@ def collect_routing(
 
     Args:
         model: with a MoE layer.
-        sentences: in the ids of the model's vocabulary.
+        text: in the ids of the model's vocabulary; pairs for a translation model.
         num_positions: how many words to run, roughly.
         layer: which MoE layer, counting these only.
         tokens_per_batch: does not change what comes out but for the choice of sentences.
@@ -119,30 +137,49 @@ def collect_routing(
     """
     num_experts = moe_layer(model, layer).num_experts
     device = model.embedding.weight.device
-    batches = SentenceBatches(
-        sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
-    )
+    batches: SentenceBatches | PairBatches
+    language_pair: Tensor | None = None
+    names: tuple[str, ...] = ()
+    if isinstance(text, EncodedPairs):
+        batches = PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=True)
+        if len(text.names) > 1:
+            language_pair, names = text.pair, text.names
+    else:
+        batches = SentenceBatches(
+            text, eos_id=text.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
+        )
     # Batches hold nearly equal numbers of tokens.
     needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
-    bar = progress(
+    bar: Iterable[Batch | PairBatch] = progress(
         batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
     )
     parts = []
     seen = 0
     with evaluating(model):
         for batch in bar:
-            _, aux = model(batch.inputs.to(device), batch.mask.to(device))
-            # Input words, then the end of the sentence, then nothing: room for the neighbours.
-            text = batch.inputs.masked_fill(~batch.mask, NO_WORD)
-            text = F.pad(text, (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
-            last = batch.mask.sum(1, keepdim=True) + NEIGHBOURS
-            text.scatter_(1, last, sentences.eos_id)
-            windows = text.unfold(1, 2 * NEIGHBOURS + 1, 1)[batch.mask]
-            parts.append(Routing(num_experts, windows, *_slots(aux[layer])))
+            inputs: tuple[Tensor, ...] = (batch.inputs, batch.mask)
+            ids, mask, after = batch.inputs, batch.mask, text.eos_id
+            if isinstance(batch, PairBatch):
+                inputs = (batch.source, batch.source_mask, *inputs)
+                if layer == 0:  # the encoder's: its last word is the end
+                    ids, mask, after = batch.source, batch.source_mask, NO_WORD
+            _, aux = model(*(tensor.to(device) for tensor in inputs))
+            pair = None
+            if language_pair is not None:
+                pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))
+            windows = _windows(ids, mask, after)
+            parts.append(Routing(num_experts, windows, *_slots(aux[layer]), pair, names))
             seen += len(windows)
             if seen >= num_positions:
                 break
     return joined(parts)
+
+
+def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
+    """[N, 5], the tokens of ids [B, S] between their neighbours, `after` behind each row's last."""
+    text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
+    text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
+    return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:

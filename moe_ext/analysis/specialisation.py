@@ -6,7 +6,7 @@ labels are shuffled, which leaves each expert's gates and each label's number as
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis.routing import Routing
-from moe_ext.data import Vocabulary
+from moe_ext.data import Vocabulary, Wordpieces
 from moe_ext.progress import progress
 
 PURITY_POSITIONS = 50
@@ -24,6 +24,7 @@ WORD_CLASSES = (
     "up to 3 letters",
     *(f"-{suffix}" for suffix in (*_SUFFIXES, "s")),
     "other",
+    *("inside a word", "target token"),  # of wordpieces
 )
 
 
@@ -43,12 +44,32 @@ def word_class(word: str) -> str:
     return next((f"-{suffix}" for suffix in endings), "other")
 
 
-def labels_of(routing: Routing, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """The label of each position by name: the current word, the previous one, the word's class."""
-    classes = torch.tensor([WORD_CLASSES.index(word_class(word)) for word in vocabulary.words])
+def piece_class(piece: str) -> str:
+    """The class of a wordpiece: of one that begins a word ("▁"), as if it were the whole word."""
+    if re.fullmatch(r"<2.+>", piece):
+        return "target token"
+    word = piece.removeprefix("▁")
+    known = word_class(word)
+    form = known not in (Vocabulary.UNK, Vocabulary.EOS, "number", "punctuation")
+    return "inside a word" if form and word == piece else known
+
+
+def entries(vocabulary: Vocabulary | Wordpieces) -> Sequence[str]:
+    """The words or pieces by id."""
+    if isinstance(vocabulary, Wordpieces):
+        return vocabulary.pieces(range(len(vocabulary)))
+    return vocabulary.words
+
+
+def labels_of(routing: Routing, vocabulary: Vocabulary | Wordpieces) -> dict[str, Tensor]:
+    """The label of each position by name: the current word, the previous one, the word's class,
+    and of several language pairs which one."""
+    class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
+    classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in entries(vocabulary)])
     words = routing.words
     previous = routing.windows[:, routing.windows.shape[1] // 2 - 1]
-    return {"current word": words, "previous word": previous + 1, "word class": classes[words]}
+    labels = {"current word": words, "previous word": previous + 1, "word class": classes[words]}
+    return labels if routing.pair is None else {**labels, "language pair": routing.pair}
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
