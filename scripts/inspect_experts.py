@@ -1,11 +1,14 @@
-"""What the experts of a trained language model specialise in (Table 9 of the paper).
+"""What the experts of a trained model specialise in (Table 9 of the paper).
 
     python scripts/inspect_experts.py runs/moe-32
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
+    python scripts/inspect_experts.py runs/en-fr --part dev
 
 Prints, for each expert, its share of the tokens, the words that set it apart and the contexts with
 the highest gates, the most specialised experts first, and writes the same as
-RUN/experts.txt and one HTML page RUN/experts.html.
+RUN/experts.txt and one HTML page RUN/experts.html. Of a translation model layer 0 is the encoder's,
+whose words are the wordpieces of the sources, and layer 1 the decoder's. Of several language pairs
+it also says what each has of an expert's tokens.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import jinja2
 
 from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
 from moe_ext.analysis.routing import NEIGHBOURS
+from moe_ext.data import Vocabulary, Wordpieces
 from moe_ext.data.files import atomic_file
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
@@ -51,7 +55,14 @@ td.word { font-weight: 600; background: #fff3c4; text-align: center; }
 <tr><td>{{ w.word }}</td><td class="n">{{ "{:,}".format(w.times) }}</td>
 <td class="n">{{ "%.0f%%"|format(100 * w.share) }}</td></tr>
 {% endfor %}
-</table></div>
+</table>{% if e.pairs %}
+<p>Language pair: {{ "%.2f"|format(e.pair_information) }} nats</p>
+<table><tr><th>pair</th><th class="n">of its tokens</th><th class="n">of all tokens</th></tr>
+{% for p in e.pairs %}
+<tr><td>{{ p.name }}</td><td class="n">{{ "%.1f%%"|format(100 * p.share) }}</td>
+<td class="n">{{ "%.1f%%"|format(100 * p.expected) }}</td></tr>
+{% endfor %}
+</table>{% endif %}</div>
 <table><tr><th class="n">gate</th><th></th><th></th><th></th></tr>
 {% for c in e.contexts %}
 <tr><td class="n">{{ "%.2f"|format(c.gate) }}</td>
@@ -72,6 +83,17 @@ _LEGEND = (
     "those that contribute most to the information, and the part of all their occurrences that "
     "the expert gets."
 )
+_PIECES = ' Words are wordpieces: where "▁" stands a word begins.'
+_PAIRS = (
+    " Language pairs: what each has of the expert's tokens and of all tokens, and how much it "
+    "tells the ones from the others (Kullback-Leibler divergence in nats)."
+)
+
+
+def legend_of(reports: Sequence[ExpertReport], vocabulary: Vocabulary | Wordpieces) -> str:
+    """What the words and numbers are."""
+    pieces = _PIECES if isinstance(vocabulary, Wordpieces) else ""
+    return _LEGEND + pieces + (_PAIRS if any(report.pairs for report in reports) else "")
 
 
 def as_text(reports: Sequence[ExpertReport]) -> str:
@@ -84,6 +106,12 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
         )
         words = ", ".join(f"{w.word} ({100 * w.share:.0f}%)" for w in report.words)
         lines.append(f"  words: {words}")
+        if report.pairs:
+            pairs = ", ".join(
+                f"{p.name} {100 * p.share:.1f}% (of all tokens {100 * p.expected:.1f}%)"
+                for p in report.pairs
+            )
+            lines.append(f"  language pairs, {report.pair_information:.2f} nats: {pairs}")
         for gate, context in report.contexts:
             left = " ".join(context[:NEIGHBOURS]).strip()
             right = " ".join(context[NEIGHBOURS + 1 :]).strip()
@@ -92,10 +120,10 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
     return "\n".join(lines)
 
 
-def as_html(reports: Sequence[ExpertReport], title: str) -> str:
+def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
     """The reports as one page that needs no other file."""
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    return template.render(title=title, legend=_LEGEND, reports=reports, middle=NEIGHBOURS)
+    return template.render(title=title, legend=legend, reports=reports, middle=NEIGHBOURS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reports = by_specialisation(reports)
     text = as_text(reports)
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
-    for suffix, content in ((".txt", text), (".html", as_html(reports, title))):
+    page = as_html(reports, title, legend_of(reports, trained.vocabulary))
+    for suffix, content in ((".txt", text), (".html", page)):
         with atomic_file(output.with_name(output.name + suffix)) as file:
             file.write(content.encode())
     print(text)
