@@ -6,6 +6,8 @@
     python scripts/benchmark_layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
     python scripts/benchmark_layer.py --seconds 60 --json layer.json --plot layer.png
     python scripts/benchmark_layer.py --check-memory      # what is kept for the backward pass
+    python scripts/benchmark_layer.py --device cuda --dtype bfloat16 float32 --seconds 2
+    python scripts/benchmark_layer.py --report layer.json # the tables of what was measured before
 
 All start from the same x [T, d], gates [T, k], expert_index [T, k] and weights, and end with
 y [T, d] or, with the backward pass, with the gradients of x, gates and all weights, zeros too, in
@@ -14,27 +16,34 @@ knows gated activations alone: it is compared to ours with SwiGLU on the same we
 smaller by a third, as makes the products cost the same. mixture-of-experts and st-moe-pytorch are
 called as layers whose gate is replaced by the given one, with groups of the size that costs them
 least and a capacity that drops no token. The loops have separate parameters for each expert, as
-modules have; with "split" autograd need not make a gradient of all rows for each slice. "dense" is
-one network of torch's linear layers on T·k rows: as many operations, not the same result. Before
-anything is timed, y and all gradients of every peer are compared to ours.
+modules have; with "split" autograd need not make a gradient of all rows for each slice. ScatterMoE
+needs a GPU, and is taken from where Python finds it. "experts" are our products on T·k rows that
+lie sorted, "dense" is one network of torch's linear layers on as many: the same operations, not the
+same result. Before anything is timed, y and all gradients of every peer are compared to ours.
 
 The limit is max(flops / GEMM peak, least bytes / stream bandwidth). The peak is torch.mm of two
-squares of 2048 in the same type, the bandwidth torch.dot of two float32 vectors of 256 MiB: reading
-alone. The least bytes: forward reads x and the weights of experts that have rows, and writes y;
-backward reads x, dy, these weights and the hidden layer's input, and writes dx and the gradients of
-all weights.
+squares of 2048 in the same type (on a GPU of 8192), the bandwidth torch.dot of two float32 vectors
+of 256 MiB: reading alone (on a GPU a copy of 2 GiB, read and written). The least bytes: forward
+reads x and the weights of experts that have rows, and writes y; backward reads x, dy, these weights
+and the hidden layer's input, and writes dx and the gradients of all weights.
 
 Rounds are interleaved: peak and stream (medians of 3 calls), then ours and all peers one after the
 other, each called twice in a row and timed the second time: as in a loop of it alone, where memory
 that one call frees serves the next. (Memory that others used before can take seconds to get, where
 a virtual machine fetches it from its host.) There are as many rounds as --seconds allow, at least
 2. Figures are medians over the rounds; ratios (time by ours) and shares are medians of the rounds'
-ratios. What takes more than 2.5 times our time, and half a second, takes part in one round ("~");
-what is expected to need more than --memory, or --patience beyond what the products take, in none
-("–"). A wrong peer is not timed either, and makes the exit status 1.
+ratios. What takes more than 2.5 times our time, and half a second (on a GPU a twentieth), takes
+part in one round ("~"); what is expected to need more than --memory, or --patience beyond what the
+products take, in none ("–"). A wrong peer is not timed either, and makes the exit status 1.
+
+On a GPU times are between two events of the stream, after the second-level cache was overwritten
+and with the launches enqueued ahead (moe_ext.analysis.benchmark.DeviceClock). "Routing" is all
+between the gate's logits and the experts: gating, in training importance and load, and the dispatch
+plan; torch's are topk, softmax, a stable argsort and bincount.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -50,12 +59,32 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ext.analysis.benchmark import environment, interleaved, pinned, ratio
-from moe_ext.analysis.memory import keep_freed_memory, saved_bytes
-from moe_ext.analysis.peers import PEERS, ROUTINGS, Kind, Peer, Problem, Shape, dense, ours
+from moe_ext import ops
+from moe_ext.analysis.benchmark import (
+    Clock,
+    clock_of,
+    environment,
+    host_seconds,
+    interleaved,
+    pinned,
+    ratio,
+)
+from moe_ext.analysis.memory import keep_freed_memory, peak_allocated_mib, saved_bytes
+from moe_ext.analysis.peers import (
+    PEERS,
+    ROUTINGS,
+    Kind,
+    Peer,
+    Problem,
+    Shape,
+    dense,
+    experts_alone,
+    ours,
+)
 from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
 from moe_ext.progress import progress
-from moe_ext.training.device import avoid_missing_amx
+from moe_ext.training.config import ConfigError
+from moe_ext.training.device import avoid_missing_amx, check_device
 
 SHAPES = {
     "e4": Shape(4096, 4, 4, 512, 1024),
@@ -71,7 +100,18 @@ SHAPES = {
     "e256-zipf": Shape(4096, 256, 4, 512, 1024, "zipf"),
     "t256-zipf": Shape(256, 256, 4, 512, 1024, "zipf"),
 }
+# Beside these; the first one's gated experts are 1024 wide.
+GPU_SHAPES = {
+    "e128": Shape(32768, 128, 8, 4096, 1536),
+    "t16384": Shape(16384, 256, 4, 512, 1024),
+    "e4096": Shape(65536, 4096, 4, 512, 1024),
+    "e2048": Shape(65536, 2048, 4, 512, 2048),
+    "t65536-k1": Shape(65536, 64, 1, 512, 2048),
+}
+ALL_SHAPES = SHAPES | GPU_SHAPES
+ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
 ACTIVATIONS = ("relu", "swiglu")
+BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -85,12 +125,14 @@ Functions = dict[Key, Callable[[], object]]
 class Options:
     """What to time, and how long."""
 
-    threads: list[int]
+    threads: Sequence[int | None]  # None: as they are, on a GPU
     rounds: int
     seconds: float
     memory: float
     patience: float
     peers: list[str]
+    long: float = 0.5  # seconds, see the top
+    clock: Clock = host_seconds
 
 
 class WrongResult(AssertionError):
@@ -113,8 +155,10 @@ class Result:
     """A problem at a number of threads: figures by implementation and pass, or why there are none.
 
     Attributes:
+        threads: None on a GPU.
         limit_ms: by pass.
         gemm_gflops, stream_gbytes: what the machine could do in these rounds, medians.
+        peak_mib: on a GPU, the most memory that a pass took beside its inputs.
     """
 
     name: str
@@ -123,12 +167,21 @@ class Result:
     hidden: int
     used_experts: int
     dtype: str
-    threads: int
+    threads: int | None
     gemm_gflops: float
     stream_gbytes: float
     limit_ms: dict[str, float]
     figures: dict[str, dict[str, Figures]]
     remarks: dict[str, dict[str, str]]
+    peak_mib: dict[str, dict[str, float]]
+
+    @classmethod
+    def of_json(cls, record: dict[str, Any]) -> "Result":
+        figures = {
+            name: {which: Figures(**each) for which, each in found.items()}
+            for name, found in record["figures"].items()
+        }
+        return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
 
     def best_ratio(self, which: str) -> float | None:
         """The fastest peer's time by ours."""
@@ -142,14 +195,14 @@ class Result:
 
 def parse_shape(text: str) -> tuple[str, Shape]:
     """A name, or T,E,k,d,h and perhaps how tokens are routed."""
-    if text in SHAPES:
-        return text, SHAPES[text]
+    if text in ALL_SHAPES:
+        return text, ALL_SHAPES[text]
     numbers, routing = text.split(","), "uniform"
     if numbers[-1] in ROUTINGS:
         routing = numbers.pop()
     if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
+            f"must be one of {', '.join(ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
             f"got {text!r}"
         )
     return text, Shape(*map(int, numbers), routing)
@@ -215,22 +268,30 @@ class Candidates(NamedTuple):
     functions: Functions
     seconds: dict[Key, list[float]]
     remarks: dict[Key, str]
+    peak_mib: dict[Key, float]
 
 
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
     """Compares the peers to ours, each just before its first round."""
+    functions: Functions = {}
+    seconds: dict[Key, list[float]] = {}
+    peak_mib: dict[Key, float] = {}
+
+    def add(calls: Functions, warm_up: int) -> None:
+        found = interleaved(calls, 1, warm_up, clock=options.clock)
+        if problem.device != "cpu":
+            for key, call in calls.items():
+                peak_mib[key] = peak_allocated_mib(call, problem.device)
+        functions.update(calls)
+        seconds.update(found)
+
     mine = ours(problem)
     expected = results(mine, problem, BOTH)
-    functions = passes("ours", mine, problem)
-    seconds = interleaved(functions, 1, warm_up=1)
+    add(passes("ours", mine, problem), warm_up=1)
     remarks: dict[Key, str] = {}
-    if problem.activation == "relu":
-        one = Problem(
-            problem.shape._replace(tokens=problem.rows, num_experts=1, k=1), problem.dtype
-        )
-        calls = passes("dense", dense(one), one)
-        seconds |= interleaved(calls, 1, warm_up=1)
-        functions |= calls
+    of_rows = problem.of_rows()
+    for name, beside in zip(BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
+        add(passes(name, beside, of_rows), warm_up=1)
     for name in options.peers:
         kind = PEERS[name]
         if kind.activation != problem.activation:
@@ -246,15 +307,21 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
                 which = FORWARD if (name, BOTH) in skipped else BOTH
                 check(results(peer, problem, which), expected)
                 calls = passes(name, peer, problem)
-                calls = {key: call for key, call in calls.items() if key not in skipped}
-                functions |= calls
-                seconds |= interleaved(calls, 1, warm_up=0)
+                add({key: call for key, call in calls.items() if key not in skipped}, warm_up=0)
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
         except WrongResult as error:
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
+        except torch.OutOfMemoryError:
+            skipped = {(name, which): "out of memory" for which in PASSES}
+        except RuntimeError as error:  # what it does not support
+            skipped = {(name, which): f"fails: {first_line(error)}" for which in PASSES}
         remarks |= skipped
-    return Candidates(functions, seconds, remarks)
+    return Candidates(functions, seconds, remarks, peak_mib)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 # Rounds and figures
@@ -268,16 +335,16 @@ def add_rounds(
     often = {
         (name, which): function
         for (name, which), function in functions.items()
-        if found[name, which][0] < max(2.5 * found["ours", which][0], 0.5)
+        if found[name, which][0] < max(2.5 * found["ours", which][0], options.long)
     }
     start = time.perf_counter()
     for rounds in range(1, max(options.rounds, 2)):
         took = time.perf_counter() - start
         if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
             break
-        for key, each in interleaved(machine, 3, warm_up=1).items():
+        for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items():
             found[key].append(statistics.median(each))
-        for key, each in interleaved(often, 1, warm_up=0, twice=True).items():
+        for key, each in interleaved(often, 1, warm_up=0, twice=True, clock=options.clock).items():
             found[key] += each
 
 
@@ -313,31 +380,42 @@ def figures_of(
     return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
 
 
+def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+    """By implementation, then by pass."""
+    nested: dict[str, dict[str, T]] = {}
+    for (name, which), each in found.items():
+        nested.setdefault(name, {})[which] = each
+    return nested
+
+
 def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     """A problem's results at all numbers of threads."""
-    probes = {"gemm": gemm_probe(problem.dtype), "stream": stream_probe()}
+    device = problem.device
+    probes = {
+        "gemm": gemm_probe(problem.dtype, device=device),
+        "stream": stream_probe(device=device),
+    }
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
     work = dict(zip(PASSES, problem.work(), strict=True))
     work |= {what: probe.work for what, probe in probes.items()}
     chosen: Candidates | None = None
     found = []
     for threads in options.threads:
-        with pinned(threads):
+        with pinned(threads) if threads else contextlib.nullcontext():
             seconds = {
                 key: [statistics.median(each)]
-                for key, each in interleaved(machine, 3, warm_up=1).items()
+                for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items()
             }
             if chosen is None:
                 rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
                 chosen = candidates(problem, rates, options)
                 seconds |= chosen.seconds
             else:
-                seconds |= interleaved(chosen.functions, 1, warm_up=0, twice=True)
+                seconds |= interleaved(
+                    chosen.functions, 1, warm_up=0, twice=True, clock=options.clock
+                )
             add_rounds(seconds, machine, chosen.functions, options)
         limit_ms, figures = figures_of(seconds, work)
-        reasons: dict[str, dict[str, str]] = {}
-        for (peer, which), reason in chosen.remarks.items():
-            reasons.setdefault(peer, {})[which] = reason
         found.append(
             Result(
                 name=name,
@@ -351,10 +429,56 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
                 stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
                 limit_ms=limit_ms,
                 figures=figures,
-                remarks=reasons,
+                remarks=by_pass(chosen.remarks),
+                peak_mib=by_pass(chosen.peak_mib),
             )
         )
     return found
+
+
+def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
+    """Milliseconds from the gate's logits, in float32, to the plan; and what moving the bytes that
+    come in and go out takes. Quartiles."""
+    T, E, k = shape
+    clean, raw, noise = (torch.randn(T, E, device=device) for _ in range(3))
+
+    def training() -> None:
+        kept = ops.noisy_topk_gating(clean, raw, noise, k)
+        ops.importance(kept.gates, kept.expert_index, E)
+        ops.load(clean, kept.noise_stddev, kept.threshold, kept.expert_index)
+        ops.dispatch_plan(kept.expert_index, E)
+
+    def evaluation() -> None:
+        kept = ops.noisy_topk_gating(clean, None, None, k)
+        ops.dispatch_plan(kept.expert_index, E)
+
+    def torchs() -> None:
+        largest, expert_index = clean.topk(k)
+        torch.softmax(largest, dim=-1)
+        flat = expert_index.flatten()
+        flat.argsort(stable=True)
+        flat.bincount(minlength=E)
+
+    stream = stream_probe(device=device)
+    functions = {
+        "training": training,
+        "evaluation": evaluation,
+        "torch, evaluation": torchs,
+        "stream": stream.function,
+    }
+    with torch.no_grad():
+        seconds = interleaved(functions, max(options.rounds, 2), clock=options.clock)
+    bandwidth = stream.work.bytes / statistics.median(seconds.pop("stream"))
+    slots = T * k * (4 + 3 * 8)  # gates; indices, permutation and its inverse
+    least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
+    return {
+        "shape": shape,
+        "ms": {
+            name: [1e3 * each for each in statistics.quantiles(found, n=4, method="inclusive")]
+            for name, found in seconds.items()
+        },
+        "limit_ms": {name: 1e3 * bytes / bandwidth for name, bytes in least.items()},
+    }
 
 
 def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
@@ -393,27 +517,45 @@ def table(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows])
 
 
-def cell(result: Result, name: str, which: str) -> str:
-    """GF/s and the time by ours."""
+class Unit(NamedTuple):
+    """In which operations per second are printed."""
+
+    name: str
+    gflops: float
+
+    @classmethod
+    def of(cls, threads: int | None) -> "Unit":
+        return cls("GF/s", 1) if threads else cls("TF/s", 1000)
+
+
+def place(threads: int | None) -> str:
+    return f"threads: {threads}" if threads else "GPU"
+
+
+def cell(result: Result, name: str, which: str, unit: Unit) -> str:
+    """Operations per second, and the time by ours."""
     found = result.figures.get(name, {}).get(which)
     if found is None:
         return "–"
     once = "~" if found.rounds == 1 else ""
-    return f"{once}{found.gflops:.3g} ({found.ratio_to_ours[1]:.2f})"
+    return f"{once}{found.gflops / unit.gflops:.3g} ({found.ratio_to_ours[1]:.2f})"
 
 
 def speed_table(group: Sequence[Result], which: str) -> str:
     """The results of one type and number of threads in one pass, a line for each shape."""
     head, lines = ["shape"], []
+    unit = Unit.of(group[0].threads)
     activations = by(group, lambda result: result.activation)
     peers = {
         activation: [
-            name for name in ("dense", *PEERS) if any(name in result.figures for result in found)
+            name
+            for name in (*BESIDE_PEERS, *PEERS)
+            if any(name in result.figures for result in found)
         ]
         for activation, found in activations.items()
     }
     for activation, names in peers.items():
-        head += [f"ours, {activation}: ms", "GF/s", "limit, ms", "% of it", *names]
+        head += [f"ours, {activation}: ms", unit.name, "limit, ms", "% of it", *names]
     for name, results in by(group, lambda result: result.name).items():
         line = [name]
         for result in results:
@@ -421,10 +563,10 @@ def speed_table(group: Sequence[Result], which: str) -> str:
             low, share, high = (100 * share for share in mine.share_of_limit)
             line += [
                 "{1:.4g} ({0:.4g}-{2:.4g})".format(*mine.ms),
-                f"{mine.gflops:.3g}",
+                f"{mine.gflops / unit.gflops:.3g}",
                 f"{result.limit_ms[which]:.4g}",
                 f"{share:.0f} ({low:.0f}-{high:.0f})",
-                *(cell(result, peer, which) for peer in peers[result.activation]),
+                *(cell(result, peer, which, unit) for peer in peers[result.activation]),
             ]
         best = [ratio for result in results if (ratio := result.best_ratio(which)) is not None]
         lines.append([*line, f"{min(best):.2f}" if best else "–"])
@@ -443,24 +585,50 @@ def print_results(results: Sequence[Result]) -> None:
     for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
         gemm = statistics.median(result.gemm_gflops for result in group)
         stream = statistics.median(result.stream_gbytes for result in group)
+        unit = Unit.of(threads)
         print(
-            f"\n{dtype}, threads: {threads}, GEMM peak {gemm:.0f} GF/s, stream {stream:.1f} GB/s "
-            "(medians over the shapes)"
+            f"\n{dtype}, {place(threads)}, GEMM peak {gemm / unit.gflops:.0f} {unit.name}, "
+            f"stream {stream:.1f} GB/s (medians over the shapes)"
         )
         for which in PASSES:
-            print(f"\n{which}: peers in GF/s, and in brackets their time by ours\n")
+            print(f"\n{which}: peers in {unit.name}, and in brackets their time by ours\n")
             print(speed_table(group, which))
+        if any(result.peak_mib for result in group):
+            print(f"\nMemory at its peak beside inputs and weights, {dtype}: MiB\n")
+            print(peak_table(group))
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
             for which, reason in remarks.items():
                 where = reasons.setdefault((peer, f"{which}: {reason}"), [])
-                if (place := f"{result.name} {result.dtype}") not in where:
-                    where.append(place)
+                if (problem := f"{result.name} {result.dtype}") not in where:
+                    where.append(problem)
     if reasons:
         print("\nNot timed:")
     for (peer, reason), places in reasons.items():
         print(f"- {peer}, {reason} ({', '.join(places)})")
+
+
+def peak_table(group: Sequence[Result]) -> str:
+    """A line for each shape, activation and pass."""
+    names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
+    lines = [["shape", "activation", "pass", *names]]
+    for result in group:
+        for which in PASSES:
+            found = [result.peak_mib.get(name, {}).get(which) for name in names]
+            sizes = ["–" if size is None else f"{size:.0f}" for size in found]
+            lines.append([result.name, result.activation, which, *sizes])
+    return table(lines)
+
+
+def print_routing(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["ms"]))
+    lines = [["T, E, k", *names, *(f"limit, {name}" for name in found[0]["limit_ms"])]]
+    for each in found:
+        times = ["{1:.4g} ({0:.4g}-{2:.4g})".format(*each["ms"][name]) for name in names]
+        limits = [f"{limit:.4g}" for limit in each["limit_ms"].values()]
+        lines.append([", ".join(map(str, each["shape"])), *times, *limits])
+    print(f"\nRouting: ms from the gate's logits to the plan\n\n{table(lines)}")
 
 
 def print_speed_up(results: Sequence[Result], field: str) -> None:
@@ -473,12 +641,12 @@ def print_speed_up(results: Sequence[Result], field: str) -> None:
     first = getattr(results[0], field)
     base = {rest(result): result for result in results if getattr(result, field) == first}
     others = [result for result in results if getattr(result, field) != first]
-    lines = [["shape", "activation", "type", "threads", *PASSES]]
+    lines = [["shape", "activation", "type", "on", *PASSES]]
     for result in others:
         ms = [[r.figures["ours"][p].ms[1] for p in PASSES] for r in (base[rest(result)], result)]
         speed_ups = [f"{a / b:.2f}" for a, b in zip(*ms, strict=True)]
         lines.append(
-            [result.name, result.activation, result.dtype, str(result.threads), *speed_ups]
+            [result.name, result.activation, result.dtype, place(result.threads), *speed_ups]
         )
     if others:
         print(f"\nOurs, time with {field} = {first} by time with the one given\n\n{table(lines)}")
@@ -500,7 +668,7 @@ def print_memory(found: Sequence[dict[str, Any]]) -> None:
     print(f"Kept for the backward pass beside the weights, by x + hidden\n\n{table(lines)}")
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
+def plot(results: Sequence[Result], machine: str, path: Path) -> None:
     """Shares of the limit of the first type and number of threads, a panel for each pass."""
     from matplotlib.figure import Figure
 
@@ -532,7 +700,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, 110), ylabel=f"{which}: % of the limit")
         axes.grid(axis="y", alpha=0.3)
     axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
-    figure.suptitle(f"{first.dtype}, threads: {first.threads}; {environment()}", fontsize=8)
+    figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=120)
 
@@ -540,7 +708,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def versions() -> str:
     """The packages that peers are from."""
     found = []
-    for package in ("transformers", "mixture-of-experts", "st-moe-pytorch"):
+    for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
@@ -548,70 +716,116 @@ def versions() -> str:
     return ", ".join(found)
 
 
+def report(record: dict[str, Any]) -> list[Result]:
+    """Prints what a run, or one that was ended, wrote."""
+    print(record["environment"])
+    print(record["versions"])
+    results = [Result.of_json(each) for each in record["results"]]
+    if record["memory"]:
+        print_memory(record["memory"])
+    if results:
+        print_results(results)
+        print_speed_up(results, "threads")
+        print_speed_up(results, "dtype")
+    if record["routing"]:
+        print_routing(record["routing"])
+    if record["left_out"]:
+        print("\nLeft out:")
+    for line in record["left_out"]:
+        print(f"- {line}")
+    return results
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(SHAPES.items()))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", help="of all that the device has")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on the CPU")
     parser.add_argument(
         "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
     )
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
     parser.add_argument("--rounds", type=int, default=21, help="at most, and at least 2")
     parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
-    parser.add_argument("--memory", type=float, default=6.0, help="GiB that a peer may take")
+    parser.add_argument("--minutes", type=float, help="after which no further problem is begun")
+    parser.add_argument("--memory", type=float, help="GiB that a peer may take: 6, and 40 on a GPU")
     parser.add_argument("--patience", type=float, default=2.0, help="seconds that it may waste")
     parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
     parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written anew after every problem")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--report", type=Path, help="a file of --json: print it, measure nothing")
     args = parser.parse_args(arguments)
-    options = Options(
-        args.threads, args.rounds, args.seconds, args.memory, args.patience, args.peers
-    )
-    if "bfloat16" in args.dtype:
+    if args.report:
+        report(json.loads(args.report.read_text()))
+        return 0
+    try:
+        check_device(args.device)
+    except ConfigError as error:
+        parser.error(f"--{error}")
+    on_cpu = args.device == "cpu"
+    if on_cpu and "bfloat16" in args.dtype:
         avoid_missing_amx()
     if args.keep_freed_memory:
         keep_freed_memory()
     torch.manual_seed(0)
-    print(environment())
-    print(versions())
+    shapes = args.shapes or list((SHAPES if on_cpu else GPU_SHAPES | SHAPES).items())
+    options = Options(
+        args.threads if on_cpu else [None],
+        args.rounds,
+        args.seconds,
+        (6.0 if on_cpu else 40.0) if args.memory is None else args.memory,
+        args.patience,
+        args.peers,
+        0.5 if on_cpu else 0.05,
+        clock_of(args.device),
+    )
     todo = [
         (name, shape, getattr(torch, dtype), activation)
         for dtype in args.dtype
-        for name, shape in args.shapes
+        for name, shape in shapes
         for activation in args.activations
         # "ours" alone is timed only where no peer is asked for
         if not args.peers or any(PEERS[peer].activation == activation for peer in args.peers)
     ]
-    results: list[Result] = []
-    memory: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "environment": environment(args.device),
+        "versions": versions(),
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "results": [],
+        "memory": [],
+        "routing": [],
+        "left_out": [],
+    }
+    start = time.monotonic()
+    if not on_cpu:
+        record["routing"].append(routing_times(ROUTING_SHAPE, args.device, options))
     for name, shape, dtype, activation in progress(todo, "problems", "problem"):
-        problem = Problem(shape, dtype, activation)
-        if args.check_memory:
-            memory.append(kept_memory(name, problem, options))
-        else:
-            results += benchmark(name, problem, options)
-        del problem
-    if args.check_memory:
-        print_memory(memory)
-    else:
-        print_results(results)
-        print_speed_up(results, "threads")
-        print_speed_up(results, "dtype")
+        what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
+        if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
+            record["left_out"].append(f"{what}: no time was left")
+            continue
+        try:
+            problem = Problem(shape, dtype, activation, args.device)
+            if args.check_memory:
+                record["memory"].append(kept_memory(name, problem, options))
+            else:
+                record["results"] += map(asdict, benchmark(name, problem, options))
+        except torch.OutOfMemoryError:
+            record["left_out"].append(f"{what}: out of memory")
+        problem = None
+        if not on_cpu:
+            torch.cuda.empty_cache()
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.json:
-        record = {
-            "environment": environment(),
-            "versions": versions(),
-            "arguments": {key: str(value) for key, value in vars(args).items()},
-            "results": [asdict(result) for result in results],
-            "memory": memory,
-        }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+    results = report(record)
     if args.plot and results:
-        plot(results, args.plot)
+        plot(results, record["environment"], args.plot)
     wrong = [
         f"{result.name}, {result.dtype}: {peer}: {reason}"
         for result in results

@@ -5,12 +5,15 @@ import functools
 import importlib.util
 import json
 import pathlib
+import statistics
 
 import pytest
 import reference as ref
 import torch
 
 from moe_ext.analysis import peers, roofline
+from moe_ext.analysis.benchmark import clock_of
+from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.analysis.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
 from moe_ext.analysis.roofline import Work, experts_work, limit
 
@@ -69,16 +72,23 @@ def test_plain_peers_compute_equation_1():
         torch.testing.assert_close(y, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
-PACKAGES = {"HF": "transformers", "mi": "mixture_of_experts", "st": "st_moe_pytorch"}
+PACKAGES = {
+    "HF": "transformers",
+    "Sc": "scattermoe",
+    "mi": "mixture_of_experts",
+    "st": "st_moe_pytorch",
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_have_our_results_and_gradients(name, dtype):
+def test_peers_have_our_results_and_gradients(name, dtype, device):
     if name[:2] in PACKAGES:
         pytest.importorskip(PACKAGES[name[:2]])
+    if name[:2] == "Sc" and device == "cpu":
+        pytest.skip("ScatterMoE needs a GPU")
     kind = PEERS[name]
-    problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation)
+    problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation, device)
     problem.expert_index[problem.expert_index == 3] = 4  # nobody chooses 3, some choose 4 twice
     expected = layer.results(peers.ours(problem), problem, layer.BOTH)
     found = layer.results(kind.build(problem), problem, layer.BOTH)
@@ -102,6 +112,14 @@ def not_a_number(problem):
     return Peer(right.parameters, lambda x, gates: right.forward(x, gates) * torch.nan)
 
 
+def refuses(problem):
+    raise RuntimeError("no more than 1024 groups\nat line 7")
+
+
+def out_of_memory(problem):
+    raise torch.OutOfMemoryError("tried to allocate")
+
+
 def missing(problem):
     raise ImportError("no module named nothing")
 
@@ -114,15 +132,20 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
         "large": Kind("relu", missing, lambda problem, backward: peers.Extra(memory=2**31)),
         "slow": Kind("relu", missing, lambda problem, backward: peers.Extra(flops=2e13)),
         "half": Kind("relu", peers.ours, lambda p, backward: peers.Extra(bytes=2e12 * backward)),
+        "refuses": Kind("relu", refuses),
+        "full": Kind("relu", out_of_memory),
     }
     monkeypatch.setattr(layer, "PEERS", extra)
     problem = Problem(SHAPE, torch.float32)
     options = dataclasses.replace(OPTIONS, peers=list(extra))
-    functions, seconds, remarks = layer.candidates(problem, RATES, options)
+    functions, seconds, remarks, peak_mib = layer.candidates(problem, RATES, options)
+    assert peak_mib == {}  # on a GPU alone
     assert (
         set(seconds)
         == set(functions)
-        == {(name, which) for name in ("ours", "dense", "half") for which in layer.PASSES}
+        == {
+            (name, which) for name in ("ours", "experts", "dense", "half") for which in layer.PASSES
+        }
         - {("half", layer.BOTH)}
     )
     assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from ours by")
@@ -131,6 +154,8 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
     assert remarks["large", layer.FORWARD] == "would need 2.0 GiB"
     assert remarks["slow", layer.BOTH] == remarks["slow", layer.FORWARD] == ("would take 20 s more")
     assert remarks["half", layer.BOTH] == "would take 20 s more"
+    assert remarks["refuses", layer.BOTH] == "fails: no more than 1024 groups"
+    assert remarks["full", layer.FORWARD] == "out of memory"
 
 
 def test_figures_from_given_seconds():
@@ -229,13 +254,87 @@ def test_main_reports_and_writes(capsys, tmp_path):
         (name, n) for name in ("48,5,2,16,32", "16,4,2,8,16,zipf") for n in (1, 2)
     ]
     for result in results:
-        assert set(result["figures"]) == {"ours", "dense", *names} and not result["remarks"]
+        assert set(result["figures"]) == {"ours", "experts", "dense", *names}
+        assert not result["remarks"]
         for figures in result["figures"].values():
             for which in layer.PASSES:
                 low, middle, high = figures[which]["ms"]
                 assert 0 < low <= middle <= high and figures[which]["rounds"] == 2
         assert result["gemm_gflops"] > 0 and result["limit_ms"][layer.BOTH] > 0
         assert result["shape"][:2] in ([48, 5], [16, 4])
+    # The tables of what was written are those of the run.
+    assert layer.main(["--report", str(path)]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_a_problem_that_does_not_fit_ends_nothing(monkeypatch, capsys, tmp_path):
+    def problem(shape, *arguments):
+        if shape.tokens == 48:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return Problem(shape, *arguments)
+
+    monkeypatch.setattr(layer, "Problem", problem)
+    path = tmp_path / "layer.json"
+    arguments = ["--shapes", "48,5,2,16,32", "16,4,2,8,16", "--threads", "1", "--rounds", "2"]
+    arguments += ["--seconds", "0", "--peers", "HF eager", "--json", str(path)]
+    assert layer.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "Left out:\n- 48,5,2,16,32, swiglu, float32: out of memory" in out
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["name"] == "16,4,2,8,16" and "dense" in result["figures"]
+    assert layer.main([*arguments, "--minutes", "0"]) == 0
+    assert "16,4,2,8,16, swiglu, float32: no time was left" in capsys.readouterr().out
+
+
+def test_what_a_gpu_has_beside_the_cpu(monkeypatch, capsys):
+    """The tables of a GPU, from the same functions on the CPU."""
+    assert {shape.tokens for shape in layer.GPU_SHAPES.values()} == {16384, 32768, 65536}
+    assert Problem(Shape(4, 2, 1, 8, 1536), torch.float32, "swiglu").hidden == 1024
+    monkeypatch.setattr(
+        layer, "peak_allocated_mib", lambda call, device: peak_allocated_mib(call, "cpu")
+    )
+    problem = Problem(SHAPE, torch.float32)
+    problem.device = torch.device("cpu")  # which is not "cpu"
+    options = dataclasses.replace(OPTIONS, threads=[None], peers=["sort + split"])
+    (result,) = layer.benchmark("small", problem, options)
+    assert result.threads is None and set(result.figures) == set(result.peak_mib)
+    # y, the copies of the rows and the hidden layer fit into what forward takes, and is not all.
+    assert 0 < result.peak_mib["ours"][layer.FORWARD] <= result.peak_mib["ours"][layer.BOTH]
+    layer.print_results([result])
+    out = capsys.readouterr().out
+    assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Memory at its peak" in out
+
+    routing = layer.routing_times((64, 8, 2), "cpu", OPTIONS)
+    assert routing["limit_ms"]["training"] > routing["limit_ms"]["evaluation"] > 0
+    for low, middle, high in routing["ms"].values():
+        assert 0 < low <= middle <= high
+    layer.print_routing([routing])
+    assert "| 64, 8, 2 |" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        layer.main(["--device", "meta"])
+    assert "device must be cpu or cuda, got 'meta'" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_timed_by_itself(capsys):
+    """Waiting twice as long takes twice as long, and the host's part is not seen."""
+    clock = clock_of("cuda")
+    cycles = 20_000_000
+    short, long = (
+        statistics.median(clock(functools.partial(torch.cuda._sleep, n)) for _ in range(5))
+        for n in (cycles, 2 * cycles)
+    )
+    assert 1.8 < long / short < 2.2
+    x = torch.ones(1 << 24, device="cuda")
+    assert peak_allocated_mib(lambda: x + 1, "cuda") == 64
+    arguments = ["--device", "cuda", "--shapes", "256,5,2,64,96", "--rounds", "2", "--seconds", "0"]
+    assert layer.main([*arguments, "--peers", "sort + split", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert torch.cuda.get_device_name() in out and "Routing" in out and "Not timed" not in out
 
 
 def test_memory_that_ours_keeps_is_x_and_the_hidden_layer(capsys, tmp_path):

@@ -14,6 +14,7 @@ from moe_ext import _C
 from moe_ext.info import blas_name, cpu_name
 
 Name = TypeVar("Name")
+Clock = Callable[[Callable[[], object]], float]  # the seconds of one call
 
 
 class Ratio(NamedTuple):
@@ -24,9 +25,51 @@ class Ratio(NamedTuple):
     high: float
 
 
-def environment() -> str:
+def environment(device: str = "cpu") -> str:
     """What the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
+    if device != "cpu":
+        name = torch.cuda.get_device_name(device)
+        return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
     return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {_C.isa()}"
+
+
+def host_seconds(function: Callable[[], object]) -> float:
+    """Seconds until the call returns."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+class DeviceClock:
+    """Seconds that a call keeps a GPU's current stream busy, between two of its events.
+
+    Before the call the device overwrites a buffer twice the size of its second-level cache, so that
+    inputs come from memory as in a training step; then it waits for about two milliseconds, in
+    which the host enqueues: the time that launches take is not seen, unless it is longer or the
+    call waits for the device.
+    """
+
+    CYCLES = 4_000_000  # about 2 ms
+
+    def __init__(self, device: str) -> None:
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self._buffer = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def __call__(self, function: Callable[[], object]) -> float:
+        self._buffer.zero_()
+        torch.cuda._sleep(self.CYCLES)
+        self._start.record()
+        function()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3
+
+
+def clock_of(device: str) -> Clock:
+    """What times a call whose work is on the device."""
+    return host_seconds if device == "cpu" else DeviceClock(device)
 
 
 def interleaved(
@@ -35,6 +78,7 @@ def interleaved(
     warm_up: int = 2,
     *,
     twice: bool = False,
+    clock: Clock = host_seconds,
 ) -> dict[Name, list[float]]:
     """Seconds of each function in every round: one after the other, so that all see the same noise.
 
@@ -44,16 +88,16 @@ def interleaved(
         warm_up: rounds before, which are not timed.
         twice: call each two times in a row and time the second, which finds the caches and the
             free memory as in a loop of it alone, and not as another function left them.
+        clock: see `clock_of`.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
     for number in range(-warm_up, rounds):
         for name, function in functions.items():
             if twice:
                 function()
-            start = time.perf_counter()
-            function()
+            took = clock(function)
             if number >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(took)
     return seconds
 
 

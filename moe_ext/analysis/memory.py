@@ -41,12 +41,18 @@ def peak_mib(function: Callable[[], object]) -> float:
     return resident("VmHWM") - before
 
 
-def peak_allocated_mib(function: Callable[[], object]) -> float:
-    """The most that torch has allocated on the CPU at once, beyond what there was before, in MiB.
+def peak_allocated_mib(function: Callable[[], object], device: str = "cpu") -> float:
+    """The most that torch has allocated at once, beyond what there was before, in MiB.
 
-    The same every time, whatever the allocator keeps of what was freed. The record of allocations
-    itself takes about 3 kB for each.
+    The same every time, whatever the allocator keeps of what was freed. On the CPU the record of
+    allocations itself takes about 3 kB for each.
     """
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         function()
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]

@@ -36,19 +36,21 @@ class Shape(NamedTuple):
     routing: str = "uniform"
 
 
-def random_routing(shape: Shape) -> Tensor:
+def random_routing(shape: Shape, device: str = "cpu") -> Tensor:
     """The experts of each token [T, k], all different."""
     T, E, k, *_, routing = shape
     if routing == "hierarchical":
         side, chosen = math.isqrt(E), math.isqrt(k)
-        groups = torch.rand(T, side).topk(chosen).indices
-        members = torch.rand(T, chosen, side).topk(chosen).indices
+        groups = torch.rand(T, side, device=device).topk(chosen).indices
+        members = torch.rand(T, chosen, side, device=device).topk(chosen).indices
         return (groups[..., None] * side + members).flatten(1)
-    popularity = torch.zeros(E)  # logarithm
+    popularity = torch.zeros(E, device=device)  # logarithm
     if routing == "zipf":
-        popularity = -torch.arange(1.0, E + 1).log()[torch.randperm(E)]
+        ranks = torch.arange(1.0, E + 1, device=device)
+        popularity = -ranks.log()[torch.randperm(E, device=device)]
     # The largest of log p + Gumbel noise are a sample without replacement from p.
-    return (popularity - torch.empty(T, E).exponential_().log()).topk(k).indices
+    noise = -torch.empty(T, E, device=device).exponential_().log()
+    return (popularity + noise).topk(k).indices
 
 
 @dataclass
@@ -75,10 +77,14 @@ class Problem:
         gated = self.activation == "swiglu"
         self.hidden = max(16, 16 * round(2 * h / 3 / 16)) if gated else h
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        self.expert_index = random_routing(self.shape).to(self.device)
-        self.x = torch.randn(T, d).to(**options).requires_grad_()
-        self.gates = torch.randn(T, k).softmax(dim=-1).to(**options).requires_grad_()
-        self.upstream = torch.randn(T, d).to(**options)
+        self.expert_index = random_routing(self.shape, self.device)
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, device=self.device)
+
+        self.x = normal(T, d).to(self.dtype).requires_grad_()
+        self.gates = normal(T, k).softmax(dim=-1).to(self.dtype).requires_grad_()
+        self.upstream = normal(T, d).to(self.dtype)
         widths = [d, (2 if gated else 1) * self.hidden], [self.hidden, d]
         self.weights = [
             torch.empty(E, fan_in, width, **options).uniform_(-1, 1).mul_((3 / fan_in) ** 0.5)
@@ -110,6 +116,11 @@ class Problem:
             gated=self.activation == "swiglu",
             itemsize=self.dtype.itemsize,
         )
+
+    def of_rows(self) -> "Problem":
+        """R tokens and one expert for all: the same operations."""
+        shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
+        return Problem(shape, self.dtype, self.activation, self.device)
 
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
@@ -179,14 +190,31 @@ def ours(problem: Problem) -> Peer:
     return Peer(weights, forward)
 
 
+def experts_alone(problem: Problem) -> Peer:
+    """Our products and activation alone, of rows [R, d] that lie sorted by expert."""
+    weights = [_leaf(weight) for weight in problem.weights]
+    plan = ops.dispatch_plan(problem.expert_index, problem.shape.num_experts)
+
+    def forward(x: Tensor, gates: Tensor) -> Tensor:
+        return ops.experts(x, weights, activation=problem.activation, offsets=plan.offsets)
+
+    return Peer(weights, forward)
+
+
 def dense(problem: Problem) -> Peer:
     """One network of torch's linear layers, of the same width: for a problem with one expert."""
     weights = [weight.squeeze(0).t().contiguous().requires_grad_() for weight in problem.weights]
+    activation = _swiglu if problem.activation == "swiglu" else torch.relu
 
     def forward(x: Tensor, gates: Tensor) -> Tensor:
-        return F.linear(F.linear(x, weights[0]).relu(), weights[1])
+        return F.linear(activation(F.linear(x, weights[0])), weights[1])
 
     return Peer(weights, forward)
+
+
+def _swiglu(z: Tensor) -> Tensor:
+    a, b = z.chunk(2, dim=-1)
+    return F.silu(a) * b
 
 
 def _separate(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
@@ -278,6 +306,37 @@ def _hf(implementation: str) -> Callable[[Problem], Peer]:
 
         parameters = [layer.gate_up_proj, layer.down_proj]
         return Peer(parameters, forward, lambda found: [g.transpose(1, 2) for g in found])
+
+    return build
+
+
+def _scattermoe(name: str) -> Callable[[Problem], Peer]:
+    """ScatterMoE's multilayer perceptrons, a Triton kernel for each product."""
+
+    def build(problem: Problem) -> Peer:
+        package = importlib.import_module("scattermoe.mlp")
+        first, second = problem.transposed
+        gated = problem.activation == "swiglu"
+        if gated:  # it activates the second half
+            first = first.roll(problem.hidden, dims=1)
+        layer = getattr(package, name)(
+            problem.shape.d_model,
+            1,
+            problem.shape.num_experts,
+            problem.shape.k,
+            activation=nn.SiLU() if gated else nn.ReLU(),
+        )
+        layer.experts.weight, layer.output_experts.weight = map(nn.Parameter, (first, second))
+
+        def forward(x: Tensor, gates: Tensor) -> Tensor:
+            return layer(x, gates, problem.expert_index)
+
+        def by_expert(found: Sequence[Tensor]) -> Sequence[Stacked]:
+            one, two = found
+            one = one.roll(-problem.hidden, dims=1) if gated else one
+            return [one.transpose(1, 2), two.transpose(1, 2)]
+
+        return Peer([layer.experts.weight, layer.output_experts.weight], forward, by_expert)
 
     return build
 
@@ -406,6 +465,8 @@ PEERS = {
     "sort + grouped_mm": Kind("relu", sort_and_grouped_mm),
     "mixture-of-experts": Kind("relu", mixture_of_experts, _one_hot_extra),
     "st-moe-pytorch": Kind("relu", st_moe_pytorch, _one_hot_extra),
+    "ScatterMoE": Kind("relu", _scattermoe("MLP")),
+    "ScatterMoE GLU": Kind("swiglu", _scattermoe("GLUMLP")),
     "HF eager": Kind("swiglu", _hf("eager"), _eager_extra),
     "HF grouped_mm": Kind("swiglu", _hf("grouped_mm")),
     "HF batched_mm": Kind("swiglu", _hf("batched_mm"), _batched_extra),

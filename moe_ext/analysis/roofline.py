@@ -61,16 +61,22 @@ def limit(work: Work, flops_per_second: float, bytes_per_second: float) -> float
     return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
-def gemm_probe(dtype: torch.dtype, *, size: int = 2048, device: str = "cpu") -> Probe:
-    """torch.mm of two squares of `size` into a third."""
+def gemm_probe(dtype: torch.dtype, *, size: int | None = None, device: str = "cpu") -> Probe:
+    """torch.mm of two squares of `size` into a third; None is 2048, and 8192 on a GPU."""
+    if size is None:
+        size = 2048 if device == "cpu" else 8192
     a, b, c = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
     return Probe(lambda: torch.mm(a, b, out=c), Work(2 * size**3, 0))
 
 
-def stream_probe(*, size: int = 256, device: str = "cpu") -> Probe:
-    """torch.dot of two float32 vectors of `size` MiB: reading alone.
+def stream_probe(*, size: int | None = None, device: str = "cpu") -> Probe:
+    """Two float32 vectors of `size` MiB: None is 256, and 2048 on a GPU.
 
-    A copy or a triad moves fewer bytes a second where stores first read what they overwrite.
+    On the CPU their torch.dot, reading alone: a copy or a triad moves fewer bytes a second where
+    stores first read what they overwrite. On a GPU a copy, read and written.
     """
+    if size is None:
+        size = 256 if device == "cpu" else 2048
     a, b = (torch.ones(size * 2**18, device=device) for _ in range(2))
-    return Probe(lambda: torch.dot(a, b), Work(0, 2 * size * 2**20))
+    work = Work(0, 2 * size * 2**20)
+    return Probe((lambda: torch.dot(a, b)) if device == "cpu" else (lambda: a.copy_(b)), work)
