@@ -110,6 +110,7 @@ GPU_SHAPES = {
 }
 ALL_SHAPES = SHAPES | GPU_SHAPES
 ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
+LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05  # seconds: what takes them is timed once where ours is fast
 ACTIVATIONS = ("relu", "swiglu")
 BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
@@ -131,7 +132,7 @@ class Options:
     memory: float
     patience: float
     peers: list[str]
-    long: float = 0.5  # seconds, see the top
+    long: float
     clock: Clock = host_seconds
 
 
@@ -481,6 +482,23 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
     }
 
 
+def profile(problem: Problem, options: Options) -> str:
+    """What our two passes spend their time on: the kernels, or the CPU's operators."""
+    on_gpu = problem.device != "cpu"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    tables = []
+    for (_, which), function in passes("ours", ours(problem), problem).items():
+        function()
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(3):
+                options.clock(function)
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        rows = found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
+        tables.append(f"{which}, 3 calls\n{rows}")
+    return "\n".join(tables)
+
+
 def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
     """Bytes that autograd keeps for the backward pass, beside the weights, by implementation."""
     weights = problem.weights
@@ -757,6 +775,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
     parser.add_argument("--json", type=Path, help="written anew after every problem")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--profile", type=Path, help="our kernels by their time, as text")
     parser.add_argument("--report", type=Path, help="a file of --json: print it, measure nothing")
     args = parser.parse_args(arguments)
     if args.report:
@@ -780,7 +799,7 @@ def main(arguments: list[str] | None = None) -> int:
         (6.0 if on_cpu else 40.0) if args.memory is None else args.memory,
         args.patience,
         args.peers,
-        0.5 if on_cpu else 0.05,
+        LONG_ON_CPU if on_cpu else LONG_ON_GPU,
         clock_of(args.device),
     )
     todo = [
@@ -814,6 +833,9 @@ def main(arguments: list[str] | None = None) -> int:
                 record["memory"].append(kept_memory(name, problem, options))
             else:
                 record["results"] += map(asdict, benchmark(name, problem, options))
+            if args.profile:
+                with args.profile.open("a") as file:
+                    print(what, profile(problem, options), sep="\n", file=file)
         except torch.OutOfMemoryError:
             record["left_out"].append(f"{what}: out of memory")
         problem = None

@@ -1,21 +1,28 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU, runs the tests there and then the benchmarks.
+# Builds for this machine's GPU, runs the tests there and then the benchmarks: all of it, or one step.
 #
-#   scripts/gpu_suite.sh OUTPUT [PYTHON]
+#   scripts/gpu_suite.sh OUTPUT [build|test|sanitize|benchmark|all] [PYTHON]
 #
 # PYTHON (default python3) has torch for CUDA and pytest; nothing is downloaded, and what else is
-# missing is left out with a word. OUTPUT gets device.txt, build.log, tests.log, sanitizer.log,
-# benchmark.log and benchmark.json. The status is that of the tests.
+# missing is left out with a word. On 16 cores no step takes ten minutes: build 5, test 6, sanitize 2,
+# benchmark 9. OUTPUT gets device.txt, build.log, tests.log, sanitizer.log, and of the benchmark for
+# each type a log, a JSON file that grows with every problem, its tables in Markdown, and the kernels
+# of some problems by their time: a step that is ended leaves what it had. The status is that of the
+# build and the tests.
 set -uo pipefail
 
-[ $# -ge 1 ] || { echo "usage: scripts/gpu_suite.sh OUTPUT [PYTHON]" >&2; exit 2; }
-mkdir -p "$1"
+usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] && [ $# -le 3 ] || usage
+step=${2:-all}
+case $step in build | test | sanitize | benchmark | all) ;; *) usage ;; esac
+mkdir -p "$1" || exit 2
 output=$(cd "$1" && pwd)
-python=${2:-python3}
+python=${3:-python3}
 cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1
 say() { printf '\n== %s\n' "$*"; }
+has() { "$python" -c "import $1" 2> /dev/null; }
 
-say "device"
 "$python" - << 'END' | tee "$output/device.txt" || exit 2
 import torch
 assert torch.cuda.is_available(), "torch sees no GPU"
@@ -24,28 +31,63 @@ print(f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
 END
 
-say "build"
-capability=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
-export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability} MOE_EXT_CUDA=1
-MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" setup.py build_ext --inplace > "$output/build.log" 2>&1 ||
-  { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; exit 1; }
-"$python" -m moe_ext.info | tee -a "$output/device.txt"
+build() {
+  say "build"
+  has ninja || echo "no ninja: one file is compiled after the other"
+  local capability
+  capability=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
+  export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability}
+  MOE_EXT_CUDA=1 MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" setup.py build_ext --inplace \
+    > "$output/build.log" 2>&1 ||
+    { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
+  "$python" -m moe_ext.info | tee -a "$output/device.txt"
+}
 
-say "tests"
-"$python" -m pytest -q -m cuda -p no:cacheprovider 2>&1 | tee "$output/tests.log"
-status=${PIPESTATUS[0]}
+# An interrupt lets pytest say what has failed so far.
+tests() {
+  say "tests"
+  local options=()
+  if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
+  for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
+    has "$package" || echo "no $package: tests that need it fail to load, and are left out"
+  done
+  timeout -s INT 480 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
+    --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |
+    tee "$output/tests.log" | grep -v ' PASSED '
+}
 
-say "memory checks"
-if command -v compute-sanitizer > /dev/null; then
-  timeout 300 compute-sanitizer --error-exitcode 1 "$python" -m pytest -q -x -m cuda \
-    tests/test_dispatch.py tests/test_combine.py > "$output/sanitizer.log" 2>&1 ||
-    { echo "compute-sanitizer found something: $output/sanitizer.log"; status=1; }
+sanitize() {
+  say "memory checks"
+  if ! command -v compute-sanitizer > /dev/null; then
+    echo "left out: there is no compute-sanitizer" | tee "$output/sanitizer.log"
+    return 0
+  fi
+  timeout -s INT 240 compute-sanitizer --error-exitcode 99 "$python" -m pytest -v -x -m cuda \
+    -p no:cacheprovider -k "zero or empty or nan or one_expert or any_layout" tests/test_dispatch.py \
+    tests/test_combine.py tests/test_experts.py > "$output/sanitizer.log" 2>&1
+  local status=$?
   tail -n 3 "$output/sanitizer.log"
-else
-  echo "left out: there is no compute-sanitizer" | tee "$output/sanitizer.log"
-fi
+  [ "$status" -ne 99 ] || { echo "compute-sanitizer found something"; return 1; }
+}
 
-say "benchmark"
-"$python" scripts/benchmark_layer.py --device cuda --json "$output/benchmark.json" 2>&1 |
-  tee "$output/benchmark.log"
+benchmark() {
+  local each dtype minutes
+  for each in "bfloat16 5" "float32 3"; do
+    read -r dtype minutes <<< "$each"
+    say "benchmark, $dtype"
+    timeout -s INT $((60 * minutes + 45)) "$python" scripts/benchmark_layer.py \
+      --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
+      --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
+      "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \
+      --json "$output/$dtype.json" > "$output/$dtype.log" 2>&1 || tail -n 5 "$output/$dtype.log"
+    [ -e "$output/$dtype.json" ] || continue
+    "$python" scripts/benchmark_layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
+  done
+}
+
+status=0
+case $step in build | all) build || exit 1 ;; esac
+case $step in test | all) tests || status=1 ;; esac
+case $step in sanitize | all) sanitize || status=1 ;; esac
+case $step in benchmark | all) benchmark ;; esac
 exit "$status"
