@@ -1,11 +1,13 @@
-"""Perplexity of a trained language model.
+"""Perplexity of a trained model.
 
     python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
     python scripts/evaluate.py runs/moe-32 --part dev
     python scripts/evaluate.py runs/moe-32 --corpus text.txt    # all of it, in the model's words
 
 Perplexity is exp(nats / predictions) over all words, unknown ones and ends of sentences included,
-under the full softmax, whole sentences from a zero state; it does not depend on the batch size.
+under the full softmax, whole sentences from a zero state; it does not depend on the batch size. Of
+a translation model it is that of the target's wordpieces, given the source; of several language
+pairs also each by itself.
 """
 
 import argparse
@@ -13,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moe_ext.data import EncodedPairs
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.device import set_up_torch
-from moe_ext.training.metrics import Evaluation, evaluate
+from moe_ext.training.metrics import Evaluation, by_language_pair, evaluate
 from moe_ext.training.text import load_part
 
 
@@ -43,13 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     trained = load_run(options.run, options.device)
     data = trained.config.data
     data = replace(data, corpus=options.corpus) if options.corpus else data
-    sentences = load_part(data, trained.vocabulary, part)
-    result = evaluate(trained.model, sentences, tokens_per_batch=options.tokens_per_batch)
+    text = load_part(data, trained.vocabulary, part)
+    result = evaluate(trained.model, text, tokens_per_batch=options.tokens_per_batch)
+    unit = "piece" if isinstance(text, EncodedPairs) else "word"
     print(
-        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a word, "
-        f"{result.num_tokens:,} words and ends of {len(sentences):,} sentences; "
+        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a {unit}, "
+        f"{result.num_tokens:,} {unit}s and ends of {len(text):,} sentences; "
         f"step {trained.step})"
     )
+    if isinstance(text, EncodedPairs) and len(text.names) > 1:
+        for name, each in by_language_pair(result.sentence_nll, text).items():
+            print(
+                f"  {name}  {each.perplexity:.3f}  ({each.num_tokens:,} pieces and ends of "
+                f"{len(each.sentence_nll):,} sentences)"
+            )
     return result
 
 

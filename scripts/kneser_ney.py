@@ -24,7 +24,7 @@ from moe_ext.data import EncodedSentences
 from moe_ext.data.files import atomic_file
 from moe_ext.models.kneser_ney import NGramModel, kneser_ney
 from moe_ext.training.command import at_least, exit_status
-from moe_ext.training.config import read_config
+from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation
 from moe_ext.training.text import Text, load_text
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--output", type=Path, default=Path("runs/kneser-ney"))
     options = parser.parse_intermixed_args(arguments)
 
-    config = read_config(options.config, options.overrides)
+    config = read_config(options.config, options.overrides, Config)
     set_up_torch("cpu", config.num_threads)
     text = load_text(config.data)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "order": options.order,
         "num_discounts": options.discounts,
         "test_tokens": text.test.num_tokens,
-        "test_sentence_tokens": text.test.starts.diff().tolist(),
+        "test_sentence_tokens": text.test.lengths.tolist(),
         "models": models,
     }
     page = as_markdown(report)

@@ -114,7 +114,7 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    config = read_config(args.config, args.overrides)
+    config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
     plans = []
     for number in args.devices:

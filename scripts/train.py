@@ -1,9 +1,10 @@
-"""Train a language model.
+"""Train a language model or a translation model.
 
     python scripts/train.py configs/small/moe-32.toml
     python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
     python scripts/train.py configs/small/moe-32.toml resume=true      # continue where it stopped
     python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
+    python scripts/train.py configs/mt/small-moe-32.toml data.corpus=path/to/parallel/text
     torchrun --standalone --nproc-per-node=2 scripts/train.py configs/small/moe-32.toml
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
 
@@ -28,12 +29,13 @@ from collections.abc import Sequence
 import torch
 
 from moe_ext.analysis import cost
-from moe_ext.models import LanguageModel
+from moe_ext.data import EncodedPairs
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.launch import processes_of_run
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
+from moe_ext.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,10 +56,13 @@ def train(trainer: Trainer) -> None:
         trainer.run()
         return
     with torch.device("meta"):  # the experts of all processes
-        whole = LanguageModel(trainer.config.model, len(trainer.text.vocabulary))
+        whole = make_model(trainer.config.model, len(trainer.text.vocabulary))
     print(f"model   {cost(whole)}")
+    text = trainer.text
+    for line in text.train.report().splitlines() if isinstance(text.train, EncodedPairs) else ():
+        print(f"data    {line}")
     print(
-        f"data    {len(trainer.text.vocabulary):,} words in the vocabulary, "
+        f"data    {len(text.vocabulary):,} entries in the vocabulary, "
         f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"
     )
     if trainer.step:

@@ -21,10 +21,9 @@ from moe_ext import (
 from moe_ext.optim import (
     FactoredAdagrad,
     FactoredAdam,
-    language_model_schedule,
     split_parameters,
-    translation_schedule,
     warmup_inverse_sqrt,
+    warmup_schedule,
 )
 
 OPTIMIZERS = [FactoredAdam, FactoredAdagrad]
@@ -544,7 +543,7 @@ def test_a_scheduler_moves_the_rate():
         torch.manual_seed(0)
         param = parameter(3, 4)
         optimizer = FactoredAdam([param], lr=lr)
-        schedule = language_model_schedule(optimizer, 3)
+        schedule = warmup_schedule(optimizer, 3)
         for grad in torch.randn(6, 3, 4).double():
             run(optimizer, param, [grad])
             schedule.step()
@@ -677,22 +676,17 @@ def test_schedules_are_the_papers():
 
 
 @pytest.mark.parametrize(
-    "make, options, factor",
+    "options, factor",
     [
-        (language_model_schedule, {}, lambda t: warmup_inverse_sqrt(t, 1000)),
-        (language_model_schedule, {"warmup_steps": 4}, lambda t: warmup_inverse_sqrt(t, 4)),
-        (translation_schedule, {}, lambda t: warmup_inverse_sqrt(t, 2000, 8000)),
-        (
-            translation_schedule,
-            {"warmup_steps": 2, "hold_steps": 5},
-            lambda t: warmup_inverse_sqrt(t, 2, 5),
-        ),
+        ({}, lambda t: warmup_inverse_sqrt(t, 1000)),
+        ({"warmup_steps": 4}, lambda t: warmup_inverse_sqrt(t, 4)),
+        ({"warmup_steps": 2, "hold_steps": 5}, lambda t: warmup_inverse_sqrt(t, 2, 5)),
     ],
 )
-def test_schedules_move_every_group(make, options, factor):
+def test_the_schedule_moves_every_group(options, factor):
     groups = [{"params": [parameter(1)], "lr": lr} for lr in (2.0, 0.5)]
     optimizer = torch.optim.Adam(groups)
-    schedule = make(optimizer, **options)
+    schedule = warmup_schedule(optimizer, **options)
     for t in range(1, 17):
         assert [group["lr"] for group in optimizer.param_groups] == [2 * factor(t), factor(t) / 2]
         optimizer.step()

@@ -37,6 +37,7 @@ from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import RunLog, read_metrics
 from moe_ext.training.loop import Trainer, make_optimizers
 from moe_ext.training.metrics import Evaluation, evaluate, perplexity
+from moe_ext.training.model import make_model
 from moe_ext.training.results import Result
 from moe_ext.training.text import load_part, load_text
 
@@ -162,7 +163,7 @@ def test_configurations_survive_toml(tmp_path):
 def test_every_configuration_file_is_valid_and_says_what_to_expect(path):
     config = read_config(path)
     with torch.device("meta"):
-        LanguageModel(config.model, config.data.vocab_size)
+        make_model(config.model, config.data.vocab_size)
     first, second = path.read_text().splitlines()[:2]
     assert first.startswith("# ") and second.startswith("# ")
 

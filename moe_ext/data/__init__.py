@@ -30,7 +30,7 @@ From parallel text to batches for translation (App. E):
 from moe_ext.data.batches import Batch, SentenceBatches
 from moe_ext.data.corpora import Corpus, CorpusError, Sentences, load_corpus
 from moe_ext.data.encoded import EncodedSentences, encode_sentences, encode_to_files
-from moe_ext.data.pairs import EncodedPairs, PairBatch, PairBatches, encode_pairs
+from moe_ext.data.pairs import EncodedPairs, PairBatch, PairBatches, batches_of, encode_pairs
 from moe_ext.data.parallel import ParallelCorpus, ParallelText, load_parallel
 from moe_ext.data.vocabulary import Vocabulary
 from moe_ext.data.wordpieces import Wordpieces
@@ -50,6 +50,7 @@ __all__ = [
     "Sentences",
     "Vocabulary",
     "Wordpieces",
+    "batches_of",
     "encode_pairs",
     "encode_sentences",
     "encode_to_files",

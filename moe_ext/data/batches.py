@@ -187,7 +187,7 @@ class SentenceBatches(SortedBatches[Batch]):
 
         # Row r covers the inputs stream[row_start[r] : row_start[r] + row_length[r]]: a sentence,
         # or with max_length a piece of sentence row_sentence[r].
-        self._row_length = sentences.starts.diff().int()
+        self._row_length = sentences.lengths.int()
         self._row_start: Tensor | None = None
         self._row_sentence: Tensor | None = None
         if max_length is not None:

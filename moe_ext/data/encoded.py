@@ -103,6 +103,11 @@ class EncodedSentences:
         """The number of predictions: words plus one end a sentence."""
         return len(self.stream) - 1
 
+    @property
+    def lengths(self) -> Tensor:
+        """[N] int64, the predictions of each sentence."""
+        return self.starts.diff()
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from moe_ext.checks import require
 from moe_ext.data.batches import (
     Rows,
+    SentenceBatches,
     SortedBatches,
     drawn_order,
     epoch_generator,
@@ -119,15 +120,24 @@ class EncodedPairs:
         return self.target.num_tokens
 
     @property
+    def lengths(self) -> Tensor:
+        """[N] int64, the predictions of each pair."""
+        return self.target.lengths
+
+    @property
     def num_source_tokens(self) -> int:
         """The pieces of the sources, target tokens included, plus one end each."""
         return self.source.num_tokens
 
     def first(self, number: int) -> "EncodedPairs":
-        """The first pairs, or all if there are fewer; nothing is copied."""
-        return EncodedPairs(
-            self.source.first(number), self.target.first(number), self.pair[:number], self.names
+        """The first pairs of each language pair, or all if there are fewer."""
+        rows = [(self.pair == index).nonzero()[:number, 0] for index in range(len(self.names))]
+        kept = torch.cat(rows)
+        source, target = (
+            EncodedSentences((side[row] for row in kept.tolist()), self.eos_id)
+            for side in (self.source, self.target)
         )
+        return EncodedPairs(source, target, self.pair[kept], self.names)
 
     def report(self) -> str:
         """A line on each language pair: how many lines were kept, and what was skipped and why."""
@@ -376,8 +386,8 @@ class PairBatches(SortedBatches[PairBatch]):
             max_length,
         )
         self._pairs = pairs
-        self._source_length = pairs.source.starts.diff().int()
-        self._target_length = pairs.target.starts.diff().int()
+        self._source_length = pairs.source.lengths.int()
+        self._target_length = pairs.target.lengths.int()
         self._longer = torch.maximum(self._source_length, self._target_length)
         rows = torch.arange(len(pairs), device="cpu")
         if max_length is not None:
@@ -451,3 +461,14 @@ class PairBatches(SortedBatches[PairBatch]):
             )
         )
         return PairBatch(source, source_mask, *target, rows)
+
+
+def batches_of(
+    text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool, seed: int = 0
+) -> SentenceBatches | PairBatches:
+    """Batches of all sentences, or of all pairs of them; see there."""
+    if isinstance(text, EncodedPairs):
+        return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed)
+    return SentenceBatches(
+        text, eos_id=text.eos_id, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed
+    )

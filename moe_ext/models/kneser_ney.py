@@ -84,7 +84,7 @@ class NGramModel:
     def sentence_nll(self, sentences: EncodedSentences) -> Tensor:
         """[N] float64, nats of each sentence, its end included."""
         nll = -self.token_prob(sentences).log()
-        sentence = torch.repeat_interleave(sentences.starts.diff())
+        sentence = torch.repeat_interleave(sentences.lengths)
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
     def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:

@@ -2,18 +2,13 @@
 
 from moe_ext.optim.factored import FactoredAdagrad, FactoredAdam
 from moe_ext.optim.groups import ParameterSplit, split_parameters
-from moe_ext.optim.schedules import (
-    language_model_schedule,
-    translation_schedule,
-    warmup_inverse_sqrt,
-)
+from moe_ext.optim.schedules import warmup_inverse_sqrt, warmup_schedule
 
 __all__ = [
     "FactoredAdagrad",
     "FactoredAdam",
     "ParameterSplit",
-    "language_model_schedule",
     "split_parameters",
-    "translation_schedule",
     "warmup_inverse_sqrt",
+    "warmup_schedule",
 ]

@@ -29,13 +29,12 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> fl
     return min(step / warmup_steps, 1.0, ((warmup_steps + hold_steps) / step) ** 0.5)
 
 
-def language_model_schedule(optimizer: Optimizer, warmup_steps: int = 1_000) -> LambdaLR:
-    """The optimizer's rate in warm-up and decay (App. C.1), to be stepped after the optimizer."""
-    return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps))
-
-
-def translation_schedule(
-    optimizer: Optimizer, warmup_steps: int = 2_000, hold_steps: int = 8_000
+def warmup_schedule(
+    optimizer: Optimizer, warmup_steps: int = 1_000, hold_steps: int = 0
 ) -> LambdaLR:
-    """The same with the rate held at its peak between the two (App. E)."""
+    """The optimizer's rate by `warmup_inverse_sqrt`, to be stepped after the optimizer.
+
+    The language models' is the default (App. C.1); the translation models' has 2,000 steps of
+    warm-up and holds the rate for 8,000 (App. E).
+    """
     return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps, hold_steps))

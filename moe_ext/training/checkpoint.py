@@ -2,6 +2,8 @@
 
     config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
 
+(wordpieces.model instead of vocabulary.txt for a translation model.)
+
 Each is written so that a crash leaves the old one or the new one, whole. config.toml comes first:
 where it is, there is a run to resume. The checkpoints are those of `moe_ext.distributed`.
 """
@@ -12,10 +14,11 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from moe_ext.data import Vocabulary
+from moe_ext.data import Vocabulary, Wordpieces
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
-from moe_ext.models import LanguageModel
-from moe_ext.training.config import Config, ConfigError, config_from_dict
+from moe_ext.models import LanguageModel, TranslationModel
+from moe_ext.training.config import AnyConfig, ConfigError, TranslationConfig, config_from_dict
+from moe_ext.training.model import make_model
 
 
 def checkpoints_of(
@@ -45,9 +48,9 @@ def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
 class TrainedModel:
     """A model from its newest checkpoint, in evaluation mode, and what is needed to use it."""
 
-    model: LanguageModel
-    vocabulary: Vocabulary
-    config: Config
+    model: LanguageModel | TranslationModel
+    vocabulary: Vocabulary | Wordpieces
+    config: AnyConfig
     step: int
 
 
@@ -61,17 +64,28 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     checkpoints = checkpoints_of(run)
     step, state, _ = load_states(checkpoints, run)
     config = config_from_dict(state["config"])
+    path = run / vocabulary_file(config)
+    kind = Wordpieces if isinstance(config, TranslationConfig) else Vocabulary
     try:
-        vocabulary = Vocabulary.load(run / "vocabulary.txt")
+        vocabulary: Vocabulary | Wordpieces = kind.load(path)
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}; restore the run's vocabulary.txt") from error
-    check_vocabulary(vocabulary, state, run / "vocabulary.txt")
-    model = LanguageModel(config.model, len(vocabulary))
+        raise ConfigError(f"{error}; restore the run's {path.name}") from error
+    check_vocabulary(vocabulary, state, path)
+    model = make_model(config.model, len(vocabulary))
     checkpoints.load(model, step=step)
     return TrainedModel(model.to(device).eval(), vocabulary, config, step)
 
 
-def check_vocabulary(vocabulary: Vocabulary, state: dict[str, Any], source: object) -> None:
+def vocabulary_file(config: AnyConfig) -> str:
+    """Its name in the folder of a run."""
+    return "wordpieces.model" if isinstance(config, TranslationConfig) else "vocabulary.txt"
+
+
+def check_vocabulary(
+    vocabulary: Vocabulary | Wordpieces, state: dict[str, Any], source: object
+) -> None:
     """Compares the vocabulary with the one that the checkpoint was trained with.
 
     Raises:
@@ -79,7 +93,7 @@ def check_vocabulary(vocabulary: Vocabulary, state: dict[str, Any], source: obje
     """
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
-            f"the vocabulary of {source} ({len(vocabulary)} words, "
+            f"the vocabulary of {source} ({len(vocabulary)} entries, "
             f"{vocabulary.fingerprint()[:12]}) is not the one the run was trained with "
             f"({state['vocabulary'][:12]}); give the original text and data options, "
             "or start a new run in another folder"

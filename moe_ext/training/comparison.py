@@ -10,34 +10,46 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ext.training.config import Config, ConfigError, config_differences, config_value
+from moe_ext.training.config import (
+    AnyConfig,
+    ConfigError,
+    TranslationConfig,
+    config_differences,
+    config_value,
+)
 from moe_ext.training.results import Result, train_and_test
 from moe_ext.training.statistics import bootstrap_difference, mean_difference
 from moe_ext.training.text import Text
 
 
-def dense_counterpart(config: Config) -> Config:
+def dense_counterpart(config: AnyConfig) -> AnyConfig:
     """MoE-1-Wide of App. C.1: one expert, k times as wide, in the place of the MoE.
 
     Raises:
         ConfigError: the model has no MoE layer, or experts of other than one hidden layer.
     """
     model = config.model
-    if "moe" not in model.layers or len(model.moe.hidden_sizes) != 1:
+    if isinstance(config, TranslationConfig):
+        layers = [config.model.between]
+    else:
+        layers = config.model.layers
+    if "moe" not in layers or len(model.moe.hidden_sizes) != 1:
         raise ConfigError(
             "model must have an MoE layer, of experts with one hidden layer, to be compared with a "
-            f"dense model, got layers {model.layers} and hidden_sizes {model.moe.hidden_sizes}"
+            f"dense model, got layers {layers} and hidden_sizes {model.moe.hidden_sizes}"
         )
-    layers = ["ffn" if kind == "moe" else kind for kind in model.layers]
     wide = replace(
         model.ffn,
         hidden_sizes=[model.moe.experts_per_token * model.moe.hidden_sizes[0]],
         activation=model.moe.activation,
     )
-    return replace(config, model=replace(model, layers=layers, ffn=wide))
+    if isinstance(config, TranslationConfig):
+        return replace(config, model=replace(config.model, between="ffn", ffn=wide))
+    layers = ["ffn" if kind == "moe" else kind for kind in layers]
+    return replace(config, model=replace(config.model, layers=layers, ffn=wide))
 
 
-def arms(config: Config, against: Config | None = None) -> dict[str, Config]:
+def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyConfig]:
     """The two configurations to compare by short names; None is the dense counterpart.
 
     Raises:
@@ -55,7 +67,7 @@ def arms(config: Config, against: Config | None = None) -> dict[str, Config]:
     return {"config": config, "against": against}
 
 
-def arm_titles(config: Config, against: Config | None = None) -> dict[str, str]:
+def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, str]:
     """What tells the two arms apart, by their short names."""
     if against is None:
         return {"moe": "MoE", "dense": "dense"}
@@ -69,7 +81,7 @@ def arm_titles(config: Config, against: Config | None = None) -> dict[str, str]:
 
 
 def train_pair(
-    config: Config, text: Text, output: str | Path, against: Config | None = None
+    config: AnyConfig, text: Text, output: str | Path, against: AnyConfig | None = None
 ) -> dict[str, Result]:
     """Both arms of one seed, in OUTPUT/ARM-seedN.
 
@@ -99,7 +111,7 @@ def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[st
     Differences are ln ppl(first arm) - ln ppl(second arm): below zero where the first is better;
     the relative change of the perplexity is e^difference - 1. The balance is the first arm's.
     """
-    lengths = text.test.starts.diff()
+    lengths = text.test.lengths
     rows: list[dict[str, Any]] = []
     for pair in pairs:
         first, second = pair.values()

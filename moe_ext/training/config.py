@@ -1,6 +1,8 @@
 """Configuration of a training run: nested dataclasses, read from TOML, changed by dotted key.
 
 config = read_config("configs/small/moe-32.toml", ["steps=500", "model.moe.k=2"])
+
+With `task = "translation"` it is a `TranslationConfig`, else a `Config`, of a language model.
 """
 
 import difflib
@@ -10,10 +12,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require
-from moe_ext.models import LanguageModelConfig
+from moe_ext.models import LanguageModelConfig, TranslationModelConfig
 
 
 class ConfigError(ValueError):
@@ -65,12 +67,75 @@ class DataConfig:
 
 
 @dataclass
+class ParallelDataConfig:
+    """Sentences and their translations.
+
+    Attributes:
+        corpus: a folder of parallel text (moe_ext/data/parallel.py).
+        pairs: of languages; "en-fr" is from English into French. Where there are several, each
+            source begins with the token `<2xx>` of its target's language.
+        wordpieces: a sentencepiece model ("": pieces are found in the training part).
+        vocab_size, kind: where they are: so many, by "bpe" or "unigram" (`Wordpieces.train`).
+        max_words, max_ratio, drop, max_train_pairs: what to leave out of the training part of each
+            language pair (`load_parallel`); 0 is no limit.
+        oversample: train on as many pairs of sentences of each language pair (`PairBatches`).
+        encoded: a folder in which wordpieces and the ids of the text are kept from run to run ("":
+            they are made anew, in memory).
+        num_workers: processes that read the text, and then make batches while the model trains, for
+            each process that trains (0: that one does it itself).
+        tokens_per_batch: source tokens and predictions per batch, roughly.
+        max_length: train only on pairs with at most so many source tokens and predictions (0: all).
+    """
+
+    corpus: str = ""
+    pairs: list[str] = field(default_factory=lambda: ["en-fr"])
+    wordpieces: str = ""
+    vocab_size: int = 16_000
+    kind: str = "bpe"
+    max_words: int = 0
+    max_ratio: float = 0.0
+    drop: list[str] = field(default_factory=list)
+    max_train_pairs: int = 0
+    oversample: bool = False
+    encoded: str = ""
+    num_workers: int = 0
+    tokens_per_batch: int = 5_120
+    max_length: int = 0
+
+    def __post_init__(self) -> None:
+        require(len(self.pairs) >= 1, "pairs", "be at least one", self.pairs)
+        for pair in self.pairs:
+            source, _, target = pair.partition("-")
+            require(
+                bool(source and target) and source != target,
+                "pairs",
+                'be of two languages each, as "en-fr"',
+                pair,
+            )
+        require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
+        require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
+        require(self.kind in ("bpe", "unigram"), "kind", 'be "bpe" or "unigram"', self.kind)
+        for name in ("max_words", "max_train_pairs", "num_workers", "max_length"):
+            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        require(
+            self.max_ratio == 0 or self.max_ratio >= 1,
+            "max_ratio",
+            "be 0 or at least 1",
+            self.max_ratio,
+        )
+        require(
+            self.tokens_per_batch >= 1, "tokens_per_batch", "be at least 1", self.tokens_per_batch
+        )
+
+
+@dataclass
 class OptimizerConfig:
-    """Adam under the schedule of App. C.1 (moe_ext/optim).
+    """Adam under the schedules of App. C.1 and E (moe_ext/optim).
 
     Attributes:
         learning_rate: its peak.
         warmup_steps: where the peak is.
+        hold_steps: for how long the rate stays there.
         beta1, beta2, eps: of Adam.
         experts: the optimizer of the experts' matrices, "adam" or "factored_adam" (App. D), which
             has no beta1.
@@ -84,6 +149,7 @@ class OptimizerConfig:
 
     learning_rate: float = 1e-3
     warmup_steps: int = 1_000
+    hold_steps: int = 0
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-9
@@ -96,6 +162,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
         require(self.warmup_steps >= 1, "warmup_steps", "be at least 1", self.warmup_steps)
+        require(self.hold_steps >= 0, "hold_steps", "be at least 0", self.hold_steps)
         require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
         require(self.eps > 0, "eps", "be positive", self.eps)
@@ -118,7 +185,7 @@ class LogConfig:
 
     Attributes:
         log_every, eval_every, save_every: intervals in steps; 0 of the last two: at the end only.
-        eval_sentences: of the dev part, so many sentences (0: all).
+        eval_sentences: of the dev part (of each language pair), so many sentences (0: all).
         keep_checkpoints: the newest so many.
         tensorboard: write event files for it too.
         progress: show a bar; where stderr is no terminal, a line every log_every steps.
@@ -143,8 +210,8 @@ class LogConfig:
 
 
 @dataclass
-class Config:
-    """A training run.
+class RunConfig:
+    """What all training runs have.
 
     Attributes:
         output: its folder (runs/NAME of the file, if not given).
@@ -155,7 +222,7 @@ class Config:
         num_threads: of torch (0: its default).
         timeout: seconds that a process waits for the others before all end.
         autocast: "" for float32, or "bfloat16".
-        data, model, optimizer, log: the tables of further options.
+        optimizer, log: tables of further options.
     """
 
     output: str = ""
@@ -166,8 +233,6 @@ class Config:
     num_threads: int = 0
     timeout: float = 600.0
     autocast: str = ""
-    data: DataConfig = field(default_factory=DataConfig)
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -178,6 +243,18 @@ class Config:
         require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
         require(self.timeout > 0, "timeout", "be positive", self.timeout)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
+
+
+@dataclass
+class Config(RunConfig):
+    """A training run of a language model: `RunConfig` with the tables data and model."""
+
+    task: str = "language_model"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model.dtype != "float32":  # whose averages are float32 all the same
             for name in ("experts", "embedding"):
                 value = getattr(self.optimizer, name)
@@ -185,13 +262,34 @@ class Config:
                 require(value == "factored_adam", f"optimizer.{name}", rule, value)
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+@dataclass
+class TranslationConfig(RunConfig):
+    """A training run of a translation model: `RunConfig` with the tables data and model."""
+
+    task: str = "translation"
+    data: ParallelDataConfig = field(default_factory=ParallelDataConfig)
+    model: TranslationModelConfig = field(default_factory=TranslationModelConfig)
+
+
+AnyConfig = Config | TranslationConfig
+C = TypeVar("C", Config, TranslationConfig)
+_KINDS: dict[str, type[AnyConfig]] = {"language_model": Config, "translation": TranslationConfig}
+
+
+@overload
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig: ...
+@overload
+def read_config(path: str | Path, overrides: Sequence[str], kind: type[C]) -> C: ...
+def read_config(
+    path: str | Path, overrides: Sequence[str] = (), kind: type[Any] | None = None
+) -> AnyConfig:
     """The configuration in a TOML file.
 
     Args:
         path: the file.
         overrides: `key=value`, keys dotted and values TOML; a value that is not TOML is taken as a
             string, so that `data.corpus=builtin` needs no quotes.
+        kind: `Config` or `TranslationConfig`, where only one of them will do.
 
     Raises:
         ConfigError: names key, rule and value.
@@ -211,17 +309,23 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"an override must be key=value, got {override!r}")
         _set(table, key.strip(), _parse(text.strip()), override)
     config = config_from_dict(table)
+    if kind is not None and not isinstance(config, kind):
+        raise ConfigError(f'task must be "{kind.task}" here, got "{config.task}" in {path}')
     config.output = config.output or f"runs/{path.stem}"
     return config
 
 
-def config_from_dict(table: dict[str, Any]) -> Config:
-    """A Config of nested dicts, as in TOML; missing keys take their defaults.
+def config_from_dict(table: dict[str, Any]) -> AnyConfig:
+    """The configuration of nested dicts, as in TOML; missing keys take their defaults.
 
     Raises:
         ConfigError: names key, rule and value.
     """
-    return _build(Config, table, "")
+    task = table.get("task", Config.task)
+    if task not in _KINDS:
+        raise ConfigError(f"task must be one of {', '.join(_KINDS)}, got {task!r}")
+    kind = _KINDS[task]
+    return _build(kind, table, "", kind)
 
 
 # Where and how a run is done, not what it computes; so are the options of [log].
@@ -231,8 +335,10 @@ _NOT_COMPARED = {
 }
 
 
-def config_differences(a: Config, b: Config) -> list[str]:
+def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
     """The dotted keys in which two configurations describe different runs."""
+    if a.task != b.task:
+        return ["task"]
     flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))
     return [
         key
@@ -241,12 +347,12 @@ def config_differences(a: Config, b: Config) -> list[str]:
     ]
 
 
-def config_value(config: Config, key: str) -> Any:
+def config_value(config: AnyConfig, key: str) -> Any:
     """The option with a dotted key."""
     return _flatten(asdict(config))[key]
 
 
-def to_toml(config: Config) -> str:
+def to_toml(config: AnyConfig) -> str:
     """The configuration as TOML, every key written out."""
     lines: list[str] = []
 
@@ -291,17 +397,17 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _build(cls: Any, table: Any, path: str) -> Any:
+def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
     if not isinstance(table, dict):
         raise ConfigError(f"{path[:-1]} must be a table of options, got {table!r}")
     hints = get_type_hints(cls)
     values = {}
     for key, value in table.items():
         if key not in hints:
-            raise ConfigError(_unknown_key(f"{path}{key}"))
+            raise ConfigError(_unknown_key(f"{path}{key}", root))
         hint = hints[key]
         if is_dataclass(hint):
-            values[key] = _build(hint, value, f"{path}{key}.")
+            values[key] = _build(hint, value, f"{path}{key}.", root)
         else:
             values[key] = _check_type(hint, value, f"{path}{key}")
     try:
@@ -329,9 +435,11 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
     return value
 
 
-def _unknown_key(key: str) -> str:
-    known = list(_flatten(asdict(Config())))
-    tables = [f.name for f in fields(Config) if is_dataclass(f.default_factory)]
+def _unknown_key(key: str, root: type[AnyConfig]) -> str:
+    """What to say of a key that the configuration `root` does not have."""
+    known = list(_flatten(asdict(root())))
+    top_level = [f.name for f in fields(root)]
+    tables = [f.name for f in fields(root) if is_dataclass(f.default_factory)]
     last = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known + tables, n=1, cutoff=0.6)
     near = near or [name for name in known if name.rsplit(".", 1)[-1] == last]
@@ -340,9 +448,5 @@ def _unknown_key(key: str) -> str:
         for name in known
         if difflib.get_close_matches(last, [name.rsplit(".", 1)[-1]], cutoff=0.75)
     ]
-    hint = f"did you mean {near[0]}?" if near else f"top-level keys are {', '.join(_top_level())}"
+    hint = f"did you mean {near[0]}?" if near else f"top-level keys are {', '.join(top_level)}"
     return f"unknown option {key}; {hint}"
-
-
-def _top_level() -> list[str]:
-    return [f.name for f in fields(Config)]

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.training.config import Config
+from moe_ext.training.config import C
 
 
 @contextmanager
-def processes_of_run(config: Config) -> Iterator[tuple[Config, ProcessGroup | None]]:
+def processes_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     """The process group that torchrun started, and the configuration for this process of it.
 
     The device "cuda" becomes the GPU of the process. After torchrun has restarted the processes

@@ -1,4 +1,4 @@
-"""The training loop of the language models."""
+"""The training loop of all models."""
 
 import math
 import signal
@@ -17,16 +17,21 @@ from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
 from moe_ext.balanced import balanced_gates, batchwise_masks
-from moe_ext.data import Batch, SentenceBatches
+from moe_ext.data import Batch, EncodedPairs, PairBatch
 from moe_ext.data.batches import mixed_seed
 from moe_ext.data.files import atomic_file
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
-from moe_ext.models import LanguageModel, LossParts
-from moe_ext.optim import FactoredAdam, language_model_schedule, split_parameters
+from moe_ext.models import LanguageModel, LossParts, TranslationModel
+from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 from moe_ext.processes import Processes
-from moe_ext.training.checkpoint import check_vocabulary, checkpoints_of, load_states
+from moe_ext.training.checkpoint import (
+    check_vocabulary,
+    checkpoints_of,
+    load_states,
+    vocabulary_file,
+)
 from moe_ext.training.config import (
-    Config,
+    AnyConfig,
     ConfigError,
     OptimizerConfig,
     config_differences,
@@ -35,18 +40,19 @@ from moe_ext.training.config import (
 )
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import RunLog, summary_writer
-from moe_ext.training.metrics import evaluate, mean_of
-from moe_ext.training.text import Text, load_text
+from moe_ext.training.metrics import by_language_pair, evaluate, mean_of
+from moe_ext.training.model import make_model
+from moe_ext.training.text import Text, load_text, training_batches
 
 
 class _Objective(nn.Module):
     """The training loss as a module, for a wrapper that has to see the model called."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel | TranslationModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch) -> LossParts:
+    def forward(self, batch: Any) -> LossParts:
         return self.model.loss(batch)
 
 
@@ -98,12 +104,16 @@ class _Window:
         return values
 
 
-def make_optimizers(model: LanguageModel, options: OptimizerConfig) -> list[Optimizer]:
+def make_optimizers(
+    model: LanguageModel | TranslationModel, options: OptimizerConfig
+) -> list[Optimizer]:
     """Adam, and beside it FactoredAdam for the large matrices where the options ask for it."""
     split = split_parameters(model)
     factored = split.experts if options.experts == "factored_adam" else []
     if options.embedding == "factored_adam":
-        factored = [*model.embedding.parameters(), *model.softmax.parameters(), *factored]
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        words = nn.ModuleList([*embeddings, model.softmax])
+        factored = [*words.parameters(), *factored]
     apart = {*factored, *split.thresholds}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p not in apart]}]
     if split.thresholds:
@@ -154,7 +164,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: AnyConfig,
         text: Text | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -175,7 +185,7 @@ class Trainer:
         torch.manual_seed(self._seed("weights"))
         self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
         self.class_generator = torch.Generator("cpu")
-        self.model = LanguageModel(
+        self.model = make_model(
             config.model,
             len(self.text.vocabulary),
             process_group=process_group,
@@ -187,20 +197,13 @@ class Trainer:
             self._objective = parallelize(self._objective, process_group)
         self.optimizers = make_optimizers(self.model, config.optimizer)
         self.schedules = [
-            language_model_schedule(optimizer, config.optimizer.warmup_steps)
+            warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in self.optimizers
         ]
         # The same dropout masks whatever the layers drew.
         torch.manual_seed(self._seed_here("dropout"))
 
-        self.batches = SentenceBatches(
-            self.text.train,
-            eos_id=self.text.vocabulary.eos_id,
-            tokens_per_batch=config.data.tokens_per_batch,
-            max_length=config.data.max_length or None,
-            shuffle=True,
-            seed=config.seed,
-        )
+        self.batches = training_batches(self.text, config.data, config.seed)
         self.dev = self.text.dev
         if config.log.eval_sentences:
             self.dev = self.dev.first(config.log.eval_sentences)
@@ -260,7 +263,9 @@ class Trainer:
         (number,) = self.processes.sum(torch.tensor(int(here)))
         return bool(number)
 
-    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
+    def train_step(
+        self, batches: Sequence[Batch | PairBatch], window: _Window | None = None
+    ) -> None:
         """One optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
@@ -298,7 +303,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Perplexity of the dev part; with strictly balanced gates perplexity_batchwise as well,
-        by the mask that training uses (App. F)."""
+        by the mask that training uses (App. F). Of several language pairs also that of each."""
         values: dict[str, float] = {}
         masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
         if balanced_gates(self.model):
@@ -313,6 +318,9 @@ class Trainer:
                     processes=self.processes,
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
+            if isinstance(self.dev, EncodedPairs) and len(self.dev.names) > 1:
+                for name, part in by_language_pair(dev.sentence_nll, self.dev).items():
+                    values[f"perplexity{suffix}/{name}"] = part.perplexity
         return values
 
     def _autocast(self):
@@ -320,7 +328,7 @@ class Trainer:
             return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
         return nullcontext()
 
-    def _batch_stream(self) -> Generator[Batch, None, None]:
+    def _batch_stream(self) -> Generator[Batch | PairBatch, None, None]:
         """Epoch after epoch from where the run is; self.epoch and self.batch follow."""
         while True:
             num_workers = self.config.data.num_workers
@@ -335,7 +343,7 @@ class Trainer:
         with atomic_file(self.folder / "config.toml") as file:
             file.write(to_toml(replace(self.config, resume=False)).encode())
         if self.step == 0:
-            self.text.vocabulary.save(self.folder / "vocabulary.txt")
+            self.text.vocabulary.save(self.folder / vocabulary_file(self.config))
 
     def _earlier(self) -> Loaded | None:
         """What the newest checkpoint of the run to continue says; None to start.

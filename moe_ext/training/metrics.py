@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ext.data import Batch, EncodedSentences, SentenceBatches
-from moe_ext.models import LanguageModel, evaluating
+from moe_ext.data import EncodedPairs, EncodedSentences, batches_of
+from moe_ext.models import LanguageModel, TranslationModel, evaluating
 from moe_ext.processes import Processes
 from moe_ext.progress import progress
 
@@ -26,7 +27,8 @@ class Evaluation:
     """How well a model predicts a text.
 
     Attributes:
-        sentence_nll: [N] float64, nats of each sentence in the order of the corpus.
+        sentence_nll: [N] float64, nats of each sentence (as a translation, of pairs) in the order
+            of the corpus.
         num_tokens: all predictions, ends of sentences included.
     """
 
@@ -45,8 +47,8 @@ class Evaluation:
 
 
 def evaluate(
-    model: LanguageModel,
-    sentences: EncodedSentences,
+    model: LanguageModel | TranslationModel,
+    text: EncodedSentences | EncodedPairs,
     *,
     tokens_per_batch: int = 2_560,
     title: str = "evaluating",
@@ -58,28 +60,34 @@ def evaluate(
 
     Args:
         model: on any device; its mode is left as it was.
-        sentences: in the ids of the model's vocabulary.
-        tokens_per_batch: predictions in a batch, roughly.
+        text: sentences, or for a translation model pairs of them, in the ids of its vocabulary.
+        tokens_per_batch: in a batch, roughly: predictions, and of pairs source tokens too.
         title: of the progress bar; "" for none.
         processes: which share the work, each with some rows of every batch; None is this one.
     """
     processes = processes or Processes()
     device = model.embedding.weight.device
-    batches = SentenceBatches(
-        sentences, eos_id=sentences.eos_id, tokens_per_batch=tokens_per_batch, shuffle=False
-    )
-    sentence_nll = torch.zeros(len(sentences), dtype=torch.float64, device=device)
-    epoch: Iterable[Batch] = batches.epoch(0)
+    batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
+    sentence_nll = torch.zeros(len(text), dtype=torch.float64, device=device)
+    epoch: Iterable[Any] = batches.epoch(0)
     if title:
         epoch = progress(epoch, title, "batches", batches.num_batches)
     with evaluating(model), torch.inference_mode():
         for batch in epoch:
             batch = batch.part(processes.rank, processes.size).to(device)
-            assert batch.sentence_index is not None  # SentenceBatches sets it
             sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
             sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
     (sentence_nll,) = processes.sum(sentence_nll)
     return Evaluation(sentence_nll.cpu(), batches.num_tokens)
+
+
+def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Evaluation]:
+    """What `evaluate` has measured of pairs, of each language pair by itself."""
+    return {
+        name: Evaluation(sentence_nll[rows], int(pairs.lengths[rows].sum()))
+        for index, name in enumerate(pairs.names)
+        for rows in [pairs.pair == index]
+    }
 
 
 def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:

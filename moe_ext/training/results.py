@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ext.analysis import Cost, cost
 from moe_ext.data.files import atomic_file
-from moe_ext.training.config import Config, ConfigError, config_differences, config_from_dict
+from moe_ext.training.config import AnyConfig, ConfigError, config_differences, config_from_dict
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate, mean_of, perplexity
@@ -59,7 +59,7 @@ class Result:
         return self.test_nll if share == 1 else self.earlier_nll[share]
 
 
-def train_and_test(config: Config, text: Text, shares: Sequence[float] = ()) -> Result:
+def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) -> Result:
     """The result of a run: read if it is finished, else trained from wherever it is.
 
     Args:
@@ -104,7 +104,7 @@ def train_and_test(config: Config, text: Text, shares: Sequence[float] = ()) -> 
     return result
 
 
-def finished(config: Config, text: Text) -> Result | None:
+def finished(config: AnyConfig, text: Text) -> Result | None:
     """The result of a run that was trained and tested; None if it is not there yet.
 
     Raises:
@@ -134,7 +134,7 @@ def finished(config: Config, text: Text) -> Result | None:
     )
 
 
-def _train_to(steps: int, config: Config, text: Text) -> Trainer:
+def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
     """The trainer after so many steps; the test part is measured there."""
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_ext.data.files import atomic_file
-from moe_ext.training.config import Config
+from moe_ext.training.config import AnyConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.results import Result, finished, train_and_test
@@ -49,7 +49,7 @@ def study_parser(
 
 
 def run_study(
-    arms: Mapping[str, Config],
+    arms: Mapping[str, AnyConfig],
     seeds: Sequence[int],
     text: Text,
     runs: str | Path,
@@ -100,7 +100,7 @@ def run_study(
 
 
 def run_arms(
-    arms: Mapping[str, Config], options: argparse.Namespace, shares: Sequence[float] = ()
+    arms: Mapping[str, AnyConfig], options: argparse.Namespace, shares: Sequence[float] = ()
 ) -> tuple[Text, Results]:
     """`run_study` as the options of `study_parser` ask for, on the text of all arms."""
     config = next(iter(arms.values()))

@@ -1,45 +1,58 @@
 """A corpus as ids: what the models are trained on and measured with."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from moe_ext.data import (
     Corpus,
     CorpusError,
+    EncodedPairs,
     EncodedSentences,
+    PairBatches,
+    ParallelText,
+    SentenceBatches,
     Sentences,
     Vocabulary,
+    Wordpieces,
+    encode_pairs,
     encode_sentences,
     encode_to_files,
     in_workers,
     load_corpus,
+    load_parallel,
 )
+from moe_ext.data.encoded import made_once
 from moe_ext.progress import progress
-from moe_ext.training.config import ConfigError, DataConfig
+from moe_ext.training.config import ConfigError, DataConfig, ParallelDataConfig
 
 _RANDOM_SENTENCE = 25  # words
+_SENTENCES_FOR_WORDPIECES = 2_000_000  # of all languages, from a larger corpus
 
 
 @dataclass(frozen=True)
 class Text:
-    """The three parts of a corpus as ids of a vocabulary."""
+    """The three parts of a corpus as ids: sentences in the words of a vocabulary, or pairs of them
+    in wordpieces."""
 
-    vocabulary: Vocabulary
-    train: EncodedSentences
-    dev: EncodedSentences
-    test: EncodedSentences
+    vocabulary: Vocabulary | Wordpieces
+    train: EncodedSentences | EncodedPairs
+    dev: EncodedSentences | EncodedPairs
+    test: EncodedSentences | EncodedPairs
 
 
-def load_text(config: DataConfig) -> Text:
+def load_text(config: DataConfig | ParallelDataConfig) -> Text:
     """The corpus in the vocabulary given, or else in that of its own training part.
 
     Raises:
         ConfigError: whatever is wrong with them.
     """
+    if isinstance(config, ParallelDataConfig):
+        return _load_pairs(config)
     vocabulary = _given_vocabulary(config)
     with _config_errors():
         corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
@@ -54,7 +67,9 @@ def load_text(config: DataConfig) -> Text:
         )
 
 
-def load_part(config: DataConfig, vocabulary: Vocabulary, part: str) -> EncodedSentences:
+def load_part(
+    config: DataConfig | ParallelDataConfig, vocabulary: Vocabulary | Wordpieces, part: str
+) -> EncodedSentences | EncodedPairs:
     """One part of the corpus in a given vocabulary; the others are not read.
 
     Args:
@@ -66,10 +81,118 @@ def load_part(config: DataConfig, vocabulary: Vocabulary, part: str) -> EncodedS
         ConfigError: whatever is wrong with the corpus.
     """
     with _config_errors():
+        if isinstance(config, ParallelDataConfig):
+            assert isinstance(vocabulary, Wordpieces)
+            return _encode_pairs(_parallel_text(config, part), vocabulary, config, part)
+        assert isinstance(vocabulary, Vocabulary)
         corpus = load_corpus(
             config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
         )
         return _encode(corpus, part, vocabulary, config)
+
+
+def training_batches(
+    text: Text, config: DataConfig | ParallelDataConfig, seed: int
+) -> SentenceBatches | PairBatches:
+    """The batches of the training part, drawn by the seed."""
+    if isinstance(config, ParallelDataConfig):
+        assert isinstance(text.train, EncodedPairs)
+        with _config_errors():
+            return PairBatches(
+                text.train,
+                tokens_per_batch=config.tokens_per_batch,
+                max_length=config.max_length or None,
+                oversample=config.oversample,
+                shuffle=True,
+                seed=seed,
+            )
+    assert isinstance(text.train, EncodedSentences)
+    return SentenceBatches(
+        text.train,
+        eos_id=text.vocabulary.eos_id,
+        tokens_per_batch=config.tokens_per_batch,
+        max_length=config.max_length or None,
+        shuffle=True,
+        seed=seed,
+    )
+
+
+def _load_pairs(config: ParallelDataConfig) -> Text:
+    with _config_errors():
+        texts = {part: _parallel_text(config, part) for part in ("train", "dev", "test")}
+        wordpieces = _wordpieces(texts["train"], config)
+        return Text(
+            wordpieces,
+            **{part: _encode_pairs(text, wordpieces, config, part) for part, text in texts.items()},
+        )
+
+
+def _parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
+    """A part of the corpus by language pair."""
+    texts = []
+    for languages in config.pairs:
+        source, _, target = languages.partition("-")
+        corpus = load_parallel(
+            config.corpus,
+            source=source,
+            target=target,
+            parts=[] if part == "all" else [part],
+            max_words=config.max_words or None,
+            max_ratio=config.max_ratio or None,
+            drop=config.drop,
+            max_train_pairs=config.max_train_pairs or None,
+        )
+        if part == "all":
+            places = (*corpus.train.places, *corpus.dev.places, *corpus.test.places)
+            texts.append(ParallelText(source, target, places))
+        else:
+            texts.append(getattr(corpus, part))
+    return texts
+
+
+def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wordpieces:
+    """Those given, or else those of the text, found once where they can be kept."""
+    if config.wordpieces:
+        try:
+            return Wordpieces.load(config.wordpieces)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.wordpieces: {error}") from error
+    languages = sorted({text.target for text in texts}) if len(texts) > 1 else []
+    # Either direction of a language pair has the same sentences.
+    once = {frozenset((text.source, text.target)): text for text in texts}.values()
+
+    def found() -> Wordpieces:
+        sentences = (side for text in once for pair in text for side in pair)
+        return Wordpieces.train(
+            progress(sentences, "finding wordpieces", "sentences"),
+            config.vocab_size,
+            kind=config.kind,
+            target_tokens=languages,
+            max_sentences=_SENTENCES_FOR_WORDPIECES,
+        )
+
+    if not config.encoded:
+        return found()
+    fingerprints = "\n".join(text.fingerprint() for text in once)
+    key = f"wordpieces 1 {config.vocab_size} {config.kind} {languages} {fingerprints}"
+    name = "wordpieces.model"
+    folder = made_once(
+        Path(config.encoded), "wordpieces", key, lambda made: found().save(made / name)
+    )
+    return Wordpieces.load(folder / name)
+
+
+def _encode_pairs(
+    texts: Sequence[ParallelText], wordpieces: Wordpieces, config: ParallelDataConfig, part: str
+) -> EncodedPairs:
+    return encode_pairs(
+        texts,
+        wordpieces,
+        target_tokens=len(texts) > 1,
+        folder=config.encoded or None,
+        name=part,
+        num_workers=config.num_workers,
+    )
 
 
 def _given_vocabulary(config: DataConfig) -> Vocabulary | None:
@@ -122,5 +245,7 @@ def _config_errors() -> Iterator[None]:
         yield
     except CorpusError as error:
         raise ConfigError(f"data.corpus: {error}") from error
-    except ValueError as error:
+    except ConfigError:
+        raise
+    except (ImportError, ValueError) as error:
         raise ConfigError(f"data: {error}") from error

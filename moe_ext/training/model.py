@@ -1,0 +1,36 @@
+"""The model of a configuration."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from moe_ext.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    TranslationModel,
+    TranslationModelConfig,
+)
+
+
+def make_model(
+    config: LanguageModelConfig | TranslationModelConfig,
+    vocab_size: int,
+    *,
+    process_group: ProcessGroup | None = None,
+    noise_generator: torch.Generator | None = None,
+    class_generator: torch.Generator | None = None,
+) -> LanguageModel | TranslationModel:
+    """The model, newly initialised; the arguments are those of the models.
+
+    Only a language model draws classes.
+    """
+    if isinstance(config, TranslationModelConfig):
+        return TranslationModel(
+            config, vocab_size, process_group=process_group, noise_generator=noise_generator
+        )
+    return LanguageModel(
+        config,
+        vocab_size,
+        process_group=process_group,
+        noise_generator=noise_generator,
+        class_generator=class_generator,
+    )

@@ -1,0 +1,334 @@
+"""From parallel text to a trained translation model (App. E): what differs from language models."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from test_distributed_training import assert_same_curve, curve
+from test_distributed_training import train as train_in_process
+from test_training import assert_same_run, merged, train
+
+from moe_ext import balanced_gates
+from moe_ext.analysis import cost
+from moe_ext.data import EncodedPairs, PairBatches, Wordpieces
+from moe_ext.models import TranslationModel
+from moe_ext.training.checkpoint import load_run
+from moe_ext.training.comparison import dense_counterpart
+from moe_ext.training.config import (
+    Config,
+    ConfigError,
+    ParallelDataConfig,
+    TranslationConfig,
+    read_config,
+    to_toml,
+)
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.loop import make_optimizers
+from moe_ext.training.metrics import by_language_pair, evaluate
+from moe_ext.training.model import make_model
+from moe_ext.training.results import train_and_test
+from moe_ext.training.text import load_part, load_text
+
+SYLLABLES = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
+SIZES = {"train": 120, "dev": 12, "test": 15}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(scope="session")
+def parallel_corpus(tmp_path_factory):
+    """English syllables into French ones, and into German ones in the opposite order; of the latter
+    half as many. One French line has no translation."""
+    folder = tmp_path_factory.mktemp("parallel")
+    draw = random.Random(6)
+    for part, number in SIZES.items():
+        for language, share in (("fr", 1), ("de", 2)):
+            lines = []
+            for _ in range(number // share):
+                words = [draw.choice(SYLLABLES) for _ in range(draw.randint(1, 7))]
+                there = [f"{language}{word}" for word in words]
+                if language == "de":
+                    there.reverse()
+                source = " ".join(f"n{word}" for word in words)
+                lines.append(f"made\t{source}\t{' '.join(there)}\n")
+            if (part, language) == ("train", "fr"):
+                lines.insert(3, "made\tnba nda\t \n")
+            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def table(parallel_corpus, tmp_path):
+    """A configuration as nested dicts: balanced gates, dropout, two language pairs."""
+    return {
+        "task": "translation",
+        "output": str(tmp_path / "run"),
+        "steps": 12,
+        "num_threads": 1,
+        "data": {
+            "corpus": str(parallel_corpus),
+            "pairs": ["en-fr", "en-de"],
+            "vocab_size": 50,
+            "tokens_per_batch": 600,
+        },
+        "model": {
+            "d_model": 16,
+            "lstm_units": 24,
+            "dropout": 0.2,
+            "moe": {
+                "gate": "balanced",
+                "num_experts": 4,
+                "k": 2,
+                "hidden_sizes": [16],
+                "w_load": 0.0,
+            },
+        },
+        "optimizer": {"learning_rate": 0.02, "warmup_steps": 4, "hold_steps": 3},
+        "log": {
+            "log_every": 2,
+            "eval_every": 4,
+            "save_every": 5,
+            "tensorboard": False,
+            "progress": False,
+        },
+    }
+
+
+def same_pairs(a, b):
+    return a.names == b.names and [*a] == [*b]
+
+
+# Configuration
+
+
+def test_the_task_decides_what_the_tables_hold(table, tmp_path):
+    config = merged(table)
+    assert isinstance(config, TranslationConfig) and config.data.pairs == ["en-fr", "en-de"]
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert read_config(path) == config == read_config(path, [], TranslationConfig)
+    with pytest.raises(ConfigError, match='task must be "language_model" here, got "translation"'):
+        read_config(path, [], Config)
+    with pytest.raises(ConfigError, match="task must be one of language_model, translation, got"):
+        read_config(path, ["task=translate"])
+    with pytest.raises(ConfigError, match="unknown option model.layers; did you mean"):
+        read_config(path, ["model.layers=['lstm']"])
+    path.write_text("steps = 3\n")
+    assert isinstance(read_config(path), Config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("pairs", [], "data.pairs must be at least one, got []"),
+        ("pairs", ["en"], """data.pairs must be of two languages each, as "en-fr", got 'en'"""),
+        ("pairs", ["en-en"], "data.pairs must be of two languages each"),
+        ("pairs", ["en-fr", "en-fr"], "data.pairs must be distinct"),
+        ("kind", "words", """data.kind must be "bpe" or "unigram", got 'words'"""),
+        ("max_ratio", 0.5, "data.max_ratio must be 0 or at least 1, got 0.5"),
+        ("max_words", -1, "data.max_words must be at least 0, got -1"),
+        ("vocab_size", 2, "data.vocab_size must be at least 3, got 2"),
+        ("tokens_per_batch", 0, "data.tokens_per_batch must be at least 1, got 0"),
+    ],
+)
+def test_errors_of_the_data_options(table, option, value, message):
+    with pytest.raises(ConfigError) as error:
+        merged(table, data={option: value})
+    assert str(error.value).startswith(message)
+
+
+# Text
+
+
+def test_all_language_pairs_share_the_wordpieces(table):
+    text = load_text(merged(table).data)
+    pieces = text.vocabulary
+    assert isinstance(pieces, Wordpieces) and pieces.target_tokens == ["de", "fr"]
+    for part, number in SIZES.items():
+        pairs = getattr(text, part)
+        assert pairs.names == ("en-fr", "en-de")
+        assert pairs.pair.bincount().tolist() == [number, number // 2]
+        for (source, target), pair in zip(pairs, pairs.pair.tolist(), strict=True):
+            language = ("fr", "de")[pair]
+            assert source[0] == pieces.target_token_id(language)
+            words = pieces.decode(source).replace("n", language).split()
+            assert pieces.decode(target).split() == (words if pair == 0 else words[::-1])
+    assert text.train.report().splitlines() == [
+        "en-fr: 120 of 121 lines kept, 1 skipped (1 empty side)",
+        "en-de: 60 of 60 lines kept",
+    ]
+    one = load_text(merged(table, data={"pairs": ["en-fr"]}).data)
+    assert one.vocabulary.target_tokens == []
+    assert one.vocabulary.decode(one.train[0][0]).startswith("n")
+
+
+def test_both_directions_of_a_language_pair(table):
+    text = load_text(merged(table, data={"pairs": ["en-fr", "fr-en"]}).data)
+    pieces = text.vocabulary
+    number = SIZES["train"]
+    for index in (0, 50, number - 1):
+        there, back = text.train[index], text.train[number + index]
+        assert there[0] == [pieces.target_token_id("fr"), *back[1]]
+        assert back[0] == [pieces.target_token_id("en"), *there[1]]
+
+
+def test_wordpieces_and_ids_are_made_once(table, tmp_path, monkeypatch):
+    fresh = load_text(merged(table).data)
+    data = merged(table, data={"encoded": str(tmp_path / "ids"), "num_workers": 1}).data
+    kept = load_text(data)
+    monkeypatch.setattr(Wordpieces, "train", None)
+    again = load_text(data)
+    for text in (kept, again):
+        assert text.vocabulary.fingerprint() == fresh.vocabulary.fingerprint()
+        for part in SIZES:
+            assert same_pairs(getattr(text, part), getattr(fresh, part))
+    fresh.vocabulary.save(tmp_path / "pieces.model")
+    given = load_text(replace(data, encoded="", wordpieces=str(tmp_path / "pieces.model")))
+    assert same_pairs(given.train, fresh.train)
+
+
+def test_parts_in_the_wordpieces_of_a_model(table, monkeypatch):
+    data = merged(table).data
+    text = load_text(data)
+    monkeypatch.setattr(Wordpieces, "train", None)
+    for part in SIZES:
+        assert same_pairs(load_part(data, text.vocabulary, part), getattr(text, part))
+    everything = load_part(data, text.vocabulary, "all")
+    assert everything.pair.bincount().tolist() == [147, 73]
+    assert [*everything][:120] == [*text.train][:120]
+
+
+def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_corpus):
+    def load(**changes):
+        return load_text(merged(table, data=changes).data)
+
+    with pytest.raises(ConfigError, match="^data.corpus: there is no parallel corpus at "):
+        load(corpus=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="^data.corpus: the train part of .* en and ko, got none"):
+        load(pairs=["en-ko"])
+    with pytest.raises(ConfigError, match="^data.wordpieces: Wordpieces.load: .*nowhere must be"):
+        load(wordpieces="nowhere")
+    with pytest.raises(ConfigError, match="^data: Wordpieces.train: vocab_size must suit the text"):
+        load(vocab_size=9_000)
+    single = Wordpieces.train(["nba nda frba deda"], 15)
+    single.save(tmp_path / "single.model")
+    with pytest.raises(ConfigError, match="^data: .*language must be one of .*got 'fr'"):
+        load(wordpieces=str(tmp_path / "single.model"))
+    with pytest.raises(ConfigError, match="^data: PairBatches: pairs must hold at least one pair"):
+        train(merged(table, data={"max_length": 1}))
+
+
+# Training
+
+
+def test_training_learns_and_logs_each_language_pair(table):
+    trainer = train(merged(table, steps=40, data={"oversample": True}, model={"dropout": 0.0}))
+    assert isinstance(trainer.model, TranslationModel)
+    assert isinstance(trainer.batches, PairBatches) and trainer.batches.num_pairs == 240
+    records = read_metrics(trainer.folder, "train")
+    assert records[-1]["nll"] < records[0]["nll"] - 1
+    assert records[-1]["max_over_mean_load"] == pytest.approx([1, 1], abs=0.01)
+    assert [len(load) for load in records[-1]["load"]] == [4, 4]
+    # Warm-up to step 4, held for 3 more.
+    rates = {record["step"]: record["learning_rate"] for record in records}
+    assert rates[2] == pytest.approx(0.02 * 3 / 4)  # of the step that follows
+    assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 9))
+
+    dev = read_metrics(trainer.folder, "dev")[-1]
+    found = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title="")
+    assert dev["perplexity"] == pytest.approx(found.perplexity, rel=1e-5)
+    parts = by_language_pair(found.sentence_nll, trainer.text.dev)
+    assert [*parts] == ["en-fr", "en-de"]
+    for name, part in parts.items():
+        assert dev[f"perplexity/{name}"] == pytest.approx(part.perplexity, rel=1e-5)
+    assert sum(part.num_tokens for part in parts.values()) == found.num_tokens
+    assert found.num_tokens == trainer.text.dev.num_tokens
+
+
+def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
+    options = {"log": {"save_every": 4, "eval_every": 4}, "steps": 8}
+    table["optimizer"] |= {"experts": "factored_adam", "embedding": "factored_adam"}
+    whole = train(merged(table, **options))
+    assert whole.epoch >= 1 and len(balanced_gates(whole.model)) == 2
+    part = merged(table, **{**options, "steps": 4}, output=str(tmp_path / "part"))
+    train(part)
+    resumed = train(merged(table, **options, output=part.output, resume=True))
+    assert_same_run(whole.folder, resumed.folder)
+
+
+def test_the_curve_of_one_process(workers, table, tmp_path):
+    """Rows of a batch and experts are shared; nothing is drawn."""
+    config = merged(table, steps=6, model={"dropout": 0.0}, log={"log_every": 1, "eval_every": 2})
+    train(config)
+    for world in (2, 3):
+        there = replace(config, output=str(tmp_path / f"run-{world}"))
+        assert workers.run(world, train_in_process, there) == [True] * world
+        assert_same_curve(curve(there), curve(config))
+
+
+def test_few_dev_sentences_are_of_every_language_pair(table):
+    trainer = train(merged(table, steps=1, log={"eval_sentences": 5}))
+    assert trainer.dev.pair.bincount().tolist() == [5, 5]
+    assert [*trainer.dev][5:] == [*trainer.text.dev][12:17]
+
+
+def test_factored_averages_of_embedding_and_softmax(table):
+    for shared, number in ((True, 3), (False, 4)):  # the softmax has a bias
+        model = make_model(merged(table, model={"shared_embedding": shared}).model, 50)
+        options = merged(table, optimizer={"embedding": "factored_adam"}).optimizer
+        _, factored = make_optimizers(model, options)
+        sizes = [len(p) for group in factored.param_groups for p in group["params"]]
+        assert sizes == [50] * number
+
+
+# Runs
+
+
+def test_a_run_is_loaded_with_its_wordpieces(table):
+    trainer = train(merged(table))
+    folder = trainer.folder
+    trained = load_run(folder)
+    assert isinstance(trained.model, TranslationModel) and trained.step == 12
+    assert trained.vocabulary.fingerprint() == trainer.text.vocabulary.fingerprint()
+    assert torch.equal(
+        evaluate(trained.model, trainer.text.test, title="").sentence_nll,
+        evaluate(trainer.model, trainer.text.test, title="").sentence_nll,
+    )
+    path = folder / "wordpieces.model"
+    Wordpieces.train(["nba nda frba deda"], 15).save(path)
+    with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model .15 entries.* not"):
+        load_run(folder)
+    path.unlink()
+    with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
+        load_run(folder)
+
+
+def test_trained_and_tested_once(table, monkeypatch):
+    config = merged(table)
+    text = load_text(config.data)
+    assert isinstance(text.test, EncodedPairs)
+    result = train_and_test(config, text, shares=(0.5,))
+    assert len(result.sentence_nll) == len(text.test) and result.earlier_nll.keys() == {0.5}
+    assert result.test_nll * text.test.num_tokens == pytest.approx(float(result.sentence_nll.sum()))
+    monkeypatch.setattr(TranslationModel, "loss", None)
+    assert train_and_test(config, text, shares=(0.5,)).test_nll == result.test_nll
+
+
+def test_the_dense_counterpart_has_the_same_operations(table):
+    config = merged(table)
+    dense = dense_counterpart(config)
+    assert dense.model.between == "ffn" and dense.model.ffn.hidden_sizes == [32]
+    moe, other = (cost(make_model(each.model, 70)) for each in (config, dense))
+    gates = 2 * 16 * 4
+    assert moe.ops_per_timestep - other.ops_per_timestep == gates
+    with pytest.raises(ConfigError, match="model must have an MoE layer"):
+        dense_counterpart(dense)
+
+
+def test_data_defaults_are_a_single_pair():
+    assert ParallelDataConfig().pairs == ["en-fr"]
