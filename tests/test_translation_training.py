@@ -263,7 +263,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
 
 def test_the_curve_of_one_process(workers, table, tmp_path):
     """Rows of a batch and experts are shared; nothing is drawn."""
-    config = merged(table, steps=6, model={"dropout": 0.0}, log={"log_every": 1, "eval_every": 2})
+    config = merged(table, steps=4, model={"dropout": 0.0}, log={"log_every": 1, "eval_every": 2})
     train(config)
     for world in (2, 3):
         there = replace(config, output=str(tmp_path / f"run-{world}"))
