@@ -12,7 +12,6 @@ included. Writes OUTPUT/kneser_ney.json, with the nats of each test sentence, an
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_ext.data import EncodedSentences
-from moe_ext.data.files import atomic_file
 from moe_ext.models.kneser_ney import NGramModel, kneser_ney
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation
+from moe_ext.training.study import markdown_table, write_report
 from moe_ext.training.text import Text, load_text
 
 
@@ -63,28 +62,27 @@ def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
     kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
     orders = range(1, report["order"] + 1)
-    lines = [
+    table = markdown_table(
+        ["training tokens", "dev perplexity", "test perplexity", "parameters", "seconds"]
+        + [f"{n}-grams" for n in orders],
+        [
+            [
+                f"{model['train_tokens']:,}",
+                f"{model['dev_perplexity']:.2f}",
+                f"{model['test_perplexity']:.2f}",
+                f"{model['num_parameters'] / 1e6:.2f}M",
+                f"{model['seconds']:.0f}",
+                *(f"{number:,}" for number in model["num_ngrams"]),
+            ]
+            for model in report["models"]
+        ],
+    )
+    return (
         f"Interpolated Kneser-Ney {report['order']}-gram ({kind} for each order), nothing pruned; "
         f"corpus {report['corpus']}, vocabulary {report['vocabulary']:,}, "
-        f"{report['test_tokens']:,} test tokens.",
-        "",
-        "| training tokens | dev perplexity | test perplexity | parameters | seconds | "
-        + " | ".join(f"{n}-grams" for n in orders)
-        + " |",
-        "|" + "---|" * (5 + report["order"]),
-    ]
-    for model in report["models"]:
-        cells = [
-            f"{model['train_tokens']:,}",
-            f"{model['dev_perplexity']:.2f}",
-            f"{model['test_perplexity']:.2f}",
-            f"{model['num_parameters'] / 1e6:.2f}M",
-            f"{model['seconds']:.0f}",
-            *(f"{number:,}" for number in model["num_ngrams"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Parameters: stored probabilities and back-off weights."]
-    return "\n".join(lines) + "\n"
+        f"{report['test_tokens']:,} test tokens.\n\n"
+        f"{table}\nParameters: stored probabilities and back-off weights.\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -129,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "models": models,
     }
     page = as_markdown(report)
-    for name, content in (("json", json.dumps(report) + "\n"), ("md", page)):
-        with atomic_file(options.output / f"kneser_ney.{name}") as file:
-            file.write(content.encode())
+    write_report(options.output, "kneser_ney", page, report)
     print(page)
     print(f"also in {options.output}/kneser_ney.md and .json")
     return report

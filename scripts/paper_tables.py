@@ -10,7 +10,6 @@ they take at the published TFLOPS/GPU.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from moe_ext.analysis.paper import PUBLISHED, Published
 from moe_ext.models import LanguageModel
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
+from moe_ext.training.study import write_report
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COLUMNS = {  # the unit of each
@@ -169,9 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [count(published) for published in PUBLISHED]
     text = markdown(rows)
     print(text, end="")
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "paper_tables.md").write_text(text, "utf-8")
-    (options.output / "paper_tables.json").write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    write_report(options.output, "paper_tables", text, rows)
 
 
 if __name__ == "__main__":
