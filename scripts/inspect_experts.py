@@ -108,10 +108,10 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
         lines.append(f"  words: {words}")
         if report.pairs:
             pairs = ", ".join(
-                f"{p.name} {100 * p.share:.1f}% (of all tokens {100 * p.expected:.1f}%)"
-                for p in report.pairs
+                f"{p.name} {100 * p.share:.1f}% ({100 * p.expected:.1f}%)" for p in report.pairs
             )
-            lines.append(f"  language pairs, {report.pair_information:.2f} nats: {pairs}")
+            information = f"{report.pair_information:.2f} nats"
+            lines.append(f"  language pairs (of all tokens), {information}: {pairs}")
         for gate, context in report.contexts:
             left = " ".join(context[:NEIGHBOURS]).strip()
             right = " ".join(context[NEIGHBOURS + 1 :]).strip()
