@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_distributed_training import assert_same_curve, curve
 from test_distributed_training import train as train_in_process
+from test_scripts import script
 from test_training import assert_same_run, merged, train
 
 from moe_ext import balanced_gates
@@ -306,6 +307,20 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     path.unlink()
     with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
         load_run(folder)
+
+
+def test_what_the_experts_of_a_run_see(table, capsys):
+    folder = train(merged(table, steps=2)).folder
+    pages = []
+    for layer, mark in ((0, "<2fr>"), (1, "▁fr")):  # of sources, of targets
+        script("inspect_experts").main([str(folder), "--layer", str(layer), "--part", "all"])
+        text, page = ((folder / f"experts.{kind}").read_text() for kind in ("txt", "html"))
+        assert text in capsys.readouterr().out and text.count("expert ") == 4
+        used = 4 - text.count(" 0.00% of the tokens")  # as the thresholds are, not all may be
+        assert mark in text and text.count("language pairs (of all tokens), ") == used > 0
+        assert page.count("<td>en-de</td>") == used and "Words are wordpieces" in page
+        pages.append(page)
+    assert "&lt;2fr&gt;" in pages[0] and "2fr" not in pages[1]
 
 
 def test_trained_and_tested_once(table, monkeypatch):

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_ext.data import (
-    Batch,
-    EncodedPairs,
-    EncodedSentences,
-    PairBatch,
-    PairBatches,
-    SentenceBatches,
-)
+from moe_ext.data import Batch, EncodedPairs, EncodedSentences, PairBatch, batches_of
 from moe_ext.gates import Gate
 from moe_ext.models import LanguageModel, TranslationModel, evaluating
 from moe_ext.moe import MoE, MoEAux
@@ -137,17 +130,11 @@ def collect_routing(
     """
     num_experts = moe_layer(model, layer).num_experts
     device = model.embedding.weight.device
-    batches: SentenceBatches | PairBatches
     language_pair: Tensor | None = None
     names: tuple[str, ...] = ()
-    if isinstance(text, EncodedPairs):
-        batches = PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=True)
-        if len(text.names) > 1:
-            language_pair, names = text.pair, text.names
-    else:
-        batches = SentenceBatches(
-            text, eos_id=text.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
-        )
+    if isinstance(text, EncodedPairs) and len(text.names) > 1:
+        language_pair, names = text.pair, text.names
+    batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=True)
     # Batches hold nearly equal numbers of tokens.
     needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
     bar: Iterable[Batch | PairBatch] = progress(
