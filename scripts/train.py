@@ -59,8 +59,13 @@ def train(trainer: Trainer) -> None:
         whole = make_model(trainer.config.model, len(trainer.text.vocabulary))
     print(f"model   {cost(whole)}")
     text = trainer.text
-    for line in text.train.report().splitlines() if isinstance(text.train, EncodedPairs) else ():
-        print(f"data    {line}")
+    if isinstance(text.train, EncodedPairs):
+        for line in text.train.report().splitlines():
+            print(f"data    {line}")
+        if trainer.batches.num_left_out:
+            print(
+                f"data    {trainer.batches.num_left_out:,} pairs left out, longer than max_length"
+            )
     print(
         f"data    {len(text.vocabulary):,} entries in the vocabulary, "
         f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from moe_ext.training.comparison import dense_counterpart
 from moe_ext.training.config import (
     Config,
     ConfigError,
-    ParallelDataConfig,
     TranslationConfig,
     read_config,
     to_toml,
@@ -32,6 +32,7 @@ from moe_ext.training.model import make_model
 from moe_ext.training.results import train_and_test
 from moe_ext.training.text import load_part, load_text
 
+ROOT = Path(__file__).parent.parent
 SYLLABLES = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
 SIZES = {"train": 120, "dev": 12, "test": 15}
 
@@ -132,7 +133,7 @@ def test_the_task_decides_what_the_tables_hold(table, tmp_path):
         ("pairs", ["en-fr", "en-fr"], "data.pairs must be distinct"),
         ("kind", "words", """data.kind must be "bpe" or "unigram", got 'words'"""),
         ("max_ratio", 0.5, "data.max_ratio must be 0 or at least 1, got 0.5"),
-        ("max_words", -1, "data.max_words must be at least 0, got -1"),
+        ("max_length", -1, "data.max_length must be at least 0, got -1"),
         ("vocab_size", 2, "data.vocab_size must be at least 3, got 2"),
         ("tokens_per_batch", 0, "data.tokens_per_batch must be at least 1, got 0"),
     ],
@@ -163,6 +164,8 @@ def test_all_language_pairs_share_the_wordpieces(table):
         "en-fr: 120 of 121 lines kept, 1 skipped (1 empty side)",
         "en-de: 60 of 60 lines kept",
     ]
+    even = load_text(merged(table, data={"max_ratio": 1.0}).data)
+    assert 0 < len(even.train) < len(text.train) and len(even.dev) == len(text.dev)
     one = load_text(merged(table, data={"pairs": ["en-fr"]}).data)
     assert one.vocabulary.target_tokens == []
     assert one.vocabulary.decode(one.train[0][0]).startswith("n")
@@ -208,6 +211,8 @@ def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_co
     def load(**changes):
         return load_text(merged(table, data=changes).data)
 
+    with pytest.raises(ConfigError, match="^data.corpus must be a folder of parallel text, got ''"):
+        load(corpus="")
     with pytest.raises(ConfigError, match="^data.corpus: there is no parallel corpus at "):
         load(corpus=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="^data.corpus: the train part of .* en and ko, got none"):
@@ -345,5 +350,19 @@ def test_the_dense_counterpart_has_the_same_operations(table):
         dense_counterpart(dense)
 
 
-def test_data_defaults_are_a_single_pair():
-    assert ParallelDataConfig().pairs == ["en-fr"]
+@pytest.mark.parametrize(
+    ("name", "ops", "total"),
+    [
+        # Tables 2 and 3 print 85M and 8.7B, Table 5 102M and 8.7B.
+        ("wmt14-en-fr-2048-h", 84.67, 8.677),
+        ("wmt14-en-de-2048-h", 84.67, 8.677),
+        ("multilingual", 102.37, 8.676),
+        ("wmt14-en-fr-none", 67.76, 0.085),
+    ],
+)
+def test_full_size_configurations_have_the_papers_cost(name, ops, total):
+    config = read_config(ROOT / "configs" / "mt" / f"{name}.toml", [], TranslationConfig)
+    with torch.device("meta"):
+        counted = cost(make_model(config.model, config.data.vocab_size))
+    assert round(counted.ops_per_timestep / 1e6, 2) == ops
+    assert round(counted.total_parameters / 1e9, 3) == total

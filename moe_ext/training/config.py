@@ -76,8 +76,9 @@ class ParallelDataConfig:
             source begins with the token `<2xx>` of its target's language.
         wordpieces: a sentencepiece model ("": pieces are found in the training part).
         vocab_size, kind: where they are: so many, by "bpe" or "unigram" (`Wordpieces.train`).
-        max_words, max_ratio, drop, max_train_pairs: what to leave out of the training part of each
-            language pair (`load_parallel`); 0 is no limit.
+        drop, max_train_pairs: what to leave out of the training part of each language pair
+            (`load_parallel`; 0: nothing).
+        max_ratio: of the longer side's pieces to those of the shorter one, in training (0: any).
         oversample: train on as many pairs of sentences of each language pair (`PairBatches`).
         encoded: a folder in which wordpieces and the ids of the text are kept from run to run ("":
             they are made anew, in memory).
@@ -92,10 +93,9 @@ class ParallelDataConfig:
     wordpieces: str = ""
     vocab_size: int = 16_000
     kind: str = "bpe"
-    max_words: int = 0
-    max_ratio: float = 0.0
     drop: list[str] = field(default_factory=list)
     max_train_pairs: int = 0
+    max_ratio: float = 0.0
     oversample: bool = False
     encoded: str = ""
     num_workers: int = 0
@@ -115,7 +115,7 @@ class ParallelDataConfig:
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
         require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
         require(self.kind in ("bpe", "unigram"), "kind", 'be "bpe" or "unigram"', self.kind)
-        for name in ("max_words", "max_train_pairs", "num_workers", "max_length"):
+        for name in ("max_train_pairs", "num_workers", "max_length"):
             require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         require(
             self.max_ratio == 0 or self.max_ratio >= 1,

@@ -129,6 +129,8 @@ def _load_pairs(config: ParallelDataConfig) -> Text:
 
 def _parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
     """A part of the corpus by language pair."""
+    if not config.corpus:
+        raise ConfigError("data.corpus must be a folder of parallel text, got ''; give its path")
     texts = []
     for languages in config.pairs:
         source, _, target = languages.partition("-")
@@ -137,8 +139,6 @@ def _parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
             source=source,
             target=target,
             parts=[] if part == "all" else [part],
-            max_words=config.max_words or None,
-            max_ratio=config.max_ratio or None,
             drop=config.drop,
             max_train_pairs=config.max_train_pairs or None,
         )
@@ -189,6 +189,7 @@ def _encode_pairs(
         texts,
         wordpieces,
         target_tokens=len(texts) > 1,
+        max_ratio=(config.max_ratio or None) if part == "train" else None,
         folder=config.encoded or None,
         name=part,
         num_workers=config.num_workers,
