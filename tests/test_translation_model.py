@@ -294,7 +294,20 @@ def test_states_are_selected():
     expected = model.step(tokens, after_two_steps(model.start(again), index))
     for a, e in zip(actual[:2], expected[:2], strict=True):
         assert_exact(a, e)
-    assert actual[2].select(torch.tensor([], dtype=torch.int64)).first.m.shape == (0, 8)
+    none = actual[2].select(torch.tensor([], dtype=torch.int64))
+    assert none.first.m.shape == (0, 8) and len(none.encoded.output) == 0
+
+
+def test_selecting_translations_leaves_their_sources_where_they_are():
+    model, batch = trained(), random_batch([5, 3, 4], [4, 4, 4])
+    start = model.start(model.encode(batch.source, batch.source_mask))
+    state = start.select(torch.tensor([1, 1, 1, 0, 2]))
+    assert state.encoded.output is start.encoded.output
+    assert state.source.tolist() == [1, 1, 1, 0, 2]
+    state = state.select(torch.tensor([4, 1, 4]))
+    assert torch.equal(state.encoded.output, start.encoded.output[1:])
+    assert torch.equal(state.encoded.keys, start.encoded.keys[1:])
+    assert state.source.tolist() == [1, 0, 1]
 
 
 def test_loss_parts():

@@ -98,22 +98,29 @@ class Encoded(NamedTuple):
 
 
 class DecoderState(NamedTuple):
-    """N unfinished translations.
+    """N unfinished translations of B source sentences.
 
     Attributes:
-        encoded: the source of each.
+        encoded: the sources.
+        source: [N] int64, which of them each is a translation of.
         first, second: of the decoder's LSTMs.
     """
 
     encoded: Encoded
+    source: Tensor
     first: LSTMState
     second: LSTMState
 
     def select(self, index: Tensor) -> Self:
-        """The translations index [N'] int64, any of them any number of times."""
-        return type(self)(
-            self.encoded.select(index), self.first.select(index), self.second.select(index)
-        )
+        """The translations index [N'] int64, any of them any number of times.
+
+        The sources stay where they are until one of them has no translation left.
+        """
+        encoded = self.encoded
+        used, source = self.source[index].unique(return_inverse=True)
+        if len(used) < len(encoded.mask):
+            encoded = encoded.select(used)
+        return type(self)(encoded, source, self.first.select(index), self.second.select(index))
 
 
 class AttentionLSTM(nn.Module):
@@ -142,14 +149,34 @@ class AttentionLSTM(nn.Module):
         state = self.lstm.start(len(x))
         outputs = []
         for gates in steps.unbind():
-            state, _ = self._step(gates, of_context, state, encoded)
+            context, _ = self._attend(state.m.unsqueeze(1), encoded)
+            state = self._step(gates, context.squeeze(1), of_context, state)
             outputs.append(state.m)
         return torch.stack(outputs, 1)
 
-    def step(self, x: Tensor, state: LSTMState, encoded: Encoded) -> tuple[LSTMState, Tensor]:
-        """x_t [N, D] to the state after it and the attention's weights [N, S]."""
+    def step(
+        self, x: Tensor, state: LSTMState, encoded: Encoded, source: Tensor
+    ) -> tuple[LSTMState, Tensor]:
+        """x_t [N, D] to the state after it and the attention's weights [N, S].
+
+        Args:
+            x, state: of N translations.
+            encoded: B sources.
+            source: [N] int64, which of them each is a translation of.
+        """
+        # The translations of a source ask side by side, so that its vectors are read once for all.
+        counts = source.bincount(minlength=len(encoded.mask))
+        place = place_in_group(source, counts)
+        m = state.m.new_zeros(len(counts), max(counts.tolist(), default=0), state.m.shape[1])
+        m[source, place] = state.m
+        context, weights = (y[source, place] for y in self._attend(m, encoded))
         of_x, of_context = self._input_weights()
-        return self._step(F.linear(x, of_x, self.lstm.bias), of_context, state, encoded)
+        gates = F.linear(x, of_x, self.lstm.bias)
+        return self._step(gates, context, of_context, state), weights
+
+    def _attend(self, m: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """Contexts [B, T, D] and weights [B, T, S] of m [B, T, D]."""
+        return self.attention(m, encoded.keys, encoded.output, encoded.mask)
 
     def _input_weights(self) -> tuple[Tensor, Tensor]:
         """The columns of W that x_t meets, and those that a_t meets."""
@@ -157,16 +184,12 @@ class AttentionLSTM(nn.Module):
         return of_x, of_context
 
     def _step(
-        self, gates: Tensor, of_context: Tensor, state: LSTMState, encoded: Encoded
-    ) -> tuple[LSTMState, Tensor]:
-        """From what x_t and b add to the gates, [N, 4 · units]."""
-        m, c = state
-        context, weights = self.attention(
-            m.unsqueeze(1), encoded.keys, encoded.output, encoded.mask
-        )
-        gates = torch.addmm(gates, context.squeeze(1), of_context.t())
-        gates = torch.addmm(gates, m, self.lstm.recurrent_weight.t())
-        return self.lstm.cell(gates, c), weights.squeeze(1)
+        self, gates: Tensor, context: Tensor, of_context: Tensor, state: LSTMState
+    ) -> LSTMState:
+        """From what x_t and b add to the gates, [N, 4 · units], and a_t, [N, D]."""
+        gates = torch.addmm(gates, context, of_context.t())
+        gates = torch.addmm(gates, state.m, self.lstm.recurrent_weight.t())
+        return self.lstm.cell(gates, state.c)
 
 
 class TranslationModel(nn.Module):
@@ -281,10 +304,11 @@ class TranslationModel(nn.Module):
 
     def start(self, encoded: Encoded) -> DecoderState:
         """Before the first word of a translation of each sentence."""
-        number = len(encoded.mask)
-        return DecoderState(
-            encoded, self.attention_lstm.lstm.start(number), self.decoder_top.start(number)
+        source = torch.arange(len(encoded.mask), device=encoded.mask.device)
+        first, second = (
+            lstm.start(len(source)) for lstm in (self.attention_lstm.lstm, self.decoder_top)
         )
+        return DecoderState(encoded, source, first, second)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, Tensor, DecoderState]:
@@ -301,13 +325,13 @@ class TranslationModel(nn.Module):
             state: after `tokens`.
         """
         x = self._embed_target(tokens)
-        first, attention = self.attention_lstm.step(x, state.first, state.encoded)
+        first, attention = self.attention_lstm.step(x, state.first, state.encoded, state.source)
         h = x + self.dropout(first.m)
         h, _ = self._between(self.decoder_between, h, None)
         second = self.decoder_top.step(h, state.second)
         logits = self.softmax(h + self.dropout(second.m))
         log_probs = logits.log_softmax(1, dtype=accumulation_dtype(logits))
-        return log_probs, attention, DecoderState(state.encoded, first, second)
+        return log_probs, attention, state._replace(first=first, second=second)
 
     def _encode(self, source: Tensor, mask: Tensor) -> tuple[Encoded, tuple[MoEAux, ...]]:
         h = self.dropout(self.embedding(source))
@@ -345,3 +369,18 @@ def reverse(x: Tensor, mask: Tensor) -> Tensor:
     place = torch.arange(mask.shape[1], device=mask.device)
     place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)
     return x.gather(1, place.unsqueeze(2).expand_as(x))
+
+
+def place_in_group(group: Tensor, counts: Tensor) -> Tensor:
+    """How many rows before each are of the same group: [N] int64.
+
+    Args:
+        group: [N] int64, of each row.
+        counts: [G] int64, of the rows of each group.
+    """
+    start = counts.cumsum(0) - counts
+    place = torch.empty_like(group)
+    place[group.argsort(stable=True)] = torch.arange(
+        len(group), device=group.device
+    ) - start.repeat_interleave(counts)
+    return place
