@@ -2,5 +2,15 @@
 
 from moe_ext.decoding.beam_search import BeamSearch, Hypothesis, StepModel, StepState
 from moe_ext.decoding.bleu import Bleu, corpus_bleu
+from moe_ext.decoding.translator import Translation, Translator
 
-__all__ = ["BeamSearch", "Bleu", "Hypothesis", "StepModel", "StepState", "corpus_bleu"]
+__all__ = [
+    "BeamSearch",
+    "Bleu",
+    "Hypothesis",
+    "StepModel",
+    "StepState",
+    "Translation",
+    "Translator",
+    "corpus_bleu",
+]
