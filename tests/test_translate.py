@@ -1,0 +1,198 @@
+"""scripts/translate.py as a user runs it, with runs of scripts/train.py."""
+
+import io
+import lzma
+import random
+
+import pytest
+from test_scripts import ROOT, script, status_and_error
+
+from moe_ext.decoding import BeamSearch, corpus_bleu
+from moe_ext.training.checkpoint import load_run
+from moe_ext.training.translation import make_translator
+
+CONFIG = """
+task = "translation"
+steps = 40
+num_threads = 1
+data = {{ corpus = "{corpus}", vocab_size = 40, tokens_per_batch = 300, pairs = {pairs} }}
+model = {{ d_model = 16, lstm_units = 0, dropout = 0.0, between = "none" }}
+optimizer = {{ learning_rate = 0.03, warmup_steps = 1 }}
+log = {{ tensorboard = false, progress = false }}
+"""
+TEXT = ["one two three", "", "two $x^$ two one three one", " \t", "four", "three three three"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory):
+    """The folder of a finished run with these language pairs."""
+    folder = tmp_path_factory.mktemp("translate")
+    draw = random.Random(8)
+    for part, number in (("train", 60), ("dev", 5), ("test", 5)):
+        for language in ("fr", "de"):
+            lines = []
+            for _ in range(number):
+                words = draw.choices(["one", "two", "three", "four"], k=draw.randint(1, 5))
+                there = " ".join(language + word for word in words)
+                lines.append(f"{' '.join(words)}\t{there}\n")
+            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
+
+    def make(*pairs):
+        run = folder / "".join(pairs)
+        config = folder / "config.toml"
+        config.write_text(CONFIG.format(corpus=folder, pairs=list(pairs)))
+        script("train").main([str(config), f"output={run}"])
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(make_run):
+    return make_run("en-fr")
+
+
+@pytest.fixture(scope="module")
+def multilingual(make_run):
+    return make_run("en-fr", "en-de")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "text.en.xz"
+    path.write_bytes(lzma.compress("\r\n".join(["\ufeff" + TEXT[0], *TEXT[1:]]).encode()))
+    return path
+
+
+def translated(run, search=None, into=None):
+    return list(make_translator(load_run(run), search or BeamSearch(), into)(TEXT))
+
+
+def main(capsys, *arguments):
+    """What it has printed: stdout and stderr."""
+    capsys.readouterr()
+    script("translate").main([str(each) for each in arguments])
+    return capsys.readouterr()
+
+
+def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
+    """A line for each, also where bytes are no text and the last line has no end."""
+    text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    printed = main(capsys, multilingual, "--into=fr")
+    assert printed.err == ""
+    *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
+    assert lines == [found[0].text for found in translated(multilingual, into="fr")]
+    assert lines[1] == lines[3] == "" and lines[0] and of_bytes
+
+
+def test_files_and_options_of_the_search(run, file, capsys):
+    expected = [found[0].text for found in translated(run)]
+    assert main(capsys, run, file).out.splitlines() == expected
+    twice = main(capsys, run, "--tokens-per-batch", 1, file, file).out.splitlines()
+    assert twice == expected * 2
+    for options, search in (
+        (["--greedy"], BeamSearch.greedy()),
+        (["--beam=2", "--length-penalty=1", "--coverage-penalty=0"], BeamSearch(2, 1.0, 0.0)),
+    ):
+        found = main(capsys, run, file, *options).out.splitlines()
+        assert found == [each[0].text for each in translated(run, search)]
+
+
+def test_several_translations_a_line(run, file, capsys):
+    expected = [
+        [str(number), each.text, f"logP= {each.log_prob:.4f}", f"{each.score:.4f}"]
+        for number, found in enumerate(translated(run, BeamSearch(num_best=3)))
+        for each in found
+    ]
+    lines = main(capsys, run, file, "--n-best=3").out.splitlines()
+    assert [line.split(" ||| ") for line in lines] == expected
+    assert len(lines) > len(TEXT)
+
+
+def test_output_and_references(run, file, tmp_path, capsys):
+    best = [found[0].text for found in translated(run)]
+    output, references = tmp_path / "text.fr", tmp_path / "reference.fr"
+    references.write_text("".join(f"{text} frone\n" for text in best))
+    printed = main(capsys, run, file, "--output", output, "--reference", references)
+    assert output.read_text().split("\n") == [*best, ""]
+    references = references.read_text().splitlines()
+    bleu, tokenized = (corpus_bleu(best, references, tokenized=which) for which in (False, True))
+    speed, first, second = printed.out.splitlines()
+    assert speed.startswith("6 sentences in ") and speed.endswith(" a second")
+    assert first == f"BLEU {bleu.score:.2f} ({bleu.signature})"
+    assert second.startswith(f"tokenized BLEU {tokenized.score:.2f} ")
+    printed = main(capsys, run, file, "--reference", tmp_path / "reference.fr")
+    assert printed.out.splitlines() == best and first in printed.err
+
+
+def test_attention_plots(run, file, tmp_path, capsys):
+    for name, begins in (("a.png", b"\x89PNG"), ("a.pdf", b"%PDF")):
+        main(capsys, run, file, "--attention", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begins)
+    assert (tmp_path / "a.pdf").read_bytes().count(b"/Type /Page ") == 4  # lines with text
+    found = translated(run)[2][0]
+    figure = script("translate").attention_plot(found)
+    (axes,) = figure.axes
+    assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
+    assert [label.get_text() for label in axes.get_xticklabels()] == found.source
+    assert [label.get_text() for label in axes.get_yticklabels()] == found.pieces
+
+
+def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
+    (tmp_path / "long.en").write_text("one two " * 3000 + "\none\n")
+    printed = main(capsys, run, tmp_path / "long.en", "--greedy", "--max-pieces=5")
+    assert len(printed.out.splitlines()) == 2
+    assert "lines of more than 5 wordpieces, the rest of which is left out: 1" in printed.err
+
+
+def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path, capsys):
+    def error(*arguments):
+        status, error = status_and_error(capsys, "translate", *arguments)
+        assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    assert "there is no checkpoint in" in error(tmp_path / "none", file)
+    assert "into must be one of de, fr, got None" in error(multilingual, file)
+    assert "into must be one of de, fr, got 'en'" in error(multilingual, file, "--into=en")
+    assert "into must be None, as the model translates into one" in error(run, file, "--into=fr")
+    assert f"{tmp_path / 'no.en'} cannot be read: No such file" in error(run, tmp_path / "no.en")
+    (tmp_path / "bad.en.xz").write_bytes(file.read_bytes()[:-20])
+    assert "bad.en.xz cannot be read: " in error(run, tmp_path / "bad.en.xz")
+    (tmp_path / "one.fr").write_text("frone\n")
+    message = error(run, file, "--reference", tmp_path / "one.fr")
+    assert "one.fr must have a line for each of the 6 to be translated" in message
+    assert "num_best must be in [1, 8], got 9" in error(run, file, "--n-best=9")
+    assert "length_penalty must be finite" in error(run, file, "--length-penalty=-1")
+    assert "--n-best must be 1 with --greedy, got 2" in error(run, file, "--n-best=2", "--greedy")
+    assert "device must be cpu or cuda, got 'meta'" in error(run, file, "--device=meta")
+    assert "none/text.fr: No such file" in error(run, file, "--output", tmp_path / "none/text.fr")
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--beam=0", "at least 1, got '0'"),
+        ("--max-pieces=0", "at least 1, got '0'"),
+        ("--attention=a.jpg", "must end in .png or .pdf, got 'a.jpg'"),
+    ],
+)
+def test_options_out_of_range(capsys, option, rule):
+    with pytest.raises(SystemExit) as stopped:
+        script("translate").main(["run", option])
+    assert stopped.value.code == 2
+    assert rule in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_only_translation_models(corpus, tmp_path, capsys):
+    options = ["data.vocab_size=20", "model.d_model=4", "model.layers=['lstm']", "steps=1"]
+    options += [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.tensorboard=false"]
+    config = ROOT / "configs" / "small" / "moe-32.toml"
+    script("train").main([str(config), *options, "log.progress=false"])
+    status, error = status_and_error(capsys, "translate", tmp_path / "run")
+    assert status == 2 and 'task must be "translation", got "language_model"' in error
