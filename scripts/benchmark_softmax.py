@@ -21,7 +21,7 @@ import torch
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least
-from moe_ext.training.study import markdown_table
+from moe_ext.training.report import markdown_table
 
 
 @dataclass

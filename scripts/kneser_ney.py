@@ -25,7 +25,7 @@ from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation
-from moe_ext.training.study import markdown_table, write_report
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.text import Text, load_text
 
 

@@ -23,7 +23,7 @@ from moe_ext.analysis.paper import PUBLISHED, Published
 from moe_ext.models import LanguageModel
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
-from moe_ext.training.study import write_report
+from moe_ext.training.report import write_report
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COLUMNS = {  # the unit of each

@@ -30,18 +30,17 @@ from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.metrics import perplexity
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
     difference,
-    markdown_table,
     run_arms,
     study_parser,
     verdict,
     widening,
-    write_report,
 )
 from moe_ext.training.text import Text
 

@@ -34,7 +34,7 @@ from moe_ext.analysis.roofline import gemm_probe
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.loop import Trainer
-from moe_ext.training.study import markdown_table, write_report
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.text import random_text
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "lm1b"

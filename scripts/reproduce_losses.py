@@ -30,18 +30,17 @@ import matplotlib.pyplot as plt
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.metrics import perplexity
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
     difference,
-    markdown_table,
     paired,
     run_arms,
     study_parser,
     verdict,
-    write_report,
 )
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -53,8 +53,9 @@ from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError, config_differences
 from moe_ext.training.device import set_up_torch
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval, mean_difference
-from moe_ext.training.study import markdown_table, verdict, write_report
+from moe_ext.training.study import verdict
 from moe_ext.training.text import load_part
 
 SHOWN_EXPERTS = 3  # of either kind, as in the paper's table

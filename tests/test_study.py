@@ -13,13 +13,13 @@ from filelock import FileLock
 from moe_ext.training import results as results_module
 from moe_ext.training.config import ConfigError, config_from_dict
 from moe_ext.training.metrics import evaluate
+from moe_ext.training.report import markdown_table
 from moe_ext.training.results import Result, finished, train_and_test
 from moe_ext.training.statistics import Interval, bootstrap_difference, mean_difference
 from moe_ext.training.study import (
     as_change,
     as_data,
     difference,
-    markdown_table,
     run_study,
     verdict,
     widening,

@@ -7,15 +7,13 @@ set in advance.
 """
 
 import argparse
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_ext.data.files import atomic_file
 from moe_ext.training.config import AnyConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
@@ -149,12 +147,6 @@ def as_change(interval: Interval | None) -> str:
     return f"{mean:+.2f}% [{low:+.2f}, {high:+.2f}]"
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; the lines of its cells' text stay as they are."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
-
-
 def as_data(results: Results) -> dict[str, Any]:
     """The finished runs, ready for JSON."""
     return {
@@ -174,12 +166,3 @@ def as_data(results: Results) -> dict[str, Any]:
         for name, runs in results.items()
         if runs
     }
-
-
-def write_report(folder: str | Path, name: str, page: str, data: Any) -> None:
-    """FOLDER/NAME.md and NAME.json."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, content in (("md", page), ("json", json.dumps(data, indent=1) + "\n")):
-        with atomic_file(folder / f"{name}.{suffix}") as file:
-            file.write(content.encode())

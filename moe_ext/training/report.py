@@ -1,0 +1,23 @@
+"""Pages of results."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_ext.data.files import atomic_file
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; the lines of its cells' text stay as they are."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def write_report(folder: str | Path, name: str, page: str, data: Any) -> None:
+    """FOLDER/NAME.md and NAME.json."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, content in (("md", page), ("json", json.dumps(data, indent=1) + "\n")):
+        with atomic_file(folder / f"{name}.{suffix}") as file:
+            file.write(content.encode())
