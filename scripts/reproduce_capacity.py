@@ -33,6 +33,7 @@ from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
+    SMALL,
     Results,
     as_change,
     as_data,
@@ -49,15 +50,7 @@ MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their e
 DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-512-128")
 FIRST, LARGEST_FLAT, LARGE = "moe-4", "moe-64", "moe-64-2x"
 ARMS = (*MIXTURES, *DENSE, LARGE)
-SETTINGS = (
-    "steps=4200",
-    "num_threads=1",
-    "data.vocab_size=10000",
-    "data.tokens_per_batch=2560",
-    "model.num_sampled=1024",
-    "log.eval_every=1050",
-    "log.save_every=1050",
-)
+SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
 # The best peak rates of 4e-3, 8e-3 and 1.6e-2 for moe-32 and for moe-1-wide after 1,200 steps.
 RATE_OF_MIXTURES, RATE_OF_DENSE = 8e-3, 1.6e-2
 QUARTER = 0.25

@@ -33,6 +33,7 @@ from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
+    SMALL,
     Results,
     as_change,
     as_data,
@@ -46,15 +47,7 @@ from moe_ext.training.study import (
 _ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
 NONE, USUAL = "0,0", "0.1,0.1"
-SETTINGS = (
-    "steps=1200",
-    "num_threads=1",
-    "data.vocab_size=10000",
-    "data.tokens_per_batch=2560",
-    "model.num_sampled=1024",
-    "log.eval_every=0",
-    "log.save_every=400",
-)
+SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
 MARGIN = math.log(1.005)  # "very similar quality", set in advance
 COLUMNS = {
     "cv_importance": "CV(Importance)",

@@ -23,6 +23,9 @@ from moe_ext.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
+# Of the studies of configs/small: more words than there, and fewer classes in training.
+SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
+
 
 def study_parser(
     description: str | None, name: str, arms: Sequence[str]
