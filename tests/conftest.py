@@ -85,6 +85,29 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def parallel_corpus(tmp_path_factory):
+    """English syllables into French ones, and into German ones in the opposite order; of the latter
+    half as many. One French line has no translation."""
+    folder = tmp_path_factory.mktemp("parallel")
+    draw = random.Random(6)
+    syllables = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
+    for part, number in (("train", 120), ("dev", 12), ("test", 15)):
+        for language, share in (("fr", 1), ("de", 2)):
+            lines = []
+            for _ in range(number // share):
+                words = [draw.choice(syllables) for _ in range(draw.randint(1, 7))]
+                there = [f"{language}{word}" for word in words]
+                if language == "de":
+                    there.reverse()
+                source = " ".join(f"n{word}" for word in words)
+                lines.append(f"made\t{source}\t{' '.join(there)}\n")
+            if (part, language) == ("train", "fr"):
+                lines.insert(3, "made\tnba nda\t \n")
+            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
+    return folder
+
+
 @pytest.fixture
 def children():
     """Calling it gives the processes started since the test began: not those of `workers`."""

@@ -107,3 +107,14 @@ def test_without_sacrebleu(monkeypatch):
         ImportError, match=r"^corpus_bleu: sacrebleu must be installed.*pip install"
     ):
         corpus_bleu(["a"], ["a"])
+
+
+def test_languages_without_spaces_are_cut_into_characters():
+    """As one word none of it would match; six of seven characters do, in one piece of five."""
+    translation, reference = ["猫が好きです。"], ["猫が好きだ。"]
+    assert corpus_bleu(translation, reference).score < 20
+    found = corpus_bleu(translation, reference, language="ja")
+    assert (found.num_tokens, found.num_reference_tokens) == (7, 6)
+    assert found.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])
+    assert "tok:char" in found.signature
+    assert "tok:13a" in corpus_bleu(translation, reference, language="ko").signature

@@ -1,7 +1,6 @@
 """From parallel text to a trained translation model (App. E): what differs from language models."""
 
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,35 +32,12 @@ from moe_ext.training.results import train_and_test
 from moe_ext.training.text import load_part, load_text
 
 ROOT = Path(__file__).parent.parent
-SYLLABLES = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
 SIZES = {"train": 120, "dev": 12, "test": 15}
 
 
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
-
-
-@pytest.fixture(scope="session")
-def parallel_corpus(tmp_path_factory):
-    """English syllables into French ones, and into German ones in the opposite order; of the latter
-    half as many. One French line has no translation."""
-    folder = tmp_path_factory.mktemp("parallel")
-    draw = random.Random(6)
-    for part, number in SIZES.items():
-        for language, share in (("fr", 1), ("de", 2)):
-            lines = []
-            for _ in range(number // share):
-                words = [draw.choice(SYLLABLES) for _ in range(draw.randint(1, 7))]
-                there = [f"{language}{word}" for word in words]
-                if language == "de":
-                    there.reverse()
-                source = " ".join(f"n{word}" for word in words)
-                lines.append(f"made\t{source}\t{' '.join(there)}\n")
-            if (part, language) == ("train", "fr"):
-                lines.insert(3, "made\tnba nda\t \n")
-            (folder / f"{part}.en-{language}.tsv").write_text("".join(lines))
-    return folder
 
 
 @pytest.fixture

@@ -37,19 +37,28 @@ class Bleu:
     signature: str
 
 
+# Of sacreBLEU, for languages without spaces between words.
+_TOKENIZERS = {"ja": "char", "th": "char", "zh": "zh"}
+
+
 def corpus_bleu(
-    translations: Sequence[str], *references: Sequence[str], tokenized: bool = False
+    translations: Sequence[str],
+    *references: Sequence[str],
+    language: str = "",
+    tokenized: bool = False,
 ) -> Bleu:
     """BLEU of a corpus, case-sensitive.
 
-    By default of text as it is written: sacreBLEU cuts it into tokens (13a), and papers can be
-    compared. Or of text that is tokenized already, as by multi-bleu.perl (App. E), with the
-    number that this prints: tokens are what stands between white space of ASCII, and an order of
-    n-grams without a match makes it 0. Then the tokenizer is a part of the measure.
+    By default of text as it is written: sacreBLEU cuts it into tokens (13a; Japanese, Chinese and
+    Thai, which have no spaces, into characters), and papers can be compared. Or of text that is
+    tokenized already, as by multi-bleu.perl (App. E), with the number that this prints: tokens are
+    what stands between white space of ASCII, and an order of n-grams without a match makes it 0.
+    Then the tokenizer is a part of the measure.
 
     Args:
         translations: a sentence each.
         references: one or several translations by people of all sentences, in the same order.
+        language: of the translations, such as "ja".
         tokenized: whether the sentences are tokenized.
 
     Raises:
@@ -77,7 +86,7 @@ def corpus_bleu(
         references = tuple(map(_as_bytes, references))
         bleu = BLEU(tokenize="none", smooth_method="none", force=True)
     else:
-        bleu = BLEU()
+        bleu = BLEU(tokenize=_TOKENIZERS.get(language, "13a"))
     found = bleu.corpus_score(translations, references)
     return Bleu(
         found.score,

@@ -56,6 +56,7 @@ def run_study(
     runs: str | Path,
     shares: Sequence[float] = (),
     train: Collection[str] | None = None,
+    then: Callable[[Path], object] | None = None,
 ) -> Results:
     """Train and test every arm with every seed, in RUNS/ARM-seedN, seed after seed.
 
@@ -69,6 +70,7 @@ def run_study(
         runs: the folder of the runs' folders.
         shares: see `train_and_test`.
         train: the arms to train; of the others only what is there is collected. None is all.
+        then: what else is to be made of a finished run, given its folder.
 
     Returns:
         The finished runs; what other processes are at is not among them.
@@ -90,6 +92,8 @@ def run_study(
         try:
             with FileLock(folder / ".lock", timeout=0):
                 train_and_test(config, text, shares)
+                if then is not None:
+                    then(folder)
         except Timeout:
             continue
     results: Results = {name: {} for name in arms}

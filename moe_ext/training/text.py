@@ -83,7 +83,7 @@ def load_part(
     with _config_errors():
         if isinstance(config, ParallelDataConfig):
             assert isinstance(vocabulary, Wordpieces)
-            return _encode_pairs(_parallel_text(config, part), vocabulary, config, part)
+            return _encode_pairs(parallel_text(config, part), vocabulary, config, part)
         assert isinstance(vocabulary, Vocabulary)
         corpus = load_corpus(
             config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
@@ -119,7 +119,7 @@ def training_batches(
 
 def _load_pairs(config: ParallelDataConfig) -> Text:
     with _config_errors():
-        texts = {part: _parallel_text(config, part) for part in ("train", "dev", "test")}
+        texts = {part: parallel_text(config, part) for part in ("train", "dev", "test")}
         wordpieces = _wordpieces(texts["train"], config)
         return Text(
             wordpieces,
@@ -127,26 +127,35 @@ def _load_pairs(config: ParallelDataConfig) -> Text:
         )
 
 
-def _parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
-    """A part of the corpus by language pair."""
+def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
+    """A part of the corpus as text, by language pair.
+
+    Args:
+        config: names the corpus.
+        part: "train", "dev", "test" or "all".
+
+    Raises:
+        ConfigError: whatever is wrong with the corpus.
+    """
     if not config.corpus:
         raise ConfigError("data.corpus must be a folder of parallel text, got ''; give its path")
     texts = []
-    for languages in config.pairs:
-        source, _, target = languages.partition("-")
-        corpus = load_parallel(
-            config.corpus,
-            source=source,
-            target=target,
-            parts=[] if part == "all" else [part],
-            drop=config.drop,
-            max_train_pairs=config.max_train_pairs or None,
-        )
-        if part == "all":
-            places = (*corpus.train.places, *corpus.dev.places, *corpus.test.places)
-            texts.append(ParallelText(source, target, places))
-        else:
-            texts.append(getattr(corpus, part))
+    with _config_errors():
+        for languages in config.pairs:
+            source, _, target = languages.partition("-")
+            corpus = load_parallel(
+                config.corpus,
+                source=source,
+                target=target,
+                parts=[] if part == "all" else [part],
+                drop=config.drop,
+                max_train_pairs=config.max_train_pairs or None,
+            )
+            if part == "all":
+                places = (*corpus.train.places, *corpus.dev.places, *corpus.test.places)
+                texts.append(ParallelText(source, target, places))
+            else:
+                texts.append(getattr(corpus, part))
     return texts
 
 

@@ -1,12 +1,17 @@
 """Translating with the model of a run."""
 
+from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from moe_ext.data import Wordpieces
-from moe_ext.decoding import BeamSearch, Translator
+from moe_ext.data.files import atomic_file
+from moe_ext.decoding import BeamSearch, Bleu, Translator, corpus_bleu
 from moe_ext.models import TranslationModel
-from moe_ext.training.checkpoint import TrainedModel
-from moe_ext.training.config import ConfigError, TranslationConfig
+from moe_ext.training.checkpoint import TrainedModel, load_run
+from moe_ext.training.config import ConfigError, TranslationConfig, read_config
+from moe_ext.training.text import parallel_text
 
 
 def make_translator(
@@ -34,3 +39,51 @@ def make_translator(
         return Translator(model, wordpieces, search, into=into, languages=languages, **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def translated_test(run: str | Path) -> dict[str, list[str]]:
+    """The sentences of the run's test part, translated, by language pair.
+
+    They are translated once, by the beam search of `BeamSearch`'s defaults, and kept in the run's
+    folder: in test.en-fr.txt for the language pair en-fr.
+
+    Raises:
+        ConfigError: the run has no model or its corpus cannot be read.
+    """
+    run = Path(run)
+    config = read_config(run / "config.toml", [], TranslationConfig)
+    files = {languages: run / f"test.{languages}.txt" for languages in config.data.pairs}
+    if not all(file.is_file() for file in files.values()):
+        trained = load_run(run, config.device)
+        for languages, text in zip(files, parallel_text(config.data, "test"), strict=True):
+            into = text.target if len(files) > 1 else None
+            translate = make_translator(trained, BeamSearch(), into)
+            sources = [source for source, _ in text]
+            title = f"translating {languages}" if config.log.progress else None
+            lines = [f"{best.text}\n" for best, *_ in translate(sources, title=title)]
+            with atomic_file(files[languages]) as file:
+                file.write("".join(lines).encode())
+    return {
+        languages: file.read_text("utf-8").split("\n")[:-1] for languages, file in files.items()
+    }
+
+
+def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[str, Bleu]:
+    """BLEU of the run's test part, by language pair.
+
+    Args:
+        run: its folder.
+        keep: the sentences that count, of a run with one language pair; None is all.
+
+    Raises:
+        ConfigError: see `translated_test`.
+    """
+    config = read_config(Path(run) / "config.toml", [], TranslationConfig)
+    found = {}
+    for text, (languages, translations) in zip(
+        parallel_text(config.data, "test"), translated_test(run).items(), strict=True
+    ):
+        pairs = [*zip(translations, (target for _, target in text), strict=True)]
+        kept = pairs if keep is None else list(compress(pairs, keep))
+        found[languages] = corpus_bleu(*zip(*kept, strict=True), language=text.target)
+    return found

@@ -1,0 +1,328 @@
+"""Mixtures of experts in translation (Figure 4 and Tables 2 to 4 of the paper, in small).
+
+    python scripts/reproduce_translation.py data.corpus=path/to/parallel/text
+    python scripts/reproduce_translation.py --pairs en-fr --seeds 1 --arms none data.corpus=PATH
+    python scripts/reproduce_translation.py --report data.corpus=PATH
+
+For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, with
+dense layers of equal operations in their place (an arm that the paper does not have), and with
+nothing there (its baseline). Translates the test part with each and writes OUTPUT/translation.md,
+.json and .png (OUTPUT is docs/results if not given): perplexity and BLEU, the learning curves
+against the source words processed, and ten translations as they are. A run takes 30 minutes on one
+processor. Started several times with the same --runs, the processes share the runs; with --report
+nothing is trained.
+
+Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
+goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
+sentence.
+"""
+
+import argparse
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from moe_ext.decoding import Bleu
+from moe_ext.training.command import exit_status
+from moe_ext.training.config import TranslationConfig, read_config
+from moe_ext.training.device import set_up_torch
+from moe_ext.training.logging import read_metrics
+from moe_ext.training.metrics import perplexity
+from moe_ext.training.report import markdown_table, write_report
+from moe_ext.training.study import (
+    Results,
+    as_change,
+    as_data,
+    difference,
+    run_study,
+    study_parser,
+    verdict,
+)
+from moe_ext.training.text import Text, load_text, parallel_text
+from moe_ext.training.translation import bleu_of_test, translated_test
+
+_ROOT = Path(__file__).resolve().parent.parent
+MIXTURE, DENSE, NONE = "moe-32", "dense", "none"
+ARMS = (MIXTURE, DENSE, NONE)
+PAIRS = ("en-fr", "en-de")
+SETTINGS = ("num_threads=1",)
+NUM_SHOWN = 10
+NEAR = 0.8
+
+
+@dataclass(frozen=True)
+class Study:
+    """All of one language pair.
+
+    Attributes:
+        config: of one of its runs.
+        text: the corpus as ids.
+        results: of the models.
+        source_words: of an epoch.
+        test: the sentences of the test part and their translations by people.
+        near: whether a sentence of the test part is nearly one of the training part.
+    """
+
+    config: TranslationConfig
+    text: Text
+    results: Results
+    source_words: int
+    test: list[tuple[str, str]]
+    near: list[bool]
+
+
+def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
+    """Which of the sentences share at least 80% of their word trigrams with one of a text."""
+
+    def trigrams(sentence: str) -> set[tuple[str, ...]]:
+        words = ["", *sentence.lower().split(), ""]
+        return set(zip(words, words[1:], words[2:], strict=False))
+
+    numbers = defaultdict(list)
+    sizes = []
+    for number, sentence in enumerate(sentences):
+        own = trigrams(sentence)
+        sizes.append(len(own))
+        for trigram in own:
+            numbers[trigram].append(number)
+    near = [False] * len(sentences)
+    for sentence in text:
+        shared = Counter(
+            number for trigram in trigrams(sentence) for number in numbers.get(trigram, ())
+        )
+        for number, count in shared.items():
+            near[number] |= count >= NEAR * sizes[number]
+    return near
+
+
+def study(languages: str, options: argparse.Namespace) -> Study:
+    """The models of a language pair, trained, tested and translated with as the options ask for."""
+    arms = {
+        name: read_config(
+            _ROOT / "configs" / "mt" / f"small-{name}.toml",
+            [*SETTINGS, f'data.pairs=["{languages}"]', *options.overrides],
+            TranslationConfig,
+        )
+        for name in ARMS
+    }
+    config = arms[MIXTURE]
+    set_up_torch(config.device, config.num_threads, config.autocast)
+    text = load_text(config.data)
+    results = run_study(
+        arms,
+        options.seeds,
+        text,
+        Path(options.runs) / languages,
+        train=() if options.report else options.arms,
+        then=translated_test,
+    )
+    (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
+    pairs = [*test]
+    words = sum(len(source.split()) for source, _ in train)
+    near = near_duplicates([source for source, _ in pairs], (source for source, _ in train))
+    return Study(config, text, results, words, pairs, near)
+
+
+def bleu_of_runs(study: Study, name: str, distinct: bool = False) -> list[Bleu]:
+    """Of each seed's translations; `distinct` leaves near duplicates out."""
+    (languages,) = study.config.data.pairs
+    keep = [not near for near in study.near] if distinct else None
+    return [bleu_of_test(result.run, keep)[languages] for result in study.results[name].values()]
+
+
+def claims(study: Study) -> list[tuple[str, str, Any]]:
+    """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
+    results = study.results
+    return [
+        (claim, f"{MIXTURE} against {other}", difference(results[MIXTURE], results[other]))
+        for claim, other in (
+            ("mixtures of experts translate better than none", NONE),
+            ("and better than dense layers of equal operations", DENSE),
+        )
+    ]
+
+
+def table(study: Study) -> str:
+    """A line for each model."""
+    rows = []
+    for name, runs in study.results.items():
+        if not runs:
+            continue
+        cost = next(iter(runs.values())).cost
+        mean = perplexity(statistics.fmean(result.test_nll for result in runs.values()))
+        bleu = [bleu_of_runs(study, name, distinct) for distinct in (False, True)]
+        rows.append(
+            [
+                name,
+                f"{cost.ops_per_timestep / 1e6:.3f}M",
+                f"{cost.parameters / 1e6:.2f}M",
+                len(runs),
+                f"{mean:.3f}",
+                "" if name == NONE else as_change(difference(runs, study.results[NONE])),
+                *(f"{statistics.fmean(each.score for each in of_runs):.2f}" for of_runs in bleu),
+                f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
+            ]
+        )
+    header = [
+        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"against {NONE}, 95%", "BLEU",
+        "BLEU without near duplicates", "pieces/s",
+    ]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def balance(study: Study) -> str:
+    """How the strictly balanced gates of the mixtures did."""
+    train, dev = [], []
+    for result in study.results[MIXTURE].values():
+        train.append(read_metrics(result.run, "train")[-1])
+        dev.append(read_metrics(result.run, "dev")[-1])
+    if not train:
+        return ""
+
+    def mean(key: str) -> str:
+        values = (
+            100 * statistics.fmean(record[key][layer] for record in train) for layer in (0, 1)
+        )
+        return " and ".join(f"{value:.1f}%" for value in values)
+
+    by_batch, by_threshold = (
+        statistics.fmean(record[key] for record in dev) for key in ("nll_batchwise", "nll")
+    )
+    return (
+        "The gates of the mixtures are strictly balanced: at the end the dev perplexity by the "
+        f"thresholds was {perplexity(by_threshold):.3f}, by the masks of the batches "
+        f"{perplexity(by_batch):.3f}; of the last training batches the two masks differed in "
+        f"{mean('mask_disagreement')} of the assignments in encoder and decoder, and "
+        f"{mean('share_without_expert')} of the tokens had no expert by the batch's.\n"
+    )
+
+
+def shown(study: Study) -> str:
+    """Ten sentences of the test part at even distances, and what became of them."""
+    (languages,) = study.config.data.pairs
+    first = {
+        name: translated_test(next(iter(runs.values())).run)[languages]
+        for name, runs in study.results.items()
+        if runs
+    }
+    lines = []
+    for index in np.linspace(0, len(study.test) - 1, NUM_SHOWN).round().astype(int).tolist():
+        source, reference = study.test[index]
+        lines += [f"    source     {source}", f"    reference  {reference}"]
+        lines += [f"    {name:<9}  {translations[index]}" for name, translations in first.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown(studies: dict[str, Study]) -> str:
+    """The page."""
+    config = next(iter(studies.values())).config
+    steps, batch = config.steps, config.data.tokens_per_batch
+    lines = [
+        "# Mixtures of experts in translation\n",
+        f"```\npython scripts/reproduce_translation.py data.corpus={config.data.corpus}\n```\n",
+        f"{steps:,} steps of about {batch:,} source and target pieces; one vocabulary of "
+        f"{config.data.vocab_size:,} wordpieces for both languages. Perplexity is by target piece "
+        "of the test part, exp of the mean over seeds of ln ppl; differences are means over pairs "
+        "of runs of one seed with their 95% t interval. BLEU is sacreBLEU's, beam "
+        "search with the penalties of Wu et al. (2016); a near duplicate is a test sentence that "
+        f"has {NEAR:.0%} of its word trigrams in one sentence of the training part. Operations and "
+        "parameters are without embedding and softmax.\n",
+        "![dev perplexity against source words](translation.png)\n",
+    ]
+    for languages, each in studies.items():
+        text = each.text
+        lines += [
+            f"## {languages}\n",
+            f"{len(text.train):,} training pairs ({each.source_words:,} source words, "
+            f"{text.train.num_tokens:,} target pieces), {len(text.test):,} in the test part, "
+            f"{sum(each.near):,} of them near duplicates.\n",
+            table(each),
+            markdown_table(
+                ["claim", "compared", "perplexity, 95%", "verdict"],
+                [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims(each)],
+            ),
+            balance(each),
+            "Ten sentences of the test part, at even distances in it, by the first seed's "
+            "models:\n",
+            shown(each),
+        ]
+    scores = bleu_of_runs(next(iter(studies.values())), MIXTURE)
+    if scores:
+        lines.append(f"sacreBLEU's signature: `{scores[0].signature}`\n")
+    return "\n".join(lines)
+
+
+def plot(studies: dict[str, Study], path: Path) -> None:
+    """Dev perplexity against the source words processed, a curve for each model (Figure 4)."""
+    figure, panels = plt.subplots(
+        1, len(studies), figsize=(6 * len(studies), 4.2), layout="constrained", squeeze=False
+    )
+    for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
+        words_per_piece = each.source_words / each.text.train.num_tokens
+        for name, runs in each.results.items():
+            records = [read_metrics(result.run, "dev") for result in runs.values()]
+            if not records:
+                continue
+            words = [record["tokens"] * words_per_piece / 1e6 for record in records[0]]
+            means = [
+                perplexity(statistics.fmean(record["nll"] for record in of_step))
+                for of_step in zip(*records, strict=True)
+            ]
+            axes.plot(words, means, label=name, lw=1.2)
+        axes.set_yscale("log")
+        axes.set(
+            xlabel="source words processed, millions", ylabel="dev perplexity", title=languages
+        )
+        axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
+    parser = study_parser(__doc__, "translation", ARMS)
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="of languages")
+    options = parser.parse_intermixed_args(arguments)
+    studies = {languages: study(languages, options) for languages in options.pairs}
+    studies = {languages: each for languages, each in studies.items() if any(each.results.values())}
+    if not studies:
+        print("nothing to report yet: a run must be finished")
+        return studies
+    page = as_markdown(studies)
+    data = {
+        languages: {
+            "corpus": each.config.data.corpus,
+            "train_pairs": len(each.text.train),
+            "source_words": each.source_words,
+            "test_pairs": len(each.text.test),
+            "near_duplicates": sum(each.near),
+            "models": as_data(each.results),
+            "bleu": {
+                name: [asdict(bleu) for bleu in bleu_of_runs(each, name)] for name in each.results
+            },
+            "claims": [
+                {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
+                for claim, what, gap in claims(each)
+            ],
+        }
+        for languages, each in studies.items()
+    }
+    write_report(options.output, "translation", page, data)
+    plot(studies, Path(options.output) / "translation.png")
+    print(page)
+    print(f"also in {options.output}/translation.md, .json and .png")
+    return studies
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,89 @@
+"""The studies of translation models: what they train, keep and report."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+from moe_ext.training.config import ConfigError
+from moe_ext.training.translation import bleu_of_test, translated_test
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "scripts"))
+import reproduce_multilingual
+import reproduce_translation
+
+TINY = [
+    "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
+    "log.progress=false", "log.eval_every=1", "data.tokens_per_batch=500", "data.vocab_size=70",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+def test_near_duplicates_share_most_trigrams_with_one_sentence():
+    sentences = ["a b c d e f g h", "a b c x e f g h", "A b c d e f g", "short", "a b c d"]
+    text = ["a b c d e f g h", "e f g h", "short"]
+    near = reproduce_translation.near_duplicates(sentences, text)
+    # The second has 5 of its 8 trigrams there, the last 3 of 4.
+    assert near == [True, False, True, True, False]
+
+
+def test_models_of_a_language_pair(parallel_corpus, tmp_path):
+    main = reproduce_translation.main
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
+    main([*command, "--pairs", "en-fr", "--arms", "none", "moe-32"])
+    runs = tmp_path / "runs" / "en-fr"
+    assert not (runs / "dense-seed1" / "result.json").exists()
+    file = runs / "none-seed1" / "test.en-fr.txt"
+    assert len(file.read_text().splitlines()) == 15
+    file.write_text("frba\n" * 15)  # what is there is not made again
+
+    main([*command, "--pairs", "en-fr", "en-de"])
+    data = json.loads((tmp_path / "docs" / "translation.json").read_text())
+    assert data.keys() == {"en-fr", "en-de"}
+    assert data["en-fr"]["test_pairs"] == 15 and data["en-de"]["train_pairs"] == 60
+    assert data["en-fr"]["models"].keys() == {"moe-32", "dense", "none"}
+    scores = {name: runs[0]["score"] for name, runs in data["en-fr"]["bleu"].items()}
+    assert scores["none"] == bleu_of_test(runs / "none-seed1")["en-fr"].score
+    assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
+    page = (tmp_path / "docs" / "translation.md").read_text()
+    assert page.count("    source     n") == 20 and "    none       frba" in page
+    assert "not decided: fewer than two pairs" in page
+    assert (tmp_path / "docs" / "translation.png").stat().st_size > 0
+
+
+def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
+    main = reproduce_translation.main
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    overrides = [*TINY, f"data.corpus={parallel_corpus}"]
+    main([*overrides, *places, "--seeds", "1", "--pairs", "en-fr", "--arms", "none"])
+    run = tmp_path / "runs" / "en-fr" / "none-seed1"
+    lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
+    references = [line.split("\t")[2] for line in lines]
+    right = [number % 2 == 0 for number in range(15)]
+    (run / "test.en-fr.txt").write_text(
+        "".join(f"{text if keep else ''}\n" for text, keep in zip(references, right, strict=True))
+    )
+    assert bleu_of_test(run, right)["en-fr"].score == pytest.approx(100)
+    assert bleu_of_test(run)["en-fr"].score < 90
+
+
+def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
+    main = reproduce_multilingual.main
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
+    main([*overrides, *places, "--seeds", "1"])
+    data = json.loads((tmp_path / "docs" / "multilingual.json").read_text())
+    assert data["models"].keys() == {"moe", "dense", "moe-oversampled"}
+    assert data["single"].keys() == {"en-fr", "en-de"}
+    for arm, runs in data["bleu"].items():
+        assert len(runs) == (2 if arm == "single" else 1), arm
+    page = (tmp_path / "docs" / "multilingual.md").read_text()
+    assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
+    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+        main([*overrides, "steps=3", *places, "--seeds", "1"])
