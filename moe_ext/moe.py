@@ -222,7 +222,8 @@ class MoE(nn.Module):
             x: [..., D]; the leading dimensions are free, as in the paper's "convolutional" use
                 (Sec. 3.1).
             mask: [...] bool, True at real tokens. The others never reach the gate, the experts or
-                the losses, and their outputs are 0.
+                the losses, and their outputs are 0. On CUDA the host waits for the device to count
+                them; the layer never waits without a mask.
 
         Raises:
             ValueError, TypeError: the shape of x or mask, or the type of mask, does not fit.

@@ -193,6 +193,16 @@ def test_gates_sum_to_1_without_underflow(device):
     torch.testing.assert_close(gates.cpu(), expected)
 
 
+def test_an_expert_selected_twice_gets_both_gradients(device):
+    logits = torch.randn(2, 3, dtype=torch.float64, device=device).requires_grad_()
+    index = torch.tensor([2, 0, 2, *[1] * 40]).to(device)  # more than the lanes of a warp
+    offsets = torch.tensor([0, 3, 43]).to(device)
+    gates = ops.selected_softmax(logits, index, offsets)
+    parts = logits.detach()[0, [2, 0, 2]], logits.detach()[1, [1] * 40]
+    assert_exact(gates.detach(), torch.cat([part.softmax(0) for part in parts]))
+    assert torch.autograd.gradcheck(lambda x: ops.selected_softmax(x, index, offsets), logits)
+
+
 def test_gradcheck(device):
     logits = torch.randn(8, 5, dtype=torch.float64, device=device).requires_grad_()
     _, index, offsets = make_selection(8, 5)

@@ -5,6 +5,7 @@ The tests of each operator run on a GPU too where there is one (`device` in conf
 
 import pytest
 import torch
+from conftest import assert_as_accurate
 
 import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, ops
@@ -91,19 +92,63 @@ def test_the_flat_layer_never_waits_for_the_device():
 @built
 @on_gpu
 @pytest.mark.cuda
+@pytest.mark.parametrize("num_experts", [3, 1500])  # torch's grouped product takes up to 1023
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("d_model", "hidden"), [(72, 200), (70, 201)])  # whole chunks of 16 bytes
+def test_experts_of_any_size_in_any_type(num_experts, dtype, d_model, hidden):
+    counts = torch.zeros(num_experts, dtype=torch.int64)
+    counts[0], counts[2], counts[-1] = 300, 1, counts[-1] + 40
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).cuda()
+    exact, leaves = [], []
+    for shape in ((int(counts.sum()), d_model), (num_experts, d_model, 2 * hidden)):
+        exact.append(draw(*shape, dtype=torch.float64).cuda() / d_model**0.25)
+    exact.append(draw(num_experts, hidden, d_model, dtype=torch.float64).cuda() / hidden**0.5)
+    leaves = [x.to(dtype).requires_grad_() for x in exact]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    plain = [x.detach().clone().requires_grad_() for x in leaves]
+    upstream = draw(len(exact[0]), d_model, dtype=torch.float64).cuda().to(dtype)
+
+    def ours(x, first, second):
+        return ops.experts(x, [first, second], activation="swiglu", offsets=offsets)
+
+    def loop(x, first, second):
+        rows = []
+        for e, part in enumerate(x.split(counts.tolist())):
+            if len(part):
+                a, b = (part @ first[e]).chunk(2, dim=1)
+                rows.append((torch.nn.functional.silu(a) * b) @ second[e])
+        return torch.cat(rows)
+
+    def values(function, inputs):
+        y = function(*inputs)
+        return [y, *torch.autograd.grad(y, inputs, upstream.to(y.dtype))]
+
+    for a, p, e in zip(values(ours, leaves), values(loop, plain), values(loop, exact), strict=True):
+        assert_as_accurate(a, p, e)
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
 def test_a_training_step_is_captured_in_a_graph():
-    moe = layer(BalancedGate(64, 16, 2), "cuda", w_load=0.0)
-    optimizer = torch.optim.SGD(moe.parameters(), lr=0.01)
+    """The whole step, gate, thresholds and Adam: its replays are eager mode's steps."""
     x = torch.randn(320, 64, device="cuda")
 
-    def step():
-        optimizer.zero_grad(set_to_none=False)
-        y, aux = moe(x)
-        loss = y.square().mean() + aux.loss
-        loss.backward()
-        optimizer.step()
-        return loss
+    def training():
+        moe = layer(BalancedGate(64, 16, 2), "cuda", w_load=0.0)
+        optimizer = torch.optim.Adam(moe.parameters(), lr=0.01, capturable=True)
 
+        def step():
+            optimizer.zero_grad(set_to_none=False)
+            y, aux = moe(x)
+            loss = y.square().mean() + aux.loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return moe, step
+
+    captured, step = training()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,7 +162,13 @@ def test_a_training_step_is_captured_in_a_graph():
     for _ in range(5):
         graph.replay()
         losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+    eager, step = training()
+    expected = [step().item() for _ in range(8)]
+    torch.testing.assert_close(losses, expected[3:], rtol=1e-5, atol=0.0)
+    assert losses[-1] < losses[0]
+    for a, e in zip(captured.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
 @built

@@ -270,14 +270,14 @@ Tensor selected_softmax_cuda(const Tensor& logits, const Tensor& expert_index,
 }
 
 // dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for the selected i, with v = dL/dG; 0 for the others. A
-// warp for each token; the experts of one token are distinct.
+// warp for each token; a lane has every kWarp-th expert, and adds in the order of the slots.
 template <typename scalar_t>
 __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ grad_gates,
                                                  const scalar_t* __restrict__ gates,
                                                  const int64_t* __restrict__ expert_index,
                                                  const int64_t* __restrict__ token_offsets,
                                                  int64_t num_tokens, int64_t num_experts,
-                                                 scalar_t* grad_logits) {
+                                                 scalar_t* __restrict__ grad_logits) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   if (token >= num_tokens) return;  // the whole warp
@@ -287,9 +287,17 @@ __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ gr
   for (int64_t i = lane; i < num_experts; i += kWarp) row[i] = 0;
   const scalar_t mean = sum_in_order<scalar_t>(
       end - begin, [&](int64_t s) { return gates[begin + s] * grad_gates[begin + s]; });
-  __syncwarp();  // the row is zero
-  for (int64_t s = begin + lane; s < end; s += kWarp) {
-    row[expert_index[s]] += math::noisy_logit_gradient(gates[s], grad_gates[s], mean);
+  for (int64_t first = begin; first < end; first += kWarp) {
+    const int count = end - first < kWarp ? static_cast<int>(end - first) : kWarp;
+    const int64_t s = first + lane;
+    const int64_t expert = lane < count ? expert_index[s] : 0;
+    const scalar_t grad =
+        lane < count ? math::noisy_logit_gradient(gates[s], grad_gates[s], mean) : scalar_t(0);
+    for (int l = 0; l < count; ++l) {
+      const int64_t of_slot = __shfl_sync(kAllLanes, expert, l);
+      const scalar_t to_add = __shfl_sync(kAllLanes, grad, l);
+      if (of_slot % kWarp == lane) row[of_slot] += to_add;
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 //   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
 #include <torch/library.h>
 
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -56,113 +57,181 @@ Tensor gather(const Tensor& tokens, const Tensor& token_of) {
   return rows;
 }
 
-// out[r, i] = activation(z[r, i]), or of a gated one activation(z[r, i]) * z[r, width + i].
-template <typename Activation, typename scalar_t, typename acc_t>
+// Where the rows of the experts lie: one after the other, from offsets[e] on or of equal number.
+struct Bounds {
+  const int64_t* offsets;  // null: rows_of_each
+  int64_t num_experts;
+  int64_t rows_of_each;
+
+  __device__ int64_t begin(int64_t expert) const {
+    return offsets != nullptr ? offsets[expert] : expert * rows_of_each;
+  }
+
+  // The first expert that ends after the row.
+  __device__ int64_t expert_of(int64_t row) const {
+    if (offsets == nullptr) return row / rows_of_each;
+    int64_t low = 0, high = num_experts;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (offsets[middle + 1] <= row) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// out = activation(a) of z = a, or activation(a) * b of z = [a, b], both `width` wide. A thread has
+// some columns of a row.
+template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_kernel(const scalar_t* __restrict__ z, int64_t num_rows, int64_t width,
                                 scalar_t* __restrict__ out) {
-  const int64_t all = num_rows * width;
+  using Packed = Pack<scalar_t, kSize>;
+  const int64_t packs = width / kSize;
+  const int64_t all = num_rows * packs;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const auto* from = reinterpret_cast<const Packed*>(z) + i;
+    Packed activated;
     if constexpr (Activation::kGated) {
-      const int64_t at = i / width * 2 * width + i % width;
-      out[i] = static_cast<scalar_t>(Activation::value(static_cast<acc_t>(z[at])) *
-                                     static_cast<acc_t>(z[at + width]));
+      from += i / packs * packs;
+      const Packed a = from[0], b = from[packs];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        activated.values[d] = static_cast<scalar_t>(
+            Activation::value(static_cast<acc_t>(a.values[d])) * static_cast<acc_t>(b.values[d]));
+      }
     } else {
-      out[i] = static_cast<scalar_t>(Activation::value(static_cast<acc_t>(z[i])));
+      const Packed a = from[0];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        activated.values[d] =
+            static_cast<scalar_t>(Activation::value(static_cast<acc_t>(a.values[d])));
+      }
     }
+    reinterpret_cast<Packed*>(out)[i] = activated;
   }
 }
 
 Tensor activate(std::string_view activation, const Tensor& z, int64_t width) {
-  Tensor out = at::empty({z.size(0), width}, z.options());
+  const int64_t num_rows = z.size(0);
+  Tensor out = at::empty({num_rows, width}, z.options());
   math::with_activation(activation, [&](auto each) {
     using Activation = decltype(each);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
-      launch(activate_kernel<Activation, scalar_t, at::opmath_type<scalar_t>>,
-             strided_grid(out.numel()), kThreads, 0, z.const_data_ptr<scalar_t>(), z.size(0), width,
-             out.mutable_data_ptr<scalar_t>());
+      const auto* z_data = z.const_data_ptr<scalar_t>();
+      auto* out_data = out.mutable_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(width, {z_data, out_data}, [&](auto size) {
+        launch(activate_kernel<Activation, scalar_t, at::opmath_type<scalar_t>, size>,
+               strided_grid(num_rows * (width / size)), kThreads, 0, z_data, num_rows, width,
+               out_data);
+      });
     });
   });
   return out;
 }
 
 // grad_z = grad * activation'(z), by halves where it is gated.
-template <typename Activation, typename scalar_t, typename acc_t>
+template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_backward_kernel(const scalar_t* __restrict__ z,
                                          const scalar_t* __restrict__ grad, int64_t num_rows,
                                          int64_t width, scalar_t* __restrict__ grad_z) {
-  const int64_t all = num_rows * width;
+  using Packed = Pack<scalar_t, kSize>;
+  constexpr int kHalves = Activation::kGated ? 2 : 1;
+  const int64_t packs = width / kSize;
+  const int64_t all = num_rows * packs;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const acc_t g = static_cast<acc_t>(grad[i]);
+    const int64_t place = i / packs * kHalves * packs + i % packs;
+    const Packed g = reinterpret_cast<const Packed*>(grad)[i];
+    const Packed a = reinterpret_cast<const Packed*>(z)[place];
+    Packed grad_a;
     if constexpr (Activation::kGated) {
-      const int64_t at = i / width * 2 * width + i % width;
-      const acc_t a = static_cast<acc_t>(z[at]), b = static_cast<acc_t>(z[at + width]);
-      grad_z[at] = static_cast<scalar_t>(g * b * Activation::derivative(a));
-      grad_z[at + width] = static_cast<scalar_t>(g * Activation::value(a));
+      const Packed b = reinterpret_cast<const Packed*>(z)[place + packs];
+      Packed grad_b;
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        const acc_t value = static_cast<acc_t>(a.values[d]);
+        const acc_t upstream = static_cast<acc_t>(g.values[d]);
+        grad_a.values[d] = static_cast<scalar_t>(upstream * static_cast<acc_t>(b.values[d]) *
+                                                 Activation::derivative(value));
+        grad_b.values[d] = static_cast<scalar_t>(upstream * Activation::value(value));
+      }
+      reinterpret_cast<Packed*>(grad_z)[place + packs] = grad_b;
     } else {
-      grad_z[i] = static_cast<scalar_t>(g * Activation::derivative(static_cast<acc_t>(z[i])));
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        grad_a.values[d] =
+            static_cast<scalar_t>(static_cast<acc_t>(g.values[d]) *
+                                  Activation::derivative(static_cast<acc_t>(a.values[d])));
+      }
     }
+    reinterpret_cast<Packed*>(grad_z)[place] = grad_a;
   }
 }
 
 Tensor activate_backward(std::string_view activation, const Tensor& z, const Tensor& grad) {
   Tensor grad_z = at::empty(z.sizes(), z.options());
+  const int64_t num_rows = grad.size(0), width = grad.size(1);
   math::with_activation(activation, [&](auto each) {
     using Activation = decltype(each);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
-      launch(activate_backward_kernel<Activation, scalar_t, at::opmath_type<scalar_t>>,
-             strided_grid(grad.numel()), kThreads, 0, z.const_data_ptr<scalar_t>(),
-             grad.const_data_ptr<scalar_t>(), grad.size(0), grad.size(1),
-             grad_z.mutable_data_ptr<scalar_t>());
+      const auto* z_data = z.const_data_ptr<scalar_t>();
+      const auto* grad_data = grad.const_data_ptr<scalar_t>();
+      auto* grad_z_data = grad_z.mutable_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(width, {z_data, grad_data, grad_z_data}, [&](auto size) {
+        launch(activate_backward_kernel<Activation, scalar_t, at::opmath_type<scalar_t>, size>,
+               strided_grid(num_rows * (width / size)), kThreads, 0, z_data, grad_data, num_rows,
+               width, grad_z_data);
+      });
     });
   });
   return grad_z;
 }
 
-// The expert of a row: the last one that begins at or before it, and has rows.
-__device__ int64_t expert_of_row(const int64_t* offsets, int64_t num_experts, int64_t rows_of_each,
-                                 int64_t row) {
-  if (offsets == nullptr) return row / rows_of_each;
-  int64_t low = 0, high = num_experts;  // the first expert that ends after the row
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (offsets[middle + 1] <= row) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 // dG of a row's slot = <P, A> + <dy, b>; then P and dy times the gate, in place. A warp has a row.
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, typename acc_t, int kSize>
 __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
                                      scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
-                                     const int64_t* __restrict__ offsets, int64_t num_experts,
-                                     int64_t rows_of_each, const int64_t* __restrict__ slot_of,
+                                     Bounds bounds, const int64_t* __restrict__ slot_of,
                                      const acc_t* __restrict__ gates, int64_t num_rows,
                                      int64_t fan_in, int64_t columns,
                                      acc_t* __restrict__ grad_gates) {
+  using Packed = Pack<scalar_t, kSize>;
   const int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (row >= num_rows) return;  // a whole warp
   const int64_t slot = slot_of[row];
   const acc_t gate = gates[slot];
   acc_t product = 0;
-  for (int64_t i = row * fan_in + lane; i < (row + 1) * fan_in; i += kWarp) {
-    const acc_t value = static_cast<acc_t>(p[i]);
-    product = std::fma(value, static_cast<acc_t>(a[i]), product);
-    p[i] = static_cast<scalar_t>(gate * value);
+  auto* p_row = reinterpret_cast<Packed*>(p + row * fan_in);
+  const auto* a_row = reinterpret_cast<const Packed*>(a + row * fan_in);
+  for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
+    Packed values = p_row[i];
+    const Packed others = a_row[i];
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) {
+      const acc_t value = static_cast<acc_t>(values.values[d]);
+      product = std::fma(value, static_cast<acc_t>(others.values[d]), product);
+      values.values[d] = static_cast<scalar_t>(gate * value);
+    }
+    p_row[i] = values;
   }
-  if (bias != nullptr) {
-    bias += expert_of_row(offsets, num_experts, rows_of_each, row) * columns;
-  }
-  for (int64_t c = lane; c < columns; c += kWarp) {
-    const acc_t value = static_cast<acc_t>(dy[row * columns + c]);
-    if (bias != nullptr) product = std::fma(value, static_cast<acc_t>(bias[c]), product);
-    dy[row * columns + c] = static_cast<scalar_t>(gate * value);
+  auto* dy_row = reinterpret_cast<Packed*>(dy + row * columns);
+  if (bias != nullptr) bias += bounds.expert_of(row) * columns;
+  for (int64_t i = lane; i < columns / kSize; i += kWarp) {
+    Packed values = dy_row[i];
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) {
+      const acc_t value = static_cast<acc_t>(values.values[d]);
+      if (bias != nullptr) {
+        product = std::fma(value, static_cast<acc_t>(bias[i * kSize + d]), product);
+      }
+      values.values[d] = static_cast<scalar_t>(gate * value);
+    }
+    dy_row[i] = values;
   }
   product = warp_sum(product);
   if (lane == 0) grad_gates[slot] = product;
@@ -171,16 +240,15 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* _
 // out[e, c] = the sum of rows[r, c] over the rows of expert e, in groups as long sums of small
 // numbers want it. A thread has a column.
 template <typename scalar_t, typename acc_t>
-__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows,
-                                     const int64_t* __restrict__ offsets, int64_t rows_of_each,
+__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows, Bounds bounds,
                                      int64_t columns, int64_t column_blocks,
                                      scalar_t* __restrict__ out) {
   constexpr int64_t kGroup = 32;
   const int64_t expert = blockIdx.x / column_blocks;
   const int64_t column = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
   if (column >= columns) return;
-  const int64_t begin = offsets != nullptr ? offsets[expert] : expert * rows_of_each;
-  const int64_t end = offsets != nullptr ? offsets[expert + 1] : begin + rows_of_each;
+  const int64_t begin = bounds.begin(expert);
+  const int64_t end = bounds.begin(expert + 1);
   acc_t sum = 0;
   for (int64_t first = begin; first < end; first += kGroup) {
     acc_t group = 0;
@@ -244,13 +312,17 @@ class Experts {
     const Tensor last_bias = bias(num_layers() - 1);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "experts", [&] {
       using acc_t = at::opmath_type<scalar_t>;
-      launch(gate_backward_kernel<scalar_t, acc_t>, grid(ceil_div(num_rows_ * kWarp, kThreads)),
-             kThreads, 0, p.mutable_data_ptr<scalar_t>(), a.const_data_ptr<scalar_t>(),
-             dy.mutable_data_ptr<scalar_t>(),
-             last_bias.defined() ? last_bias.const_data_ptr<scalar_t>() : nullptr, bounds(),
-             num_experts_, rows_of_each(), slot_of_.const_data_ptr<int64_t>(),
-             gates.const_data_ptr<acc_t>(), num_rows_, p.size(1), dy.size(1),
-             grad_gates.mutable_data_ptr<acc_t>());
+      auto* p_data = p.mutable_data_ptr<scalar_t>();
+      const auto* a_data = a.const_data_ptr<scalar_t>();
+      auto* dy_data = dy.mutable_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(
+          std::gcd(p.size(1), dy.size(1)), {p_data, a_data, dy_data}, [&](auto size) {
+            launch(gate_backward_kernel<scalar_t, acc_t, size>,
+                   grid(ceil_div(num_rows_ * kWarp, kThreads)), kThreads, 0, p_data, a_data,
+                   dy_data, last_bias.defined() ? last_bias.const_data_ptr<scalar_t>() : nullptr,
+                   bounds(), slot_of_.const_data_ptr<int64_t>(), gates.const_data_ptr<acc_t>(),
+                   num_rows_, p.size(1), dy.size(1), grad_gates.mutable_data_ptr<acc_t>());
+          });
     });
     return grad_gates;
   }
@@ -262,16 +334,16 @@ class Experts {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "experts", [&] {
       launch(sum_by_expert_kernel<scalar_t, at::opmath_type<scalar_t>>,
              grid(num_experts_ * column_blocks), kThreads, 0, rows.const_data_ptr<scalar_t>(),
-             bounds(), rows_of_each(), columns, column_blocks, out.mutable_data_ptr<scalar_t>());
+             bounds(), columns, column_blocks, out.mutable_data_ptr<scalar_t>());
     });
     return out;
   }
 
  private:
-  const int64_t* bounds() const {
-    return offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr;
+  Bounds bounds() const {
+    return {offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr, num_experts_,
+            num_rows_ / std::max<int64_t>(1, num_experts_)};
   }
-  int64_t rows_of_each() const { return num_rows_ / std::max<int64_t>(1, num_experts_); }
 
   std::string_view activation_;
   Tensor offsets_;

@@ -6,22 +6,22 @@
 //   rows times rows:   out_e = sum_r a_r^T g_r    exact zeros for an expert without rows
 //
 // Experts of equal size are a batch of products, torch's. In bfloat16 torch's grouped product does
-// the others on the devices that have it; else the kernels here, which accumulate as the CPU's do.
+// the others on the devices that have it, for up to 1023 experts and without a bias, which would
+// come after rounding. Else half types go to the tensor cores here, where rows begin on 16 bytes;
+// the rest to kernels that accumulate as the CPU's do.
 #pragma once
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_grouped_mm.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/diff.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/repeat_interleave.h>
 
 #include <algorithm>
 
-#include "launch.cuh"
+#include "slots.cuh"
+#include "tensor_core.cuh"
 
 namespace moe_ext::cuda {
 
@@ -70,26 +70,34 @@ struct TileProduct {
   }
 };
 
-// Tiles of rows are numbered so that none has rows of two experts: those of expert e are the ones
-// from offsets[e] / kTile + e on. That leaves at most one tile of each expert without rows.
-inline int64_t num_row_tiles(int64_t num_rows, int64_t num_experts) {
-  return num_rows / kTile + num_experts;
-}
+// Tiles of kSize rows are numbered so that none has rows of two experts: those of expert e are the
+// ones from offsets[e] / kSize + e on. That leaves at most one tile of each expert without rows.
+template <int kSize>
+struct RowTile {
+  int64_t expert;
+  int64_t first_row;
+  int64_t num_rows;  // of the expert from there on; none or fewer: the tile is left empty
 
-// The expert of a tile: the last one with offsets[e] / kTile + e <= tile.
-__device__ inline int64_t expert_of_tile(const int64_t* offsets, int64_t num_experts,
-                                         int64_t tile) {
-  int64_t low = 0, high = num_experts;  // it is in [low, high)
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (offsets[middle] / kTile + middle <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+  static int64_t count(int64_t num_rows, int64_t num_experts) {
+    return num_rows / kSize + num_experts;
   }
-  return low;
-}
+
+  __device__ RowTile(const int64_t* offsets, int64_t num_experts, int64_t tile) {
+    int64_t low = 0, high = num_experts;  // the last expert whose tiles begin here or before
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      if (offsets[middle] / kSize + middle <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    expert = low;
+    const int64_t begin = offsets[expert];
+    first_row = begin + (tile - (begin / kSize + expert)) * kSize;
+    num_rows = offsets[expert + 1] - first_row;
+  }
+};
 
 // out[r, n] = sum_k a[r, k] w[e, k, n] + bias[e, n]; with kTransposed, w[e, n, k].
 template <typename scalar_t, typename acc_t, bool kTransposed>
@@ -100,21 +108,18 @@ __global__ void __launch_bounds__(kSide* kSide)
                               int64_t depth, int64_t columns, int64_t column_tiles,
                               scalar_t* __restrict__ out) {
   __shared__ acc_t a_tile[kDepth][kTile], b_tile[kDepth][kTile];
-  const int64_t row_tile = blockIdx.x / column_tiles;
+  const RowTile<kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
+  if (tile.num_rows <= 0) return;  // the whole block
   const int64_t first_column = blockIdx.x % column_tiles * kTile;
-  const int64_t expert = expert_of_tile(offsets, num_experts, row_tile);
-  const int64_t begin = offsets[expert];
-  const int64_t first_row = begin + (row_tile - (begin / kTile + expert)) * kTile;
-  const int64_t num_rows = min(static_cast<int64_t>(kTile), offsets[expert + 1] - first_row);
-  if (num_rows <= 0) return;  // the whole block
-  const scalar_t* weight = w + expert * depth * columns;
+  const scalar_t* rows = a + tile.first_row * depth;
+  const scalar_t* weight = w + tile.expert * depth * columns;
   TileProduct<acc_t> product{a_tile, b_tile};
   for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
     for (int i = threadIdx.x; i < kDepth * kTile; i += kSide * kSide) {
       // Neighbouring threads read neighbouring numbers: along k in a row, along n in a matrix.
       const int r = i / kDepth, k = i % kDepth;
-      const bool inside = r < num_rows && k0 + k < depth;
-      a_tile[k][r] = inside ? static_cast<acc_t>(a[(first_row + r) * depth + k0 + k]) : acc_t(0);
+      const bool inside = r < tile.num_rows && k0 + k < depth;
+      a_tile[k][r] = inside ? static_cast<acc_t>(rows[r * depth + k0 + k]) : acc_t(0);
       const int n = kTransposed ? i / kDepth : i % kTile;
       const int kb = kTransposed ? i % kDepth : i / kTile;
       const int64_t column = first_column + n;
@@ -128,9 +133,9 @@ __global__ void __launch_bounds__(kSide* kSide)
   }
   product.for_each([&](int r, int n, acc_t value) {
     const int64_t column = first_column + n;
-    if (r >= num_rows || column >= columns) return;
-    if (bias != nullptr) value += static_cast<acc_t>(bias[expert * columns + column]);
-    out[(first_row + r) * columns + column] = static_cast<scalar_t>(value);
+    if (r >= tile.num_rows || column >= columns) return;
+    if (bias != nullptr) value += static_cast<acc_t>(bias[tile.expert * columns + column]);
+    out[(tile.first_row + r) * columns + column] = static_cast<scalar_t>(value);
   });
 }
 
@@ -166,14 +171,64 @@ __global__ void __launch_bounds__(kSide* kSide)
   });
 }
 
+template <typename scalar_t, bool kTransposed>
+__global__ void __launch_bounds__(tensor_core::kBlockThreads)
+    rows_times_weights_tensor_core_kernel(const scalar_t* __restrict__ a,
+                                          const scalar_t* __restrict__ w,
+                                          const scalar_t* __restrict__ bias,
+                                          const int64_t* __restrict__ offsets, int64_t num_experts,
+                                          int64_t depth, int64_t columns, int64_t column_tiles,
+                                          scalar_t* __restrict__ out) {
+  extern __shared__ __align__(128) unsigned char shared_space[];
+  const RowTile<tensor_core::kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
+  if (tile.num_rows <= 0) return;  // the whole block
+  const int64_t first_column = blockIdx.x % column_tiles * tensor_core::kTile;
+  const tensor_core::Factor<scalar_t, true> rows{a + tile.first_row * depth, depth, tile.num_rows};
+  const tensor_core::Factor<scalar_t, kTransposed> weight{
+      w + tile.expert * depth * columns + first_column * (kTransposed ? depth : 1),
+      kTransposed ? depth : columns, columns - first_column};
+  tensor_core::multiply(rows, weight, depth,
+                        bias != nullptr ? bias + tile.expert * columns + first_column : nullptr,
+                        out + tile.first_row * columns + first_column, columns, shared_space);
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(tensor_core::kBlockThreads)
+    rows_times_rows_tensor_core_kernel(const scalar_t* __restrict__ a,
+                                       const scalar_t* __restrict__ g,
+                                       const int64_t* __restrict__ offsets, int64_t height,
+                                       int64_t columns, int64_t height_tiles, int64_t column_tiles,
+                                       scalar_t* __restrict__ out) {
+  extern __shared__ __align__(128) unsigned char shared_space[];
+  const int64_t expert = blockIdx.x / (height_tiles * column_tiles);
+  const int64_t first_k = blockIdx.x / column_tiles % height_tiles * tensor_core::kTile;
+  const int64_t first_column = blockIdx.x % column_tiles * tensor_core::kTile;
+  const int64_t begin = offsets[expert];
+  const tensor_core::Factor<scalar_t, false> left{a + begin * height + first_k, height,
+                                                  height - first_k};
+  const tensor_core::Factor<scalar_t, false> right{g + begin * columns + first_column, columns,
+                                                   columns - first_column};
+  tensor_core::multiply(
+      left, right, offsets[expert + 1] - begin, static_cast<const scalar_t*>(nullptr),
+      out + (expert * height + first_k) * columns + first_column, columns, shared_space);
+}
+
+// Zeros for the experts without rows, in out [E, size]: torch's grouped product leaves them
+// unwritten on some devices. Packed numbers are 0 where all their bytes are.
+template <typename Packed>
+__global__ void zero_unused_kernel(const int64_t* __restrict__ offsets, int64_t size,
+                                   Packed* __restrict__ out) {
+  const int64_t expert = blockIdx.x;
+  if (offsets[expert] != offsets[expert + 1]) return;  // the whole block
+  for (int64_t i = threadIdx.x; i < size; i += blockDim.x) out[expert * size + i] = Packed{};
+}
+
 // The products of rows that are ordered by expert; all tensors are contiguous.
 class GroupedProducts {
  public:
   // offsets [E + 1] on the device; undefined: all experts have R / E rows.
   GroupedProducts(Tensor offsets, int64_t num_rows, int64_t num_experts)
-      : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {
-    if (offsets_.defined()) ends_ = offsets_.slice(0, 1).to(at::kInt);
-  }
+      : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {}
 
   // a [R, K] times w [E, K, N], plus bias [E, N] where it is defined: [R, N].
   Tensor forward(const Tensor& a, const Tensor& w, const Tensor& bias) const {
@@ -182,12 +237,8 @@ class GroupedProducts {
       return (bias.defined() ? at::baddbmm(bias.unsqueeze(1), rows, w) : at::bmm(rows, w))
           .view({num_rows_, w.size(2)});
     }
-    if (!is_fast(a, w.size(1), w.size(2))) {
-      return times_weights</*kTransposed=*/false>(a, w, bias);
-    }
-    const Tensor out = at::_grouped_mm(a, w, ends_);
-    if (!bias.defined()) return out;
-    return at::add(out, at::repeat_interleave(bias, at::diff(offsets_), 0, num_rows_));
+    if (!bias.defined() && torch_takes(a, w)) return at::_grouped_mm(a, w, ends());
+    return times_weights</*kTransposed=*/false>(a, w, bias);
   }
 
   // g [R, N] times the transposed w [E, K, N]: [R, K].
@@ -195,7 +246,7 @@ class GroupedProducts {
     if (!offsets_.defined()) {
       return at::bmm(by_expert(g), w.transpose(1, 2)).view({num_rows_, w.size(1)});
     }
-    if (is_fast(g, w.size(1), w.size(2))) return at::_grouped_mm(g, w.transpose(1, 2), ends_);
+    if (torch_takes(g, w)) return at::_grouped_mm(g, w.transpose(1, 2), ends());
     return times_weights</*kTransposed=*/true>(g, w, Tensor());
   }
 
@@ -203,16 +254,33 @@ class GroupedProducts {
   Tensor of_rows(const Tensor& a, const Tensor& g) const {
     const int64_t height = a.size(1), columns = g.size(1);
     if (!offsets_.defined()) return at::bmm(by_expert(a).transpose(1, 2), by_expert(g));
-    if (is_fast(a, height, columns)) return at::_grouped_mm(a.t(), g, ends_);
+    const int64_t* offsets = offsets_.const_data_ptr<int64_t>();
+    if (torch_takes(a, g)) {
+      Tensor out = at::_grouped_mm(a.t(), g, ends());
+      using Packed = Pack<at::BFloat16, tensor_core::kChunk>;
+      launch(zero_unused_kernel<Packed>, grid(num_experts_), kThreads, 0, offsets,
+             height * columns / tensor_core::kChunk,
+             reinterpret_cast<Packed*>(out.mutable_data_ptr<at::BFloat16>()));
+      return out;
+    }
     Tensor out = at::empty({num_experts_, height, columns}, a.options());
-    const int64_t height_tiles = ceil_div(height, kTile), column_tiles = ceil_div(columns, kTile);
+    const auto start = [&](auto kernel, int tile, int threads, int64_t shared_bytes, auto scalar) {
+      using scalar_t = decltype(scalar);
+      const int64_t height_tiles = ceil_div(height, tile), column_tiles = ceil_div(columns, tile);
+      launch(kernel, grid(num_experts_ * height_tiles * column_tiles), threads, shared_bytes,
+             a.const_data_ptr<scalar_t>(), g.const_data_ptr<scalar_t>(), offsets, height, columns,
+             height_tiles, column_tiles, out.mutable_data_ptr<scalar_t>());
+    };
+    if (tensor_cores_take(a, g)) {
+      AT_DISPATCH_REDUCED_FLOATING_TYPES(a.scalar_type(), "experts", [&] {
+        start(rows_times_rows_tensor_core_kernel<scalar_t>, tensor_core::kTile,
+              tensor_core::kBlockThreads, tensor_core::kSharedBytes<false, false>, scalar_t());
+      });
+      return out;
+    }
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, a.scalar_type(), "experts", [&] {
-      using acc_t = at::opmath_type<scalar_t>;
-      launch(rows_times_rows_kernel<scalar_t, acc_t>,
-             grid(num_experts_ * height_tiles * column_tiles), kSide * kSide, 0,
-             a.const_data_ptr<scalar_t>(), g.const_data_ptr<scalar_t>(),
-             offsets_.const_data_ptr<int64_t>(), height, columns, height_tiles, column_tiles,
-             out.mutable_data_ptr<scalar_t>());
+      start(rows_times_rows_kernel<scalar_t, at::opmath_type<scalar_t>>, kTile, kSide * kSide, 0,
+            scalar_t());
     });
     return out;
   }
@@ -222,31 +290,61 @@ class GroupedProducts {
     return rows.view({num_experts_, num_rows_ / num_experts_, rows.size(1)});
   }
 
-  // Whether torch's grouped product takes these: it wants rows that begin on 16 bytes.
-  bool is_fast(const Tensor& rows, int64_t height, int64_t columns) const {
+  // offsets[1:] as torch's grouped product wants them, once it is needed.
+  const Tensor& ends() const {
+    if (!ends_.defined()) ends_ = offsets_.slice(0, 1).to(at::kInt);
+    return ends_;
+  }
+
+  // Half types in lines of whole chunks of 16 bytes, from the first on.
+  static bool tensor_cores_take(const Tensor& one, const Tensor& other) {
+    const auto fits = [](const Tensor& matrices) {
+      bool fits = reinterpret_cast<uintptr_t>(matrices.const_data_ptr()) % 16 == 0;
+      for (int64_t d = 1; d < matrices.dim(); ++d)
+        fits &= matrices.size(d) % tensor_core::kChunk == 0;
+      return fits;
+    };
+    return at::isReducedFloatingType(one.scalar_type()) && fits(one) && fits(other);
+  }
+
+  bool torch_takes(const Tensor& one, const Tensor& other) const {
+    constexpr int64_t kMostExperts = 1023;
     const int major = at::cuda::getCurrentDeviceProperties()->major;
-    return rows.scalar_type() == at::kBFloat16 && (major == 9 || major == 10) && num_rows_ > 0 &&
-           height % 8 == 0 && columns % 8 == 0;
+    return one.scalar_type() == at::kBFloat16 && (major == 9 || major == 10) && num_rows_ > 0 &&
+           num_experts_ <= kMostExperts && tensor_cores_take(one, other);
   }
 
   template <bool kTransposed>
   Tensor times_weights(const Tensor& a, const Tensor& w, const Tensor& bias) const {
     const int64_t depth = w.size(kTransposed ? 2 : 1), columns = w.size(kTransposed ? 1 : 2);
     Tensor out = at::empty({num_rows_, columns}, a.options());
-    const int64_t column_tiles = ceil_div(columns, kTile);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, a.scalar_type(), "experts", [&] {
-      using acc_t = at::opmath_type<scalar_t>;
-      launch(rows_times_weights_kernel<scalar_t, acc_t, kTransposed>,
-             grid(num_row_tiles(num_rows_, num_experts_) * column_tiles), kSide * kSide, 0,
+    const auto start = [&](auto kernel, int64_t row_tiles, int tile, int threads,
+                           int64_t shared_bytes, auto scalar) {
+      using scalar_t = decltype(scalar);
+      const int64_t column_tiles = ceil_div(columns, tile);
+      launch(kernel, grid(row_tiles * column_tiles), threads, shared_bytes,
              a.const_data_ptr<scalar_t>(), w.const_data_ptr<scalar_t>(),
              bias.defined() ? bias.const_data_ptr<scalar_t>() : nullptr,
              offsets_.const_data_ptr<int64_t>(), num_experts_, depth, columns, column_tiles,
              out.mutable_data_ptr<scalar_t>());
+    };
+    if (tensor_cores_take(a, w)) {
+      AT_DISPATCH_REDUCED_FLOATING_TYPES(a.scalar_type(), "experts", [&] {
+        start(rows_times_weights_tensor_core_kernel<scalar_t, kTransposed>,
+              RowTile<tensor_core::kTile>::count(num_rows_, num_experts_), tensor_core::kTile,
+              tensor_core::kBlockThreads, tensor_core::kSharedBytes<true, kTransposed>, scalar_t());
+      });
+      return out;
+    }
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, a.scalar_type(), "experts", [&] {
+      start(rows_times_weights_kernel<scalar_t, at::opmath_type<scalar_t>, kTransposed>,
+            RowTile<kTile>::count(num_rows_, num_experts_), kTile, kSide * kSide, 0, scalar_t());
     });
     return out;
   }
 
-  Tensor offsets_, ends_;
+  Tensor offsets_;
+  mutable Tensor ends_;
   int64_t num_rows_, num_experts_;
 };
 
