@@ -790,6 +790,8 @@ def main(arguments: list[str] | None = None) -> int:
         avoid_missing_amx()
     if args.keep_freed_memory:
         keep_freed_memory()
+    if not on_cpu:
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     torch.manual_seed(0)
     shapes = args.shapes or list((SHAPES if on_cpu else GPU_SHAPES | SHAPES).items())
     options = Options(
