@@ -7,6 +7,7 @@ import torch
 from conftest import assert_exact, assert_same_bits
 
 from moe_ext.decoding import BeamSearch
+from moe_ext.decoding.beam_search import largest
 
 EOS = 0
 INF = math.inf
@@ -338,6 +339,21 @@ def test_equal_probabilities_go_by_id():
     assert found[0].score >= score_of(BeamSearch(), greedy.log_prob, greedy.attention.tolist())
     ((best,),) = translate(BeamSearch(beam=1), model, [2])
     assert best.tokens == greedy.tokens
+
+
+@pytest.mark.parametrize("num_columns", [5, 64, 192, 193, 1000])
+@pytest.mark.parametrize("distinct", [True, False])
+def test_largest(device, num_columns, distinct):
+    x = torch.randn(40, num_columns, device=device, dtype=torch.float64)
+    x = x if distinct else x.mul(2).round()
+    x[3, : num_columns // 2] = -INF
+    for k in (1, 2, 5):
+        value, index = largest(x, k)
+        assert_same_bits(value, x.topk(k).values)
+        assert_same_bits(x.gather(1, index), value)
+        assert all(len(set(row)) == k for row in index.tolist())
+    x[2, -1] = math.nan
+    assert largest(x, 2)[0][2, 0].isnan()
 
 
 # Several sources

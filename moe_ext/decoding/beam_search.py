@@ -274,9 +274,12 @@ class BeamSearch:
             eos_id: the end of sentence.
         """
         width = min(self.beam + 1, log_probs.shape[1])  # of one hypothesis, an end among them
-        value, token = log_probs.topk(width)  # [N, M]
+        value, token = largest(log_probs, width)  # [N, M]
         # Equal values come in any order: the greedy token is the first of the best.
-        greedy_token = log_probs.argmax(1, keepdim=True)
+        greedy_token = token[:, :1].clone()
+        tied = (value[:, :2].diff() == 0).any(1)
+        if tied.any():
+            greedy_token[tied] = log_probs[tied].argmax(1, keepdim=True)
         token = torch.where(token == greedy_token, token[:, :1], token)
         token[:, :1] = greedy_token
 
@@ -379,3 +382,24 @@ class BeamSearch:
             weights = weights[:number, mask[source]]
             results[source].append(Hypothesis(ids[:number], log_prob, score, weights))
         return results
+
+
+def largest(x: Tensor, k: int, block: int = 64) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row, [N, k], largest first, and where they stand.
+
+    As `topk`, in a fraction of its time where rows are long: they are in the k blocks of columns
+    with the largest maxima, or in what the blocks leave.
+    """
+    num_columns = x.shape[1]
+    num_blocks = num_columns // block
+    if num_blocks <= k:
+        return torch.topk(x, k)
+    blocks = x[:, : num_blocks * block].unflatten(1, (num_blocks, block))
+    chosen = blocks.amax(2).topk(k).indices.unsqueeze(2)  # [N, k, 1]
+    columns = torch.arange(num_columns, device=x.device)
+    rest = columns[num_blocks * block :]
+    values = torch.cat([blocks.gather(1, chosen.expand(-1, -1, block)).flatten(1), x[:, rest]], 1)
+    places = (chosen * block + columns[:block]).flatten(1)
+    places = torch.cat([places, rest.expand(len(x), -1)], 1)
+    value, index = values.topk(k)
+    return value, places.gather(1, index)
