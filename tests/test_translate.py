@@ -1,6 +1,7 @@
 """scripts/translate.py as a user runs it, with runs of scripts/train.py."""
 
 import io
+import json
 import lzma
 import random
 
@@ -196,3 +197,27 @@ def test_only_translation_models(corpus, tmp_path, capsys):
     script("train").main([str(config), *options, "log.progress=false"])
     status, error = status_and_error(capsys, "translate", tmp_path / "run")
     assert status == 2 and 'task must be "translation", got "language_model"' in error
+
+
+def test_benchmark(run, tmp_path, capsys):
+    """Of a run and a text, and of a configuration alone."""
+    benchmark = script("benchmark_translation")
+    (tmp_path / "text.en").write_text("\n".join(TEXT))
+    options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
+    benchmark.main([str(run), str(tmp_path / "text.en"), *options])
+    printed = capsys.readouterr().out
+    assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
+    assert "3 of the 3 lines have the same translation" in printed
+    config = tmp_path / "config.toml"
+    config.write_text(
+        'task = "translation"\ndata = { vocab_size = 100 }\nmodel = { d_model = 8, lstm_units = 0, '
+        'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
+    )
+    figures = tmp_path / "figures.json"
+    benchmark.main([str(config), "--sentences=4", *options, f"--json={figures}"])
+    found = json.loads(figures.read_text())
+    assert [row["sentences"] for row in found["rows"]] == [4, 3]
+    assert found["ratios"]["seconds"]["median"] > 0
+    for arguments in ([run], [config, tmp_path / "text.en"]):
+        status, error = status_and_error(capsys, "benchmark_translation", *arguments)
+        assert status == 2 and "a text must come with a run" in error
