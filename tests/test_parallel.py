@@ -217,6 +217,17 @@ def test_filters_and_limits_are_of_the_training_part(tmp_path):
         load(tmp_path, drop=["train"])
 
 
+def test_all_parts_together(tmp_path):
+    pairs = {part: [(part, number) for number in "abc"] for part in ("train", "dev", "test")}
+    for part in pairs:
+        write_sides(tmp_path, part, pairs[part])
+    options = {"drop": ["train"], "parts": ["all"]}
+    assert list(load(tmp_path, **options).all) == [*pairs["train"], *pairs["dev"], *pairs["test"]]
+    assert list(load(tmp_path, source="fr", target="en", **options).all)[-1] == ("c", "test")
+    with pytest.raises(CorpusError, match=f"^{tmp_path} must hold at least one pair of en and de"):
+        load(tmp_path, target="de", **options)
+
+
 @pytest.mark.parametrize(
     "source, target, reason",
     [(3, 3, None), (4, 3, "too long"), (3, 4, "too long"), (3, 1, "length ratio"), (2, 1, None)],

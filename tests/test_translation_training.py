@@ -183,6 +183,14 @@ def test_parts_in_the_wordpieces_of_a_model(table, monkeypatch):
     assert [*everything][:120] == [*text.train][:120]
 
 
+def test_a_text_without_one_of_the_language_pairs_is_refused(table, tmp_path):
+    data = merged(table).data
+    wordpieces = load_text(data).vocabulary
+    (tmp_path / "news.en-fr.tsv").write_text("nba\tfrba\n")
+    with pytest.raises(ConfigError, match="^data.corpus: .* must hold .* pair of en and de, got"):
+        load_part(replace(data, corpus=str(tmp_path)), wordpieces, "all")
+
+
 def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_corpus):
     def load(**changes):
         return load_text(merged(table, data=changes).data)

@@ -202,6 +202,12 @@ class ParallelCorpus:
     dev: ParallelText
     test: ParallelText
 
+    @property
+    def all(self) -> ParallelText:
+        """The text of all parts, without the filters of the training part."""
+        places = (*self.train.places, *self.dev.places, *self.test.places)
+        return ParallelText(self.train.source, self.train.target, places)
+
 
 def load_parallel(
     place: str | Path | Sequence[str | Path],
@@ -293,8 +299,9 @@ def load_parallel(
         counts: Counter[str] = Counter()
         text = getattr(corpus, part)
         if next(text.read(counts), None) is None:
+            which = place if part == "all" else f"the {part} part of {place}"
             raise CorpusError(
-                f"the {part} part of {place} must hold at least one pair of {source} and {target}, "
+                f"{which} must hold at least one pair of {source} and {target}, "
                 f"got none in {f'{text}: {describe(counts)}' if text.places else 'no file'}"
             )
     return corpus

@@ -147,15 +147,11 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
                 config.corpus,
                 source=source,
                 target=target,
-                parts=[] if part == "all" else [part],
+                parts=[part],
                 drop=config.drop,
                 max_train_pairs=config.max_train_pairs or None,
             )
-            if part == "all":
-                places = (*corpus.train.places, *corpus.dev.places, *corpus.test.places)
-                texts.append(ParallelText(source, target, places))
-            else:
-                texts.append(getattr(corpus, part))
+            texts.append(getattr(corpus, part))
     return texts
 
 
