@@ -39,7 +39,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     main([*command, "--pairs", "en-fr", "--arms", "none", "moe-32"])
     runs = tmp_path / "runs" / "en-fr"
     assert not (runs / "dense-seed1" / "result.json").exists()
-    file = runs / "none-seed1" / "test.en-fr.txt"
+    file = runs / "none-seed1" / "test-2.en-fr.txt"
     assert len(file.read_text().splitlines()) == 15
     file.write_text("frba\n" * 15)  # what is there is not made again
 
@@ -66,7 +66,7 @@ def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
     lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
     references = [line.split("\t")[2] for line in lines]
     right = [number % 2 == 0 for number in range(15)]
-    (run / "test.en-fr.txt").write_text(
+    (run / "test-2.en-fr.txt").write_text(
         "".join(f"{text if keep else ''}\n" for text, keep in zip(references, right, strict=True))
     )
     assert bleu_of_test(run, right)["en-fr"].score == pytest.approx(100)

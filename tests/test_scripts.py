@@ -115,6 +115,8 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
         assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
     status, error = status_and_error(capsys, "evaluate", run, "--corpus", tmp_path / "none")
     assert status == 2 and "there is no corpus at" in error
+    status, error = status_and_error(capsys, "evaluate", run, "--bleu")
+    assert status == 2 and error == "error: --bleu must be left out for a language model\n"
     status, error = status_and_error(capsys, "inspect_experts", run, "--layer", 3)
     assert status == 2 and "layer must be in [0, 1)" in error
     for name in ("evaluate", "inspect_experts"):

@@ -11,7 +11,7 @@ from test_distributed_training import train as train_in_process
 from test_scripts import script
 from test_training import assert_same_run, merged, train
 
-from moe_ext import balanced_gates
+from moe_ext import balanced_gates, training
 from moe_ext.analysis import cost
 from moe_ext.data import EncodedPairs, PairBatches, Wordpieces
 from moe_ext.models import TranslationModel
@@ -30,6 +30,7 @@ from moe_ext.training.metrics import by_language_pair, evaluate
 from moe_ext.training.model import make_model
 from moe_ext.training.results import train_and_test
 from moe_ext.training.text import load_part, load_text
+from moe_ext.training.translation import bleu_of_test, translated_test
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"train": 120, "dev": 12, "test": 15}
@@ -296,6 +297,33 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     path.unlink()
     with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
         load_run(folder)
+
+
+def test_translations_are_of_the_newest_model(table, monkeypatch):
+    monkeypatch.setattr(
+        training.translation,
+        "translations_of",
+        lambda trained, text: [f"{trained.step} {text.target}"],
+    )
+    folder = train(merged(table, steps=1)).folder
+    assert translated_test(folder) == {"en-fr": ["1 fr"], "en-de": ["1 de"]}
+    train(merged(table, steps=2, resume=True))
+    (folder / "test-2.en-fr.txt").write_text("not made again\n")
+    assert translated_test(folder) == {"en-fr": ["not made again"], "en-de": ["2 de"]}
+
+
+def test_evaluation_of_a_run(table, tmp_path, capsys):
+    folder = train(merged(table, steps=2)).folder
+    result = script("evaluate").main([str(folder), "--bleu"])
+    lines = capsys.readouterr().out.splitlines()
+    parts = by_language_pair(result.sentence_nll, load_text(merged(table).data).test)
+    assert lines[0].startswith(f"test perplexity {result.perplexity:.3f}")
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        [name, f"{part.perplexity:.3f}"] for name, part in parts.items()
+    ]
+    assert lines[3:5] == ["  en-fr: 15 of 15 lines kept", "  en-de: 7 of 7 lines kept"]
+    for line, (name, bleu) in zip(lines[5:], bleu_of_test(folder).items(), strict=True):
+        assert line == f"  {name}  BLEU {bleu.score:.2f}  ({bleu.signature})"
 
 
 def test_what_the_experts_of_a_run_see(table, capsys):

@@ -5,11 +5,11 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from moe_ext.data import Wordpieces
+from moe_ext.data import ParallelText, Wordpieces
 from moe_ext.data.files import atomic_file
 from moe_ext.decoding import BeamSearch, Bleu, Translator, corpus_bleu
 from moe_ext.models import TranslationModel
-from moe_ext.training.checkpoint import TrainedModel, load_run
+from moe_ext.training.checkpoint import TrainedModel, checkpoints_of, load_run
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.training.text import parallel_text
 
@@ -41,31 +41,42 @@ def make_translator(
         raise ConfigError(str(error)) from error
 
 
-def translated_test(run: str | Path) -> dict[str, list[str]]:
-    """The sentences of the run's test part, translated, by language pair.
+def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
+    """The sources of a text translated by a trained translation model, with `BeamSearch()`.
 
-    They are translated once, by the beam search of `BeamSearch`'s defaults, and kept in the run's
-    folder: in test.en-fr.txt for the language pair en-fr.
+    Raises:
+        ConfigError: it has not learnt to translate into the text's language.
+    """
+    config = trained.config
+    assert isinstance(config, TranslationConfig)
+    into = text.target if len(config.data.pairs) > 1 else None
+    translate = make_translator(trained, BeamSearch(), into)
+    title = f"translating {text.source}-{text.target}" if config.log.progress else None
+    return [best.text for best, *_ in translate([source for source, _ in text], title=title)]
+
+
+def translated_test(run: str | Path) -> dict[str, list[str]]:
+    """`translations_of` the run's test part, by language pair.
+
+    They are made once and kept in the run's folder: in test-2000.en-fr.txt those of the language
+    pair en-fr after step 2,000, which is the newest.
 
     Raises:
         ConfigError: the run has no model or its corpus cannot be read.
     """
     run = Path(run)
     config = read_config(run / "config.toml", [], TranslationConfig)
-    files = {languages: run / f"test.{languages}.txt" for languages in config.data.pairs}
+    step = max(checkpoints_of(run).steps(), default=config.steps)
+    files = {pair: run / f"test-{step}.{pair}.txt" for pair in config.data.pairs}
     if not all(file.is_file() for file in files.values()):
         trained = load_run(run, config.device)
-        for languages, text in zip(files, parallel_text(config.data, "test"), strict=True):
-            into = text.target if len(files) > 1 else None
-            translate = make_translator(trained, BeamSearch(), into)
-            sources = [source for source, _ in text]
-            title = f"translating {languages}" if config.log.progress else None
-            lines = [f"{best.text}\n" for best, *_ in translate(sources, title=title)]
-            with atomic_file(files[languages]) as file:
-                file.write("".join(lines).encode())
-    return {
-        languages: file.read_text("utf-8").split("\n")[:-1] for languages, file in files.items()
-    }
+        for file, text in zip(files.values(), parallel_text(config.data, "test"), strict=True):
+            if file.is_file():
+                continue
+            lines = [f"{translation}\n" for translation in translations_of(trained, text)]
+            with atomic_file(file) as opened:
+                opened.write("".join(lines).encode())
+    return {pair: file.read_text("utf-8").split("\n")[:-1] for pair, file in files.items()}
 
 
 def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[str, Bleu]:
