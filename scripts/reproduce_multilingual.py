@@ -33,6 +33,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from moe_ext.data import EncodedPairs
+from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import TranslationConfig, read_config
 from moe_ext.training.device import set_up_torch
@@ -73,12 +74,14 @@ class Study:
         text: of all language pairs.
         results: of the multilingual models.
         single: of the models of one language pair, by this.
+        bleu: of each run, by language pair.
     """
 
     config: TranslationConfig
     text: Text
     results: Results
     single: Results
+    bleu: dict[Path, dict[str, Bleu]]
 
 
 def study(options: argparse.Namespace) -> Study:
@@ -120,7 +123,9 @@ def study(options: argparse.Namespace) -> Study:
             train=[languages] if SINGLE in train else (),
             then=translated_test,
         )
-    return Study(first, text, results, single)
+    finished = [run for runs in (*results.values(), *single.values()) for run in runs.values()]
+    bleu = {result.run: bleu_of_test(result.run) for result in finished}
+    return Study(first, text, results, single, bleu)
 
 
 def nll_of(result: Result, text: Text, languages: str) -> float:
@@ -165,7 +170,7 @@ def table(study: Study) -> str:
                 cells += ["", ""]
                 continue
             nll = [r.test_nll if arm == SINGLE else nll_of(r, text, languages) for r in runs]
-            bleu = [bleu_of_test(result.run)[languages].score for result in runs]
+            bleu = [study.bleu[result.run][languages].score for result in runs]
             cells += [f"{perplexity(statistics.fmean(nll)):.2f}", f"{statistics.fmean(bleu):.1f}"]
         rows.append(cells)
     header = ["languages", "training pairs"]
@@ -228,8 +233,10 @@ def as_markdown(study: Study) -> str:
 def plot(study: Study, path: Path) -> None:
     """Dev perplexity of the language pairs with the least text, by the steps."""
     panels = least_text(study.text)
-    figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), layout="constrained")
-    for panel, languages in zip(axes, panels, strict=True):
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(12, 4.2), layout="constrained", squeeze=False
+    )
+    for panel, languages in zip(axes[0], panels, strict=True):
         curves = {arm: (runs, f"perplexity/{languages}") for arm, runs in study.results.items()}
         curves[SINGLE] = (study.single[languages], "perplexity")
         for arm, (runs, key) in curves.items():
@@ -256,17 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> Study:
         "models": as_data(found.results),
         "single": as_data(found.single),
         "bleu": {
-            arm: {
-                result.run.name: {
-                    languages: asdict(bleu) for languages, bleu in bleu_of_test(result.run).items()
-                }
-                for runs in each
-                for result in runs.values()
-            }
-            for arm, each in (
-                *((arm, [runs]) for arm, runs in found.results.items()),
-                (SINGLE, [*found.single.values()]),
-            )
+            str(run.relative_to(options.runs)): {pair: asdict(bleu) for pair, bleu in each.items()}
+            for run, each in found.bleu.items()
         },
         "claims": [
             {"claim": claim, "languages": languages, "difference": gap and asdict(gap)}
