@@ -29,6 +29,7 @@ from moe_ext.data.batches import (
     Rows,
     SentenceBatches,
     SortedBatches,
+    arange,
     drawn_order,
     epoch_generator,
     shares,
@@ -339,6 +340,9 @@ class PairBatches(SortedBatches[PairBatch]):
     their longer side, and in a band by the length of the source. An epoch has each pair exactly
     once, unless it oversamples.
 
+    Beside the pairs themselves this takes some 20 bytes a pair, and 100 in the few seconds of their
+    shuffle: 3.6 GB for the 36 million of WMT'14 English to French.
+
     Args:
         pairs: from `encode_pairs`.
         tokens_per_batch: in a batch, roughly: source tokens and predictions, not padding.
@@ -389,9 +393,9 @@ class PairBatches(SortedBatches[PairBatch]):
         self._source_length = pairs.source.lengths.int()
         self._target_length = pairs.target.lengths.int()
         self._longer = torch.maximum(self._source_length, self._target_length)
-        rows = torch.arange(len(pairs), device="cpu")
+        rows = arange(len(pairs))
         if max_length is not None:
-            rows = rows[self._longer[rows] <= max_length]
+            rows = rows[self._longer <= max_length]
         self.num_left_out = len(pairs) - len(rows)
         require(
             len(rows) >= 1,
@@ -417,7 +421,7 @@ class PairBatches(SortedBatches[PairBatch]):
 
         rows = self._sorted(rows)
         source, target = self._source_length[rows].long(), self._target_length[rows].long()
-        batch_end = shares(torch.ones_like(rows), source + target, tokens_per_batch)
+        batch_end = shares(torch.ones_like(source), source + target, tokens_per_batch)
         super().__init__(batch_end, shuffle, seed)
         self.num_pairs = len(rows)
         self.num_tokens, self.num_source_tokens = int(target.sum()), int(source.sum())
