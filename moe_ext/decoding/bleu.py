@@ -69,8 +69,8 @@ def corpus_bleu(
         from sacrebleu.metrics import BLEU
     except ImportError:
         raise ImportError(
-            "corpus_bleu: sacrebleu must be installed, got no such package; "
-            "run `pip install sacrebleu`"
+            "corpus_bleu: sacrebleu must be installed, which it is not; "
+            "pip install 'moe_ext[translation]'"
         ) from None
     number = len(translations)
     require(number >= 1, "corpus_bleu: translations", "be at least one sentence", translations)

@@ -143,7 +143,8 @@ class Trainer:
     optimizers, schedules, place in the data and the states of the random generators.
 
     Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
-    different models with the same seed see the same data order and dropout masks.
+    different models with the same seed see the same data order, and the same dropout masks if they
+    have as many layers.
 
     Several processes share the experts and the rows of every batch. They make the steps of a single
     process but for dropout and noise, which each draws for itself, and may be of another number

@@ -1,9 +1,9 @@
 """Studies: several models over paired seeds, and what their differences say about a claim.
 
-Runs of one seed share the order of the data, the dropout masks, the classes drawn for the softmax
-and the initial weights of the layers they have in common; a difference between two models is a mean
-over such pairs. The unit of analysis is the test log-perplexity of a run after a number of steps
-set in advance.
+Runs of one seed share the order of the data, the classes drawn for the softmax, the initial weights
+of the layers they have in common, and, with as many layers, the dropout masks; a difference between
+two models is a mean over such pairs. The unit of analysis is the test log-perplexity of a run after
+a number of steps set in advance.
 """
 
 import argparse
