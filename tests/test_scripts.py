@@ -72,7 +72,7 @@ def test_train_says_what_it_did(run, corpus, capsys):
     out = capsys.readouterr().out
     for part in (
         "ops/timestep",
-        "52 words in the vocabulary",
+        "52 entries in the vocabulary",
         "from step 8 of 8",
         "dev perplexity",
     ):
