@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Ratio]:
     )
     rows, ratios, same = compare(translator, lines, alone, options.rounds)
     print(as_markdown(rows, ratios))
-    print(f"\n{same} of the {len(alone)} lines have the same translation in a batch and alone")
+    print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
     if options.json:
         figures = {
             "rows": [asdict(row) for row in rows],
