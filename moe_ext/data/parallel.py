@@ -229,7 +229,8 @@ def load_parallel(
     folders, a pair of languages has
 
     * two aligned files `NAME.en` and `NAME.fr`, as those of WMT (`commoncrawl.fr-en.en`,
-      `newstest2014.fr`); `.txt` may follow;
+      `newstest2014.fr`); `.txt` may follow (not `.sgm`: `sacrebleu -t wmt14/full -l en-fr --echo
+      src` prints a news test as lines);
     * or a table `NAME.en-fr.tsv` of a pair a line: two columns, English and French in the order of
       the file's name, or three with the name of the row's source before them, or `columns`.
 
