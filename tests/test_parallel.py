@@ -57,7 +57,7 @@ def test_the_layout_of_wmt(tmp_path):
         "training/commoncrawl.fr-en",
         "training/europarl-v7.fr-en",
         "training/undoc.2000.fr-en",
-        "dev/newstest2008",
+        "dev/news-test2008",
         "dev/newstest2012",
         "dev/newstest2013",
         "dev/newstest2014",
@@ -72,7 +72,7 @@ def test_the_layout_of_wmt(tmp_path):
     assert [e for e, _ in corpus.dev] == ["4", "5"]  # newstest2012 and 2013, as in the paper
     assert [e for e, _ in corpus.test] == ["6"]
     # The older news test is never for training, nor what another choice leaves over.
-    other = load(tmp_path, dev=["newstest2008"], test=["newstest2013"])
+    other = load(tmp_path, dev=["news-test2008"], test=["newstest2013"])
     assert [e for e, _ in other.train] == ["0", "1", "2"]
     assert [e for e, _ in other.dev] == ["3"] and [e for e, _ in other.test] == ["5"]
     assert [e for e, _ in load(tmp_path, drop=["commoncrawl*"]).train] == ["1", "2"]

@@ -16,7 +16,16 @@ Pair = tuple[str, str]
 
 _COMPRESSED = r"(\.gz|\.xz)?"
 # Names that are never for training, whatever the patterns of dev and test.
-_HELD_OUT = ("test*", "dev*", "val*", "newstest*", "newsdev*", "newsdiscuss*", "newssyscomb*")
+_HELD_OUT = (
+    "test*",
+    "dev*",
+    "val*",
+    "newstest*",
+    "news-test*",
+    "newsdev*",
+    "newsdiscuss*",
+    "newssyscomb*",
+)
 _BOM = b"\xef\xbb\xbf"
 
 KEPT = "kept"
