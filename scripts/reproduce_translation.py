@@ -31,7 +31,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 
+from moe_ext.data import EncodedPairs, Wordpieces
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import TranslationConfig, read_config
@@ -128,9 +130,16 @@ def study(languages: str, options: argparse.Namespace) -> Study:
     )
     (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
     pairs = [*test]
-    words = sum(len(source.split()) for source, _ in train)
     near = near_duplicates([source for source, _ in pairs], (source for source, _ in train))
-    return Study(config, text, results, words, pairs, near)
+    return Study(config, text, results, source_words(text), pairs, near)
+
+
+def source_words(text: Text) -> int:
+    """Of the training pairs that the length filter left."""
+    assert isinstance(text.train, EncodedPairs) and isinstance(text.vocabulary, Wordpieces)
+    pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
+    begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
+    return int(begins_word[text.train.source.stream].sum())
 
 
 def bleu_of_runs(study: Study, name: str, distinct: bool = False) -> list[Bleu]:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from moe_ext.training.config import ConfigError
+from moe_ext.training.config import ConfigError, ParallelDataConfig
+from moe_ext.training.text import load_text
 from moe_ext.training.translation import bleu_of_test, translated_test
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "scripts"))
@@ -30,6 +31,15 @@ def test_near_duplicates_share_most_trigrams_with_one_sentence():
     near = reproduce_translation.near_duplicates(sentences, text)
     # The second has 5 of its 8 trigrams there, the last 3 of 4.
     assert near == [True, False, True, True, False]
+
+
+def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
+    lines = ["one two\tun deux", "three\ttrois", "\u2603 four five\tquatre cinq"]
+    left_out = ["one two\t" + "un deux trois " * 20]
+    for part in ("train", "dev", "test"):
+        (tmp_path / f"{part}.en-fr.tsv").write_text("\n".join([*lines, *left_out]) + "\n")
+    text = load_text(ParallelDataConfig(str(tmp_path), vocab_size=42, max_ratio=6.0))
+    assert len(text.train) == 3 and reproduce_translation.source_words(text) == 2 + 1 + 3
 
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path):
