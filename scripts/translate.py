@@ -208,8 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
+        language = options.into or trained.config.data.pairs[0].partition("-")[2]
         bleu, tokenized = (
-            corpus_bleu(best, references),
+            corpus_bleu(best, references, language=language),
             corpus_bleu(best, references, tokenized=True),
         )
         print(

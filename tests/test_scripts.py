@@ -170,6 +170,21 @@ def test_how_a_script_ends(capsys):
     assert ends_with(KeyboardInterrupt()) == (130, "interrupted\n")
 
 
+def test_a_reader_that_has_seen_enough(tmp_path):
+    code = (
+        "import sys; from moe_ext.training.command import exit_status; "
+        "sys.exit(exit_status(lambda: [print(i) for i in range(10**5)]))"
+    )
+    with (tmp_path / "stderr").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.wait(60) == 141
+    assert (tmp_path / "stderr").read_bytes() == b""
+
+
 def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
     folder = tmp_path / "run"
     command = [

@@ -1,6 +1,7 @@
 """How the scripts end: for what the user can put right, one sentence instead of a traceback."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -18,9 +19,15 @@ def exit_status(main: Callable[[], object]) -> int:
         130: Ctrl-C, or SIGTERM during training. `scripts/compare.py` and `scripts/quickstart.py`
             end so in training too, because their report is not there: what was trained is saved,
             and the same command goes on from it.
+        141: whoever read stdout has seen enough (`| head`).
     """
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -94,7 +94,10 @@ def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[st
     for text, (languages, translations) in zip(
         parallel_text(config.data, "test"), translated_test(run).items(), strict=True
     ):
-        pairs = [*zip(translations, (target for _, target in text), strict=True)]
-        kept = pairs if keep is None else list(compress(pairs, keep))
-        found[languages] = corpus_bleu(*zip(*kept, strict=True), language=text.target)
+        references = [target for _, target in text]
+        if keep is not None:
+            translations, references = (
+                list(compress(side, keep)) for side in (translations, references)
+            )
+        found[languages] = corpus_bleu(translations, references, language=text.target)
     return found
