@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -522,7 +523,8 @@ def numbers_of(model, optimizer):
 def save_for_ever(group, folder, background, saved):
     """Takes up the last checkpoint, and writes one after the other of nothing but their steps."""
     model, optimizer = small_model(group)
-    checkpoints = Checkpoints(folder, group, keep=2)
+    # The other one may die while they make the group for the background.
+    checkpoints = Checkpoints(folder, group, keep=2, timeout=timedelta(seconds=20))
     step = checkpoints.load(model, [optimizer]).step if checkpoints.steps() else 0
     save = checkpoints.save
     while True:
