@@ -73,6 +73,7 @@ class Study:
         source_words: of an epoch.
         test: the sentences of the test part and their translations by people.
         near: whether a sentence of the test part is nearly one of the training part.
+        bleu, distinct_bleu: of each model, by its seeds; the second without near duplicates.
     """
 
     config: TranslationConfig
@@ -81,6 +82,8 @@ class Study:
     source_words: int
     test: list[tuple[str, str]]
     near: list[bool]
+    bleu: dict[str, list[Bleu]]
+    distinct_bleu: dict[str, list[Bleu]]
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
@@ -131,7 +134,15 @@ def study(languages: str, options: argparse.Namespace) -> Study:
     (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
     pairs = [*test]
     near = near_duplicates([source for source, _ in pairs], (source for source, _ in train))
-    return Study(config, text, results, source_words(text), pairs, near)
+
+    def bleu(keep: Sequence[bool] | None = None) -> dict[str, list[Bleu]]:
+        return {
+            name: [bleu_of_test(result.run, keep)[languages] for result in runs.values()]
+            for name, runs in results.items()
+        }
+
+    distinct = bleu([not each for each in near])
+    return Study(config, text, results, source_words(text), pairs, near, bleu(), distinct)
 
 
 def source_words(text: Text) -> int:
@@ -140,13 +151,6 @@ def source_words(text: Text) -> int:
     pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
     begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
     return int(begins_word[text.train.source.stream].sum())
-
-
-def bleu_of_runs(study: Study, name: str, distinct: bool = False) -> list[Bleu]:
-    """Of each seed's translations; `distinct` leaves near duplicates out."""
-    (languages,) = study.config.data.pairs
-    keep = [not near for near in study.near] if distinct else None
-    return [bleu_of_test(result.run, keep)[languages] for result in study.results[name].values()]
 
 
 def claims(study: Study) -> list[tuple[str, str, Any]]:
@@ -169,7 +173,7 @@ def table(study: Study) -> str:
             continue
         cost = next(iter(runs.values())).cost
         mean = perplexity(statistics.fmean(result.test_nll for result in runs.values()))
-        bleu = [bleu_of_runs(study, name, distinct) for distinct in (False, True)]
+        bleu = study.bleu[name], study.distinct_bleu[name]
         rows.append(
             [
                 name,
@@ -266,7 +270,7 @@ def as_markdown(studies: dict[str, Study]) -> str:
             "models:\n",
             shown(each),
         ]
-    scores = bleu_of_runs(next(iter(studies.values())), MIXTURE)
+    scores = next(iter(studies.values())).bleu[MIXTURE]
     if scores:
         lines.append(f"sacreBLEU's signature: `{scores[0].signature}`\n")
     return "\n".join(lines)
@@ -316,9 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
             "test_pairs": len(each.text.test),
             "near_duplicates": sum(each.near),
             "models": as_data(each.results),
-            "bleu": {
-                name: [asdict(bleu) for bleu in bleu_of_runs(each, name)] for name in each.results
-            },
+            "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
             "claims": [
                 {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
                 for claim, what, gap in claims(each)
