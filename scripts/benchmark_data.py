@@ -179,7 +179,7 @@ def _with_start_method(method: str, function: Callable, *arguments):
 @contextmanager
 def measured() -> Iterator[list[float]]:
     """Becomes [seconds, seconds of all processors, MiB] of the block."""
-    before, peak = anonymous_mib(), 0.0
+    before = peak = anonymous_mib()
     ended = threading.Event()
 
     def watch() -> None:

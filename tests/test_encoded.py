@@ -378,20 +378,41 @@ def test_workers_end_with_a_process_that_is_killed():
 # --- the benchmark ------------------------------------------------------------------------------
 
 
-def test_benchmark_measures_the_same_words_for_any_number_of_workers(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def benchmark_data(monkeypatch):
+    """scripts/benchmark_data.py, which measures in this process."""
     path = Path(__file__).parent.parent / "scripts" / "benchmark_data.py"
     spec = importlib.util.spec_from_file_location("benchmark_data", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "benchmark_data", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "elsewhere", lambda function, *arguments: function(*arguments))
+    return module
+
+
+def test_benchmark_measures_the_same_words_for_any_number_of_workers(
+    benchmark_data, tmp_path, capsys
+):
     options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
     table = tmp_path / "data.json"
-    rows = module.main([*options.split(), "--tokens-per-batch", "500", "--json", str(table)])
+    rows = benchmark_data.main(
+        [*options.split(), "--tokens-per-batch", "500", "--json", str(table)]
+    )
     counted, encoding, batches = rows[0:2], rows[2:4], rows[4:6]
     words = {row.words for row in (*counted, *encoding)}  # ends of sentences included
     assert len(words) == 1 and 20_000 < words.pop() < 22_000
     assert batches[0].words == batches[1].words and 9_000 < batches[0].words < 10_000
-    assert all(row.seconds > 0 and row.peak_mib >= 0 for row in rows)
+    assert all(row.seconds > 0 for row in rows)
     assert [row["what"] for row in json.loads(table.read_text())] == [row.what for row in rows]
     assert "| encoding | 1 | " in capsys.readouterr().out
+
+
+def test_benchmark_measures_what_a_block_holds_at_the_most(benchmark_data):
+    held = torch.ones(64 << 18)  # 64 MiB
+    with benchmark_data.measured() as result:
+        del held
+        time.sleep(0.2)
+    assert result[0] >= 0.2 and 0 <= result[2] < 32  # beyond what was held before
+    with benchmark_data.measured() as result:
+        held = torch.ones(64 << 18)
+    assert 32 < result[2] < 128 and held.sum() == held.numel()
