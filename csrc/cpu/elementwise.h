@@ -1,4 +1,4 @@
-// Elementwise kernels on contiguous numbers, and on the rows of an activation.
+// Elementwise kernels on contiguous numbers, and on regions of matrices by rows.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../math/activation.h"
+#include "region.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -60,46 +61,118 @@ struct Dot {
   }
 };
 
-template <typename Activation>
-struct Activate {
-  template <typename scalar_t>
-  MOE_EXT_KERNEL void run(const scalar_t* z, int64_t num_rows, int64_t width, scalar_t* out) {
-    using acc_t = at::opmath_type<scalar_t>;
-    const auto wide = [&](int64_t i) __attribute__((always_inline)) {
-      return static_cast<acc_t>(z[i]);
-    };
-    if constexpr (Activation::kGated) {
-      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, out += width) {
-        for (int64_t i = 0; i < width; ++i) {
-          out[i] = static_cast<scalar_t>(Activation::value(wide(i)) * wide(width + i));
-        }
-      }
-    } else {
-      for (int64_t i = 0; i < num_rows * width; ++i) {
-        out[i] = static_cast<scalar_t>(Activation::value(wide(i)));
+struct SumOfLanes {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(acc_t* lanes, acc_t* sum) {
+    *sum = sum_of_lanes(lanes);
+  }
+};
+
+// Regions of matrices `width` wide.
+
+struct ConvertRegion {
+  template <typename from_t, typename to_t>
+  MOE_EXT_KERNEL void run(const from_t* from, Region region, int64_t width, to_t* to) {
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      const int64_t first = r * width + region.column;
+      for (int64_t i = 0; i < region.num_columns; ++i) {
+        to[first + i] = static_cast<to_t>(from[first + i]);
       }
     }
   }
 };
 
+struct ScaleRegion {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* scale, Region region, int64_t width, acc_t* rows) {
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      const int64_t first = r * width + region.column;
+      for (int64_t i = 0; i < region.num_columns; ++i) rows[first + i] *= scale[r];
+    }
+  }
+};
+
+// Adds up kLanes sums of a row's products, as Dot does if the regions of a row come in order and
+// all but the last are as wide as a multiple or a part of kLanes.
+struct DotRegion {
+  template <typename acc_t, typename scalar_t>
+  MOE_EXT_KERNEL void run(const acc_t* a, const scalar_t* b, Region region, int64_t width,
+                          acc_t* lanes) {
+    const int64_t end = region.column + region.num_columns;
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      int64_t i = region.column;
+      if (i % kLanes == 0 && i + kLanes <= end) {  // in registers
+        acc_t lane[kLanes];
+        std::copy_n(lanes + r * kLanes, kLanes, lane);
+        for (; i + kLanes <= end; i += kLanes) {
+          const int64_t first = r * width + i;
+          for (int64_t l = 0; l < kLanes; ++l) {
+            lane[l] = std::fma(a[first + l], static_cast<acc_t>(b[first + l]), lane[l]);
+          }
+        }
+        std::copy_n(lane, kLanes, lanes + r * kLanes);
+      }
+      while (i < end) {
+        acc_t* lane = lanes + r * kLanes + i % kLanes;
+        const int64_t first = r * width + i, size = std::min(end - i, kLanes - i % kLanes);
+        for (int64_t l = 0; l < size; ++l) {
+          lane[l] = std::fma(a[first + l], static_cast<acc_t>(b[first + l]), lane[l]);
+        }
+        i += size;
+      }
+    }
+  }
+};
+
+// Of the hidden layers z, a region of theirs, rounded to the type of the activations: those of
+// these that it completes. `width` is the activations'; of a gated one, z is twice as wide.
+template <typename Activation>
+struct Activate {
+  template <typename from_t, typename scalar_t>
+  MOE_EXT_KERNEL void run(const from_t* z, Region region, int64_t width, scalar_t* out) {
+    using acc_t = at::opmath_type<scalar_t>;
+    const int64_t before = Activation::kGated ? width : 0;
+    const int64_t begin = std::max(region.column - before, int64_t{0});
+    const int64_t end = region.column + region.num_columns - before;
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      const from_t* from = z + r * (before + width);
+      scalar_t* to = out + r * width;
+      const auto wide = [&](int64_t i) __attribute__((always_inline)) {
+        return static_cast<acc_t>(static_cast<scalar_t>(from[i]));
+      };
+#pragma GCC ivdep
+      for (int64_t i = begin; i < end; ++i) {  // may be in place
+        acc_t value = Activation::value(wide(i));
+        if constexpr (Activation::kGated) value *= wide(width + i);
+        to[i] = static_cast<scalar_t>(value);
+      }
+    }
+  }
+};
+
+// The gradient with respect to z, in a region of the activations.
 template <typename Activation>
 struct ActivateBackward {
   template <typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(const scalar_t* z, const acc_t* grad, int64_t num_rows, int64_t width,
+  MOE_EXT_KERNEL void run(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
                           acc_t* grad_z) {
-    const auto wide = [&](int64_t i) __attribute__((always_inline)) {
-      return static_cast<acc_t>(z[i]);
-    };
-    if constexpr (Activation::kGated) {
-      for (int64_t r = 0; r < num_rows; ++r, z += 2 * width, grad_z += 2 * width, grad += width) {
-        for (int64_t i = 0; i < width; ++i) {
-          grad_z[i] = grad[i] * wide(width + i) * Activation::derivative(wide(i));
-          grad_z[width + i] = grad[i] * Activation::value(wide(i));
+    const int64_t width_z = Activation::kGated ? 2 * width : width;
+    const int64_t end = region.column + region.num_columns;
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      const scalar_t* from = z + r * width_z;
+      const acc_t* grad_row = grad + r * width;
+      acc_t* to = grad_z + r * width_z;
+      const auto wide = [&](int64_t i) __attribute__((always_inline)) {
+        return static_cast<acc_t>(from[i]);
+      };
+#pragma GCC ivdep
+      for (int64_t i = region.column; i < end; ++i) {  // may be in place
+        if constexpr (Activation::kGated) {
+          to[i] = grad_row[i] * wide(width + i) * Activation::derivative(wide(i));
+          to[width + i] = grad_row[i] * Activation::value(wide(i));
+        } else {
+          to[i] = grad_row[i] * Activation::derivative(wide(i));
         }
-      }
-    } else {
-      for (int64_t i = 0; i < num_rows * width; ++i) {
-        grad_z[i] = grad[i] * Activation::derivative(wide(i));
       }
     }
   }

@@ -199,13 +199,14 @@ class Experts {
   // precision of their type, kept or not, so that the gradients are the same.
   struct Activations {
     c10::SmallVector<const scalar_t*, 4> input;  // [num_rows, fan_in] of each layer
-    c10::SmallVector<const scalar_t*, 4> z;      // [num_rows, columns] of each hidden layer
+    c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, if needed
+    c10::SmallVector<scalar_t*, 4> out;  // its activation, the next layer's input
     acc_t* product_space;
   };
 
-  // With `hidden` given and `computed` already, reads the hidden layers; else computes them, and
-  // writes them to `hidden` if it is given.
-  Activations activations(const Block& block, const std::vector<scalar_t*>& hidden, bool computed,
+  // Forward, computes the hidden layers and writes them to `hidden` if it is given. Backward, with
+  // hidden given, there are only the places for the inputs of all layers but the first.
+  Activations activations(const Block& block, const std::vector<scalar_t*>& hidden, bool backward,
                           acc_t*& workspace) const {
     Activations a;
     const int64_t n = block.num_rows;
@@ -213,44 +214,74 @@ class Experts {
     a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
                              fan_in(0), take<scalar_t>(workspace, n * fan_in(0))));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
-      const int64_t size = n * columns(l);
-      acc_t* wide = take(workspace, size);
-      scalar_t* z = hidden.empty() ? take<scalar_t>(workspace, size)
-                                   : hidden[l] + block.first_row * columns(l);
-      if (!computed) linear(block, l, a.input[l], a.product_space, z, wide);
+      const int64_t width = fan_in(l + 1), size = n * columns(l);
+      auto* out = take<scalar_t>(workspace, n * width);
+      scalar_t* z = !hidden.empty() ? hidden[l] + block.first_row * columns(l)
+                    : backward      ? take<scalar_t>(workspace, size)
+                                    : nullptr;
+      if (!backward || hidden.empty()) {
+        acc_t* product = nullptr;
+        if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
+        if (product == nullptr) product = take(workspace, size);
+        linear(block, l, a.input[l], a.product_space, product, [&](const Region& region) {
+          const auto* wide = static_cast<const acc_t*>(product);
+          if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
+          activate(wide, region, width, out);
+        });
+      }
       a.z.push_back(z);
-      auto* out = take<scalar_t>(workspace, n * fan_in(l + 1));
-      math::with_activation(activation_, [&](auto activation) {
-        vectorized<Activate<decltype(activation)>>(static_cast<const scalar_t*>(z), n,
-                                                   fan_in(l + 1), out);
-      });
+      a.out.push_back(out);
       a.input.push_back(out);
     }
     return a;
   }
 
-  // out = in W + b, [num_rows, columns], through `wide` where acc_t is wider.
-  void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, scalar_t* out,
-              acc_t* wide) const {
-    if constexpr (kSame) wide = out;
+  // product = in W + b, [num_rows, columns]; `finish` as gemm's.
+  void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, acc_t* product,
+              typename Beside<scalar_t>::Body finish) const {
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
-        vectorized<Convert>(bias(block.expert, layer), columns(layer), wide + r * columns(layer));
+        vectorized<Convert>(bias(block.expert, layer), columns(layer),
+                            product + r * columns(layer));
       }
     }
-    gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), Factor{in},
-                   Factor{weight(block.expert, layer)}, has_bias() ? Write::kAdd : Write::kReplace,
-                   wide, space);
-    if constexpr (!kSame) {
-      vectorized<Convert>(static_cast<const acc_t*>(wide), block.num_rows * columns(layer), out);
+    Beside<scalar_t> beside{finish};
+    if (layer + 1 < num_layers()) {
+      beside.next = plain(weight(block.expert, layer + 1), columns(layer + 1));
+    } else if (const Block* next = after(block)) {
+      beside.next = plain(weight(next->expert, 0), columns(0));
+    }
+    gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
+                   plain(weight(block.expert, layer), columns(layer)),
+                   has_bias() ? Write::kAdd : Write::kReplace, product, space, beside);
+  }
+
+  // The next block, if there is one.
+  const Block* after(const Block& block) const {
+    return &block == &blocks_.back() ? nullptr : &block + 1;
+  }
+
+  // Fetches a region of z into the cache; of a gated activation, of its first half.
+  static void fetch(const scalar_t* z, const Region& region, int64_t width) {
+    constexpr int64_t kLine = 64 / sizeof(scalar_t);
+    for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
+      for (int64_t i = 0; i < region.num_columns; i += kLine) {
+        __builtin_prefetch(z + r * width + region.column + i);
+      }
     }
   }
 
-  void activate_backward(int64_t num_rows, int64_t layer, const scalar_t* z, const acc_t* grad,
+  template <typename from_t>
+  void activate(const from_t* z, const Region& region, int64_t width, scalar_t* out) const {
+    math::with_activation(activation_, [&](auto activation) {
+      vectorized<Activate<decltype(activation)>>(z, region, width, out);
+    });
+  }
+
+  void activate_backward(const scalar_t* z, const acc_t* grad, const Region& region, int64_t width,
                          acc_t* grad_z) const {
     math::with_activation(activation_, [&](auto activation) {
-      vectorized<ActivateBackward<decltype(activation)>>(z, grad, num_rows, fan_in(layer + 1),
-                                                         grad_z);
+      vectorized<ActivateBackward<decltype(activation)>>(z, grad, region, width, grad_z);
     });
   }
 
@@ -289,9 +320,17 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
       options.dtype(c10::CppTypeToScalarType<acc_t>::value),
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
-        const auto a = experts.activations(block, hidden_data, /*computed=*/false, workspace);
-        experts.linear(block, last, a.input[last], a.product_space,
-                       rows_data + block.first_row * width, workspace);
+        const auto a = experts.activations(block, hidden_data, /*backward=*/false, workspace);
+        scalar_t* out = rows_data + block.first_row * width;
+        if constexpr (std::is_same_v<scalar_t, acc_t>) {
+          experts.linear(block, last, a.input[last], a.product_space, out, nullptr);
+        } else {
+          acc_t* wide = workspace;
+          experts.linear(
+              block, last, a.input[last], a.product_space, wide, [&](const Region& region) {
+                vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
+              });
+        }
       });
   return rows;
 }
@@ -303,6 +342,72 @@ struct ParameterGradient {
   int64_t size;    // of one expert
   int64_t offset;  // in a partial sum
 };
+
+// What the backward pass of a block has room for.
+template <typename acc_t>
+struct BackwardSpace {
+  acc_t* grad_out;   // dL/dy, later times the gates
+  acc_t* grad_a;     // dL/dA, where it can't be in the place of dL/dZ
+  acc_t* grad_z[2];  // dL/dZ of a layer and of the one before
+  acc_t* gate;       // of each row; null without gates
+  acc_t* grad_gate;  // kLanes sums of each row
+  acc_t* parameter;  // the gradient of one, where acc_t is wider than its type
+  acc_t* bias;
+};
+
+// From dL/dZ of layer l [num_rows, columns(l)]: dL/dx into grad_rows if l is 0, else dL/dZ' of the
+// layer before, which it returns, and that layer's activations. With gates, what comes in at the
+// last layer lacks them.
+template <typename scalar_t>
+auto* input_gradient(const Experts<scalar_t>& experts, const Block& block,
+                     const typename Experts<scalar_t>::Activations& a, int64_t l,
+                     const at::opmath_type<scalar_t>* grad_z,
+                     const BackwardSpace<at::opmath_type<scalar_t>>& space, scalar_t* grad_rows) {
+  using acc_t = at::opmath_type<scalar_t>;
+  constexpr bool kSame = Experts<scalar_t>::kSame;
+  const int64_t width = experts.fan_in(l), columns = experts.columns(l);
+  const int64_t width_z = l > 0 ? experts.columns(l - 1) : width;
+  const scalar_t* z = l > 0 ? a.z[l - 1] : nullptr;
+  const bool gated_sum = l + 1 == experts.num_layers() && space.gate != nullptr;
+  acc_t* grad_before = space.grad_z[l % 2];
+  acc_t* grad_a = l > 0 && width_z == width ? grad_before : space.grad_a;
+  if constexpr (kSame) {
+    if (l == 0) grad_a = grad_rows;
+  }
+  const auto second_half = [&](Region region) {  // of z, if it has two
+    region.column += width_z - width;
+    return region;
+  };
+  const auto prepare = [&](const Region& region) {
+    experts.fetch(z, region, width_z);
+    if (width_z != width) experts.fetch(z, second_half(region), width_z);
+  };
+  const auto finish = [&](const Region& region) {
+    if (l > 0) experts.activate(z, second_half(region), width, a.out[l - 1]);
+    if (gated_sum) {
+      vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a.input[l], region, width,
+                            space.grad_gate);
+      vectorized<ScaleRegion>(static_cast<const acc_t*>(space.gate), region, width, grad_a);
+    }
+    if (l > 0) {
+      experts.activate_backward(z, grad_a, region, width, grad_before);
+    } else if (!kSame) {
+      vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
+    }
+  };
+  Beside<scalar_t> beside{finish};
+  if (l > 0) {
+    beside.prepare = prepare;
+    beside.next = transposed(experts.weight(block.expert, l - 1), width_z);
+  } else if (const Block* next = experts.after(block)) {
+    const int64_t last = experts.num_layers() - 1;
+    beside.next = transposed(experts.weight(next->expert, last), experts.columns(last));
+  }
+  gemm<scalar_t>(block.num_rows, width, columns, plain(grad_z, columns),
+                 transposed(experts.weight(block.expert, l), columns), Write::kReplace, grad_a,
+                 a.product_space, beside);
+  return grad_before;
+}
 
 // The gradients of the weights, then of the biases, in their tensors; of the gates, in theirs; and
 // of the input rows, which it returns.
@@ -340,9 +445,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
 
   const int64_t out_size = experts.rows_size(experts.columns(last));
   const int64_t rows_size = experts.rows_size(experts.widest());
+  const int64_t gates_size = gates_data != nullptr ? experts.rows_size(1) : 0;
   const int64_t parameter_size = kSame ? 0 : round_up(most_numbers);
   const int64_t workspace_size = experts.activations_size() + parameter_size + out_size +
-                                 2 * rows_size + round_up(experts.widest());
+                                 3 * rows_size + (1 + kLanes) * gates_size +
+                                 round_up(experts.widest());
   for_each_block<acc_t>(
       experts.blocks(), 2 * experts.flops(), workspace_size, wide,
       [&](const Block& block, acc_t* workspace) {
@@ -354,12 +461,15 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           }
           return;
         }
-        const auto a = experts.activations(block, hidden_data, !hidden_data.empty(), workspace);
-        acc_t* grad_space = experts.take(workspace, parameter_size);
-        acc_t* out_space = experts.take(workspace, out_size);
-        acc_t* grad_in = experts.take(workspace, rows_size);
-        acc_t* grad_z = experts.take(workspace, rows_size);
-        acc_t* bias_space = experts.take(workspace, experts.widest());
+        const auto a = experts.activations(block, hidden_data, /*backward=*/true, workspace);
+        BackwardSpace<acc_t> space;
+        space.grad_out = experts.take(workspace, out_size);
+        space.grad_a = experts.take(workspace, rows_size);
+        for (acc_t*& grad_z : space.grad_z) grad_z = experts.take(workspace, rows_size);
+        space.gate = gates_data != nullptr ? experts.take(workspace, gates_size) : nullptr;
+        space.grad_gate = experts.take(workspace, kLanes * gates_size);
+        space.parameter = experts.take(workspace, parameter_size);
+        space.bias = experts.take(workspace, experts.widest());
 
         // Calls compute(target) with the place of this block's share of a parameter's gradient.
         const auto write_gradient = [&](int64_t index, const auto& compute) {
@@ -370,54 +480,49 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           } else if constexpr (kSame) {
             compute(whole);
           } else {
-            compute(grad_space);
-            vectorized<Convert>(static_cast<const acc_t*>(grad_space), parameter.size, whole);
+            compute(space.parameter);
+            vectorized<Convert>(static_cast<const acc_t*>(space.parameter), parameter.size, whole);
           }
         };
 
         experts.copy_rows(block, grad_data, gates_data != nullptr, experts.columns(last),
-                          out_space);
-        const acc_t* grad_out = out_space;
+                          space.grad_out);
+        if (gates_data != nullptr) {
+          for (int64_t r = 0; r < n; ++r) {
+            space.gate[r] = gates_data[experts.slot_of(block.first_row + r)];
+          }
+          std::fill_n(space.grad_gate, n * kLanes, acc_t(0));
+        }
+        const acc_t* grad_out = space.grad_out;
         for (int64_t l = last; l >= 0; --l) {
           const int64_t columns = experts.columns(l);
           const int64_t fan_in = experts.fan_in(l);
-          gemm<scalar_t>(n, fan_in, columns, Factor{grad_out},
-                         transposed(experts.weight(block.expert, l)), Write::kReplace, grad_in,
-                         a.product_space);
-          if (l == last && gates_data != nullptr) {
-            for (int64_t r = 0; r < n; ++r) {
-              const int64_t slot = experts.slot_of(block.first_row + r);
-              acc_t* dy = out_space + r * columns;
-              acc_t* grad_gate = grad_gates_data + slot;
-              vectorized<Dot>(static_cast<const acc_t*>(grad_in + r * fan_in),
-                              a.input[l] + r * fan_in, fan_in, grad_gate);
-              if (experts.has_bias()) {
-                acc_t product;
-                vectorized<Dot>(static_cast<const acc_t*>(dy), experts.bias(block.expert, l),
-                                columns, &product);
-                *grad_gate += product;
-              }
-              vectorized<Scale>(gates_data[slot], fan_in, grad_in + r * fan_in);
-              vectorized<Scale>(gates_data[slot], columns, dy);
+          const acc_t* grad_z = input_gradient(experts, block, a, l, grad_out, space,
+                                               grad_rows_data + block.first_row * d_model);
+          for (int64_t r = 0; l == last && gates_data != nullptr && r < n; ++r) {
+            acc_t* grad_gate = grad_gates_data + experts.slot_of(block.first_row + r);
+            acc_t* dy = space.grad_out + r * columns;
+            vectorized<SumOfLanes>(space.grad_gate + r * kLanes, grad_gate);
+            if (experts.has_bias()) {
+              acc_t of_bias;
+              vectorized<Dot>(static_cast<const acc_t*>(dy), experts.bias(block.expert, l), columns,
+                              &of_bias);
+              *grad_gate += of_bias;
             }
+            vectorized<Scale>(space.gate[r], columns, dy);
           }
           write_gradient(l, [&](acc_t* target) {
-            gemm<scalar_t>(fan_in, columns, n, transposed(a.input[l]), Factor{grad_out},
-                           block.partial < 0 && kSame ? finally : Write::kReplace, target,
-                           a.product_space);
+            gemm<scalar_t>(
+                fan_in, columns, n, transposed(a.input[l], fan_in), plain(grad_out, columns),
+                block.partial < 0 && kSame ? finally : Write::kReplace, target, a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {
-              vectorized<SumOfRows>(grad_out, n, columns, bias_space, target);
+              vectorized<SumOfRows>(grad_out, n, columns, space.bias, target);
             });
           }
-          if (l > 0) {
-            experts.activate_backward(n, l - 1, a.z[l - 1], grad_in, grad_z);
-            grad_out = grad_z;
-          }
+          grad_out = grad_z;
         }
-        vectorized<Convert>(static_cast<const acc_t*>(grad_in), n * d_model,
-                            grad_rows_data + block.first_row * d_model);
       });
 
   // The partial sums of an expert, in the order of its blocks whoever adds them.

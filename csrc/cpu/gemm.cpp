@@ -2,6 +2,7 @@
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -14,12 +15,15 @@
 namespace moe_ext::cpu {
 namespace {
 
-// The products are blocked by kSquare words of depth. A panel of B, packed, stays in the first
-// cache level while it meets the panels of A, of kMaxRows rows; those stay in the second. Few
-// panels of A are not worth packing B.
+// An element of C is a sum of the sums of squares of B, kSquare words deep. A panel of B in a
+// square, packed, stays in the first cache level while it meets the panels of A, of kMaxRows rows;
+// those stay in the second. Few panels of A are not worth packing B.
 template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kMaxRows = 512;
+
+// Where C does not stay in the caches, so many squares are in work at a time.
+constexpr int64_t kMaxSquares = 2;
 
 // So deep are the blocks where B is read by rows, and so many columns of C are computed at a time
 // there.
@@ -69,50 +73,62 @@ class Product {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  Product(Source<a_t> a, Source<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* space)
+  // Its first row is row first_row of what `beside` is about.
+  Product(Source<a_t> a, Source<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* space,
+          const Beside<b_t>& beside, Source<b_t> next, int64_t first_row)
       : a_(a),
         b_(b),
+        next_(next),
+        beside_(beside),
+        first_row_(first_row),
         m_(m),
         n_(n),
         k_(k),
-        edge_(space),
-        sums_(edge_ + edge_size()),
+        tiles_(space),
+        sums_(tiles_ + tiles_size(m)),
         packed_b_(sums_ + sums_size(n)),
         packed_a_(packed_b_ + panel_size(k)) {}
 
   // For a product whose m, n and k are at most `largest`.
   static int64_t space(int64_t largest) {
-    return edge_size() + sums_size(largest) + panel_size(largest) + panels_size(largest, largest);
+    return tiles_size(largest) + sums_size(largest) + panel_size(largest) +
+           panels_size(largest, largest);
   }
 
   void run(Write write, acc_t* c) {
     // Sums that go on later must stay in the caches.
-    const bool once = k_ <= (by_rows_ ? kShallow : depth_);
-    const Write start = once || write != Write::kStream ? write : Write::kReplace;
+    const bool streams =
+        write == Write::kStream && k_ <= (by_rows_ ? kShallow : kMaxSquares * depth_);
+    if (write == Write::kStream && !streams) write = Write::kReplace;
     if (kernels_.start != nullptr) kernels_.start();
-    for (int64_t p = 0; p < k_; p += depth_) {
-      const int64_t depth = std::min(k_ - p, depth_);
-      num_words_ = words(depth);
-      for (int64_t i = 0; i < num_panels_; ++i) {
-        const int64_t num_rows = std::min(m_ - first(i), kernels_.panel_stride);
-        pack_panel(kernels_.pairs, a_, first(i), p, num_rows, depth, num_words_,
-                   kernels_.panel_stride, kernels_.a_by_rows, panel_a(i));
-      }
-      const Write how = p == 0 ? start : Write::kAdd;
+    const int64_t at_a_time = streams ? kMaxSquares * depth_ : depth_;
+    for (int64_t p = 0; p < k_; p += at_a_time, write = Write::kAdd) {
+      pack_a(p, std::min(k_, p + at_a_time));
+      last_ = p + at_a_time >= k_;
       if (by_rows_) {
-        rows_of_b(p, depth, how, c);
+        rows_of_b(write, c);
       } else {
-        for (int64_t j = 0; j < n_; j += width_) panel_of_b(p, j, depth, how, c + j);
+        for (int64_t j = 0; j < n_; j += width_) panel_of_b(j, write, c + j);
       }
     }
     if (kernels_.stop != nullptr) kernels_.stop();
+    // Products of pairs are so fast that it pays to go by whole rows afterwards.
+    if (kernels_.pairs && beside_.finish) beside_.finish({first_row_, m_, 0, n_});
 #if defined(__x86_64__)
-    if (start == Write::kStream) __builtin_ia32_sfence();
+    if (streams) __builtin_ia32_sfence();
 #endif
   }
 
  private:
   static constexpr int64_t kSize = kSquare<acc_t>;
+
+  // What is multiplied at a time of the depth of the product.
+  struct Square {
+    int64_t p, depth, num_words;
+    acc_t* panels_a;
+    const acc_t* panel_b = nullptr;
+    int64_t stride_b = 0;
+  };
 
   static const MicroKernels<acc_t>& kernels() { return micro_kernels<scalar_t, acc_t>(); }
   static int64_t width() { return kMaxTileVectors * kernels().lanes; }
@@ -121,62 +137,115 @@ class Product {
     return ceil_div(ceil_div(depth, numbers()), kernels().depth) * kernels().depth;
   }
 
-  static int64_t edge_size() { return kernels().rows * width(); }
+  static int64_t tile_size() { return kernels().rows * width(); }
+  static int64_t tiles_size(int64_t m) {
+    return ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
+  }
   static int64_t sums_size(int64_t n) {
     return 2 * kernels().rows * ceil_div(std::min(n, kMaxColumns), width()) * width();
   }
-  static int64_t panel_size(int64_t k) { return std::min(kSize, words(k)) * width(); }
+  static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
+  static int64_t panel_size(int64_t k) { return deepest(k) * width(); }
   static int64_t panels_size(int64_t m, int64_t k) {
-    return ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
-           std::min(kSize, words(k));
+    return ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride * deepest(k);
   }
 
   // The first row of a panel of a: those with a row more than the others come first.
   int64_t first(int64_t panel) const { return panel * rows_each_ + std::min(panel, num_longer_); }
-  acc_t* panel_a(int64_t i) const { return packed_a_ + i * num_words_ * kernels_.panel_stride; }
+  int64_t num_rows(int64_t panel) const { return first(panel + 1) - first(panel); }
+  acc_t* panel_a(const Square& square, int64_t i) const {
+    return square.panels_a + i * square.num_words * kernels_.panel_stride;
+  }
 
-  // All of c by the panel of b at (p, j).
-  void panel_of_b(int64_t p, int64_t j, int64_t depth, Write write, acc_t* c) {
-    const int64_t num_columns = std::min(n_ - j, width_);
-    const acc_t* panel = packed_b_;
-    int64_t stride = width_;
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      if (in_place_) panel = b_.at(j, p), stride = b_.stride;
-    }
-    if (!in_place_) {
-      pack_panel(kernels_.pairs, b_, j, p, num_columns, depth, num_words_, width_,
-                 /*by_columns=*/false, packed_b_);
-    }
-    Prefetch next = prefetch(p, j);
-    for (int64_t i = 0; i < num_panels_; ++i, next.first += num_words_ >> next.slowness) {
-      tile(i, 0, num_words_, panel, stride, num_columns, write, c, n_,
-           i < 1 << next.slowness ? next : none_);
+  // The squares from p to end, and a's panels of them.
+  void pack_a(int64_t p, int64_t end) {
+    squares_.clear();
+    acc_t* panels = packed_a_;
+    for (; p < end; p += depth_) {
+      const int64_t depth = std::min(end - p, depth_);
+      const Square square{p, depth, words(depth), panels};
+      for (int64_t i = 0; i < num_panels_; ++i) {
+        const int64_t rows = std::min(m_ - first(i), kernels_.panel_stride);
+        pack_panel(kernels_.pairs, a_, first(i), p, rows, depth, square.num_words,
+                   kernels_.panel_stride, kernels_.a_by_rows, panel_a(square, i));
+      }
+      panels = panel_a(square, num_panels_);
+      squares_.push_back(square);
     }
   }
 
-  // All of c by rows of b, read where they are, one after the other. What is added to c is summed
-  // apart, as it is in a square.
-  void rows_of_b(int64_t p, int64_t depth, Write write, acc_t* c) {
+  // b's panels of the squares, at column j.
+  void pack_b(int64_t j, int64_t num_columns) {
+    acc_t* panel = packed_b_;
+    for (Square& square : squares_) {
+      if constexpr (std::is_same_v<b_t, acc_t>) {
+        if (in_place_) {
+          square.panel_b = b_.at(j, square.p);
+          square.stride_b = b_.stride;
+          continue;
+        }
+      }
+      pack_panel(kernels_.pairs, b_, j, square.p, num_columns, square.depth, square.num_words,
+                 width_, /*by_columns=*/false, panel);
+      square.panel_b = panel;
+      square.stride_b = width_;
+      panel += square.num_words * width_;
+    }
+  }
+
+  // The columns of c by the panel of b at column j. What does not stay in the caches is summed
+  // apart.
+  void panel_of_b(int64_t j, Write write, acc_t* c) {
+    const int64_t num_columns = std::min(n_ - j, width_);
+    const bool apart = squares_.size() > 1 && is_whole(num_columns);
+    const bool finishing = last_ && !kernels_.pairs;
+    pack_b(j, num_columns);
+    for (const Square& square : squares_) {
+      const bool starts = &square == &squares_.front(), ends = &square == &squares_.back();
+      Prefetch next = prefetch(square.p, j);
+      for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
+        const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
+        acc_t* const to = c + first(i) * n_;
+        acc_t* const sums = tiles_ + i * tile_size();
+        Out<acc_t> out{to, n_, to, n_, write};
+        if (apart) out = ends ? Out<acc_t>{to, n_, sums, width_, write} : Out<acc_t>{sums, width_};
+        if (starts && write != Write::kAdd) out.add = nullptr;
+        if (finishing && starts && beside_.prepare) beside_.prepare(region);
+        tile(i, panel_a(square, i), square.num_words, square.panel_b, square.stride_b, num_columns,
+             out, i < 1 << next.slowness ? next : none_);
+        if (finishing && ends && beside_.finish) beside_.finish(region);
+      }
+    }
+  }
+
+  // All of c by rows of b in the square, read where they are, one after the other. What is added to
+  // c is summed apart, as it is in a tile.
+  void rows_of_b(Write write, acc_t* c) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
-      const bool shallow = depth <= kShallow, apart = !shallow && write == Write::kAdd;
+      const Square& square = squares_.front();
+      const bool shallow = square.depth <= kShallow, apart = !shallow && write == Write::kAdd;
       for (int64_t j = 0; j < n_; j += kMaxColumns) {
         const int64_t num_columns = std::min(n_ - j, kMaxColumns);
         acc_t* sums = apart ? sums_ : c + j;
         const int64_t stride = apart ? num_columns : n_;
-        for (int64_t q = 0; q < depth; q += kShallow) {
-          const int64_t num_words = std::min(depth - q, kShallow);
-          const Write how = q > 0 ? Write::kContinue : shallow ? write : Write::kReplace;
+        for (int64_t q = 0; q < square.depth; q += kShallow) {
+          const int64_t num_words = std::min(square.depth - q, kShallow);
+          const bool more = square.p + q + kShallow < k_;
           for (int64_t jj = 0; jj < num_columns; jj += width_) {
-            const Prefetch next{reinterpret_cast<const char*>(b_.at(j + jj, p + q + kShallow)),
-                                stride_,
-                                kShallow - 1,
-                                __builtin_ctzll(kShallow),
-                                0,
-                                0};
+            const Prefetch next{
+                reinterpret_cast<const char*>(b_.at(j + jj, square.p + q + kShallow)),
+                bytes(b_.stride),
+                kShallow - 1,
+                __builtin_ctzll(kShallow),
+                0,
+                0};
             for (int64_t i = 0; i < num_panels_; ++i) {
-              tile(i, q, num_words, b_.at(j + jj, p + q), b_.stride,
-                   std::min(num_columns - jj, width_), how, sums + jj, stride,
-                   i == 0 && p + q + kShallow < k_ ? next : none_);
+              acc_t* to = sums + jj + first(i) * stride;
+              Out<acc_t> out{to, stride, nullptr, stride, q > 0 ? Write::kContinue : write};
+              if (shallow && write == Write::kAdd) out.add = to;
+              tile(i, panel_a(square, i) + q * kernels_.panel_stride, num_words,
+                   b_.at(j + jj, square.p + q), b_.stride, std::min(num_columns - jj, width_), out,
+                   i == 0 && more ? next : none_);
             }
           }
         }
@@ -184,6 +253,7 @@ class Product {
           vectorized<Add>(static_cast<const acc_t*>(sums + r * stride), num_columns,
                           c + r * n_ + j);
         }
+        if (last_ && beside_.finish) beside_.finish({first_row_, m_, j, num_columns});
       }
     }
   }
@@ -194,32 +264,37 @@ class Product {
   Prefetch prefetch(int64_t p, int64_t j) const {
     const int64_t ahead = b_.depth_contiguous ? width_ : kSize;
     int64_t next_p = p, next_j = j / ahead * ahead + ahead;
-    if (next_j >= n_) next_p += depth_, next_j = 0;
-    if (next_p >= k_) return none_;
-    const int64_t num_rows = b_.depth_contiguous ? width_ : width_ * numbers_;
-    const b_t* data = b_.at(next_j, next_p + (b_.depth_contiguous ? 0 : j % ahead * numbers_));
+    if (next_j >= n_) next_p = squares_.back().p + depth_, next_j = 0;
+    const bool here = next_p < k_;
+    const Source<b_t>& from = here ? b_ : next_;
+    if (from.data == nullptr) return none_;
+    const int64_t num_rows = from.depth_contiguous ? width_ : width_ * numbers_;
+    const int64_t row = from.depth_contiguous ? 0 : j % kSize * numbers_;
+    const b_t* data = here ? from.at(next_j, next_p + row) : from.at(0, row);
     const int slowness = num_panels_ >= 8 ? 3 : num_panels_ >= 4 ? 2 : num_panels_ >= 2 ? 1 : 0;
-    return {reinterpret_cast<const char*>(data), stride_,  num_rows - 1,
-            __builtin_ctzll(num_rows),           slowness, 0};
+    return {reinterpret_cast<const char*>(data), bytes(from.stride), num_rows - 1,
+            __builtin_ctzll(num_rows),           slowness,           0};
   }
 
-  // The rows of panel i of a, from word q on, times a panel of b; c is the first row's.
-  void tile(int64_t i, int64_t q, int64_t num_words, const acc_t* panel_b, int64_t stride_b,
-            int64_t num_columns, Write write, acc_t* c, int64_t stride_c,
+  static int64_t bytes(int64_t size) { return size * static_cast<int64_t>(sizeof(b_t)); }
+
+  bool is_whole(int64_t num_columns) const { return num_columns % kernels_.lanes == 0; }
+
+  // The rows of panel i of a times a panel of b.
+  void tile(int64_t i, const acc_t* panel_a, int64_t num_words, const acc_t* panel_b,
+            int64_t stride_b, int64_t num_columns, const Out<acc_t>& out,
             const Prefetch& prefetch) {
-    const int64_t num_rows = first(i + 1) - first(i);
     const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
-    const auto multiply = kernels_.tile[vectors - 1][num_rows - 1];
-    const acc_t* panel = panel_a(i) + q * kernels_.panel_stride;
-    c += first(i) * stride_c;
-    if (num_columns == vectors * kernels_.lanes) {
-      return multiply(num_words, panel, panel_b, stride_b, c, stride_c, write, prefetch);
+    const auto multiply = kernels_.tile[vectors - 1][num_rows(i) - 1];
+    if (is_whole(num_columns)) {
+      return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch);
     }
-    multiply(num_words, panel, panel_b, stride_b, edge_, width_, Write::kReplace, prefetch);
-    for (int64_t r = 0; r < num_rows; ++r) {
+    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tiles_, width_}, prefetch);
+    for (int64_t r = 0; r < num_rows(i); ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
-        acc_t& out = c[r * stride_c + l];
-        out = write == Write::kAdd ? out + edge_[r * width_ + l] : edge_[r * width_ + l];
+        const acc_t sum = tiles_[r * width_ + l];
+        out.c[r * out.stride + l] =
+            out.add == nullptr ? sum : out.add[r * out.stride_add + l] + sum;
       }
     }
   }
@@ -228,9 +303,10 @@ class Product {
   const int64_t width_ = width();
   const int64_t numbers_ = numbers();
   const Source<a_t> a_;
-  const Source<b_t> b_;
+  const Source<b_t> b_, next_;
+  const Beside<b_t>& beside_;
+  const int64_t first_row_;
   const int64_t m_, n_, k_;
-  const int64_t stride_ = b_.stride * static_cast<int64_t>(sizeof(b_t));  // bytes
   const int64_t num_panels_ = ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
   // Where few panels of a meet it, b is read where it is; where very few do, it is read by rows.
@@ -238,8 +314,9 @@ class Product {
                          num_panels_ <= 8 && n_ % kernels_.lanes == 0;
   const bool by_rows_ = in_place_ && num_panels_ <= 2;
   const int64_t depth_ = kSize * numbers_;  // of a square
-  int64_t num_words_ = 0;
-  acc_t* const edge_;
+  c10::SmallVector<Square, kMaxSquares> squares_;
+  bool last_ = false;  // of the depth
+  acc_t* const tiles_;
   acc_t* const sums_;
   acc_t* const packed_b_;
   acc_t* const packed_a_;
@@ -255,24 +332,30 @@ int64_t gemm_space(int64_t largest) {
 
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write write, acc_t* c,
-          acc_t* space) {
-  if (k == 0 && write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
-  if (m == 0 || n == 0 || k == 0) return;
-  const bool plain_a = a.layout == Layout::kPlain, plain_b = b.layout == Layout::kPlain;
-  const Source<a_t> rows{a.data, plain_a ? k : m, plain_a};
-  const Source<b_t> columns{b.data, plain_b ? n : k, !plain_b};
+          acc_t* space, const Beside<b_t>& beside) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
+    if (beside.finish) beside.finish({0, m, 0, n});
+    return;
+  }
+  const auto columns = [](const Factor<b_t>& factor) {
+    return Source<b_t>{factor.data, factor.width, factor.layout == Layout::kTransposed};
+  };
+  const Source<a_t> rows{a.data, a.width, a.layout == Layout::kPlain};
   const int64_t num_parts = ceil_div(m, kMaxRows);
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
-    Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns,
-                                last - first, n, k, space)
+    Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns(b),
+                                last - first, n, k, space, beside, columns(beside.next), first)
         .run(write, c + first * n);
   }
 }
 
 #define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                         \
   template void gemm<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Factor<a_t>, \
-                                                Factor<b_t>, Write, acc_t*, acc_t*);
+                                                Factor<b_t>, Write, acc_t*, acc_t*,     \
+                                                const Beside<b_t>&);
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
 #define MOE_EXT_GEMM_HALF(scalar_t)                 \

@@ -2,27 +2,46 @@
 #pragma once
 
 #include <ATen/OpMathType.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cstdint>
 
 #include "micro_kernels.h"
+#include "region.h"
 
 namespace moe_ext::cpu {
 
 enum class Layout { kPlain, kTransposed };
 
-// A matrix product's factor: contiguous rows, read as they are or transposed.
+// A matrix product's factor: contiguous rows of a width, read as they are or transposed.
 template <typename T>
 struct Factor {
-  explicit Factor(const T* data, Layout layout = Layout::kPlain) : data(data), layout(layout) {}
   const T* data;
-  Layout layout;
+  int64_t width;
+  Layout layout = Layout::kPlain;
 };
 
 template <typename T>
-Factor<T> transposed(const T* data) {
-  return Factor<T>(data, Layout::kTransposed);
+Factor<T> plain(const T* data, int64_t width) {
+  return {data, width};
 }
+
+template <typename T>
+Factor<T> transposed(const T* data, int64_t width) {
+  return {data, width, Layout::kTransposed};
+}
+
+// What is done beside a product.
+template <typename b_t>
+struct Beside {
+  using Body = c10::function_ref<void(const Region&)>;
+  // Called when a region of c is final, in the first cache level if that pays; may change it.
+  Body finish = nullptr;
+  // Called some time before that; may fetch what `finish` needs.
+  Body prepare = nullptr;
+  // What b is in the next product, to be fetched toward the end of this one; or no data.
+  Factor<b_t> next = {nullptr, 0};
+};
 
 // How many numbers of a workspace gemm needs when m, n and k are at most `largest`.
 template <typename scalar_t>
@@ -33,6 +52,6 @@ int64_t gemm_space(int64_t largest);
 // the last bit, whatever m and n are. `space` has gemm_space numbers, aligned to 64 bytes.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write write, acc_t* c,
-          acc_t* space);
+          acc_t* space, const Beside<b_t>& beside = {});
 
 }  // namespace moe_ext::cpu

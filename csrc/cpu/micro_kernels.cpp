@@ -56,25 +56,27 @@ MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
 template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows,
           int kVectors>
 MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
-                             const acc_t* __restrict b, int64_t stride_b, acc_t* __restrict c,
-                             int64_t stride_c, Write write, const Prefetch& prefetch) {
+                             const acc_t* __restrict b, int64_t stride_b, const Out<acc_t>& out,
+                             const Prefetch& prefetch) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
   Aligned sum[kRows][kVectors] = {};
-  // To be added to at the end; or of the next rows, whose tile comes next.
-  if (write == Write::kAdd || write == Write::kContinue) {
-    acc_t* fetched = c + (write == Write::kAdd ? 0 : kRows * stride_c);
+  const bool continues = out.write == Write::kContinue;
+  // To be added at the end; or of the next rows, whose tile comes next.
+  if (continues || out.add != nullptr) {
+    const acc_t* fetched = continues ? out.c + kRows * out.stride : out.add;
+    const int64_t stride = continues ? out.stride : out.stride_add;
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       MOE_EXT_UNROLL for (int i = 0; i < kVectors * kBytes; i += 64) {
-        __builtin_prefetch(reinterpret_cast<char*>(fetched + r * stride_c) + i, 1);
+        __builtin_prefetch(reinterpret_cast<const char*>(fetched + r * stride) + i, 1);
       }
     }
   }
-  if (write == Write::kContinue) {
+  if (continues) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = *reinterpret_cast<const Unaligned*>(c + r * stride_c + v * kLanes);
+        sum[r][v] = *reinterpret_cast<const Unaligned*>(out.c + r * out.stride + v * kLanes);
       }
     }
   }
@@ -95,14 +97,22 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
       }
     }
   }
+  if (out.add != nullptr) {
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const acc_t* add = out.add + r * out.stride_add + v * kLanes;
+        sum[r][v] = *reinterpret_cast<const Unaligned*>(add) + sum[r][v];
+      }
+    }
+  }
 #if defined(__x86_64__)
   if constexpr (kBytes == 64) {
-    if (write == Write::kStream &&
-        (reinterpret_cast<uintptr_t>(c) | stride_c * sizeof(acc_t)) % kBytes == 0) {
+    if (out.write == Write::kStream &&
+        (reinterpret_cast<uintptr_t>(out.c) | out.stride * sizeof(acc_t)) % kBytes == 0) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-          auto& out = *reinterpret_cast<Aligned*>(c + r * stride_c + v * kLanes);
-          asm("vmovntps %1, %0" : "=m"(out) : "v"(sum[r][v]));
+          auto& to = *reinterpret_cast<Aligned*>(out.c + r * out.stride + v * kLanes);
+          asm("vmovntps %1, %0" : "=m"(to) : "v"(sum[r][v]));
         }
       }
       return;
@@ -111,24 +121,23 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
 #endif
   MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      Unaligned& out = *reinterpret_cast<Unaligned*>(c + r * stride_c + v * kLanes);
-      out = write == Write::kAdd ? out + sum[r][v] : sum[r][v];
+      *reinterpret_cast<Unaligned*>(out.c + r * out.stride + v * kLanes) = sum[r][v];
     }
   }
 }
 
-#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, ...)        \
-  template <typename acc_t>                                                                   \
-  struct Name {                                                                               \
-    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;      \
-    template <int kTileRows, int kVectors>                                                    \
-    static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,          \
-                                                  const acc_t* b, int64_t stride_b, acc_t* c, \
-                                                  int64_t stride_c, Write write,              \
-                                                  const Prefetch& prefetch) {                 \
-      multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(  \
-          num_words, a, b, stride_b, c, stride_c, write, prefetch);                           \
-    }                                                                                         \
+#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, ...)       \
+  template <typename acc_t>                                                                  \
+  struct Name {                                                                              \
+    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;     \
+    template <int kTileRows, int kVectors>                                                   \
+    static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,         \
+                                                  const acc_t* b, int64_t stride_b,          \
+                                                  const Out<acc_t>& out,                     \
+                                                  const Prefetch& prefetch) {                \
+      multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>( \
+          num_words, a, b, stride_b, out, prefetch);                                         \
+    }                                                                                        \
   }
 
 // As many rows as leave registers for vectors of B and a word of A.
@@ -178,8 +187,8 @@ struct Amx {
 
   template <int kTileRows, int kVectors>
   static __attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void tile(
-      int64_t num_words, const float* a, const float* b, int64_t stride_b, float* c,
-      int64_t stride_c, Write write, const Prefetch& prefetch) {
+      int64_t num_words, const float* a, const float* b, int64_t stride_b, const Out<float>& out,
+      const Prefetch& prefetch) {
     constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
     constexpr int64_t kBytesA = 4 * kSide;
     const int64_t bytes_b = 4 * stride_b;
@@ -212,9 +221,10 @@ struct Amx {
     if constexpr (kTwoRows) _tile_stored(2, sum[kSide], kBytes);
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
     for (int r = 0; r < kTileRows; ++r) {
-      float* out = c + r * stride_c;
+      float* row = out.c + r * out.stride;
+      const float* add = out.add + r * out.stride_add;
       for (int i = 0; i < kVectors * kSide; ++i) {
-        out[i] = write == Write::kAdd ? out[i] + sum[r][i] : sum[r][i];
+        row[i] = out.add == nullptr ? sum[r][i] : add[i] + sum[r][i];
       }
     }
   }

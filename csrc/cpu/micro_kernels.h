@@ -21,19 +21,29 @@ struct Prefetch {
   int64_t first;
 };
 
-// How a tile is written.
+// How a product is written.
 enum class Write {
   kReplace,
-  kAdd,
+  kAdd,       // of tiles, what Out says
   kContinue,  // what there is are chains of sums that go on; not by AMX
   kStream,    // past the caches, where there is such an instruction and `c` is aligned for it
+};
+
+// Where a tile goes.
+template <typename acc_t>
+struct Out {
+  acc_t* c;
+  int64_t stride;
+  const acc_t* add = nullptr;  // what is added to it, if anything
+  int64_t stride_add = 0;
+  Write write = Write::kReplace;
 };
 
 // C [rows, columns] = A B by panels that are num_words deep. Each element of A B is one chain of
 // multiply-adds in the order of the depth, whatever the other rows and columns are.
 template <typename acc_t>
-using Tile = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b, acc_t* c,
-                      int64_t stride_c, Write write, const Prefetch& prefetch);
+using Tile = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b,
+                      const Out<acc_t>& out, const Prefetch& prefetch);
 
 constexpr int kMaxTileRows = 32;
 constexpr int kMaxTileVectors = 2;

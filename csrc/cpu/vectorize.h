@@ -47,6 +47,14 @@ void vectorized(Args... args) {
 // Sums of 32 fixed partial sums: the same bits whatever the width of a vector.
 constexpr int64_t kLanes = 32;
 
+template <typename acc_t>
+MOE_EXT_KERNEL acc_t sum_of_lanes(acc_t* lane) {
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t l = 0; l < width; ++l) lane[l] += lane[l + width];
+  }
+  return lane[0];
+}
+
 template <typename acc_t, typename Term>
 MOE_EXT_KERNEL acc_t sum_of_terms(int64_t size, const Term& term) {
   acc_t lane[kLanes] = {};
@@ -55,10 +63,7 @@ MOE_EXT_KERNEL acc_t sum_of_terms(int64_t size, const Term& term) {
     for (int64_t l = 0; l < kLanes; ++l) lane[l] = term(i + l, lane[l]);
   }
   for (int64_t i = whole; i < size; ++i) lane[i - whole] = term(i, lane[i - whole]);
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t l = 0; l < width; ++l) lane[l] += lane[l + width];
-  }
-  return lane[0];
+  return sum_of_lanes(lane);
 }
 
 template <typename acc_t>
