@@ -1,21 +1,16 @@
 """The benchmark of the exchange, run as a user does: what it counts, and what it makes of times."""
 
 import functools
-import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 
+import benchmark_distributed
 import pytest
 
 from moe_ext.analysis.cluster import DEVICES, plan
 from moe_ext.training.config import config_from_dict
-
-SCRIPT = pathlib.Path(__file__).parent.parent / "scripts" / "benchmark_distributed.py"
-spec = importlib.util.spec_from_file_location("benchmark_distributed", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 # Of 2 experts on each of 2 processes all 4 are chosen: then the routing is no accident.
 WIDTH, TOKENS, K = 8, 6, 4
@@ -27,7 +22,7 @@ def run(tmp_path_factory):
     arguments = ["--processes", "2", "--chunks", "1", "2", "--rounds", "2", "--warm-up", "0"]
     arguments += ["--tokens", str(TOKENS), "--experts", "2", "--k", str(K), "--hidden", "8"]
     arguments += ["--width", str(WIDTH), "--json", f"{path}.json", "--plot", f"{path}.png"]
-    assert script.main(arguments) == 0
+    assert benchmark_distributed.main(arguments) == 0
     assert pathlib.Path(f"{path}.png").stat().st_size > 1000
     return json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
 
@@ -79,7 +74,7 @@ def test_figures_of_a_run(run):
 
 def test_figures_worked_by_hand(capsys):
     """Two processes, two rounds; a time is that of the slower one."""
-    Key = script.Key
+    Key = benchmark_distributed.Key
     args = type("Arguments", (), {"tokens": 10})
     step = functools.partial(Key, 2, "step", "rows")
     seconds = {
@@ -94,10 +89,13 @@ def test_figures_worked_by_hand(capsys):
     for rank in (0, 1):
         of_rank = {key: each[rank] for key, each in seconds.items() if each[rank]}
         waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
-        counted = {name: script.Bytes(rows=rank + 1, counts=10) for name in script.PASSES}
+        counted = {
+            name: benchmark_distributed.Bytes(rows=rank + 1, counts=10)
+            for name in benchmark_distributed.PASSES
+        }
         passes = {key: counted for key in of_rank if key.what == "step"}
-        everything.append(script.Found(of_rank, waited, passes))
-    single, one, two = script.results_of(everything, args)
+        everything.append(benchmark_distributed.Found(of_rank, waited, passes))
+    single, one, two = benchmark_distributed.results_of(everything, args)
     assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
     assert single.by_raw is single.hidden is None
     assert one.tokens_per_second == 2 * 10 / 6
@@ -109,8 +107,8 @@ def test_figures_worked_by_hand(capsys):
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
     assert one.hidden == [0, 0, 0]
     assert two.hidden == [0.5, 0.5, 0.5]  # (6 - 5) / min(2, 4)
-    assert two.bytes["forward"] == script.Bytes(rows=3, counts=20)
-    script.print_results([single, one, two])
+    assert two.bytes["forward"] == benchmark_distributed.Bytes(rows=3, counts=20)
+    benchmark_distributed.print_results([single, one, two])
     out = capsys.readouterr().out
     assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
@@ -125,9 +123,9 @@ def test_a_limited_link(tmp_path, monkeypatch):
         commands.append((command, env))
         return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(script.subprocess, "run", note)
-    monkeypatch.setattr(script.dist, "is_torchelastic_launched", lambda: False)
-    assert script.main(["--bandwidth", "200", "--processes", "1", "3"]) == 3
+    monkeypatch.setattr(benchmark_distributed.subprocess, "run", note)
+    monkeypatch.setattr(benchmark_distributed.dist, "is_torchelastic_launched", lambda: False)
+    assert benchmark_distributed.main(["--bandwidth", "200", "--processes", "1", "3"]) == 3
     ((command, env),) = commands
     assert command[:4] == ["unshare", "--net", "sh", "-c"]
     assert "tbf rate 1600mbit" in command[4]

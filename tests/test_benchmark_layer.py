@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
-import pathlib
 
+import benchmark_layer as layer
 import pytest
 import reference as ref
 import torch
@@ -15,11 +14,6 @@ from moe_ext.analysis.benchmark import clock_of
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.analysis.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
 from moe_ext.analysis.roofline import Work, experts_work, limit
-
-SCRIPT = pathlib.Path(__file__).parent.parent / "scripts" / "benchmark_layer.py"
-spec = importlib.util.spec_from_file_location("benchmark_layer", SCRIPT)
-layer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layer)
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
 """The plan of a cluster: hand-worked numbers, and what real models and optimizers take."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
 import pathlib
 
+import plan_cluster
 import pytest
 import torch
 
@@ -19,9 +19,6 @@ from moe_ext.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.training.loop import make_optimizers
 
 ROOT = pathlib.Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("plan_cluster", ROOT / "scripts" / "plan_cluster.py")
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 
 def config(moe=None, data=None, optimizer=None, **model):
@@ -172,7 +169,7 @@ def test_a_trillion_parameters():
     """Sec. 3.1: with experts in proportion to devices, a device's load does not grow."""
     base = read_config(ROOT / "configs/news/moe-131072-h.toml", ["data.tokens_per_batch=19531"])
     small, large = (
-        plan(script.grown(base, n), DEVICES["k40"], 128 * n, split_gates=True) for n in (1, 8)
+        plan(plan_cluster.grown(base, n), DEVICES["k40"], 128 * n, split_gates=True) for n in (1, 8)
     )
     assert small.num_experts == 2**17  # 137 billion parameters, App. D
     assert small.dense_parameters + small.expert_parameters == pytest.approx(137.7e9, rel=1e-3)
@@ -181,7 +178,7 @@ def test_a_trillion_parameters():
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
     assert large.step_seconds(overlap=False) < 1.05 * small.step_seconds(overlap=False)
     # Copies of all secondary gates would grow with the experts: 2 · 512 weights each.
-    copied = plan(script.grown(base, 8), DEVICES["k40"], 1024)
+    copied = plan(plan_cluster.grown(base, 8), DEVICES["k40"], 1024)
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 
 
@@ -197,10 +194,12 @@ def test_errors():
 
 
 def test_devices_of_the_command():
-    assert script.parse_device(["k40"]) == DEVICES["k40"]
-    assert script.parse_device(["k40", "link=5e9"]) == dataclasses.replace(DEVICES["k40"], link=5e9)
+    assert plan_cluster.parse_device(["k40"]) == DEVICES["k40"]
+    assert plan_cluster.parse_device(["k40", "link=5e9"]) == dataclasses.replace(
+        DEVICES["k40"], link=5e9
+    )
     words = ["flops=1e6", "memory=1e5", "memory_bandwidth=1e6", "link=1e4"]
-    assert script.parse_device(words) == DEVICE
+    assert plan_cluster.parse_device(words) == DEVICE
     for words, message in (
         (["v100"], "--device must be of k40, a100, h200 and flops=, .* got 'v100'"),
         (["k40", "link=fast"], "--device: link must be a number, got 'fast'"),
@@ -208,14 +207,14 @@ def test_devices_of_the_command():
         (["k40", "link=-1"], "link must be positive, got -1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            script.parse_device(words)
+            plan_cluster.parse_device(words)
 
 
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "plan.json"
     small = ["model.d_model=8", "model.moe.num_experts=4", "model.moe.k=2"]
     arguments = [str(ROOT / "configs/small/moe-32.toml"), *small, "--devices", "2", "4", "--weak"]
-    assert script.main([*arguments, "--device", "h200", "memory=1", "--json", str(path)]) == 0
+    assert plan_cluster.main([*arguments, "--device", "h200", "memory=1", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     assert "| experts of a MoE layer | 4 | 8 |" in out
     assert "| fits | NO | NO |" in out
@@ -224,5 +223,5 @@ def test_the_command(tmp_path, capsys):
     two, four = record["plans"]
     assert two["exchange_bytes"] == 2 * (2560 * 2 / 2) * 16 * 4
     assert math.isclose(four["exchange_bytes"], two["exchange_bytes"] * 1.5)
-    assert script.main([*arguments, "--devices", "2", "3"]) == 2
+    assert plan_cluster.main([*arguments, "--devices", "2", "3"]) == 2
     assert "--devices must be multiples of the first" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Corpora larger than memory: pieces of text, ids in files, work by other processes."""
 
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -12,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import benchmark_data
 import pytest
 import torch
 
@@ -379,19 +379,15 @@ def test_workers_end_with_a_process_that_is_killed():
 
 
 @pytest.fixture
-def benchmark_data(monkeypatch):
-    """scripts/benchmark_data.py, which measures in this process."""
-    path = Path(__file__).parent.parent / "scripts" / "benchmark_data.py"
-    spec = importlib.util.spec_from_file_location("benchmark_data", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "benchmark_data", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "elsewhere", lambda function, *arguments: function(*arguments))
-    return module
+def measured_here(monkeypatch):
+    def here(function, *arguments):
+        return function(*arguments)
+
+    monkeypatch.setattr(benchmark_data, "elsewhere", here)
 
 
 def test_benchmark_measures_the_same_words_for_any_number_of_workers(
-    benchmark_data, tmp_path, capsys
+    measured_here, tmp_path, capsys
 ):
     options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
     table = tmp_path / "data.json"
@@ -407,7 +403,7 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
     assert "| encoding | 1 | " in capsys.readouterr().out
 
 
-def test_benchmark_measures_what_a_block_holds_at_the_most(benchmark_data):
+def test_benchmark_measures_what_a_block_holds_at_the_most():
     held = torch.ones(64 << 18)  # 64 MiB
     with benchmark_data.measured() as result:
         del held

@@ -1,10 +1,10 @@
 """The models of the paper's Tables 7 and 8: their files, their sizes, their operations."""
 
-import importlib.util
 import json
 import pathlib
 import re
 
+import paper_tables
 import pytest
 import torch
 
@@ -16,9 +16,6 @@ from moe_ext.models import LanguageModel
 from moe_ext.training.config import config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("paper_tables", ROOT / "scripts" / "paper_tables.py")
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 
 def on_meta(config):
@@ -125,7 +122,7 @@ def test_every_model_is_built_without_memory(configs):
 
 @pytest.fixture(scope="module")
 def rows():
-    return [script.count(published) for published in PUBLISHED]
+    return [paper_tables.count(published) for published in PUBLISHED]
 
 
 def test_sizes_are_the_published_ones_to_the_printed_digit(rows):
@@ -194,7 +191,7 @@ def test_flops_worked_by_hand():
 
 
 def test_the_command_writes_what_is_in_the_documents(tmp_path, capsys):
-    script.main(["--output", str(tmp_path)])
+    paper_tables.main(["--output", str(tmp_path)])
     out = capsys.readouterr().out
     assert "ops 22, parameters 23, total 22\nof 23." in out
     assert out.count("| no (") == 2 and "\n2. 5.9397" in out

@@ -1,18 +1,14 @@
 """The studies of translation models: what they train, keep and report."""
 
 import json
-import pathlib
-import sys
 
 import pytest
+import reproduce_multilingual
+import reproduce_translation
 
 from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.text import load_text
 from moe_ext.training.translation import bleu_of_test, translated_test
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "scripts"))
-import reproduce_multilingual
-import reproduce_translation
 
 TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",

@@ -1,6 +1,6 @@
 """The scripts as a user runs them: what they print, write and refuse."""
 
-import importlib.util
+import importlib
 import json
 import math
 import pathlib
@@ -9,8 +9,21 @@ import subprocess
 import sys
 import time
 
+import benchmark_hierarchical
+import benchmark_optim
+import benchmark_recurrent
+import compare
+import evaluate
+import inspect_experts
+import kneser_ney
+import measure_step
 import pytest
+import quickstart
+import reproduce_balanced
+import reproduce_efficiency
+import reproduce_specialisation
 import torch
+import train
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
 from moe_ext.training.checkpoint import checkpoints_of
@@ -24,13 +37,6 @@ TINY = [
     "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
     "log.log_every=1",
 ]  # fmt: skip
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +61,20 @@ def run(corpus, tmp_path_factory):
     """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
-    assert exit_status(lambda: script("train").main([str(CONFIG), *options])) == 0
+    assert exit_status(lambda: train.main([str(CONFIG), *options])) == 0
     return folder
 
 
 def status_and_error(capsys, name, *arguments):
     capsys.readouterr()
-    status = exit_status(lambda: script(name).main([str(a) for a in arguments]))
+    status = exit_status(lambda: importlib.import_module(name).main([str(a) for a in arguments]))
     error = capsys.readouterr().err
     return status, error
 
 
 def test_train_says_what_it_did(run, corpus, capsys):
     options = [*TINY, f"data.corpus={corpus}", f"output={run}", "steps=8", "resume=true"]
-    script("train").main([str(CONFIG), *options, "log.progress=false"])
+    train.main([str(CONFIG), *options, "log.progress=false"])
     out = capsys.readouterr().out
     for part in (
         "ops/timestep",
@@ -147,7 +153,7 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
 )
 def test_options_out_of_range_are_refused_with_status_2(run, capsys, name, option, rule):
     with pytest.raises(SystemExit) as stopped:
-        script(name).main([str(run), option])
+        importlib.import_module(name).main([str(run), option])
     assert stopped.value.code == 2
     assert rule in capsys.readouterr().err.splitlines()[-1]
 
@@ -218,8 +224,7 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
 
 def test_evaluate_is_independent_of_the_batch_size(run, capsys):
     results = [
-        script("evaluate").main([str(run), "--tokens-per-batch", str(tokens)])
-        for tokens in (1, 60, 10_000)
+        evaluate.main([str(run), "--tokens-per-batch", str(tokens)]) for tokens in (1, 60, 10_000)
     ]
     out = capsys.readouterr().out
     assert out.startswith("test perplexity ") and "20 sentences; step 8" in out
@@ -230,16 +235,16 @@ def test_evaluate_is_independent_of_the_batch_size(run, capsys):
 def test_evaluate_measures_all_of_another_text(run, tmp_path, capsys):
     text = tmp_path / "text.txt"  # too short to be split
     text.write_text("w1 w2 w3\nw4 nowhere\n")
-    result = script("evaluate").main([str(run), "--corpus", str(text)])
+    result = evaluate.main([str(run), "--corpus", str(text)])
     assert capsys.readouterr().out.startswith("all perplexity ") and result.num_tokens == 7
     status, error = status_and_error(capsys, "evaluate", run, "--corpus", text, "--part", "test")
     assert status == 2 and "the test part of" in error
-    assert script("evaluate").main([str(run), "--part", "all"]).sentence_nll.shape == (240,)
+    assert evaluate.main([str(run), "--part", "all"]).sentence_nll.shape == (240,)
 
 
 def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
     tmp_path = tmp_path / "a" / "new"
-    script("inspect_experts").main([str(run), "--output", str(tmp_path / "experts")])
+    inspect_experts.main([str(run), "--output", str(tmp_path / "experts")])
     out = capsys.readouterr().out
     text = (tmp_path / "experts.txt").read_text()
     page = (tmp_path / "experts.html").read_text()
@@ -249,7 +254,7 @@ def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
 
 
 def test_compare_reports_pairs(corpus, tmp_path, capsys):
-    report = script("compare").main(
+    report = compare.main(
         [
             str(CONFIG),
             *TINY,
@@ -273,7 +278,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     arguments = [CONFIG, *TINY, f"data.corpus={corpus}", "steps=3", "log.progress=false"]
     arguments += ["optimizer.experts=factored_adam", "--seeds", "1", "--output", tmp_path]
     against = ["--against", "optimizer.experts=adam", "optimizer.beta2=0.9"]
-    report = script("compare").main([str(a) for a in (*arguments, *against)])
+    report = compare.main([str(a) for a in (*arguments, *against)])
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
     assert "| beta2=0.98, experts=factored_adam |" in page and "One seed: no interval" in page
@@ -301,18 +306,18 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
         *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "steps=6",
         "log.eval_every=3", "log.progress=false", "--output", str(tmp_path / "results"),
     ]  # fmt: skip
-    report = script("reproduce_balanced").main(arguments)
+    report = reproduce_balanced.main(arguments)
     assert report["checked_batches"] == 6 and [r["step"] for r in report["dev"]] == [3, 6]
     page = (tmp_path / "results" / "balanced.md").read_text()
     assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
     assert json.loads((tmp_path / "results" / "balanced.json").read_text()) == report
     assert (tmp_path / "results" / "balanced.png").read_bytes().startswith(b"\x89PNG")
-    again = script("reproduce_balanced").main(arguments)
+    again = reproduce_balanced.main(arguments)
     assert again == {**report, "checked_batches": 0}
 
 
 def test_an_unequal_load_stops_the_run():
-    check = script("reproduce_balanced").EqualLoads(k=1, num_experts=3)
+    check = reproduce_balanced.EqualLoads(k=1, num_experts=3)
     layer = MoE(4, 3, 1, gate=BalancedGate(4, 3, 1))
     layer.register_forward_hook(check)
     layer(torch.randn(6, 4))
@@ -328,9 +333,7 @@ def test_an_unequal_load_stops_the_run():
 
 def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     sizes = ["--experts", "3", "--d-model", "8", "--hidden", "16", "--rounds", "2"]
-    rows = script("benchmark_optim").main(
-        [*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")]
-    )
+    rows = benchmark_optim.main([*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")])
     ours, *others = rows
     assert ours.step == "FactoredAdam" and ours.ratio == 1
     assert 4 * (8 + 16) / (8 * 16) < ours.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
@@ -345,7 +348,7 @@ def test_measure_step(tmp_path, capsys):
     path = tmp_path / "step.json"
     changes = ["optimizer.accumulate=2", "optimizer.embedding=factored_adam"]
     arguments = [str(CONFIG), *TINY, *changes, "--steps", "2", "--json", str(path)]
-    record = script("measure_step").main(arguments)
+    record = measure_step.main(arguments)
     assert json.loads(path.read_text())["steps"] == record["steps"]
     # LSTM 2 · 4 · 8 · 16, gate 2 · 8 · 4, experts 2 · 2 · 8 · 8, softmax 8 · 60 multiply-adds
     assert record["flops_of_token"] == 6 * (1024 + 64 + 256 + 480)
@@ -363,15 +366,15 @@ def test_measure_step(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 2  " in out and "memory  weights 0.000 GB" in out
     with pytest.raises(ConfigError, match="optimizer.experts must be factored_adam with model.dty"):
-        script("measure_step").main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
+        measure_step.main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
 
 
 def test_efficiency_is_of_equal_operations(tmp_path):
-    efficiency = script("reproduce_efficiency")
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
-    rows = efficiency.main(options)
+    rows = reproduce_efficiency.main(options)
     steps = {row.name: row for row in rows if row.part == "training step"}
-    assert steps.keys() == {*efficiency.DENSE, *efficiency.MIXTURES, efficiency.PEAK}
+    expected = {*reproduce_efficiency.DENSE, *reproduce_efficiency.MIXTURES}
+    assert steps.keys() == {*expected, reproduce_efficiency.PEAK}
     assert steps["moe-256-h"].rows_per_expert == 1 and steps["moe-4"].rows_per_expert == 64
     assert all(row.gflops > 0 and row.low <= row.median <= row.high for row in rows)
     layer = [row.rows_per_expert for row in rows if row.part == "layer"]
@@ -383,7 +386,6 @@ def test_efficiency_is_of_equal_operations(tmp_path):
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
-    quickstart = script("quickstart")
     arguments = [
         "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "num_threads=1",
         "log.progress=false",
@@ -408,7 +410,7 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
 def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
     options = [CONFIG, *TINY, f"data.corpus={corpus}", "--output", tmp_path]
     shares = [*options, "--order", 3, "--shares", 0.25, 1]
-    report = script("kneser_ney").main([str(option) for option in shares])
+    report = kneser_ney.main([str(option) for option in shares])
     part, whole = report["models"]
     assert (part["train_sentences"], whole["train_sentences"]) == (50, 200)
     for model in (part, whole):
@@ -421,16 +423,16 @@ def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
     table = (tmp_path / "kneser_ney.md").read_text()
     assert "3-gram (modified, three discounts" in table and table in capsys.readouterr().out
     one_discount = [*options, "--discounts", 1, "--arpa"]
-    report = script("kneser_ney").main([str(option) for option in one_discount])
+    report = kneser_ney.main([str(option) for option in one_discount])
     (model,) = report["models"]
     assert report["order"] == 5 and all(len(set(d)) == 1 for d in model["discounts"])
     arpa = (tmp_path / "kneser_ney.arpa").read_text()
     assert f"ngram 1={report['vocabulary'] + 1}\n" in arpa
 
 
-def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys):
+def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     options = [*TINY, f"data.corpus={corpus}", f"output={tmp_path / 'second'}", "steps=8"]
-    script("train").main([str(CONFIG), *options, "seed=2", "log.progress=false"])
+    train.main([str(CONFIG), *options, "seed=2", "log.progress=false"])
     other = tmp_path / "other.txt"
     other.write_text("".join(f"w{i} w{i + 1} w1 nowhere\n" for i in range(40)))
     arguments = [
@@ -438,8 +440,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys):
         "--output", tmp_path / "results", "--domains", f"given={corpus}", f"other={other}",
     ]  # fmt: skip
     arguments = [str(argument) for argument in arguments]
-    study = script("reproduce_specialisation")
-    report = study.main(arguments)
+    report = reproduce_specialisation.main(arguments)
     page = (tmp_path / "results" / "specialisation.md").read_text()
     assert page in capsys.readouterr().out
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
@@ -458,16 +459,17 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys):
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
-    study.measure = None  # what was measured is not measured again
-    assert study.main(arguments) == report
+    # What was measured is not measured again.
+    monkeypatch.setattr(reproduce_specialisation, "measure", None)
+    assert reproduce_specialisation.main(arguments) == report
     with pytest.raises(TypeError):
-        study.main([*arguments, "--permutations", "21"])
+        reproduce_specialisation.main([*arguments, "--permutations", "21"])
 
 
 def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
     other = tmp_path / "other"
     options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
-    script("train").main([str(CONFIG), *options, "log.progress=false"])
+    train.main([str(CONFIG), *options, "log.progress=false"])
     for arguments, message in (
         ([run, other], "must differ from the first run in its seed alone, but ['steps', 'model."),
         ([run, run], "distinct seeds, got [1, 1]"),
@@ -481,14 +483,14 @@ def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
 
 
 def test_words_in_their_place_as_markdown():
-    in_place = script("reproduce_specialisation").in_place
+    in_place = reproduce_specialisation.in_place
     assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"
 
 
 def test_benchmark_recurrent(capsys, tmp_path):
     sizes = ["--slots", "1", "2", "4", "--steps", "12", "--width", "8", "--rounds", "2"]
     result = tmp_path / "recurrent.json"
-    rows = script("benchmark_recurrent").main([*sizes, "--json", str(result)])
+    rows = benchmark_recurrent.main([*sizes, "--json", str(result)])
     assert [row.slots for row in rows] == [0, 1, 2, 4]
     assert [row.evaluations for row in rows] == [12] + [row.minimum + 1 for row in rows[1:]]
     assert rows[0].mib > 2 * max(row.mib for row in rows[1:])
@@ -500,7 +502,7 @@ def test_benchmark_hierarchical(tmp_path, capsys):
     """The layers marked "=" have the large one's multiply-adds, to a column of their experts."""
     sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
     options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
-    rows = script("benchmark_hierarchical").main([*sizes.split(), *options.split()])
+    rows = benchmark_hierarchical.main([*sizes.split(), *options.split()])
     large = rows[0]
     # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts of 8 x 4 and 4 x 8 weights.
     assert (large.gate_ops, large.expert_ops, large.ratio) == (384, 256, 1)

@@ -2,11 +2,11 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import reproduce_capacity
+import reproduce_losses
 import torch
 from filelock import FileLock
 
@@ -25,10 +25,6 @@ from moe_ext.training.study import (
     widening,
 )
 from moe_ext.training.text import load_text
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import reproduce_capacity
-import reproduce_losses
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,11 @@ import json
 import lzma
 import random
 
+import benchmark_translation
 import pytest
-from test_scripts import ROOT, script, status_and_error
+import train
+import translate
+from test_scripts import ROOT, status_and_error
 
 from moe_ext.decoding import BeamSearch, corpus_bleu
 from moe_ext.training.checkpoint import load_run
@@ -47,7 +50,7 @@ def make_run(tmp_path_factory):
         run = folder / "".join(pairs)
         config = folder / "config.toml"
         config.write_text(CONFIG.format(corpus=folder, pairs=list(pairs)))
-        script("train").main([str(config), f"output={run}"])
+        train.main([str(config), f"output={run}"])
         return run
 
     return make
@@ -77,7 +80,7 @@ def translated(run, search=None, into=None):
 def main(capsys, *arguments):
     """What it has printed: stdout and stderr."""
     capsys.readouterr()
-    script("translate").main([str(each) for each in arguments])
+    translate.main([str(each) for each in arguments])
     return capsys.readouterr()
 
 
@@ -138,7 +141,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(begins)
     assert (tmp_path / "a.pdf").read_bytes().count(b"/Type /Page ") == 4  # lines with text
     found = translated(run)[2][0]
-    figure = script("translate").attention_plot(found)
+    figure = translate.attention_plot(found)
     (axes,) = figure.axes
     assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
     assert [label.get_text() for label in axes.get_xticklabels()] == found.source
@@ -185,7 +188,7 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
 )
 def test_options_out_of_range(capsys, option, rule):
     with pytest.raises(SystemExit) as stopped:
-        script("translate").main(["run", option])
+        translate.main(["run", option])
     assert stopped.value.code == 2
     assert rule in capsys.readouterr().err.splitlines()[-1]
 
@@ -194,17 +197,16 @@ def test_only_translation_models(corpus, tmp_path, capsys):
     options = ["data.vocab_size=20", "model.d_model=4", "model.layers=['lstm']", "steps=1"]
     options += [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.tensorboard=false"]
     config = ROOT / "configs" / "small" / "moe-32.toml"
-    script("train").main([str(config), *options, "log.progress=false"])
+    train.main([str(config), *options, "log.progress=false"])
     status, error = status_and_error(capsys, "translate", tmp_path / "run")
     assert status == 2 and 'task must be "translation", got "language_model"' in error
 
 
 def test_benchmark(run, tmp_path, capsys):
     """Of a run and a text, and of a configuration alone."""
-    benchmark = script("benchmark_translation")
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
-    benchmark.main([str(run), str(tmp_path / "text.en"), *options])
+    benchmark_translation.main([str(run), str(tmp_path / "text.en"), *options])
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
@@ -214,7 +216,7 @@ def test_benchmark(run, tmp_path, capsys):
         'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
     )
     figures = tmp_path / "figures.json"
-    benchmark.main([str(config), "--sentences=4", *options, f"--json={figures}"])
+    benchmark_translation.main([str(config), "--sentences=4", *options, f"--json={figures}"])
     found = json.loads(figures.read_text())
     assert [row["sentences"] for row in found["rows"]] == [4, 3]
     assert found["ratios"]["seconds"]["median"] > 0
