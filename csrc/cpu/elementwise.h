@@ -75,9 +75,7 @@ struct ConvertRegion {
   MOE_EXT_KERNEL void run(const from_t* from, Region region, int64_t width, to_t* to) {
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
       const int64_t first = r * width + region.column;
-      for (int64_t i = 0; i < region.num_columns; ++i) {
-        to[first + i] = static_cast<to_t>(from[first + i]);
-      }
+      Convert::run(from + first, region.num_columns, to + first);
     }
   }
 };
@@ -86,14 +84,12 @@ struct ScaleRegion {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* scale, Region region, int64_t width, acc_t* rows) {
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      const int64_t first = r * width + region.column;
-      for (int64_t i = 0; i < region.num_columns; ++i) rows[first + i] *= scale[r];
+      Scale::run(scale[r], region.num_columns, rows + r * width + region.column);
     }
   }
 };
 
-// Adds up kLanes sums of a row's products, as Dot does if the regions of a row come in order and
-// all but the last are as wide as a multiple or a part of kLanes.
+// Adds up kLanes sums of a row's products, as Dot does if the regions of a row come in order.
 struct DotRegion {
   template <typename acc_t, typename scalar_t>
   MOE_EXT_KERNEL void run(const acc_t* a, const scalar_t* b, Region region, int64_t width,
@@ -101,7 +97,7 @@ struct DotRegion {
     const int64_t end = region.column + region.num_columns;
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
       int64_t i = region.column;
-      if (i % kLanes == 0 && i + kLanes <= end) {  // in registers
+      if (i % kLanes == 0 && i + kLanes <= end) {  // the same in registers
         acc_t lane[kLanes];
         std::copy_n(lanes + r * kLanes, kLanes, lane);
         for (; i + kLanes <= end; i += kLanes) {

@@ -101,7 +101,15 @@ class Experts {
   Experts(const char* op, const Tensor& x, const OptionalTensor& offsets,
           const OptionalTensor& inverse, const OptionalTensor& token_offsets,
           at::TensorList weights, at::TensorList biases, std::string_view activation)
-      : x_(x.contiguous()), activation_(activation) {
+      : x_(x.contiguous()) {
+    math::with_activation(activation, [&](auto function) {
+      using Function = decltype(function);
+      activate = &vectorized<Activate<Function>, const acc_t*, Region, int64_t, scalar_t*>;
+      activate_rounded =
+          &vectorized<Activate<Function>, const scalar_t*, Region, int64_t, scalar_t*>;
+      activate_backward = &vectorized<ActivateBackward<Function>, const scalar_t*, const acc_t*,
+                                      Region, int64_t, acc_t*>;
+    });
     if (inverse) {
       slots_.emplace(op, *inverse, token_offsets);
       token_of_.resize(slots_->num_slots());
@@ -261,7 +269,7 @@ class Experts {
     return &block == &blocks_.back() ? nullptr : &block + 1;
   }
 
-  // Fetches a region of z into the cache; of a gated activation, of its first half.
+  // Fetches a region of z into the cache.
   static void fetch(const scalar_t* z, const Region& region, int64_t width) {
     constexpr int64_t kLine = 64 / sizeof(scalar_t);
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
@@ -271,23 +279,15 @@ class Experts {
     }
   }
 
-  template <typename from_t>
-  void activate(const from_t* z, const Region& region, int64_t width, scalar_t* out) const {
-    math::with_activation(activation_, [&](auto activation) {
-      vectorized<Activate<decltype(activation)>>(z, region, width, out);
-    });
-  }
-
-  void activate_backward(const scalar_t* z, const acc_t* grad, const Region& region, int64_t width,
-                         acc_t* grad_z) const {
-    math::with_activation(activation_, [&](auto activation) {
-      vectorized<ActivateBackward<decltype(activation)>>(z, grad, region, width, grad_z);
-    });
-  }
+  // Activate and ActivateBackward of the activation.
+  void (*activate)(const acc_t* z, Region region, int64_t width, scalar_t* out) = nullptr;
+  void (*activate_rounded)(const scalar_t* z, Region region, int64_t width,
+                           scalar_t* out) = nullptr;
+  void (*activate_backward)(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
+                            acc_t* grad_z) = nullptr;
 
  private:
   Tensor x_;
-  std::string_view activation_;
   std::optional<Slots> slots_;
   std::vector<int64_t> token_of_, slot_of_;  // of each row
   Tensor offsets_;
@@ -356,8 +356,8 @@ struct BackwardSpace {
 };
 
 // From dL/dZ of layer l [num_rows, columns(l)]: dL/dx into grad_rows if l is 0, else dL/dZ' of the
-// layer before, which it returns, and that layer's activations. With gates, what comes in at the
-// last layer lacks them.
+// layer before, which it returns, and that layer's activations, there already if its z was computed
+// again. With gates, what comes in at the last layer lacks them.
 template <typename scalar_t>
 auto* input_gradient(const Experts<scalar_t>& experts, const Block& block,
                      const typename Experts<scalar_t>::Activations& a, int64_t l,
@@ -374,16 +374,16 @@ auto* input_gradient(const Experts<scalar_t>& experts, const Block& block,
   if constexpr (kSame) {
     if (l == 0) grad_a = grad_rows;
   }
-  const auto second_half = [&](Region region) {  // of z, if it has two
+  const auto in_z = [&](Region region) {  // in its second half, if it has two
     region.column += width_z - width;
     return region;
   };
   const auto prepare = [&](const Region& region) {
     experts.fetch(z, region, width_z);
-    if (width_z != width) experts.fetch(z, second_half(region), width_z);
+    if (width_z != width) experts.fetch(z, in_z(region), width_z);
   };
   const auto finish = [&](const Region& region) {
-    if (l > 0) experts.activate(z, second_half(region), width, a.out[l - 1]);
+    if (l > 0) experts.activate_rounded(z, in_z(region), width, a.out[l - 1]);
     if (gated_sum) {
       vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a.input[l], region, width,
                             space.grad_gate);

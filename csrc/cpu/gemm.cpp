@@ -120,6 +120,7 @@ class Product {
   }
 
  private:
+  using How = typename Out<acc_t>::How;
   static constexpr int64_t kSize = kSquare<acc_t>;
 
   // What is multiplied at a time of the depth of the product.
@@ -197,7 +198,7 @@ class Product {
   // apart.
   void panel_of_b(int64_t j, Write write, acc_t* c) {
     const int64_t num_columns = std::min(n_ - j, width_);
-    const bool apart = squares_.size() > 1 && is_whole(num_columns);
+    const bool apart = squares_.size() > 1 && is_whole(num_columns);  // only if it streams
     const bool finishing = last_ && !kernels_.pairs;
     pack_b(j, num_columns);
     for (const Square& square : squares_) {
@@ -205,11 +206,11 @@ class Product {
       Prefetch next = prefetch(square.p, j);
       for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
         const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
-        acc_t* const to = c + first(i) * n_;
-        acc_t* const sums = tiles_ + i * tile_size();
-        Out<acc_t> out{to, n_, to, n_, write};
-        if (apart) out = ends ? Out<acc_t>{to, n_, sums, width_, write} : Out<acc_t>{sums, width_};
-        if (starts && write != Write::kAdd) out.add = nullptr;
+        const Out<acc_t> final{c + first(i) * n_, n_}, sums{tiles_ + i * tile_size(), width_};
+        const Out<acc_t>& before = apart ? sums : final;
+        Out<acc_t> out = apart && !ends ? sums : final;
+        if (!starts || write == Write::kAdd) out.add = before.c, out.stride_add = before.stride;
+        if (ends && write == Write::kStream) out.how = How::kStream;
         if (finishing && starts && beside_.prepare) beside_.prepare(region);
         tile(i, panel_a(square, i), square.num_words, square.panel_b, square.stride_b, num_columns,
              out, i < 1 << next.slowness ? next : none_);
@@ -241,8 +242,10 @@ class Product {
                 0};
             for (int64_t i = 0; i < num_panels_; ++i) {
               acc_t* to = sums + jj + first(i) * stride;
-              Out<acc_t> out{to, stride, nullptr, stride, q > 0 ? Write::kContinue : write};
-              if (shallow && write == Write::kAdd) out.add = to;
+              Out<acc_t> out{to, stride};
+              if (q > 0) out.how = How::kContinue;
+              if (write == Write::kStream) out.how = How::kStream;
+              if (shallow && write == Write::kAdd) out.add = to, out.stride_add = stride;
               tile(i, panel_a(square, i) + q * kernels_.panel_stride, num_words,
                    b_.at(j + jj, square.p + q), b_.stride, std::min(num_columns - jj, width_), out,
                    i == 0 && more ? next : none_);
@@ -315,8 +318,8 @@ class Product {
   const bool by_rows_ = in_place_ && num_panels_ <= 2;
   const int64_t depth_ = kSize * numbers_;  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
-  bool last_ = false;  // of the depth
-  acc_t* const tiles_;
+  bool last_ = false;   // of the depth
+  acc_t* const tiles_;  // sums apart, of every panel of a; or a tile at the edge of c
   acc_t* const sums_;
   acc_t* const packed_b_;
   acc_t* const packed_a_;

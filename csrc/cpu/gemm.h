@@ -35,13 +35,17 @@ Factor<T> transposed(const T* data, int64_t width) {
 template <typename b_t>
 struct Beside {
   using Body = c10::function_ref<void(const Region&)>;
-  // Called when a region of c is final, in the first cache level if that pays; may change it.
+  // Called once with every element of c when it is final, while the first cache level has it if
+  // that pays; may change it. The columns of a row come in ascending order.
   Body finish = nullptr;
-  // Called some time before that; may fetch what `finish` needs.
+  // Hints. Called some time before `finish`, to fetch what it needs; and what b is in the next
+  // product, to be fetched toward the end of this one.
   Body prepare = nullptr;
-  // What b is in the next product, to be fetched toward the end of this one; or no data.
   Factor<b_t> next = {nullptr, 0};
 };
+
+// How a product is written; kStream is kReplace past the caches where that is possible.
+enum class Write { kReplace, kAdd, kStream };
 
 // How many numbers of a workspace gemm needs when m, n and k are at most `largest`.
 template <typename scalar_t>

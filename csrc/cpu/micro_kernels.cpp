@@ -62,7 +62,8 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
   Aligned sum[kRows][kVectors] = {};
-  const bool continues = out.write == Write::kContinue;
+  using How = typename Out<acc_t>::How;
+  const bool continues = out.how == How::kContinue;
   // To be added at the end; or of the next rows, whose tile comes next.
   if (continues || out.add != nullptr) {
     const acc_t* fetched = continues ? out.c + kRows * out.stride : out.add;
@@ -107,7 +108,7 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   }
 #if defined(__x86_64__)
   if constexpr (kBytes == 64) {
-    if (out.write == Write::kStream &&
+    if (out.how == How::kStream &&
         (reinterpret_cast<uintptr_t>(out.c) | out.stride * sizeof(acc_t)) % kBytes == 0) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -222,9 +223,9 @@ struct Amx {
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, sum[kSide] + kSide, kBytes);
     for (int r = 0; r < kTileRows; ++r) {
       float* row = out.c + r * out.stride;
-      const float* add = out.add + r * out.stride_add;
+      const float* add = out.add == nullptr ? nullptr : out.add + r * out.stride_add;
       for (int i = 0; i < kVectors * kSide; ++i) {
-        row[i] = out.add == nullptr ? sum[r][i] : add[i] + sum[r][i];
+        row[i] = add == nullptr ? sum[r][i] : add[i] + sum[r][i];
       }
     }
   }

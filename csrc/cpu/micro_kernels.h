@@ -21,22 +21,19 @@ struct Prefetch {
   int64_t first;
 };
 
-// How a product is written.
-enum class Write {
-  kReplace,
-  kAdd,       // of tiles, what Out says
-  kContinue,  // what there is are chains of sums that go on; not by AMX
-  kStream,    // past the caches, where there is such an instruction and `c` is aligned for it
-};
-
-// Where a tile goes.
+// Where a tile goes, and how.
 template <typename acc_t>
 struct Out {
+  enum class How {
+    kStore,
+    kContinue,  // what is there are chains of sums that go on; not by AMX
+    kStream,    // past the caches, where there is such an instruction and `c` is aligned for it
+  };
   acc_t* c;
   int64_t stride;
   const acc_t* add = nullptr;  // what is added to it, if anything
   int64_t stride_add = 0;
-  Write write = Write::kReplace;
+  How how = How::kStore;
 };
 
 // C [rows, columns] = A B by panels that are num_words deep. Each element of A B is one chain of
