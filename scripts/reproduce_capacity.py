@@ -37,6 +37,7 @@ from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
+    command_of,
     difference,
     run_arms,
     study_parser,
@@ -92,7 +93,7 @@ def five_grams(text: Text, seen_tokens: int) -> dict[str, Any]:
     return {"parameters": model.num_parameters, "perplexities": perplexities}
 
 
-def as_markdown(results: Results, facts: dict[str, Any]) -> str:
+def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     """The page: the models, and what became of the claims."""
 
     def mean_perplexity(name: str, share: float) -> str:
@@ -137,7 +138,7 @@ def as_markdown(results: Results, facts: dict[str, Any]) -> str:
     )
     return (
         "# More experts at equal operations\n\n"
-        f"```\npython scripts/reproduce_capacity.py data.corpus={facts['corpus']}\n```\n\n"
+        f"```\n{command}\n```\n\n"
         f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
         f"{facts['seen_tokens']:,}, each once; {facts['test_tokens']:,} in the test part; "
         f"vocabulary {facts['vocabulary']:,}; in training the softmax over 1,024 sampled classes, "
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "test_tokens": text.test.num_tokens,
         "vocabulary": len(text.vocabulary),
     }
-    page = as_markdown(results, facts)
+    page = as_markdown(results, facts, command_of("capacity", options))
     data = {
         **facts,
         "models": as_data(results),

@@ -37,6 +37,7 @@ from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
+    command_of,
     difference,
     paired,
     run_arms,
@@ -87,7 +88,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
     return table
 
 
-def as_markdown(results: Results, facts: dict[str, Any]) -> str:
+def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     """The page: Table 6, and what became of the claims."""
     rows = []
     for name, runs in results.items():
@@ -111,7 +112,7 @@ def as_markdown(results: Results, facts: dict[str, Any]) -> str:
     verdicts = markdown_table(["claim", "compared", "difference, 95%", "verdict"], claims(results))
     return (
         "# The weights of the balancing losses\n\n"
-        f"```\npython scripts/reproduce_losses.py data.corpus={facts['corpus']}\n```\n\n"
+        f"```\n{command}\n```\n\n"
         f"Table 6 of the paper with {k} of {n} experts, {facts['steps']:,} steps of {batch:,} "
         "words and ends of sentences. The right half is a mean over the last 50 training batches, "
         "as in the paper; CV(tokens) is that of the true numbers of tokens, which for uniform "
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "num_experts": config.model.moe.num_experts,
         "k": config.model.moe.k,
     }
-    page = as_markdown(results, facts)
+    page = as_markdown(results, facts, command_of("losses", options))
     write_report(options.output, "losses", page, {**facts, "models": as_data(results)})
     plot(results, Path(options.output) / "losses.png")
     print(page)

@@ -45,6 +45,7 @@ from moe_ext.training.study import (
     Results,
     as_change,
     as_data,
+    command_of,
     difference,
     run_study,
     study_parser,
@@ -73,7 +74,8 @@ class Study:
         source_words: of an epoch.
         test: the sentences of the test part and their translations by people.
         near: whether a sentence of the test part is nearly one of the training part.
-        bleu, distinct_bleu: of each model, by its seeds; the second without near duplicates.
+        bleu, distinct_bleu: of each model, by its seeds; the second without near duplicates, if
+            there are other sentences.
     """
 
     config: TranslationConfig
@@ -141,7 +143,7 @@ def study(languages: str, options: argparse.Namespace) -> Study:
             for name, runs in results.items()
         }
 
-    distinct = bleu([not each for each in near])
+    distinct = {} if all(near) else bleu([not each for each in near])
     return Study(config, text, results, source_words(text), pairs, near, bleu(), distinct)
 
 
@@ -173,7 +175,7 @@ def table(study: Study) -> str:
             continue
         cost = next(iter(runs.values())).cost
         mean = perplexity(statistics.fmean(result.test_nll for result in runs.values()))
-        bleu = study.bleu[name], study.distinct_bleu[name]
+        bleu = study.bleu[name], study.distinct_bleu.get(name)
         rows.append(
             [
                 name,
@@ -182,7 +184,10 @@ def table(study: Study) -> str:
                 len(runs),
                 f"{mean:.3f}",
                 "" if name == NONE else as_change(difference(runs, study.results[NONE])),
-                *(f"{statistics.fmean(each.score for each in of_runs):.2f}" for of_runs in bleu),
+                *(
+                    f"{statistics.fmean(each.score for each in of_runs):.2f}" if of_runs else ""
+                    for of_runs in bleu
+                ),
                 f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
             ]
         )
@@ -194,7 +199,9 @@ def table(study: Study) -> str:
 
 
 def balance(study: Study) -> str:
-    """How the strictly balanced gates of the mixtures did."""
+    """How the strictly balanced gates of the mixtures did, if they are."""
+    if study.config.model.moe.gate != "balanced":
+        return ""
     train, dev = [], []
     for result in study.results[MIXTURE].values():
         train.append(read_metrics(result.run, "train")[-1])
@@ -237,13 +244,13 @@ def shown(study: Study) -> str:
     return "\n".join(lines)
 
 
-def as_markdown(studies: dict[str, Study]) -> str:
-    """The page."""
+def as_markdown(studies: dict[str, Study], command: str) -> str:
+    """The page, which quotes the command that made it."""
     config = next(iter(studies.values())).config
     steps, batch = config.steps, config.data.tokens_per_batch
     lines = [
         "# Mixtures of experts in translation\n",
-        f"```\npython scripts/reproduce_translation.py data.corpus={config.data.corpus}\n```\n",
+        f"```\n{command}\n```\n",
         f"{steps:,} steps of about {batch:,} source and target pieces; one vocabulary of "
         f"{config.data.vocab_size:,} wordpieces for both languages. Perplexity is by target piece "
         "of the test part, exp of the mean over seeds of ln ppl; differences are means over pairs "
@@ -270,9 +277,8 @@ def as_markdown(studies: dict[str, Study]) -> str:
             "models:\n",
             shown(each),
         ]
-    scores = next(iter(studies.values())).bleu[MIXTURE]
-    if scores:
-        lines.append(f"sacreBLEU's signature: `{scores[0].signature}`\n")
+    bleu = [score for each in studies.values() for scores in each.bleu.values() for score in scores]
+    lines.append(f"sacreBLEU's signature: `{bleu[0].signature}`\n")
     return "\n".join(lines)
 
 
@@ -311,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
     if not studies:
         print("nothing to report yet: a run must be finished")
         return studies
-    page = as_markdown(studies)
+    page = as_markdown(studies, command_of("translation", options))
     data = {
         languages: {
             "corpus": each.config.data.corpus,

@@ -58,9 +58,27 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     assert scores["none"] == bleu_of_test(runs / "none-seed1")["en-fr"].score
     assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
     page = (tmp_path / "docs" / "translation.md").read_text()
+    assert "python scripts/reproduce_translation.py steps=2 model.d_model=8 " in page
     assert page.count("    source     n") == 20 and "    none       frba" in page
     assert "not decided: fewer than two pairs" in page
     assert (tmp_path / "docs" / "translation.png").stat().st_size > 0
+
+
+def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    train = (parallel_corpus / "train.en-fr.tsv").read_text()
+    for part in ("train", "dev", "test"):
+        (corpus / f"{part}.en-fr.tsv").write_text(train)
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    gate = ["model.moe.gate=noisy_topk", "model.moe.w_load=0.01"]
+    studies = reproduce_translation.main(
+        [*TINY, *gate, f"data.corpus={corpus}", *places]
+        + ["--seeds", "1", "--pairs", "en-fr", "--arms", "moe-32"]
+    )
+    assert all(studies["en-fr"].near) and studies["en-fr"].distinct_bleu == {}
+    page = (tmp_path / "docs" / "translation.md").read_text()
+    assert "strictly balanced" not in page and "model.moe.gate=noisy_topk" in page
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
@@ -96,6 +114,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
         "single/en-de-seed1": {"en-de"},
     }
     page = (tmp_path / "docs" / "multilingual.md").read_text()
+    assert page.count("| and than a model of these languages alone | en-") == 2
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])

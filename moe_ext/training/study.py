@@ -7,6 +7,7 @@ a number of steps set in advance.
 """
 
 import argparse
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +48,12 @@ def study_parser(
     parser.add_argument("--output", default="docs/results", help="folder of the report")
     parser.add_argument("--report", action="store_true", help="train nothing")
     return parser
+
+
+def command_of(name: str, options: argparse.Namespace) -> str:
+    """The command of a study, as its page quotes it: without what cannot change the results."""
+    changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
+    return shlex.join(["python", f"scripts/reproduce_{name}.py", *changes])
 
 
 def run_study(
