@@ -78,6 +78,25 @@ def test_the_layout_of_wmt(tmp_path):
     assert [e for e, _ in load(tmp_path, drop=["commoncrawl*"]).train] == ["1", "2"]
 
 
+def test_the_sets_of_older_years_are_of_no_part(tmp_path):
+    old = "dev2006 devtest2006 test2006 test2007 nc-dev2007 nc-devtest2007 nc-test2007"
+    old = [*old.split(), "news-dev2009a", "newssyscomb2009", "newstest2009", "tst2010"]
+    names = ["news-commentary-v9", "newstest2012", "newstest2013", "newstest2014"]
+    for name in [*old, *names]:
+        write_sides(tmp_path, f"{name}.fr-en", [(name, "fr")])
+    corpus = load(tmp_path)
+    assert [e for e, _ in corpus.train] == names[:1]
+    assert [e for e, _ in corpus.dev] == names[1:3]  # as in the paper
+    assert [e for e, _ in corpus.test] == names[3:]
+    asked = load(tmp_path, dev=["nc-dev2007"], test=["test*"])
+    assert [e for e, _ in asked.dev] == ["nc-dev2007"]
+    assert [e for e, _ in asked.test] == ["test2006", "test2007"]
+    assert [e for e, _ in asked.train] == names[:1]
+    write_sides(tmp_path / "new", "test_2016_flickr", PAIRS)
+    write_sides(tmp_path / "new", "test2017", PAIRS)
+    assert len(list(load(tmp_path / "new", parts=["test"]).test)) == 2 * len(PAIRS)
+
+
 def test_tables_of_several_languages_in_a_folder(tmp_path):
     for part, pairs in (("train", PAIRS), ("dev", PAIRS[:2]), ("test", PAIRS[2:3])):
         write(tmp_path / f"{part}.en-fr.tsv.xz", [f"manual\t{e}\t{f}" for e, f in pairs])

@@ -25,7 +25,15 @@ _HELD_OUT = (
     "newsdev*",
     "newsdiscuss*",
     "newssyscomb*",
+    "news-dev*",
+    "nc-dev*",
+    "nc-test*",
+    "tst*",
 )
+# By default the dev and test parts are these, but never the test sets of WMT's first years.
+_DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
+_TEST = ("test*", "newstest2014*")
+_OLD = ("dev200*", "devtest200*", "test200*")
 _BOM = b"\xef\xbb\xbf"
 
 KEPT = "kept"
@@ -225,8 +233,8 @@ def load_parallel(
     target: str,
     parts: Sequence[str] = PARTS,
     columns: Sequence[str] | None = None,
-    dev: Sequence[str] = ("dev*", "val*", "newstest2012*", "newstest2013*"),
-    test: Sequence[str] = ("test*", "newstest2014*"),
+    dev: Sequence[str] | None = None,
+    test: Sequence[str] | None = None,
     max_words: int | None = None,
     max_ratio: float | None = None,
     drop: Sequence[str] = (),
@@ -243,9 +251,10 @@ def load_parallel(
     * or a table `NAME.en-fr.tsv` of a pair a line: two columns, English and French in the order of
       the file's name, or three with the name of the row's source before them, or `columns`.
 
-    The parts go by the last word of NAME (that between dots, languages aside): `dev` and `test` are
-    patterns of names. All others are for training; but if there are any of `train*` only those, and
-    never one that is `dev`, `test` or of the news tests by default.
+    The parts go by the last word of NAME (that between dots, languages aside). Dev is `dev*`,
+    `val*`, newstest2012 and newstest2013; test is `test*` and newstest2014 (App. E); WMT's sets of
+    2000 to 2009 (`test2007`) are neither, unless `dev` or `test` says so. All others are for
+    training; but if there are any of `train*` only those, and never a set made for dev or test.
 
     Args:
         place: a folder; or a table or two aligned files (source, target), which are a training part
@@ -253,7 +262,7 @@ def load_parallel(
         source, target: the languages to translate from and into, as the files spell them.
         parts: the attributes of the corpus that must hold at least one pair.
         columns: what those of a table are, in order: `source`, `target`, "name" or anything else.
-        dev, test: patterns of the names of these parts, as those of shells.
+        dev, test: patterns of the names of these parts, as those of shells (None: as above).
         max_words: of either side; longer pairs are left out of the training part. Words are what
             white space separates: in Chinese or Japanese limit pieces instead (`encode_pairs`).
         max_ratio: of the words of the longer side to those of the shorter one, in training.
@@ -332,8 +341,8 @@ def _in_folder(
     source: str,
     target: str,
     columns: Sequence[str] | None,
-    dev: Sequence[str],
-    test: Sequence[str],
+    dev: Sequence[str] | None,
+    test: Sequence[str] | None,
 ) -> dict[str, list[AlignedFiles | TableFile]]:
     """The places of each part."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -363,14 +372,15 @@ def _in_folder(
     def named(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(last_word(name), pattern) for pattern in patterns)
 
-    held_out = (*_HELD_OUT, *dev, *test)
-    training = [name for name in places if not named(name, held_out)]
-    training = [name for name in training if named(name, ["train*"])] or training
-    names = {
-        "train": training,
-        "dev": [name for name in places if named(name, dev)],
-        "test": [name for name in places if named(name, test)],
-    }
+    def of_part(patterns: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+        if patterns is None:
+            return [name for name in places if named(name, default) and not named(name, _OLD)]
+        return [name for name in places if named(name, patterns)]
+
+    names = {"dev": of_part(dev, _DEV), "test": of_part(test, _TEST)}
+    held_out = {*names["dev"], *names["test"]}
+    training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
+    names["train"] = [name for name in training if named(name, ["train*"])] or training
     for name in {*names["dev"]} & {*names["test"]}:
         raise CorpusError(f"{places[name]} must be of one part, got the patterns of dev and test")
     return {part: [places[name] for name in names[part]] for part in PARTS}
