@@ -145,6 +145,18 @@ def test_single_files_are_training_parts(tmp_path):
         load(tmp_path / "x.fr-en.tsv")
 
 
+def test_a_table_of_other_languages_is_refused(tmp_path):
+    for name in ("test.en-de.tsv", "test.EN-FR.tsv", "x.deu-eng.txt"):
+        write(tmp_path / name, ["a\tb"])
+        with pytest.raises(CorpusError, match=f"{name} must be of en and fr, got .* by its name"):
+            load(tmp_path / name, parts=["train"])
+    columns = load(tmp_path / "test.en-de.tsv", parts=["train"], columns=["fr", "en"]).train
+    assert list(columns) == [("b", "a")]
+    for name in ("test.tsv", "pre.twenty-one.tsv", "test.en-de.en-fr.tsv"):
+        write(tmp_path / name, ["a\tb"])
+        assert list(load(tmp_path / name, parts=["train"]).train) == [("a", "b")]
+
+
 def test_a_text_is_there_once(tmp_path):
     write_sides(tmp_path, "a/train", PAIRS)
     write_sides(tmp_path, "b/train", PAIRS)

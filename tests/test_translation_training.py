@@ -192,6 +192,22 @@ def test_a_text_without_one_of_the_language_pairs_is_refused(table, tmp_path):
         load_part(replace(data, corpus=str(tmp_path)), wordpieces, "all")
 
 
+def test_a_table_is_of_the_language_pairs_in_its_name(table, tmp_path):
+    data = merged(table).data
+    whole = load_text(data)
+    corpus = f"{data.corpus}/test.en-de.tsv"
+    test = load_part(replace(data, corpus=corpus), whole.vocabulary, "all")
+    assert test.names == ("en-de",)
+    assert [*test] == [pair for pair, de in zip(whole.test, whole.test.pair, strict=True) if de]
+    with pytest.raises(ConfigError, match="^data.corpus: .* must be of en and fr, got en-de by"):
+        load_part(replace(data, corpus=corpus, pairs=["en-fr"]), whole.vocabulary, "all")
+    for name in ("test.tsv", "test.en-ko.tsv"):
+        (tmp_path / name).write_text("nba\tfrba\n")
+        message = f"^data.corpus: .*{name} must have languages in its name, one of en-fr, en-de, as"
+        with pytest.raises(ConfigError, match=message):
+            load_part(replace(data, corpus=str(tmp_path / name)), whole.vocabulary, "all")
+
+
 def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_corpus):
     def load(**changes):
         return load_text(merged(table, data=changes).data)

@@ -249,7 +249,8 @@ def load_parallel(
       `newstest2014.fr`); `.txt` may follow (not `.sgm`: `sacrebleu -t wmt14/full -l en-fr --echo
       src` prints a news test as lines);
     * or a table `NAME.en-fr.tsv` of a pair a line: two columns, English and French in the order of
-      the file's name, or three with the name of the row's source before them, or `columns`.
+      the file's name, or three with the name of the row's source before them, or `columns`. What
+      most of its first lines have counts.
 
     The parts go by the last word of NAME (that between dots, languages aside). Dev is `dev*`,
     `val*`, newstest2012 and newstest2013; test is `test*` and newstest2014 (App. E); WMT's sets of
@@ -297,7 +298,10 @@ def load_parallel(
         found = _in_folder(Path(place), source, target, columns, dev, test)
     elif Path(place).is_file():
         table = Path(place)
-        languages = _languages_of(table, source, target)
+        languages = languages_of(table, source, target)
+        if languages is None and columns is None and (other := _any_languages_of(table)):
+            raise CorpusError(f"{table} must be of {source} and {target}, got {other} by its name")
+        languages = languages or (source, target)
         found = {"train": [_table(table, languages, source, target, columns, table.name)]}
     else:
         raise CorpusError(
@@ -400,9 +404,17 @@ def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
     return found
 
 
-def _languages_of(file: Path, source: str, target: str) -> tuple[str, str]:
-    """The languages in the order of a file's name; if they are not in it, as given."""
-    return (target, source) if f"{target}-{source}" in file.name.split(".") else (source, target)
+def languages_of(table: Path, source: str, target: str) -> tuple[str, str] | None:
+    """These languages in the order in which a table's name has them; None if it has neither."""
+    words = table.name.split(".")
+    orders = ((source, target), (target, source))
+    return next((languages for languages in orders if "-".join(languages) in words), None)
+
+
+def _any_languages_of(table: Path) -> str | None:
+    """What looks like two languages in a table's name, such as "en-fr"."""
+    pattern = re.compile(r"[a-z]{2,3}-[a-z]{2,3}", re.IGNORECASE)
+    return next(filter(pattern.fullmatch, table.name.split(".")), None)
 
 
 def _table(

@@ -27,6 +27,7 @@ from moe_ext.data import (
     load_parallel,
 )
 from moe_ext.data.encoded import made_once
+from moe_ext.data.parallel import languages_of
 from moe_ext.progress import progress
 from moe_ext.training.config import ConfigError, DataConfig, ParallelDataConfig
 
@@ -131,7 +132,8 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
     """A part of the corpus as text, by language pair.
 
     Args:
-        config: names the corpus.
+        config: names the corpus. If it is a table, and there are several language pairs, only those
+            that its name has.
         part: "train", "dev", "test" or "all".
 
     Raises:
@@ -139,10 +141,18 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
     """
     if not config.corpus:
         raise ConfigError("data.corpus must be a folder of parallel text, got ''; give its path")
+    place = Path(config.corpus)
+    pairs = [(source, target) for source, _, target in (p.partition("-") for p in config.pairs)]
+    if len(pairs) > 1 and place.is_file():
+        pairs = [pair for pair in pairs if languages_of(place, *pair)]
+        if not pairs:
+            raise ConfigError(
+                f"data.corpus: {place} must have languages in its name, one of "
+                f"{', '.join(config.pairs)}, as NAME.{config.pairs[0]}.tsv"
+            )
     texts = []
     with _config_errors():
-        for languages in config.pairs:
-            source, _, target = languages.partition("-")
+        for source, target in pairs:
             corpus = load_parallel(
                 config.corpus,
                 source=source,
@@ -162,7 +172,7 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
             return Wordpieces.load(config.wordpieces)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.wordpieces: {error}") from error
-    languages = sorted({text.target for text in texts}) if len(texts) > 1 else []
+    languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
     # Either direction of a language pair has the same sentences.
     once = {frozenset((text.source, text.target)): text for text in texts}.values()
 
@@ -193,7 +203,7 @@ def _encode_pairs(
     return encode_pairs(
         texts,
         wordpieces,
-        target_tokens=len(texts) > 1,
+        target_tokens=len(config.pairs) > 1,
         max_ratio=(config.max_ratio or None) if part == "train" else None,
         folder=config.encoded or None,
         name=part,
