@@ -4,11 +4,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import evaluate as evaluate_script
+import inspect_experts
 import pytest
 import torch
 from test_distributed_training import assert_same_curve, curve
 from test_distributed_training import train as train_in_process
-from test_scripts import script
 from test_training import assert_same_run, merged, train
 
 from moe_ext import balanced_gates, training
@@ -330,7 +331,7 @@ def test_translations_are_of_the_newest_model(table, monkeypatch):
 
 def test_evaluation_of_a_run(table, tmp_path, capsys):
     folder = train(merged(table, steps=2)).folder
-    result = script("evaluate").main([str(folder), "--bleu"])
+    result = evaluate_script.main([str(folder), "--bleu"])
     lines = capsys.readouterr().out.splitlines()
     parts = by_language_pair(result.sentence_nll, load_text(merged(table).data).test)
     assert lines[0].startswith(f"test perplexity {result.perplexity:.3f}")
@@ -346,7 +347,7 @@ def test_what_the_experts_of_a_run_see(table, capsys):
     folder = train(merged(table, steps=2)).folder
     pages = []
     for layer, mark in ((0, "<2fr>"), (1, "▁fr")):  # of sources, of targets
-        script("inspect_experts").main([str(folder), "--layer", str(layer), "--part", "all"])
+        inspect_experts.main([str(folder), "--layer", str(layer), "--part", "all"])
         text, page = ((folder / f"experts.{kind}").read_text() for kind in ("txt", "html"))
         assert text in capsys.readouterr().out and text.count("expert ") == 4
         used = 4 - text.count(" 0.00% of the tokens")  # as the thresholds are, not all may be
