@@ -34,6 +34,7 @@ _HELD_OUT = (
 _DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
 _TEST = ("test*", "newstest2014*")
 _OLD = ("dev200*", "devtest200*", "test200*")
+_LINES_FOR_COLUMNS = 100  # of a table, whose first line may be a bad one
 _BOM = b"\xef\xbb\xbf"
 
 KEPT = "kept"
@@ -305,8 +306,8 @@ def load_parallel(
         found = {"train": [_table(table, languages, source, target, columns, table.name)]}
     else:
         raise CorpusError(
-            f"there is no parallel corpus at {place}: give a folder of NAME.{source} and "
-            f"NAME.{target} or of NAME.{source}-{target}.tsv, such a table, or two aligned files"
+            f"there is no parallel corpus at {place}: give a folder that holds train.{source} and "
+            f"train.{target}, or train.{source}-{target}.tsv, or give such a table"
         )
     corpus = ParallelCorpus(
         **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
@@ -323,9 +324,20 @@ def load_parallel(
         text = getattr(corpus, part)
         if next(text.read(counts), None) is None:
             which = place if part == "all" else f"the {part} part of {place}"
+            names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}.get(
+                part, ["*"]
+            )
+            if text.places:
+                got = f"none in {text}: {describe(counts)}"
+            elif not Path(place).is_dir():
+                got = "a training part alone"
+            else:
+                got = (
+                    f"no file: it must be X.{source}-{target}.tsv, or X.{source} and X.{target}, X "
+                    f"being {' or '.join(names)}"
+                )
             raise CorpusError(
-                f"{which} must hold at least one pair of {source} and {target}, "
-                f"got none in {f'{text}: {describe(counts)}' if text.places else 'no file'}"
+                f"{which} must hold at least one pair of {source} and {target}, got {got}"
             )
     return corpus
 
@@ -427,11 +439,14 @@ def _table(
 ) -> TableFile:
     """The table of that file; its columns are those given, or else go by their number."""
     if columns is None:
-        number = next(_lines(file), b"").count(b"\t") + 1
+        first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
+        numbers = Counter(line.count(b"\t") + 1 for line in first)
+        number = max(numbers, key=numbers.__getitem__, default=0)
         if number not in (2, 3):
             raise CorpusError(
-                f"{file} must have two or three columns apart by tabs unless `columns` says what "
-                f"they are, got {number} in its first line"
+                f"{file} must have two or three columns apart by tabs, got {number} in most of its "
+                "first lines; give aligned files by their folder, and other columns to "
+                "`load_parallel` by its argument columns"
             )
         columns = ("name", *languages)[-number:]
     columns = list(columns)
