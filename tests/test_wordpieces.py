@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 import unicodedata
 
@@ -181,8 +182,8 @@ def test_errors(wordpieces, tmp_path, monkeypatch):
     for options, message in [
         ({"kind": "word"}, 'kind must be "bpe" or "unigram", got \'word\''),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ({"vocab_size": 9}, "vocab_size must suit the text, got 9; sentencepiece says: .*smaller"),
-        ({"vocab_size": 9000}, "vocab_size must suit the text, got 9000; .* a value <= "),
+        ({"vocab_size": 9}, r"vocab_size must be at least \d+ for this text, got 9$"),
+        ({"vocab_size": 9000}, r"vocab_size must be at most \d+ for this text, got 9000$"),
         ({"character_coverage": 0}, r"character_coverage must be in \(0, 1\], got 0"),
         ({"max_sentences": 0}, "max_sentences must be at least 1, got 0"),
         ({"target_tokens": ["fr", "fr"]}, r"target_tokens must be distinct, got \['fr', 'fr'\]"),
@@ -194,3 +195,22 @@ def test_errors(wordpieces, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)  # not installed
     with pytest.raises(ImportError, match=r"pip install 'moe_ext\[translation\]'"):
         train()
+
+
+def test_the_limits_that_errors_name_hold():
+    for size in (9, 9000):
+        with pytest.raises(ValueError, match="vocab_size must be at") as error:
+            train(vocab_size=size)
+        limit = int(re.search(r"(\d+) for this text", str(error.value))[1])
+        assert len(train(vocab_size=limit)) == limit
+
+
+def test_errors_of_the_text_are_its_own():
+    def text():
+        yield "a dog"
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="^the disk is gone$"):
+        Wordpieces.train(text(), 10)
+    with pytest.raises(ValueError, match="vocab_size must suit the text, of which sentencepiece"):
+        Wordpieces.train([], 10)

@@ -329,7 +329,7 @@ def load_parallel(
             )
             if text.places:
                 got = f"none in {text}: {describe(counts)}"
-            elif not Path(place).is_dir():
+            elif "dev" not in found:  # no folder
                 got = "a training part alone"
             else:
                 got = (

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import random
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -108,9 +109,18 @@ class Wordpieces:
         if max_sentences is not None:
             texts = _sample(texts, max_sentences)
         model = io.BytesIO()
+        failed: list[Exception] = []
+
+        def read() -> Iterator[str]:
+            try:
+                yield from texts
+            except Exception as error:
+                failed.append(error)
+                raise
+
         try:
             sentencepiece.SentencePieceTrainer.Train(
-                sentence_iterator=iter(texts),
+                sentence_iterator=read(),
                 model_writer=model,
                 vocab_size=vocab_size,
                 model_type=kind,
@@ -127,9 +137,10 @@ class Wordpieces:
                 minloglevel=2,
             )
         except RuntimeError as error:
+            if failed:  # the text's own error, of which sentencepiece makes one of its own
+                raise failed[0] from None
             raise ValueError(
-                f"Wordpieces.train: vocab_size must suit the text, got {vocab_size}; "
-                f"sentencepiece says: {error}"
+                f"Wordpieces.train: vocab_size must {_rule_of_size(str(error))}, got {vocab_size}"
             ) from error
         return cls(model.getvalue())
 
@@ -233,6 +244,15 @@ class Wordpieces:
             if not 0 <= index < size:
                 raise IndexError(f"Wordpieces.{method}: id must be in [0, {size}), got {index}")
         return ids
+
+
+def _rule_of_size(message: str) -> str:
+    """What sentencepiece, which could not train, says that the number of pieces must."""
+    if most := re.search(r"too high .* a value <= (\d+)", message):
+        return f"be at most {most[1]} for this text"
+    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+        return f"be at least {least[1]} for this text"
+    return f"suit the text, of which sentencepiece says: {message}"
 
 
 def _sentencepiece() -> Any:

@@ -178,13 +178,18 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
 
     def found() -> Wordpieces:
         sentences = (side for text in once for pair in text for side in pair)
-        return Wordpieces.train(
-            progress(sentences, "finding wordpieces", "sentences"),
-            config.vocab_size,
-            kind=config.kind,
-            target_tokens=languages,
-            max_sentences=_SENTENCES_FOR_WORDPIECES,
-        )
+        try:
+            return Wordpieces.train(
+                progress(sentences, "finding wordpieces", "sentences"),
+                config.vocab_size,
+                kind=config.kind,
+                target_tokens=languages,
+                max_sentences=_SENTENCES_FOR_WORDPIECES,
+            )
+        except CorpusError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"data.{str(error).removeprefix('Wordpieces.train: ')}") from error
 
     if not config.encoded:
         return found()
