@@ -121,7 +121,7 @@ def test_overrides_are_toml_or_else_strings(tmp_path):
         ("model.moe.k=true", "model.moe.k must be a whole number, got True"),
         ("model.moe.k=99", "model.moe.k must be in [1, num_experts = 32], got 99"),
         ("model.dropout=1.5", "model.dropout must be in [0, 1), got 1.5"),
-        ("model.layers=lstm", "model.layers must be a list of str, got 'lstm'"),
+        ("model.layers=lstm", """model.layers must be a list of str, as ["lstm"], got 'lstm'"""),
         ("model.moe.hidden_sizes=[1.5]", "model.moe.hidden_sizes must be a whole number, got 1.5"),
         ("model=3", "model must be a table of options, got 3"),
         ("steps=0", "steps must be at least 1, got 0"),

@@ -30,7 +30,7 @@ from moe_ext.training.loop import make_optimizers
 from moe_ext.training.metrics import by_language_pair, evaluate
 from moe_ext.training.model import make_model
 from moe_ext.training.results import train_and_test
-from moe_ext.training.text import load_part, load_text
+from moe_ext.training.text import load_part, load_text, training_batches
 from moe_ext.training.translation import bleu_of_test, translated_test
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +106,9 @@ def test_the_task_decides_what_the_tables_hold(table, tmp_path):
     ("option", "value", "message"),
     [
         ("pairs", [], "data.pairs must be at least one, got []"),
+        ("pairs", "en-fr", """data.pairs must be a list of str, as ["en-fr"], got 'en-fr'"""),
+        ("pairs", "en-fr,en-de", 'data.pairs must be a list of str, as ["en-fr", "en-de"], got '),
+        ("pairs", 3, "data.pairs must be a list of str, got 3"),
         ("pairs", ["en"], """data.pairs must be of two languages each, as "en-fr", got 'en'"""),
         ("pairs", ["en-en"], "data.pairs must be of two languages each"),
         ("pairs", ["en-fr", "en-fr"], "data.pairs must be distinct"),
@@ -217,12 +220,22 @@ def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_co
         load(corpus="")
     with pytest.raises(ConfigError, match="^data.corpus: there is no parallel corpus at "):
         load(corpus=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="^data.corpus: the train part of .* en and ko, got none"):
+    with pytest.raises(
+        ConfigError, match="^data.corpus: the train part of .* en and ko, got no file"
+    ):
         load(pairs=["en-ko"])
     with pytest.raises(ConfigError, match="^data.wordpieces: Wordpieces.load: .*nowhere must be"):
         load(wordpieces="nowhere")
-    with pytest.raises(ConfigError, match="^data: Wordpieces.train: vocab_size must suit the text"):
+    with pytest.raises(
+        ConfigError, match=r"^data.vocab_size must be at most \d+ for .*, got 9000$"
+    ):
         load(vocab_size=9_000)
+    for language, lines in (("en", 1), ("ko", 2)):
+        (tmp_path / f"train.{language}").write_text("nba\n" * lines)
+        for part in ("dev", "test"):
+            (tmp_path / f"{part}.{language}").write_text("nba\n")
+    with pytest.raises(ConfigError, match="^data.corpus: .*train.en and .*train.ko must have as"):
+        load(corpus=str(tmp_path), pairs=["en-ko"])
     single = Wordpieces.train(["nba nda frba deda"], 15)
     single.save(tmp_path / "single.model")
     with pytest.raises(ConfigError, match="^data: .*language must be one of .*got 'fr'"):
@@ -277,6 +290,17 @@ def test_the_curve_of_one_process(workers, table, tmp_path):
         there = replace(config, output=str(tmp_path / f"run-{world}"))
         assert workers.run(world, train_in_process, there) == [True] * world
         assert_same_curve(curve(there), curve(config))
+
+
+def test_overlong_pairs_are_left_out_by_default(table, tmp_path):
+    for part, length in (("train", 99), ("train", 100), ("dev", 1), ("test", 1)):
+        with (tmp_path / f"{part}.en-fr.tsv").open("a") as file:
+            file.write(f"{'n ' * length}\t{'f ' * length}\n")
+    data = {"corpus": str(tmp_path), "pairs": ["en-fr"], "vocab_size": 7}
+    for options, number in (({}, 1), ({"max_length": 0}, 2)):
+        config = merged(table, data=data | options).data
+        batches = training_batches(load_text(config), config, seed=1)
+        assert (batches.num_pairs, batches.num_left_out) == (number, 2 - number)
 
 
 def test_few_dev_sentences_are_of_every_language_pair(table):

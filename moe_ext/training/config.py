@@ -85,7 +85,8 @@ class ParallelDataConfig:
         num_workers: processes that read the text, and then make batches while the model trains, for
             each process that trains (0: that one does it itself).
         tokens_per_batch: source tokens and predictions per batch, roughly.
-        max_length: train only on pairs with at most so many source tokens and predictions (0: all).
+        max_length: train only on pairs with at most so many source tokens and predictions (0: all,
+            although one very long pair may take all memory).
     """
 
     corpus: str = ""
@@ -100,7 +101,7 @@ class ParallelDataConfig:
     encoded: str = ""
     num_workers: int = 0
     tokens_per_batch: int = 5_120
-    max_length: int = 0
+    max_length: int = 100
 
     def __post_init__(self) -> None:
         require(len(self.pairs) >= 1, "pairs", "be at least one", self.pairs)
@@ -424,7 +425,9 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
         (item,) = get_args(hint)
         if isinstance(value, list):
             return [_check_type(item, element, key) for element in value]
-        raise ConfigError(f"{key} must be a list of {item.__name__}, got {value!r}")
+        items = value.split(",") if isinstance(value, str) else [value]
+        example = f", as {json.dumps(items)}" if type(items[0]) is item else ""
+        raise ConfigError(f"{key} must be a list of {item.__name__}{example}, got {value!r}")
     if hint is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not hint:
