@@ -490,8 +490,10 @@ def test_low_precision_is_summed_in_float32():
     ("option", "value", "rule"),
     [
         ("beam", 0, "be at least 1"),
-        ("length_penalty", -0.1, "be finite and not negative"),
-        ("coverage_penalty", math.nan, "be finite and not negative"),
+        ("length_penalty", -0.1, r"be in \[0, 10\]"),
+        ("length_penalty", 10.5, r"be in \[0, 10\]"),
+        ("coverage_penalty", 10.5, r"be in \[0, 10\]"),
+        ("coverage_penalty", math.nan, r"be in \[0, 10\]"),
         ("max_length_ratio", INF, "be finite and not negative"),
         ("window", -1.0, "not be negative"),
         ("min_length_limit", 0, "be at least 1"),

@@ -124,8 +124,8 @@ class BeamSearch:
 
     Args:
         beam: hypotheses that go on together, for each source.
-        length_penalty: a >= 0; with 0 long translations are the less probable ones.
-        coverage_penalty: b >= 0.
+        length_penalty: a in [0, 10]; with 0 long translations are the less probable ones.
+        coverage_penalty: b in [0, 10].
         window: in nats, for both prunings; infinity for none.
         max_length_ratio: of a translation's and its source's tokens, ends of sentences included.
         min_length_limit: tokens that a translation may have of however short a source.
@@ -148,8 +148,10 @@ class BeamSearch:
             require(holds, f"BeamSearch: {name}", rule, getattr(self, name))
 
         check("beam", self.beam >= 1, "be at least 1")
-        for name in ("length_penalty", "coverage_penalty", "max_length_ratio"):
-            check(name, 0 <= getattr(self, name) < math.inf, "be finite and not negative")
+        for name in ("length_penalty", "coverage_penalty"):
+            check(name, 0 <= getattr(self, name) <= 10, "be in [0, 10]")  # where float32 suffices
+        ratio = self.max_length_ratio
+        check("max_length_ratio", 0 <= ratio < math.inf, "be finite and not negative")
         check("window", self.window >= 0, "not be negative")
         check("min_length_limit", self.min_length_limit >= 1, "be at least 1")
         check("num_best", 1 <= self.num_best <= self.beam, f"be in [1, {self.beam}]")
