@@ -26,7 +26,7 @@ from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation, by_language_pair, evaluate
 from moe_ext.training.text import load_part, parallel_text
-from moe_ext.training.translation import translations_of
+from moe_ext.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     options = parser.parse_args(arguments)
     part = options.part or ("all" if options.corpus else "test")
     set_up_torch(options.device, options.threads)
+    if options.bleu:
+        require_bleu()
 
     trained = load_run(options.run, options.device)
     data = trained.config.data

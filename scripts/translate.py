@@ -40,7 +40,7 @@ from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import set_up_torch
-from moe_ext.training.translation import make_translator
+from moe_ext.training.translation import make_translator, require_bleu
 
 STDIN = "-"
 
@@ -158,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
+    if options.reference:
+        require_bleu()
 
     files = options.files or [STDIN]
     one_by_one = STDIN in files and sys.stdin.isatty()

@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import random
+import sys
 
 import benchmark_translation
 import pytest
@@ -176,6 +177,16 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
     assert "--n-best must be 1 with --greedy, got 2" in error(run, file, "--n-best=2", "--greedy")
     assert "device must be cpu or cuda, got 'meta'" in error(run, file, "--device=meta")
     assert "none/text.fr: No such file" in error(run, file, "--output", tmp_path / "none/text.fr")
+
+
+@pytest.mark.parametrize(
+    ("script", "option"), [("translate", "--reference=a.fr"), ("evaluate", "--bleu")]
+)
+def test_without_sacrebleu_nothing_begins(monkeypatch, tmp_path, capsys, script, option):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    status, error = status_and_error(capsys, script, tmp_path / "none", option)
+    assert status == 2 and error.count("\n") == 1
+    assert "sacrebleu must be installed" in error and "moe_ext[translation]" in error
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_ext.checks import require
 
@@ -65,13 +66,7 @@ def corpus_bleu(
         ImportError: sacreBLEU is not installed.
         ValueError: there are no translations or references, or they differ in number.
     """
-    try:
-        from sacrebleu.metrics import BLEU
-    except ImportError:
-        raise ImportError(
-            "corpus_bleu: sacrebleu must be installed, which it is not; "
-            "pip install 'moe_ext[translation]'"
-        ) from None
+    BLEU = import_bleu()
     number = len(translations)
     require(number >= 1, "corpus_bleu: translations", "be at least one sentence", translations)
     numbers = [len(sentences) for sentences in references]
@@ -96,6 +91,22 @@ def corpus_bleu(
         found.ref_len,
         str(bleu.get_signature()),
     )
+
+
+def import_bleu() -> Any:
+    """sacreBLEU's class.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError:
+        raise ImportError(
+            "corpus_bleu: sacrebleu must be installed, which it is not; "
+            "pip install 'moe_ext[translation]'"
+        ) from None
+    return BLEU
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:

@@ -8,10 +8,23 @@ from typing import Any
 from moe_ext.data import ParallelText, Wordpieces
 from moe_ext.data.files import atomic_file
 from moe_ext.decoding import BeamSearch, Bleu, Translator, corpus_bleu
+from moe_ext.decoding.bleu import import_bleu
 from moe_ext.models import TranslationModel
 from moe_ext.training.checkpoint import TrainedModel, checkpoints_of, load_run
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.training.text import parallel_text
+
+
+def require_bleu() -> None:
+    """To be called before a text is translated whose BLEU is wanted.
+
+    Raises:
+        ConfigError: sacreBLEU is not installed.
+    """
+    try:
+        import_bleu()
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_translator(
