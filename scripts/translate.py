@@ -14,27 +14,24 @@ stays empty. Of a line of more than --max-pieces wordpieces the rest is left out
 
     number of the line, from 0 ||| translation ||| logP= log P(Y|X) ||| score s(Y, X)
 
---reference prints how fast it was and two BLEU scores, on stderr or, with --output, on stdout:
+--output is there when all is translated, and may be one of the files that are read. How fast it
+was is told on stderr. --reference prints two BLEU scores, on stderr or, with --output, on stdout:
 sacreBLEU's with its signature, and that of the text as it is, cut at spaces, which multi-bleu.perl
 would print. --attention plots which wordpieces of the source each wordpiece of the translation
 looked at: of the first sentence into a .png, of all into the pages of a .pdf.
 """
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.backends.backend_pdf import PdfPages
-from matplotlib.figure import Figure
-
-from moe_ext.data.files import READ_ERRORS, open_plain
+from moe_ext.data.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
@@ -42,7 +39,18 @@ from moe_ext.training.config import ConfigError
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.translation import make_translator, require_bleu
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 STDIN = "-"
+MAX_INCHES = 38  # of a plot's cells, which are smaller where there are many
+# For what matplotlib's own font does not have; those that are installed are taken.
+MORE_FONTS = (
+    "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK SC", "Noto Sans JP", "Noto Sans KR",
+    "Noto Sans SC", "IPAexGothic", "IPAGothic", "VL Gothic", "TakaoGothic", "NanumGothic",
+    "UnDotum", "WenQuanYi Zen Hei", "Droid Sans Fallback", "Hiragino Sans", "Apple SD Gothic Neo",
+    "Yu Gothic", "Malgun Gothic", "Microsoft YaHei", "Arial Unicode MS", "Unifont",
+)  # fmt: skip
 
 
 def read_lines(file: str) -> Iterator[str]:
@@ -70,50 +78,84 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
     )
 
 
-def attention_plot(translation: Translation) -> Figure:
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there as soon as it is whole, so that it may also be read meanwhile."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} must be in a folder that exists, {path.parent} does not")
+    if path.exists() and not path.is_file():  # a pipe or a device, which nothing can replace
+        with path.open("wb") as file:
+            yield file
+    else:
+        with atomic_file(path.resolve()) as file:
+            yield file
+
+
+def attention_plot(translation: Translation) -> "Figure":
     """A row for each piece of the translation, a column for each of the source."""
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import get_font_names
+
     rows, columns = translation.attention.shape
-    figure, axes = plt.subplots(
-        figsize=(2 + 0.25 * columns, 1.5 + 0.25 * rows), layout="constrained"
-    )
+    inches = min(0.25, MAX_INCHES / max(rows, columns))  # of a cell
+    figure = Figure(figsize=(2 + inches * columns, 1.5 + inches * rows), layout="constrained")
+    axes = figure.subplots()
     axes.imshow(translation.attention.float().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(columns), translation.source, rotation=90, parse_math=False)
-    axes.set_yticks(range(rows), translation.pieces, parse_math=False)
+    installed = set(get_font_names())
+    labels = {
+        "parse_math": False,
+        "fontsize": 40 * inches,  # points
+        "fontfamily": ["sans-serif", *(font for font in MORE_FONTS if font in installed)],
+    }
+    axes.set_xticks(range(columns), translation.source, rotation=90, **labels)
+    axes.set_yticks(range(rows), translation.pieces, **labels)
     axes.xaxis.tick_top()
     return figure
 
 
-class AttentionFile:
+@contextmanager
+def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
     """Where the plots go: those of all sentences, or that of the first one."""
+    try:
+        from matplotlib.backends.backend_pdf import PdfPages
+    except ImportError:
+        raise ConfigError(
+            "matplotlib must be installed for --attention, which it is not; "
+            "pip install 'moe_ext[translation]'"
+        ) from None
+    is_pdf = path.suffix.lower() == ".pdf"
+    num_plots = 0
+    no_glyphs = False
+    with output_file(path) as file, PdfPages(file) if is_pdf else nullcontext() as pages:
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pages = PdfPages(path) if path.suffix == ".pdf" else None
-        self._done = False
+        def add(translation: Translation) -> None:
+            nonlocal num_plots, no_glyphs
+            if not translation.source or (num_plots and not is_pdf):
+                return
+            figure = attention_plot(translation)
+            with warnings.catch_warnings(record=True) as caught:
+                if pages is not None:
+                    pages.savefig(figure)
+                else:
+                    figure.savefig(file, format="png", dpi=150)
+            for warning in caught:
+                if re.match("Glyph .* missing from", str(warning.message)):
+                    no_glyphs = True
+                else:
+                    warnings.warn(warning.message, stacklevel=2)
+            num_plots += 1
 
-    def add(self, translation: Translation) -> None:
-        if self._done or not translation.source:
-            return
-        figure = attention_plot(translation)
-        if self._pages is None:
-            figure.savefig(self._path, dpi=150)
-            self._done = True
-        else:
-            self._pages.savefig(figure)
-        plt.close(figure)
-
-    def __enter__(self) -> "AttentionFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pages is not None:
-            self._pages.close()
+        yield add
+        if not num_plots:
+            raise ConfigError("--attention must have text to plot, there was none")
+    if no_glyphs:
+        print(f"{path} has boxes for characters that no installed font has", file=sys.stderr)
 
 
 def plot_file(text: str) -> Path:
     """An argparse type."""
     path = Path(text)
-    if path.suffix not in (".png", ".pdf"):
+    if path.suffix.lower() not in (".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
     return path
 
@@ -142,26 +184,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("files", nargs="*", help='text; stdin if not given, or "-"')
     parser.add_argument("--into", help="language, of a model of several language pairs")
-    parser.add_argument("--beam", type=at_least(1), default=default.beam)
-    parser.add_argument("--length-penalty", type=float, default=default.length_penalty)
-    parser.add_argument("--coverage-penalty", type=float, default=default.coverage_penalty)
+    parser.add_argument(
+        "--beam",
+        type=at_least(1),
+        default=default.beam,
+        help="hypotheses that go on together (%(default)s); a translation has at most "
+        f"{default.max_length_ratio:g} times its source's wordpieces, or "
+        f"{default.min_length_limit} if that is more; what falls {default.window:g} nats below "
+        "the best is dropped",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=default.length_penalty,
+        help="in [0, 10]; the more, the longer are translations (%(default)s)",
+    )
+    parser.add_argument(
+        "--coverage-penalty",
+        type=float,
+        default=default.coverage_penalty,
+        help="in [0, 10]; the more, the less of a source is left out (%(default)s)",
+    )
     parser.add_argument("--greedy", action="store_true", help="a beam of 1, without penalties")
-    parser.add_argument("--n-best", type=at_least(1), default=1, help="translations of a line")
+    parser.add_argument(
+        "--n-best", type=at_least(1), default=1, help="translations of a line (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="where they go; stdout if not given")
     parser.add_argument("--reference", help="file of translations to compare with")
     parser.add_argument("--attention", type=plot_file, help="plot it into this .png or .pdf")
-    parser.add_argument("--max-pieces", type=at_least(1), default=500, help="of a line")
-    parser.add_argument("--tokens-per-batch", type=at_least(1), default=2_560)
     parser.add_argument(
-        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
+        "--max-pieces",
+        type=at_least(1),
+        default=500,
+        help="wordpieces of a line that are read (%(default)s)",
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--tokens-per-batch",
+        type=at_least(1),
+        default=2_560,
+        help="wordpieces of the lines that are translated together, roughly (%(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=at_least(0),
+        default=0,
+        help="torch's threads (%(default)s; 0 is torch's own number)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     options = parser.parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:
         require_bleu()
 
     files = options.files or [STDIN]
+    if STDIN in files and sys.stdin is None:
+        raise ConfigError("stdin must be open where no files are given, it is closed")
     one_by_one = STDIN in files and sys.stdin.isatty()
     search = search_of(options)
     trained = load_run(options.run, options.device)
@@ -186,18 +263,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
 
     best = []
+    num_lines = 0
     start = time.perf_counter()
     with ExitStack() as stack:
-        output = sys.stdout
+        plot = stack.enter_context(attention_file(options.attention)) if options.attention else None
+        output = sys.stdout.buffer
         if options.output:
-            output = stack.enter_context(options.output.open("w", encoding="utf-8", newline="\n"))
-        plots = stack.enter_context(AttentionFile(options.attention)) if options.attention else None
+            output = stack.enter_context(output_file(options.output))
         # Lines that come in between would break a bar on the same terminal.
         title = None if output.isatty() else "translating"
         for number, translations in enumerate(translator(lines, title=title)):
-            print(as_text(number, translations, options.n_best), file=output, flush=True)
-            if plots is not None:
-                plots.add(translations[0])
+            output.write(f"{as_text(number, translations, options.n_best)}\n".encode())
+            output.flush()
+            if plot is not None:
+                plot(translations[0])
+            num_lines += 1
             if references is not None:
                 best.append(translations[0].text)
     seconds = time.perf_counter() - start
@@ -208,6 +288,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{translator.num_cut:,}",
             file=sys.stderr,
         )
+    if not one_by_one:
+        print(
+            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} a second",
+            file=sys.stderr,
+        )
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
         language = options.into or trained.config.data.pairs[0].partition("-")[2]
@@ -216,7 +301,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             corpus_bleu(best, references, tokenized=True),
         )
         print(
-            f"{len(best):,} sentences in {seconds:.1f} s, {len(best) / seconds:.1f} a second\n"
             f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
             f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, cut at spaces)",
             file=report,

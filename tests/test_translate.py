@@ -3,16 +3,20 @@
 import io
 import json
 import lzma
+import pathlib
 import random
+import re
 import sys
+import warnings
 
 import benchmark_translation
 import pytest
+import torch
 import train
 import translate
 from test_scripts import ROOT, status_and_error
 
-from moe_ext.decoding import BeamSearch, corpus_bleu
+from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.translation import make_translator
 
@@ -90,7 +94,7 @@ def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
     text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     printed = main(capsys, multilingual, "--into=fr")
-    assert printed.err == ""
+    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ a second\n", printed.err)
     *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
     assert lines == [found[0].text for found in translated(multilingual, into="fr")]
     assert lines[1] == lines[3] == "" and lines[0] and of_bytes
@@ -128,8 +132,8 @@ def test_output_and_references(run, file, tmp_path, capsys):
     assert output.read_text().split("\n") == [*best, ""]
     references = references.read_text().splitlines()
     bleu, tokenized = (corpus_bleu(best, references, tokenized=which) for which in (False, True))
-    speed, first, second = printed.out.splitlines()
-    assert speed.startswith("6 sentences in ") and speed.endswith(" a second")
+    first, second = printed.out.splitlines()
+    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" a second\n")
     assert first == f"BLEU {bleu.score:.2f} ({bleu.signature})"
     assert second.startswith(f"tokenized BLEU {tokenized.score:.2f} ")
     printed = main(capsys, run, file, "--reference", tmp_path / "reference.fr")
@@ -140,13 +144,106 @@ def test_attention_plots(run, file, tmp_path, capsys):
     for name, begins in (("a.png", b"\x89PNG"), ("a.pdf", b"%PDF")):
         main(capsys, run, file, "--attention", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)
-    assert (tmp_path / "a.pdf").read_bytes().count(b"/Type /Page ") == 4  # lines with text
+    main(capsys, run, file, "--attention", tmp_path / "b.PDF")
+    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # lines with text
     found = translated(run)[2][0]
     figure = translate.attention_plot(found)
+    assert figure.get_size_inches().max() < 10
     (axes,) = figure.axes
     assert axes.images[0].get_array().shape == (len(found.pieces), len(found.source))
     assert [label.get_text() for label in axes.get_xticklabels()] == found.source
     assert [label.get_text() for label in axes.get_yticklabels()] == found.pieces
+
+
+def test_attention_of_a_long_line_is_a_page():
+    found = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
+    figure = translate.attention_plot(found)
+    assert max(figure.get_size_inches()) <= 40
+    assert len(figure.axes[0].get_yticklabels()) == 400
+
+
+@pytest.mark.filterwarnings("error")
+def test_attention_says_where_glyphs_are_missing(tmp_path, capsys):
+    """Of no script at all, so that no font has it; and once, whatever the number."""
+    found = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
+    for name in ("a.png", "a.pdf"):
+        with warnings.catch_warnings(), translate.attention_file(tmp_path / name) as plot:
+            warnings.simplefilter("default")
+            plot(found)
+            plot(found)
+        error = capsys.readouterr().err
+        assert error == f"{tmp_path / name} has boxes for characters that no installed font has\n"
+
+
+def test_attention_needs_text(run, tmp_path, capsys):
+    (tmp_path / "empty.en").write_text("\n \n")
+    output = tmp_path / "empty.fr"
+    options = ["--attention", tmp_path / "a.pdf", "--output", output]
+    status, error = status_and_error(capsys, "translate", run, tmp_path / "empty.en", *options)
+    assert status == 2 and "error: --attention must have text to plot, there was none" in error
+    assert output.read_text() == "\n\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.en", "empty.fr"]
+
+
+def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_pdf", None)
+    arguments = [run, file, "--attention", tmp_path / "a.png"]
+    status, error = status_and_error(capsys, "translate", *arguments)
+    assert status == 2 and "matplotlib must be installed for --attention" in error
+
+
+def test_output_may_be_what_is_read(run, tmp_path, monkeypatch, capsys):
+    same = tmp_path / "same.en"
+    same.write_text("\n".join(TEXT))
+    (tmp_path / "link").symlink_to(same)
+    with same.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        main(capsys, run, "--output", tmp_path / "link")
+    assert same.read_text().splitlines() == [found[0].text for found in translated(run)]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_output_of_before_stays_after_an_error(run, file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.fr").write_text("before\n")
+
+    def fail(*_):
+        raise OSError("no more")
+
+    monkeypatch.setattr(translate, "as_text", fail)
+    arguments = [run, file, "--output", tmp_path / "text.fr"]
+    assert status_and_error(capsys, "translate", *arguments) == (2, "error: no more\n")
+    assert (tmp_path / "text.fr").read_text() == "before\n"
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, "text.fr"}
+
+
+def test_output_to_a_device_writes_into_it(run, file, capsys):
+    main(capsys, run, file, "--output", "/dev/null")
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
+def test_closed_stdin(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    status, error = status_and_error(capsys, "translate", run)
+    assert (status, error) == (
+        2,
+        "error: stdin must be open where no files are given, it is closed\n",
+    )
+
+
+def test_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        translate.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    search = BeamSearch()
+    for part in (
+        f"go on together ({search.beam})",
+        f"longer are translations ({search.length_penalty})",
+        f"source is left out ({search.coverage_penalty})",
+        f"at most {search.max_length_ratio:g} times its source's wordpieces, or "
+        f"{search.min_length_limit} if that is more; what falls {search.window:g} nats below",
+        "translated together, roughly (2560)",
+    ):
+        assert part in text
 
 
 def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
@@ -176,7 +273,9 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
     assert "length_penalty must be in [0, 10]" in error(run, file, "--length-penalty=1e300")
     assert "--n-best must be 1 with --greedy, got 2" in error(run, file, "--n-best=2", "--greedy")
     assert "device must be cpu or cuda, got 'meta'" in error(run, file, "--device=meta")
-    assert "none/text.fr: No such file" in error(run, file, "--output", tmp_path / "none/text.fr")
+    assert "none/text.fr must be in a folder that exists" in error(
+        run, file, "--output", tmp_path / "none/text.fr"
+    )
 
 
 @pytest.mark.parametrize(
