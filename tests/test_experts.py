@@ -403,6 +403,29 @@ def test_initial_scale():
     assert not torch.equal(first[0], first[1])  # experts start different
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_backward_makes_no_gradient_of_the_hidden_layers():
+    x, weights = normal(6, 3).requires_grad_(), [normal(2, 3, 4), normal(2, 4, 5)]
+    y = ops.experts(x, weights)
+    with recorded_ops(None) as calls:
+        y.sum().backward()
+    assert "_experts_backward" in {name for name, *_ in calls}
+    assert not {name for name, *_ in calls} & {"zeros", "new_zeros", "zeros_like"}
+    # Where none comes, none goes on.
+    other = normal(6, 3).requires_grad_()
+    (_NoGradient.apply(ops.experts(other, weights)).sum() + other.sum()).backward()
+    assert torch.equal(other.grad, torch.ones_like(other))
+
+
 def test_backward_work_does_not_grow_with_the_number_of_experts():
     """Differentiating one slice W[e] per expert would fill a full-sized gradient for each."""
     calls = []

@@ -31,6 +31,7 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
     ctx->saved_data["activation"] = activation;
     ctx->mark_non_differentiable(hidden);
+    ctx->set_materialize_grads(false);  // no zeros of hidden's size
     variable_list outputs{y};
     outputs.insert(outputs.end(), hidden.begin(), hidden.end());
     return outputs;
@@ -40,6 +41,7 @@ struct Experts : torch::autograd::Function<Experts> {
     const auto saved = ctx->get_saved_variables();
     const auto num_layers = ctx->saved_data["num_layers"].toInt();
     const auto num_biases = ctx->saved_data["num_biases"].toInt();
+    if (!grads[0].defined()) return variable_list(7 + num_layers + num_biases);
     const auto weights = at::TensorList(saved).slice(5, num_layers);
     const auto biases = at::TensorList(saved).slice(5 + num_layers, num_biases);
     const auto hidden = at::TensorList(saved).slice(5 + num_layers + num_biases);
