@@ -52,7 +52,7 @@ from moe_ext.training.study import (
     verdict,
 )
 from moe_ext.training.text import Text, load_text
-from moe_ext.training.translation import bleu_of_test, translated_test
+from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
 
 _ROOT = Path(__file__).resolve().parent.parent
 MIXTURE, DENSE, OVERSAMPLED, SINGLE = "moe", "dense", "moe-oversampled", "single"
@@ -259,6 +259,7 @@ def plot(study: Study, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> Study:
     parser = study_parser(__doc__, "multilingual", ARMS)
     options = parser.parse_intermixed_args(arguments)
+    require_bleu()
     found = study(options)
     if not any(found.results.values()):
         print("nothing to report yet: a multilingual run must be finished")

@@ -52,7 +52,7 @@ from moe_ext.training.study import (
     verdict,
 )
 from moe_ext.training.text import Text, load_text, parallel_text
-from moe_ext.training.translation import bleu_of_test, translated_test
+from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
 
 _ROOT = Path(__file__).resolve().parent.parent
 MIXTURE, DENSE, NONE = "moe-32", "dense", "none"
@@ -312,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
     parser = study_parser(__doc__, "translation", ARMS)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="of languages")
     options = parser.parse_intermixed_args(arguments)
+    require_bleu()
     studies = {languages: study(languages, options) for languages in options.pairs}
     studies = {languages: each for languages, each in studies.items() if any(each.results.values())}
     if not studies:

@@ -1,6 +1,7 @@
 """The studies of translation models: what they train, keep and report."""
 
 import json
+import sys
 
 import pytest
 import reproduce_multilingual
@@ -118,3 +119,11 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
+
+
+@pytest.mark.parametrize("script", [reproduce_translation, reproduce_multilingual])
+def test_without_sacrebleu_nothing_is_trained(monkeypatch, parallel_corpus, tmp_path, script):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(ConfigError, match="sacrebleu must be installed"):
+        script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists()
