@@ -209,6 +209,30 @@ def test_zero_rows(device):
             assert leaf.grad.shape == leaf.shape and torch.count_nonzero(leaf.grad) == 0
 
 
+@pytest.mark.parametrize("widths", [(4, 0, 4), (4, 0), (0, 4)])
+def test_layers_of_width_zero(device, widths):
+    counts = [3, 0]
+    x, weights, _ = make_experts(counts, widths, "relu", device)
+    leaves = [tensor.requires_grad_() for tensor in (x, *weights)]
+    y = ops.experts(x, weights, offsets=offsets_of(counts, device))
+    assert_exact(y, torch.zeros(3, widths[-1], dtype=torch.float64))
+    for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert_exact(gradient, torch.zeros_like(leaf, device="cpu"))
+
+
+@pytest.mark.parametrize("upstream", [1.0, math.inf])
+@pytest.mark.parametrize("z", [-1.0, 0.0, 1.0, math.nan])
+def test_relu_selects_its_gradient(device, z, upstream):
+    """As torch's: where it is shut nothing comes through, also no infinity; NaN is seen."""
+    one = torch.ones(1, 1, device=device)
+    weight = torch.full((1, 1), z, device=device, requires_grad=True)
+    upstream = torch.tensor([[upstream]], device=device)
+    y = ops.experts(one, [weight[None], one[None]], offsets=offsets_of([1], device))
+    (actual,) = torch.autograd.grad(y, weight, upstream)
+    (expected,) = torch.autograd.grad((one @ weight).relu(), weight, upstream)
+    torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
+
+
 def test_unused_expert_with_nan_weights_poisons_nothing(device):
     counts = [3, 0, 4]
     tensors, offsets = make(counts, 4, 5, device), offsets_of(counts, device)

@@ -50,6 +50,11 @@ def test_expert_without_tokens_gets_exactly_zero(device):
     assert ops.importance(gates, index, 5).tolist() == [0, 0.75, 0, 1.25, 0]
 
 
+def test_no_choices(device):
+    gates, index = torch.zeros(5, 0), torch.zeros(5, 0, dtype=torch.int64)
+    assert ops.importance(gates.to(device), index.to(device), 3).tolist() == [0, 0, 0]
+
+
 def test_one_expert_takes_all(device):
     gates = torch.ones(1000, 1, device=device)
     index = torch.full((1000, 1), 2, device=device)

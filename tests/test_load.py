@@ -93,6 +93,12 @@ def test_empty_batch(device):
         assert gradient.shape == leaf.shape
 
 
+def test_no_experts(device):
+    logits, threshold = torch.zeros(5, 0, device=device), torch.zeros(5, 2, device=device)
+    index = torch.zeros(5, 0, dtype=torch.int64, device=device)
+    assert ops.load(logits, logits, threshold, index).shape == (0,)
+
+
 @pytest.mark.parametrize("E, k", [(8, 2), (8, 7), (64, 4), (256, 4)])
 def test_probability_by_sampling(device, E, k):
     """P(x, i) is the frequency of i in the top k when the noise on i alone is drawn anew.

@@ -164,10 +164,10 @@ struct ActivateBackward {
 #pragma GCC ivdep
       for (int64_t i = region.column; i < end; ++i) {  // may be in place
         if constexpr (Activation::kGated) {
-          to[i] = grad_row[i] * wide(width + i) * Activation::derivative(wide(i));
+          to[i] = Activation::gradient(grad_row[i] * wide(width + i), wide(i));
           to[width + i] = grad_row[i] * Activation::value(wide(i));
         } else {
-          to[i] = grad_row[i] * Activation::derivative(wide(i));
+          to[i] = Activation::gradient(grad_row[i], wide(i));
         }
       }
     }

@@ -430,7 +430,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   std::vector<ParameterGradient<scalar_t>> parameters;
   int64_t partial_size = 0, most_numbers = 0;
   for (const Tensor& each : grad_parameters) {
-    const int64_t size = each.stride(0);
+    const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
     most_numbers = std::max(most_numbers, size);
     parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
     partial_size += round_up(size);

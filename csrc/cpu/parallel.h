@@ -33,7 +33,7 @@ void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::
   const int64_t num_groups = group_offsets.size() - 1;
   const int64_t num_columns = sum.size(-1);
   // A chunk is worth no less than adding up its row.
-  const int64_t size = std::max<int64_t>(128, num_columns / work_per_token);
+  const int64_t size = std::max<int64_t>(128, num_columns / std::max<int64_t>(1, work_per_token));
   // A group's first chunk is summed in the group's row, the others in rows after all groups'.
   struct Chunk {
     int64_t group, begin, end, row;

@@ -155,17 +155,16 @@ __global__ void activate_backward_kernel(const scalar_t* __restrict__ z,
       for (int d = 0; d < kSize; ++d) {
         const acc_t value = static_cast<acc_t>(a.values[d]);
         const acc_t upstream = static_cast<acc_t>(g.values[d]);
-        grad_a.values[d] = static_cast<scalar_t>(upstream * static_cast<acc_t>(b.values[d]) *
-                                                 Activation::derivative(value));
+        grad_a.values[d] = static_cast<scalar_t>(
+            Activation::gradient(upstream * static_cast<acc_t>(b.values[d]), value));
         grad_b.values[d] = static_cast<scalar_t>(upstream * Activation::value(value));
       }
       reinterpret_cast<Packed*>(grad_z)[place + packs] = grad_b;
     } else {
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
-        grad_a.values[d] =
-            static_cast<scalar_t>(static_cast<acc_t>(g.values[d]) *
-                                  Activation::derivative(static_cast<acc_t>(a.values[d])));
+        grad_a.values[d] = static_cast<scalar_t>(
+            Activation::gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(a.values[d])));
       }
     }
     reinterpret_cast<Packed*>(grad_z)[place] = grad_a;

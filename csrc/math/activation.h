@@ -1,7 +1,7 @@
-// The activations of the experts' hidden layers, and their derivatives.
+// The activations of the experts' hidden layers, and their gradients.
 //
-// Each is a struct with value(z) and derivative(z). A gated one is an activation of a first half a
-// times a second half b; which they are is in kGated.
+// Each is a struct with value(z) and gradient(grad, z), which is grad times the derivative at z. A
+// gated one is an activation of a first half a times a second half b; which they are is in kGated.
 #pragma once
 
 #include <string_view>
@@ -44,12 +44,12 @@ struct Identity {
     return z;
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T) {
-    return T(1);
+  static MOE_EXT_INLINE T gradient(T grad, T) {
+    return grad;
   }
 };
 
-// NaN stays NaN, as in torch.
+// NaN stays NaN and lets the gradient through, and where z < 0 it stops any gradient, as in torch.
 struct Relu {
   static constexpr bool kGated = false;
   template <typename T>
@@ -57,8 +57,8 @@ struct Relu {
     return z < T(0) ? T(0) : z;
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T z) {
-    return z > T(0) ? T(1) : T(0);
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
+    return z <= T(0) ? T(0) : grad;
   }
 };
 
@@ -70,8 +70,8 @@ struct Gelu {
     return z * normal_cdf(z);
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T z) {
-    return std::fma(z, normal_density(z), normal_cdf(z));
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
+    return grad * std::fma(z, normal_density(z), normal_cdf(z));
   }
 };
 
@@ -82,9 +82,9 @@ struct Sigmoid {
     return sigmoid(z);
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T z) {
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
     const T s = sigmoid(z);
-    return s * (T(1) - s);
+    return grad * (s * (T(1) - s));
   }
 };
 
@@ -96,9 +96,9 @@ struct Silu {
     return z * sigmoid(z);
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T z) {
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
     const T s = sigmoid(z);
-    return s * std::fma(z, T(1) - s, T(1));
+    return grad * (s * std::fma(z, T(1) - s, T(1)));
   }
 };
 
@@ -109,9 +109,9 @@ struct Tanh {
     return tanh(z);
   }
   template <typename T>
-  static MOE_EXT_INLINE T derivative(T z) {
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
     const T t = tanh(z);
-    return std::fma(-t, t, T(1));
+    return grad * std::fma(-t, t, T(1));
   }
 };
 
