@@ -64,15 +64,17 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   Aligned sum[kRows][kVectors] = {};
   using How = typename Out<acc_t>::How;
   const bool continues = out.how == How::kContinue;
-  // To be added at the end; or of the next rows, whose tile comes next.
-  if (continues || out.add != nullptr) {
-    const acc_t* fetched = continues ? out.c + kRows * out.stride : out.add;
-    const int64_t stride = continues ? out.stride : out.stride_add;
-    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      MOE_EXT_UNROLL for (int i = 0; i < kVectors * kBytes; i += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(fetched + r * stride) + i, 1);
-      }
-    }
+  // Rows that are needed at the end, or at the beginning of the tile of the next rows.
+  const acc_t* wanted = out.c;
+  int64_t stride_wanted = out.stride;
+  if (continues) {
+    wanted += kRows * out.stride;
+  } else if (out.add != nullptr) {
+    wanted = out.add;
+    stride_wanted = out.stride_add;
+  } else if (out.how == How::kStream) {
+    wanted = b;
+    stride_wanted = 0;
   }
   if (continues) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -85,6 +87,8 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
     fetch<kMaxTileVectors * kBytes>(later, q);
     __builtin_prefetch(a + 16 * kPanelStride);
+    // One line in 8 words: as many at once would keep a and b waiting.
+    __builtin_prefetch(wanted + q / 16 * stride_wanted + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
     MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
       __builtin_prefetch(b + 4 * stride_b + v * kLanes);
     }
