@@ -46,7 +46,7 @@ struct Block {
 
 // How many rows a block has at most: enough for the products to reach their full rate. It does not
 // depend on the number of threads, on which so the results do not depend.
-constexpr int64_t kMaxBlock = 512;
+constexpr int64_t kMaxBlock = 640;
 
 std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t num_rows) {
   const auto* bound = offsets.defined() ? offsets.const_data_ptr<int64_t>() : nullptr;
@@ -514,7 +514,7 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
           write_gradient(l, [&](acc_t* target) {
             gemm<scalar_t>(
                 fan_in, columns, n, transposed(a.input[l], fan_in), plain(grad_out, columns),
-                block.partial < 0 && kSame ? finally : Write::kReplace, target, a.product_space);
+                block.partial >= 0 || kSame ? finally : Write::kReplace, target, a.product_space);
           });
           if (experts.has_bias()) {
             write_gradient(num_layers + l, [&](acc_t* target) {

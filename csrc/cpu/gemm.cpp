@@ -15,15 +15,16 @@
 namespace moe_ext::cpu {
 namespace {
 
-// An element of C is a sum of the sums of squares of B, kSquare words deep. A panel of B in a
-// square, packed, stays in the first cache level while it meets the panels of A, of kMaxRows rows;
-// those stay in the second. Few panels of A are not worth packing B.
+// An element of C is a sum of the sums of squares of B, kSquare words deep at most, all about the
+// same. A panel of B in a square, packed, stays in the first cache level while it meets the panels
+// of A, of kMaxRows rows; those stay in the second. Few panels of A are not worth packing B.
 template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
-constexpr int64_t kMaxRows = 512;
+constexpr int64_t kDepthStep = 32;  // of all instruction sets, so that their sums are the same
+constexpr int64_t kMaxRows = 640;
 
 // Where C does not stay in the caches, so many squares are in work at a time.
-constexpr int64_t kMaxSquares = 2;
+constexpr int64_t kMaxSquares = 3;
 
 // So deep are the blocks where B is read by rows, and so many columns of C are computed at a time
 // there.
@@ -31,6 +32,7 @@ constexpr int64_t kShallow = 16;
 constexpr int64_t kMaxColumns = 2048;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
 template <typename T>
@@ -135,7 +137,7 @@ class Product {
   static int64_t width() { return kMaxTileVectors * kernels().lanes; }
   static int64_t numbers() { return kernels().pairs ? 2 : 1; }  // in a word
   static int64_t words(int64_t depth) {
-    return ceil_div(ceil_div(depth, numbers()), kernels().depth) * kernels().depth;
+    return round_up(ceil_div(depth, numbers()), kernels().depth);
   }
 
   static int64_t tile_size() { return kernels().rows * width(); }
@@ -143,7 +145,7 @@ class Product {
     return ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
   }
   static int64_t sums_size(int64_t n) {
-    return 2 * kernels().rows * ceil_div(std::min(n, kMaxColumns), width()) * width();
+    return 2 * kernels().rows * round_up(std::min(n, kMaxColumns), width());
   }
   static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
   static int64_t panel_size(int64_t k) { return deepest(k) * width(); }
@@ -316,7 +318,8 @@ class Product {
   const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
                          num_panels_ <= 8 && n_ % kernels_.lanes == 0;
   const bool by_rows_ = in_place_ && num_panels_ <= 2;
-  const int64_t depth_ = kSize * numbers_;  // of a square
+  const int64_t num_squares_ = ceil_div(k_, kSize* numbers_);
+  const int64_t depth_ = round_up(ceil_div(k_, num_squares_), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;   // of the depth
   acc_t* const tiles_;  // sums apart, of every panel of a; or a tile at the edge of c
