@@ -155,7 +155,7 @@ class Experts {
   int64_t num_partial() const { return num_partial_; }
   int64_t widest() const { return widest_; }
 
-  // The room that a block's rows take at most, and that `activations` take in all.
+  // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
   int64_t rows_size(int64_t width) const { return round_up(most_rows_ * width); }
   int64_t activations_size() const {
     int64_t size = product_size();
@@ -203,45 +203,51 @@ class Experts {
     return space;
   }
 
-  // The inputs of the block's layers, and the hidden layers before their activation: both have the
-  // precision of their type, kept or not, so that the gradients are the same.
+  // A block's rows and hidden layers, all in the precision of their type, kept or not, so that the
+  // gradients are the same.
   struct Activations {
-    c10::SmallVector<const scalar_t*, 4> input;  // [num_rows, fan_in] of each layer
+    const scalar_t* first;               // [num_rows, fan_in], the input of the first layer
     c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, if needed
     c10::SmallVector<scalar_t*, 4> out;  // its activation, the next layer's input
     acc_t* product_space;
+
+    const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
   };
 
-  // Forward, computes the hidden layers and writes them to `hidden` if it is given. Backward, with
-  // hidden given, there are only the places for the inputs of all layers but the first.
-  Activations activations(const Block& block, const std::vector<scalar_t*>& hidden, bool backward,
-                          acc_t*& workspace) const {
+  // The rows, and the places of the hidden layers; z is in `hidden` if that is given.
+  Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool needs_z,
+                     acc_t*& workspace) const {
     Activations a;
-    const int64_t n = block.num_rows;
     a.product_space = take(workspace, product_size());
-    a.input.push_back(gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(),
-                             fan_in(0), take<scalar_t>(workspace, n * fan_in(0))));
+    a.first = gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(), fan_in(0),
+                     take<scalar_t>(workspace, block.num_rows * fan_in(0)));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
-      const int64_t width = fan_in(l + 1), size = n * columns(l);
-      auto* out = take<scalar_t>(workspace, n * width);
-      scalar_t* z = !hidden.empty() ? hidden[l] + block.first_row * columns(l)
-                    : backward      ? take<scalar_t>(workspace, size)
-                                    : nullptr;
-      if (!backward || hidden.empty()) {
-        acc_t* product = nullptr;
-        if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
-        if (product == nullptr) product = take(workspace, size);
-        linear(block, l, a.input[l], a.product_space, product, [&](const Region& region) {
-          const auto* wide = static_cast<const acc_t*>(product);
-          if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
-          activate(wide, region, width, out);
-        });
+      scalar_t* z = nullptr;
+      if (!hidden.empty()) {
+        z = hidden[l] + block.first_row * columns(l);
+      } else if (needs_z) {
+        z = take<scalar_t>(workspace, block.num_rows * columns(l));
       }
       a.z.push_back(z);
-      a.out.push_back(out);
-      a.input.push_back(out);
+      a.out.push_back(take<scalar_t>(workspace, block.num_rows * fan_in(l + 1)));
     }
     return a;
+  }
+
+  // The hidden layers, into their places.
+  void compute_hidden(const Block& block, const Activations& a, acc_t*& workspace) const {
+    for (int64_t l = 0; l + 1 < num_layers(); ++l) {
+      const int64_t width = fan_in(l + 1);
+      scalar_t *z = a.z[l], *out = a.out[l];
+      acc_t* product = nullptr;
+      if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
+      if (product == nullptr) product = take(workspace, block.num_rows * columns(l));
+      linear(block, l, a.input(l), a.product_space, product, [&](const Region& region) {
+        const auto* wide = static_cast<const acc_t*>(product);
+        if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
+        activate(wide, region, width, out);
+      });
+    }
   }
 
   // product = in W + b, [num_rows, columns]; `finish` as gemm's.
@@ -320,14 +326,15 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
       options.dtype(c10::CppTypeToScalarType<acc_t>::value),
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
-        const auto a = experts.activations(block, hidden_data, /*backward=*/false, workspace);
+        const auto a = experts.places(block, hidden_data, /*needs_z=*/false, workspace);
+        experts.compute_hidden(block, a, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (std::is_same_v<scalar_t, acc_t>) {
-          experts.linear(block, last, a.input[last], a.product_space, out, nullptr);
+          experts.linear(block, last, a.input(last), a.product_space, out, nullptr);
         } else {
           acc_t* wide = workspace;
           experts.linear(
-              block, last, a.input[last], a.product_space, wide, [&](const Region& region) {
+              block, last, a.input(last), a.product_space, wide, [&](const Region& region) {
                 vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
               });
         }
@@ -343,214 +350,280 @@ struct ParameterGradient {
   int64_t offset;  // in a partial sum
 };
 
-// What the backward pass of a block has room for.
-template <typename acc_t>
-struct BackwardSpace {
-  acc_t* grad_out;   // dL/dy, later times the gates
-  acc_t* grad_a;     // dL/dA, where it can't be in the place of dL/dZ
-  acc_t* grad_z[2];  // dL/dZ of a layer and of the one before
-  acc_t* gate;       // of each row; null without gates
-  acc_t* grad_gate;  // kLanes sums of each row
-  acc_t* parameter;  // the gradient of one, where acc_t is wider than its type
-  acc_t* bias;
+// What the backward passes of all blocks share: what comes in, and where the gradients go.
+template <typename scalar_t>
+class Gradients {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
+
+  // Those of the parameters, of the weights first, and of the gates get into the tensors given.
+  Gradients(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
+            at::TensorList hidden, at::TensorList grad_parameters, const Tensor& grad_gates)
+      : experts(experts),
+        rows(empty_rows({experts.num_rows(), experts.fan_in(0)}, grad.options())),
+        hidden(data_of<scalar_t>(hidden)),
+        out(grad.const_data_ptr<scalar_t>()),
+        gates(gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr),
+        grad_gates(grad_gates.mutable_data_ptr<acc_t>()) {
+    for (const Tensor& each : grad_parameters) {
+      const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
+      largest_ = std::max(largest_, size);
+      parameters_.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size_});
+      partial_size_ += round_up(size);
+    }
+    // Gradients that do not fit into the caches are not read again soon.
+    constexpr int64_t kLarge = 8 << 20;
+    const bool large = partial_size_ * experts.num_experts() * sizeof(acc_t) > kLarge;
+    if (large) write_ = Write::kStream;
+    partial_ = empty_rows({experts.num_partial(), partial_size_}, wide_options());
+  }
+
+  at::TensorOptions wide_options() const {
+    return rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
+  }
+
+  // The numbers of the largest gradient of one expert.
+  int64_t largest() const { return largest_; }
+
+  // Calls compute(target, write) with the place of a block's share of a parameter's gradient and
+  // how to write there; `space` is for the largest one.
+  template <typename Compute>
+  void write(const Block& block, int64_t index, acc_t* space, const Compute& compute) const {
+    const auto& parameter = parameters_[index];
+    scalar_t* whole = parameter.data + block.expert * parameter.size;
+    if (block.partial >= 0) {
+      compute(partial_data() + block.partial * partial_size_ + parameter.offset, write_);
+    } else if constexpr (Experts<scalar_t>::kSame) {
+      compute(whole, write_);
+    } else {
+      compute(space, Write::kReplace);
+      vectorized<Convert>(static_cast<const acc_t*>(space), parameter.size, whole);
+    }
+  }
+
+  // Those of an expert without rows.
+  void write_zeros(const Block& block) const {
+    for (const auto& each : parameters_) {
+      std::fill_n(each.data + block.expert * each.size, each.size, scalar_t(0));
+    }
+  }
+
+  // The partial sums of an expert, in the order of its blocks whoever adds them.
+  void add_partial_sums() const {
+    constexpr int64_t kChunk = 1024;
+    const int64_t num_partial = experts.num_partial();
+    const int64_t num_chunks = num_partial == 0 ? 0 : (partial_size_ + kChunk - 1) / kChunk;
+    parallel_for(num_chunks, kChunk * num_partial, [&](int64_t begin, int64_t end) {
+      for (const auto& parameter : parameters_) {
+        const int64_t first = std::max(kChunk * begin, parameter.offset);
+        const int64_t size = std::min(kChunk * end, parameter.offset + parameter.size) - first;
+        if (size > 0) add_partial_sums(parameter, first, size);
+      }
+    });
+  }
+
+  const Experts<scalar_t>& experts;
+  const Tensor rows;                    // of the input rows
+  const std::vector<scalar_t*> hidden;  // z of each hidden layer, if kept
+  const scalar_t* const out;            // of y, or of the rows that came out
+  const acc_t* const gates;             // of each slot; null without gates
+  acc_t* const grad_gates;
+
+ private:
+  acc_t* partial_data() const { return partial_.mutable_data_ptr<acc_t>(); }
+
+  // Of some numbers of a parameter's, which are at `first` in a partial sum.
+  void add_partial_sums(const ParameterGradient<scalar_t>& parameter, int64_t first,
+                        int64_t size) const {
+    acc_t* sum = nullptr;
+    for (const Block& block : experts.blocks()) {
+      if (block.partial < 0) continue;
+      acc_t* summand = partial_data() + block.partial * partial_size_ + first;
+      if (block.part == 0) {
+        sum = summand;
+      } else {
+        vectorized<Add>(static_cast<const acc_t*>(summand), size, sum);
+      }
+      if (block.last) {
+        vectorized<Convert>(
+            static_cast<const acc_t*>(sum), size,
+            parameter.data + block.expert * parameter.size + first - parameter.offset);
+      }
+    }
+  }
+
+  std::vector<ParameterGradient<scalar_t>> parameters_;
+  Tensor partial_;  // [blocks of experts with several, partial_size_]
+  int64_t partial_size_ = 0, largest_ = 0;
+  Write write_ = Write::kReplace;
 };
 
-// From dL/dZ of layer l [num_rows, columns(l)]: dL/dx into grad_rows if l is 0, else dL/dZ' of the
-// layer before, which it returns, and that layer's activations, there already if its z was computed
-// again. With gates, what comes in at the last layer lacks them.
+// The backward pass of a block, from the last layer to the first.
 template <typename scalar_t>
-auto* input_gradient(const Experts<scalar_t>& experts, const Block& block,
-                     const typename Experts<scalar_t>::Activations& a, int64_t l,
-                     const at::opmath_type<scalar_t>* grad_z,
-                     const BackwardSpace<at::opmath_type<scalar_t>>& space, scalar_t* grad_rows) {
+class BlockBackward {
+ public:
   using acc_t = at::opmath_type<scalar_t>;
-  constexpr bool kSame = Experts<scalar_t>::kSame;
-  const int64_t width = experts.fan_in(l), columns = experts.columns(l);
-  const int64_t width_z = l > 0 ? experts.columns(l - 1) : width;
-  const scalar_t* z = l > 0 ? a.z[l - 1] : nullptr;
-  const bool gated_sum = l + 1 == experts.num_layers() && space.gate != nullptr;
-  acc_t* grad_before = space.grad_z[l % 2];
-  acc_t* grad_a = l > 0 && width_z == width ? grad_before : space.grad_a;
-  if constexpr (kSame) {
-    if (l == 0) grad_a = grad_rows;
-  }
-  const auto in_z = [&](Region region) {  // in its second half, if it has two
-    region.column += width_z - width;
-    return region;
-  };
-  const auto prepare = [&](const Region& region) {
-    experts.fetch(z, region, width_z);
-    if (width_z != width) experts.fetch(z, in_z(region), width_z);
-  };
-  const auto finish = [&](const Region& region) {
-    if (l > 0) experts.activate_rounded(z, in_z(region), width, a.out[l - 1]);
-    if (gated_sum) {
-      vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a.input[l], region, width,
-                            space.grad_gate);
-      vectorized<ScaleRegion>(static_cast<const acc_t*>(space.gate), region, width, grad_a);
-    }
-    if (l > 0) {
-      experts.activate_backward(z, grad_a, region, width, grad_before);
-    } else if (!kSame) {
-      vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
-    }
-  };
-  Beside<scalar_t> beside{finish};
-  if (l > 0) {
-    beside.prepare = prepare;
-    beside.next = transposed(experts.weight(block.expert, l - 1), width_z);
-  } else if (const Block* next = experts.after(block)) {
-    const int64_t last = experts.num_layers() - 1;
-    beside.next = transposed(experts.weight(next->expert, last), experts.columns(last));
-  }
-  gemm<scalar_t>(block.num_rows, width, columns, plain(grad_z, columns),
-                 transposed(experts.weight(block.expert, l), columns), Write::kReplace, grad_a,
-                 a.product_space, beside);
-  return grad_before;
-}
 
-// The gradients of the weights, then of the biases, in their tensors; of the gates, in theirs; and
-// of the input rows, which it returns.
+  BlockBackward(const Gradients<scalar_t>& gradients, const Block& block, acc_t* workspace)
+      : gradients_(gradients),
+        experts_(gradients.experts),
+        block_(block),
+        a_(experts_.places(block, gradients.hidden, /*needs_z=*/true, workspace)) {
+    if (gradients.hidden.empty()) experts_.compute_hidden(block, a_, workspace);
+    grad_out_ = experts_.take(workspace, experts_.rows_size(experts_.columns(last_)));
+    for (acc_t** rows : {&grad_a_, &grad_z_[0], &grad_z_[1]}) {
+      *rows = experts_.take(workspace, experts_.rows_size(experts_.widest()));
+    }
+    if (has_gates()) {
+      gate_ = experts_.take(workspace, experts_.rows_size(1));
+      grad_gate_ = experts_.take(workspace, kLanes * experts_.rows_size(1));
+    }
+    bias_ = experts_.take(workspace, experts_.widest());
+    parameter_ = experts_.take(workspace, kSame ? 0 : gradients.largest());
+  }
+
+  static int64_t workspace_size(const Gradients<scalar_t>& gradients) {
+    const auto& experts = gradients.experts;
+    return experts.activations_size() +
+           experts.rows_size(experts.columns(experts.num_layers() - 1)) +
+           3 * experts.rows_size(experts.widest()) +
+           (gradients.gates != nullptr ? (1 + kLanes) * experts.rows_size(1) : 0) +
+           round_up(experts.widest()) + (kSame ? 0 : round_up(gradients.largest()));
+  }
+
+  void run() const {
+    take_output_gradient();
+    const acc_t* grad_z = grad_out_;
+    for (int64_t l = last_; l >= 0; --l) {
+      const acc_t* grad_before = input_gradient(l, grad_z);
+      if (l == last_ && has_gates()) gate_gradient();
+      parameter_gradients(l, grad_z);
+      grad_z = grad_before;
+    }
+  }
+
+ private:
+  static constexpr bool kSame = Experts<scalar_t>::kSame;
+
+  bool has_gates() const { return gradients_.gates != nullptr; }
+
+  // dL/dy of the block's rows, which lacks the gates as yet, and these.
+  void take_output_gradient() const {
+    experts_.copy_rows(block_, gradients_.out, has_gates(), experts_.columns(last_), grad_out_);
+    if (!has_gates()) return;
+    for (int64_t r = 0; r < block_.num_rows; ++r) {
+      gate_[r] = gradients_.gates[experts_.slot_of(block_.first_row + r)];
+    }
+    std::fill_n(grad_gate_, block_.num_rows * kLanes, acc_t(0));
+  }
+
+  // From dL/dZ of layer l [num_rows, columns]: dL/dx if l is 0, else dL/dZ' of the layer before,
+  // which it returns, and that layer's activations, there already if its z was computed again. What
+  // comes in at the last layer lacks the gates.
+  const acc_t* input_gradient(int64_t l, const acc_t* grad_z) const {
+    const int64_t width = experts_.fan_in(l), columns = experts_.columns(l);
+    const int64_t width_z = l > 0 ? experts_.columns(l - 1) : width;
+    const scalar_t* z = l > 0 ? a_.z[l - 1] : nullptr;
+    const bool gated_sum = l == last_ && has_gates();
+    scalar_t* grad_rows =
+        gradients_.rows.template mutable_data_ptr<scalar_t>() + block_.first_row * width;
+    acc_t* grad_before = grad_z_[l % 2];
+    acc_t* grad_a = l > 0 && width_z == width ? grad_before : grad_a_;
+    if constexpr (kSame) {
+      if (l == 0) grad_a = grad_rows;
+    }
+    const auto in_z = [&](Region region) {  // in its second half, if it has two
+      region.column += width_z - width;
+      return region;
+    };
+    const auto prepare = [&](const Region& region) {
+      experts_.fetch(z, region, width_z);
+      if (width_z != width) experts_.fetch(z, in_z(region), width_z);
+    };
+    const auto finish = [&](const Region& region) {
+      if (l > 0) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
+      if (gated_sum) {
+        vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
+                              grad_gate_);
+        vectorized<ScaleRegion>(static_cast<const acc_t*>(gate_), region, width, grad_a);
+      }
+      if (l > 0) {
+        experts_.activate_backward(z, grad_a, region, width, grad_before);
+      } else if (!kSame) {
+        vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
+      }
+    };
+    Beside<scalar_t> beside{finish};
+    if (l > 0) {
+      beside.prepare = prepare;
+      beside.next = transposed(experts_.weight(block_.expert, l - 1), width_z);
+    } else if (const Block* next = experts_.after(block_)) {
+      beside.next = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
+    }
+    gemm<scalar_t>(block_.num_rows, width, columns, plain(grad_z, columns),
+                   transposed(experts_.weight(block_.expert, l), columns), Write::kReplace, grad_a,
+                   a_.product_space, beside);
+    return grad_before;
+  }
+
+  // Finishes the gates' gradients, and puts the gates into dL/dy.
+  void gate_gradient() const {
+    const int64_t columns = experts_.columns(last_);
+    for (int64_t r = 0; r < block_.num_rows; ++r) {
+      acc_t* grad_gate = gradients_.grad_gates + experts_.slot_of(block_.first_row + r);
+      acc_t* dy = grad_out_ + r * columns;
+      vectorized<SumOfLanes>(grad_gate_ + r * kLanes, grad_gate);
+      if (experts_.has_bias()) {
+        acc_t of_bias;
+        vectorized<Dot>(static_cast<const acc_t*>(dy), experts_.bias(block_.expert, last_), columns,
+                        &of_bias);
+        *grad_gate += of_bias;
+      }
+      vectorized<Scale>(gate_[r], columns, dy);
+    }
+  }
+
+  void parameter_gradients(int64_t l, const acc_t* grad_z) const {
+    const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
+    gradients_.write(block_, l, parameter_, [&](acc_t* target, Write write) {
+      gemm<scalar_t>(fan_in, columns, n, transposed(a_.input(l), fan_in), plain(grad_z, columns),
+                     write, target, a_.product_space);
+    });
+    if (!experts_.has_bias()) return;
+    gradients_.write(block_, experts_.num_layers() + l, parameter_, [&](acc_t* target, Write) {
+      vectorized<SumOfRows>(grad_z, n, columns, bias_, target);
+    });
+  }
+
+  const Gradients<scalar_t>& gradients_;
+  const Experts<scalar_t>& experts_;
+  const Block& block_;
+  const int64_t last_ = experts_.num_layers() - 1;
+  const typename Experts<scalar_t>::Activations a_;
+  acc_t* grad_out_;             // dL/dy, later times the gates
+  acc_t* grad_a_;               // dL/dA, where it can't be in the place of dL/dZ
+  acc_t* grad_z_[2];            // dL/dZ of a layer and of the one before
+  acc_t* gate_ = nullptr;       // of each row
+  acc_t* grad_gate_ = nullptr;  // kLanes sums of each row
+  acc_t* bias_;                 // a group's sum
+  acc_t* parameter_;            // the gradient of one, where acc_t is wider than its type
+};
+
+// The gradients of the parameters and of the gates, in their tensors; and of the input rows, which
+// it returns.
 template <typename scalar_t>
 Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
                 at::TensorList hidden, at::TensorList grad_parameters, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  constexpr bool kSame = Experts<scalar_t>::kSame;
-  const auto wide = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
-  const int64_t num_layers = experts.num_layers();
-  const int64_t last = num_layers - 1;
-  const int64_t d_model = experts.fan_in(0);
-  Tensor grad_rows = empty_rows({experts.num_rows(), d_model}, grad.options());
-  auto* grad_rows_data = grad_rows.mutable_data_ptr<scalar_t>();
-  const auto* grad_data = grad.const_data_ptr<scalar_t>();
-  const auto* gates_data = gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr;
-  auto* grad_gates_data = grad_gates.mutable_data_ptr<acc_t>();
-  const auto hidden_data = data_of<scalar_t>(hidden);
-
-  std::vector<ParameterGradient<scalar_t>> parameters;
-  int64_t partial_size = 0, most_numbers = 0;
-  for (const Tensor& each : grad_parameters) {
-    const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
-    most_numbers = std::max(most_numbers, size);
-    parameters.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size});
-    partial_size += round_up(size);
-  }
-  // Gradients that do not fit into the caches are not read again soon.
-  constexpr int64_t kLarge = 8 << 20;
-  const bool large = partial_size * experts.num_experts() * sizeof(acc_t) > kLarge;
-  const Write finally = large ? Write::kStream : Write::kReplace;
-  const int64_t num_partial = experts.num_partial();
-  Tensor partial = empty_rows({num_partial, partial_size}, wide);
-  auto* partial_data = partial.mutable_data_ptr<acc_t>();
-
-  const int64_t out_size = experts.rows_size(experts.columns(last));
-  const int64_t rows_size = experts.rows_size(experts.widest());
-  const int64_t gates_size = gates_data != nullptr ? experts.rows_size(1) : 0;
-  const int64_t parameter_size = kSame ? 0 : round_up(most_numbers);
-  const int64_t workspace_size = experts.activations_size() + parameter_size + out_size +
-                                 3 * rows_size + (1 + kLanes) * gates_size +
-                                 round_up(experts.widest());
-  for_each_block<acc_t>(
-      experts.blocks(), 2 * experts.flops(), workspace_size, wide,
-      [&](const Block& block, acc_t* workspace) {
-        const int64_t n = block.num_rows;
-        if (n == 0) {
-          for (const auto& parameter : parameters) {
-            std::fill_n(parameter.data + block.expert * parameter.size, parameter.size,
-                        scalar_t(0));
-          }
-          return;
-        }
-        const auto a = experts.activations(block, hidden_data, /*backward=*/true, workspace);
-        BackwardSpace<acc_t> space;
-        space.grad_out = experts.take(workspace, out_size);
-        space.grad_a = experts.take(workspace, rows_size);
-        for (acc_t*& grad_z : space.grad_z) grad_z = experts.take(workspace, rows_size);
-        space.gate = gates_data != nullptr ? experts.take(workspace, gates_size) : nullptr;
-        space.grad_gate = experts.take(workspace, kLanes * gates_size);
-        space.parameter = experts.take(workspace, parameter_size);
-        space.bias = experts.take(workspace, experts.widest());
-
-        // Calls compute(target) with the place of this block's share of a parameter's gradient.
-        const auto write_gradient = [&](int64_t index, const auto& compute) {
-          const auto& parameter = parameters[index];
-          scalar_t* whole = parameter.data + block.expert * parameter.size;
-          if (block.partial >= 0) {
-            compute(partial_data + block.partial * partial_size + parameter.offset);
-          } else if constexpr (kSame) {
-            compute(whole);
-          } else {
-            compute(space.parameter);
-            vectorized<Convert>(static_cast<const acc_t*>(space.parameter), parameter.size, whole);
-          }
-        };
-
-        experts.copy_rows(block, grad_data, gates_data != nullptr, experts.columns(last),
-                          space.grad_out);
-        if (gates_data != nullptr) {
-          for (int64_t r = 0; r < n; ++r) {
-            space.gate[r] = gates_data[experts.slot_of(block.first_row + r)];
-          }
-          std::fill_n(space.grad_gate, n * kLanes, acc_t(0));
-        }
-        const acc_t* grad_out = space.grad_out;
-        for (int64_t l = last; l >= 0; --l) {
-          const int64_t columns = experts.columns(l);
-          const int64_t fan_in = experts.fan_in(l);
-          const acc_t* grad_z = input_gradient(experts, block, a, l, grad_out, space,
-                                               grad_rows_data + block.first_row * d_model);
-          for (int64_t r = 0; l == last && gates_data != nullptr && r < n; ++r) {
-            acc_t* grad_gate = grad_gates_data + experts.slot_of(block.first_row + r);
-            acc_t* dy = space.grad_out + r * columns;
-            vectorized<SumOfLanes>(space.grad_gate + r * kLanes, grad_gate);
-            if (experts.has_bias()) {
-              acc_t of_bias;
-              vectorized<Dot>(static_cast<const acc_t*>(dy), experts.bias(block.expert, l), columns,
-                              &of_bias);
-              *grad_gate += of_bias;
-            }
-            vectorized<Scale>(space.gate[r], columns, dy);
-          }
-          write_gradient(l, [&](acc_t* target) {
-            gemm<scalar_t>(
-                fan_in, columns, n, transposed(a.input[l], fan_in), plain(grad_out, columns),
-                block.partial >= 0 || kSame ? finally : Write::kReplace, target, a.product_space);
-          });
-          if (experts.has_bias()) {
-            write_gradient(num_layers + l, [&](acc_t* target) {
-              vectorized<SumOfRows>(grad_out, n, columns, space.bias, target);
-            });
-          }
-          grad_out = grad_z;
-        }
-      });
-
-  // The partial sums of an expert, in the order of its blocks whoever adds them.
-  constexpr int64_t kChunk = 1024;
-  const int64_t num_chunks = num_partial == 0 ? 0 : (partial_size + kChunk - 1) / kChunk;
-  parallel_for(num_chunks, kChunk * num_partial, [&](int64_t begin, int64_t end) {
-    for (const auto& parameter : parameters) {
-      const int64_t first = std::max(kChunk * begin, parameter.offset);
-      const int64_t size = std::min(kChunk * end, parameter.offset + parameter.size) - first;
-      if (size <= 0) continue;
-      acc_t* sum = nullptr;
-      for (const Block& block : experts.blocks()) {
-        if (block.partial < 0) continue;
-        acc_t* summand = partial_data + block.partial * partial_size + first;
-        if (block.part == 0) {
-          sum = summand;
-        } else {
-          vectorized<Add>(static_cast<const acc_t*>(summand), size, sum);
-        }
-        if (block.last) {
-          vectorized<Convert>(
-              static_cast<const acc_t*>(sum), size,
-              parameter.data + block.expert * parameter.size + first - parameter.offset);
-        }
-      }
-    }
-  });
-  return grad_rows;
+  const Gradients<scalar_t> gradients(experts, grad, gates, hidden, grad_parameters, grad_gates);
+  const int64_t workspace_size = BlockBackward<scalar_t>::workspace_size(gradients);
+  for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(), workspace_size,
+                        gradients.wide_options(), [&](const Block& block, acc_t* workspace) {
+                          if (block.num_rows == 0) return gradients.write_zeros(block);
+                          BlockBackward<scalar_t>(gradients, block, workspace).run();
+                        });
+  gradients.add_partial_sums();
+  return gradients.rows;
 }
 
 std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const OptionalTensor& offsets,
