@@ -4,6 +4,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -170,7 +171,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, i
   }
   Tensor mth_score = at::empty({num_groups, num_experts}, source.options());
   auto* index_data = row_index.mutable_data_ptr<int64_t>();
-  const int64_t num_blocks = (num_experts + kTile - 1) / kTile;
+  const int64_t num_blocks = at::ceil_div<int64_t>(num_experts, kTile);
   // Columns of equal alignment would share the cache's few lines of that alignment.
   const int64_t stride = num_rows + kTile;
   AT_DISPATCH_FLOATING_TYPES_AND2(

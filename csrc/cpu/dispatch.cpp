@@ -1,5 +1,6 @@
 // The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
 // rows.
+#include <ATen/ceil_div.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -33,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& exper
   const int64_t worth = num_rows / std::max<int64_t>(65536, 4 * num_experts);
   const int64_t num_blocks =
       std::clamp<int64_t>(worth, 1, static_cast<int64_t>(torch::stable::get_num_threads()));
-  const int64_t block = (num_rows + num_blocks - 1) / num_blocks;
+  const int64_t block = at::ceil_div(num_rows, num_blocks);
   std::vector<int64_t> next(num_blocks * num_experts, 0);
   const auto for_each_block = [&](auto body) {
     parallel_for(num_blocks, block, [&](int64_t begin, int64_t end) {

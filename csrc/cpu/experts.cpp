@@ -7,6 +7,7 @@
 //   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
@@ -31,7 +32,7 @@ namespace moe_ext::cpu {
 namespace {
 
 // Sizes in a workspace are multiples of a cache line.
-constexpr int64_t round_up(int64_t size) { return (size + 15) / 16 * 16; }
+inline int64_t whole_lines(int64_t size) { return at::round_up<int64_t>(size, 16); }
 
 // Consecutive rows of one expert. The gradients of its weights are sums over its blocks: where
 // there are several, each has a partial sum of its own.
@@ -57,7 +58,7 @@ std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t first = bound ? bound[expert] : expert * each;
     const int64_t count = bound ? bound[expert + 1] - first : each;
-    const int64_t parts = std::max<int64_t>(1, (count + kMaxBlock - 1) / kMaxBlock);
+    const int64_t parts = std::max<int64_t>(1, at::ceil_div(count, kMaxBlock));
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t begin = part * count / parts;
       const int64_t end = (part + 1) * count / parts;
@@ -156,7 +157,7 @@ class Experts {
   int64_t widest() const { return widest_; }
 
   // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
-  int64_t rows_size(int64_t width) const { return round_up(most_rows_ * width); }
+  int64_t rows_size(int64_t width) const { return whole_lines(most_rows_ * width); }
   int64_t activations_size() const {
     int64_t size = product_size();
     for (int64_t l = 0; l < num_layers(); ++l) {
@@ -166,14 +167,14 @@ class Experts {
   }
 
   int64_t product_size() const {
-    return round_up(gemm_space<scalar_t>(std::max(most_rows_, widest_)));
+    return whole_lines(gemm_space<scalar_t>(std::max(most_rows_, widest_)));
   }
 
   // Room for `size` numbers in a workspace.
   template <typename T = acc_t>
   static T* take(acc_t*& workspace, int64_t size) {
     static_assert(sizeof(T) <= sizeof(acc_t));
-    return reinterpret_cast<T*>(std::exchange(workspace, workspace + round_up(size)));
+    return reinterpret_cast<T*>(std::exchange(workspace, workspace + whole_lines(size)));
   }
 
   const scalar_t* weight(int64_t expert, int64_t layer) const {
@@ -369,7 +370,7 @@ class Gradients {
       const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
       largest_ = std::max(largest_, size);
       parameters_.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size_});
-      partial_size_ += round_up(size);
+      partial_size_ += whole_lines(size);
     }
     // Gradients that do not fit into the caches are not read again soon.
     constexpr int64_t kLarge = 8 << 20;
@@ -412,7 +413,7 @@ class Gradients {
   void add_partial_sums() const {
     constexpr int64_t kChunk = 1024;
     const int64_t num_partial = experts.num_partial();
-    const int64_t num_chunks = num_partial == 0 ? 0 : (partial_size_ + kChunk - 1) / kChunk;
+    const int64_t num_chunks = num_partial == 0 ? 0 : at::ceil_div(partial_size_, kChunk);
     parallel_for(num_chunks, kChunk * num_partial, [&](int64_t begin, int64_t end) {
       for (const auto& parameter : parameters_) {
         const int64_t first = std::max(kChunk * begin, parameter.offset);
@@ -488,7 +489,7 @@ class BlockBackward {
            experts.rows_size(experts.columns(experts.num_layers() - 1)) +
            3 * experts.rows_size(experts.widest()) +
            (gradients.gates != nullptr ? (1 + kLanes) * experts.rows_size(1) : 0) +
-           round_up(experts.widest()) + (kSame ? 0 : round_up(gradients.largest()));
+           whole_lines(experts.widest()) + (kSame ? 0 : whole_lines(gradients.largest()));
   }
 
   void run() const {

@@ -6,6 +6,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -89,7 +90,7 @@ struct Matrix {
 template <typename scalar_t, typename acc_t, typename ForRange>
 void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_t num_columns,
                  const Rule<acc_t>& rule, std::vector<acc_t>& scratch, const ForRange& for_range) {
-  const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+  const int64_t num_blocks = at::ceil_div(num_rows, kBlockRows);
   scratch.resize(num_blocks * num_columns + num_columns + num_rows);
   acc_t* const block_sums = scratch.data();
   acc_t* const column_factor = block_sums + num_blocks * num_columns;

@@ -1,5 +1,6 @@
 #include "gemm.h"
 
+#include <ATen/ceil_div.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <c10/util/SmallVector.h>
@@ -30,9 +31,6 @@ constexpr int64_t kMaxSquares = 3;
 // there.
 constexpr int64_t kShallow = 16;
 constexpr int64_t kMaxColumns = 2048;
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
 template <typename T>
@@ -137,21 +135,24 @@ class Product {
   static int64_t width() { return kMaxTileVectors * kernels().lanes; }
   static int64_t numbers() { return kernels().pairs ? 2 : 1; }  // in a word
   static int64_t words(int64_t depth) {
-    return round_up(ceil_div(depth, numbers()), kernels().depth);
+    return at::round_up(at::ceil_div(depth, numbers()), kernels().depth);
   }
 
   static int64_t tile_size() { return kernels().rows * width(); }
   static int64_t tiles_size(int64_t m) {
-    return ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
+    return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
   }
   static int64_t sums_size(int64_t n) {
-    return 2 * kernels().rows * round_up(std::min(n, kMaxColumns), width());
+    return 2 * kernels().rows * at::round_up(std::min(n, kMaxColumns), width());
   }
   static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
   static int64_t panel_size(int64_t k) { return deepest(k) * width(); }
   static int64_t panels_size(int64_t m, int64_t k) {
-    return ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride * deepest(k);
+    return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
+           deepest(k);
   }
+
+  int64_t num_squares() const { return at::ceil_div(k_, kSize * numbers_); }
 
   // The first row of a panel of a: those with a row more than the others come first.
   int64_t first(int64_t panel) const { return panel * rows_each_ + std::min(panel, num_longer_); }
@@ -289,7 +290,7 @@ class Product {
   void tile(int64_t i, const acc_t* panel_a, int64_t num_words, const acc_t* panel_b,
             int64_t stride_b, int64_t num_columns, const Out<acc_t>& out,
             const Prefetch& prefetch) {
-    const int64_t vectors = ceil_div(num_columns, kernels_.lanes);
+    const int64_t vectors = at::ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows(i) - 1];
     if (is_whole(num_columns)) {
       return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch);
@@ -312,14 +313,13 @@ class Product {
   const Beside<b_t>& beside_;
   const int64_t first_row_;
   const int64_t m_, n_, k_;
-  const int64_t num_panels_ = ceil_div(m_, kernels_.rows);
+  const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
   // Where few panels of a meet it, b is read where it is; where very few do, it is read by rows.
   const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
                          num_panels_ <= 8 && n_ % kernels_.lanes == 0;
   const bool by_rows_ = in_place_ && num_panels_ <= 2;
-  const int64_t num_squares_ = ceil_div(k_, kSize* numbers_);
-  const int64_t depth_ = round_up(ceil_div(k_, num_squares_), kDepthStep);  // of a square
+  const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;   // of the depth
   acc_t* const tiles_;  // sums apart, of every panel of a; or a tile at the edge of c
@@ -349,7 +349,7 @@ void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write w
     return Source<b_t>{factor.data, factor.width, factor.layout == Layout::kTransposed};
   };
   const Source<a_t> rows{a.data, a.width, a.layout == Layout::kPlain};
-  const int64_t num_parts = ceil_div(m, kMaxRows);
+  const int64_t num_parts = at::ceil_div(m, kMaxRows);
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t first = part * m / num_parts, last = (part + 1) * m / num_parts;
     Product<scalar_t, a_t, b_t>({rows.at(first, 0), rows.stride, rows.depth_contiguous}, columns(b),

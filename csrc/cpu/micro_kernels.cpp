@@ -37,7 +37,7 @@ struct Bf16Pairs {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {
     typedef int32_t Words __attribute__((vector_size(64)));
-    const Words words = Words{} + reinterpret_cast<const int32_t&>(a);
+    const Words words = Words{} + __builtin_bit_cast(int32_t, a);
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(words));
   }
 };

@@ -84,7 +84,7 @@ struct Pairs : Words<kBytes, float> {
 
   // To the nearest bfloat16, in the upper halves; NaN stays NaN.
   MOE_EXT_KERNEL void round(const Vector& from, Bits& to) {
-    const Bits bits = reinterpret_cast<const Bits&>(from);
+    const Bits bits = __builtin_bit_cast(Bits, from);
     const Bits nearest = bits + 0x7fff + ((bits >> 16) & 1);
     to = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : nearest;
   }
