@@ -50,7 +50,8 @@ def make_x(*shape, device="cpu", dtype=torch.float64):
 
 def total(y, aux):
     """A loss whose gradient differs from token to token."""
-    return (y * torch.linspace(-1, 1, y.numel(), device=y.device).reshape(y.shape)).sum() + aux.loss
+    weight = torch.linspace(-1, 1, y.numel()).to(y.device)
+    return (y * weight.reshape(y.shape)).sum() + aux.loss
 
 
 def all_gradients(loss, x, layer):
@@ -471,6 +472,23 @@ def test_autocast_with_half_precision_input(device):
     (y.float().pow(2).sum() + aux.loss).backward()
     assert x.grad.dtype == torch.bfloat16
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_backward_within_autocast(device, enabled):
+    """Its products take no other type: the gradients have the bits of a backward pass outside."""
+    layer = make_layer(2, device, torch.float32)
+    x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
+    results = []
+    for within in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            y, aux = layer(x)
+        with torch.autocast(device, torch.bfloat16, enabled=within):
+            grads = torch.autograd.grad(total(y, aux), [x, *layer.parameters()])
+        results.append(grads)
+    for actual, expected in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
 
 
 def test_experts_in_a_type_of_their_own(device):

@@ -383,6 +383,8 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
   check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
   check_experts_backward(grad_y, x, inverse, gates, weights, hidden);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
+  // A backward pass within autocast would have torch's products cast to its type.
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);
   const Experts experts(x, offsets, inverse, token_offsets, weights, biases, activation);
   const auto type = accumulate_type(x);
   const int64_t last = experts.num_layers() - 1;
