@@ -118,11 +118,13 @@ def _mask_of_processes(
 
 @torch.no_grad()
 def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> None:
-    """Thresholds just below the first batch's m-th scores, where the two masks agree.
+    """Thresholds just below the first batch's m-th scores, where the two masks agree: by some
+    roundings, as on CUDA another product than training's makes the scores of evaluation.
 
     The flag's value is not waited for: every batch writes, the same thresholds after the first.
     """
-    start = torch.nextafter(mth_score, torch.full_like(mth_score, -torch.inf))
+    start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
+    start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # below 0, too
     threshold.copy_(torch.where(initialized, threshold, start.view_as(threshold)))
     initialized.fill_(True)
 

@@ -38,7 +38,8 @@ class Gating(NamedTuple):
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weight, each row by itself: its bits do not depend on what else is in the batch."""
+    """x · weight, each row by itself: its bits do not depend on what else is in the batch. (On CUDA
+    they may: torch chooses another product for another number of rows.)"""
     return ops.experts(x, [weight.unsqueeze(0)])
 
 

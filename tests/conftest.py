@@ -132,6 +132,15 @@ def assert_same_bits(actual, expected):
         assert torch.equal(a, b), f"bits differ, by up to {(actual - expected).abs().max()}"
 
 
+def assert_same_products(actual, expected):
+    """The same bits on the CPU; on a GPU, where products of equal factors need not be added in one
+    order, nearly the same numbers."""
+    if actual.is_cuda and actual.is_floating_point():
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert_same_bits(actual, expected)
+
+
 def assert_exact(actual, expected):
     """Float64: 1e-12 is about 5000 roundings, far above what sums of this size leave behind, and
     far below any error in a formula."""
