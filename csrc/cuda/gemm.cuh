@@ -29,13 +29,16 @@ constexpr int kTile = 64;   // rows and columns of a block's part of the result
 constexpr int kDepth = 16;  // of the factors' parts in shared memory
 constexpr int kSide = 16;   // kSide^2 threads
 constexpr int kEach = kTile / kSide;
+constexpr int kTerms = 256;  // are summed by themselves: a long sum would lose small numbers
 
 // One block's factors in shared memory, and the product of them in its threads' registers.
 template <typename acc_t>
 struct TileProduct {
   acc_t (*a)[kTile];  // [kDepth][kTile], shared
   acc_t (*b)[kTile];
+  acc_t total[kEach][kEach] = {};
   acc_t sum[kEach][kEach] = {};
+  int num_terms = 0;
 
   __device__ void add_product() {
     const int row = threadIdx.x / kSide * kEach;
@@ -54,6 +57,18 @@ struct TileProduct {
         for (int j = 0; j < kEach; ++j) sum[i][j] = std::fma(left[i], right[j], sum[i][j]);
       }
     }
+    if ((num_terms += kDepth) % kTerms == 0) finish_terms();
+  }
+
+  __device__ void finish_terms() {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        total[i][j] += sum[i][j];
+        sum[i][j] = 0;
+      }
+    }
   }
 
   // Calls write(row, column, value) for this thread's part.
@@ -64,7 +79,7 @@ struct TileProduct {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         write(static_cast<int>(threadIdx.x) / kSide * kEach + i,
-              static_cast<int>(threadIdx.x) % kSide * kEach + j, sum[i][j]);
+              static_cast<int>(threadIdx.x) % kSide * kEach + j, total[i][j] + sum[i][j]);
       }
     }
   }
@@ -296,13 +311,14 @@ class GroupedProducts {
     return ends_;
   }
 
-  // Half types in lines of whole chunks of 16 bytes, from the first on.
+  // Half types in lines of whole chunks of 16 bytes, from the first on. A single row is contiguous
+  // with any stride, but torch looks at it.
   static bool tensor_cores_take(const Tensor& one, const Tensor& other) {
     const auto fits = [](const Tensor& matrices) {
       bool fits = reinterpret_cast<uintptr_t>(matrices.const_data_ptr()) % 16 == 0;
       for (int64_t d = 1; d < matrices.dim(); ++d)
         fits &= matrices.size(d) % tensor_core::kChunk == 0;
-      return fits;
+      return fits && (matrices.dim() != 2 || matrices.stride(0) == matrices.size(1));
     };
     return at::isReducedFloatingType(one.scalar_type()) && fits(one) && fits(other);
   }
