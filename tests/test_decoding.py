@@ -359,11 +359,17 @@ def test_largest(device, num_columns, distinct):
 # Several sources
 
 
-def assert_same_hypotheses(actual, expected):
+def assert_same_hypotheses(actual, expected, device="cpu"):
+    """To the bit; on a GPU the sums along a row go by the number of rows."""
     assert len(actual) == len(expected) >= 1
     for a, e in zip(actual, expected, strict=True):
-        assert (a.tokens, a.log_prob, a.score) == (e.tokens, e.log_prob, e.score)
-        assert_same_bits(a.attention, e.attention)
+        assert a.tokens == e.tokens
+        if device == "cpu":
+            assert (a.log_prob, a.score) == (e.log_prob, e.score)
+            assert_same_bits(a.attention, e.attention)
+        else:
+            assert (a.log_prob, a.score) == pytest.approx((e.log_prob, e.score), rel=1e-5)
+            torch.testing.assert_close(a.attention, e.attention, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -376,7 +382,7 @@ def test_same_alone_and_in_any_company(device, dtype):
         order = list(order)
         together = translate(search, model, [sources[i] for i in order])
         for i, found in zip(order, together, strict=True):
-            assert_same_hypotheses(found, alone[i])
+            assert_same_hypotheses(found, alone[i], device)
 
 
 def test_finished_sources_take_no_more_part():
