@@ -183,8 +183,9 @@ class NoisyTopKGate(Gate):
         noise_epsilon: floor of the noise's standard deviation.
         detach_threshold: keep Load's gradient out of the thresholds (see `moe_ext.ops.load`).
         generator: source of the noise; None is torch's global one, which torch.utils.checkpoint
-            replays. A generator of one's own is not replayed when a forward pass is recomputed, and
-            torch.compile(fullgraph=True) does not take it.
+            replays. A generator of one's own is not replayed when a forward pass is recomputed,
+            torch.compile(fullgraph=True) does not take it, and a torch.cuda.CUDAGraph has to be
+            told of it by register_generator_state.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
