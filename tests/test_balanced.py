@@ -497,7 +497,7 @@ def test_masked_tokens_do_not_exist(device, kind, training):
 @pytest.mark.parametrize("n, k", [(6, 1), (6, 2), (6, 6), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_choice_on_a_level_is_the_flat_gate(device, level, n, k, dtype):
-    """Bit for bit on the CPU: gates, statistics, losses, outputs, all gradients; in evaluation, too."""
+    """Bit for bit on the CPU: gates, statistics, losses, outputs, gradients; in evaluation, too."""
     if level == "a = 1":
         layer = layer_of(HierarchicalBalancedGate(D, 1, n, (1, k)))
         names = "w_gate_secondary", "threshold_secondary"

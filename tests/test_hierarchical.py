@@ -185,7 +185,7 @@ def test_gradcheck(device):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_choice_on_a_level_is_the_flat_gate(device, level, n, k, training, dtype):
-    """Bit for bit on the CPU and from the same seed: gates, statistics, losses, outputs, all gradients."""
+    """Bit for bit on the CPU, from the same seed: gates, statistics, losses, outputs, gradients."""
     if level == "a = 1":
         layer = make_layer((1, k), 1, n, device, dtype)
         weights = layer.gate.w_gate_secondary, layer.gate.w_noise_secondary
