@@ -230,6 +230,25 @@ def test_padding_changes_nothing():
         torch.testing.assert_close(padded_gradients[name], gradient, msg=name)
 
 
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"num_sampled": 5}])
+@pytest.mark.parametrize(
+    ("middle", "gate"),
+    [("moe", "noisy_topk"), ("moe", "balanced"), ("moe_lstm", "noisy_topk"), ("ffn", "noisy_topk")],
+)
+def test_an_empty_batch_has_zero_gradients(middle, gate, changes):
+    """What a process has of a batch with fewer sentences than there are processes."""
+    moe = MoEConfig(num_experts=4, k=2, hidden_sizes=[16], gate=gate, w_load=0)
+    model = build(layers=["lstm", middle, "lstm"], moe=moe, **changes)
+    empty = random_batch([6, 3]).part(2, 3)
+    assert empty.inputs.shape == (0, 6)
+    parts = model.loss(empty)
+    (parts.nll_sum + parts.aux_loss).backward()
+    assert parts.nll_sum == 0 and parts.num_tokens == 0 and parts.aux_loss == 0
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.count_nonzero() == 0, name
+    assert model.eval().token_nll(empty).shape == (0,)
+
+
 def test_moe_lstm_layers():
     """Losses like those of other MoE layers; padding changes nothing; memory_slots no bit."""
 

@@ -426,18 +426,28 @@ def step_of(model, batch, num_tokens, world):
     return parts.nll_sum.item(), parts.aux_loss.item(), gradients
 
 
-def step_of_process(group, rank, gate, lengths):
-    model = build(gate, group)
+def step_of_process(group, rank, gate, lengths, changes):
+    model = build(gate, group, **changes)
     batch = random_batch(*lengths)
     return step_of(model, batch.part(rank, group.size()), sum(lengths[1]), group.size())
 
 
-@pytest.mark.parametrize("gate", ["topk", "balanced", "balanced hierarchical"])
+@pytest.mark.parametrize(
+    ("gate", "changes"),
+    [
+        ("topk", {}),
+        ("balanced", {"encoder": "stacked"}),
+        ("balanced hierarchical", {}),
+        ("topk", {"between": "ffn", "attention": "gnmt"}),
+        ("topk", {"between": "none", "shared_embedding": False}),
+    ],
+)
 @pytest.mark.parametrize("lengths", [BATCH, ([3], [4])])
-def test_processes_equal_one(workers, gate, lengths):
+def test_processes_equal_one(workers, gate, changes, lengths):
     """Also where one of them has no sentence."""
-    nll_sum, aux_loss, gradients = step_of(build(gate), random_batch(*lengths), sum(lengths[1]), 1)
-    results = workers.run(2, step_of_process, gate, lengths)
+    model = build(gate, **changes)
+    nll_sum, aux_loss, gradients = step_of(model, random_batch(*lengths), sum(lengths[1]), 1)
+    results = workers.run(2, step_of_process, gate, lengths, changes)
     assert sum(result[0] for result in results) == pytest.approx(nll_sum, rel=1e-12)
     for result in results:
         assert result[1] == pytest.approx(aux_loss, rel=1e-12)
