@@ -25,6 +25,9 @@ class Gating(NamedTuple):
         equal_load: every expert has R / E tokens, so that the counts need not be read.
         loss: scalar, of the gate's own, to be added to the layer's; or None.
         metrics: scalars that tell how the gate does, for `MoEAux.metrics`.
+        load_factors: of a noisy gate of two levels, Load_primary(X) [a], Load_i(X^(i)) [a, b] and
+            |X^(i)| [a], of which load is made (`hierarchical_load`). As importance they are sums
+            over the tokens, which load then is not.
     """
 
     gates: Tensor
@@ -35,6 +38,7 @@ class Gating(NamedTuple):
     equal_load: bool = False
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    load_factors: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -64,6 +68,17 @@ def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def count(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     """The number of tokens of each expert, [E] in the gates' type."""
     return ops.importance(torch.ones_like(gates), expert_index, num_experts)
+
+
+def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
+    """Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)| (Appendix B), [a · b].
+
+    Args:
+        load: Load_primary(X), [a].
+        load_of_group: Load_i(X^(i)) of all groups, [a, b]; 0 of an empty one.
+        group_size: |X^(i)|, [a].
+    """
+    return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
 
 
 def require_sizes(gate: str, **sizes: int) -> None:

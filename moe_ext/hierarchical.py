@@ -7,7 +7,15 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require
-from moe_ext.gates import Gate, Gating, count, logits, require_sizes, standard_normal
+from moe_ext.gates import (
+    Gate,
+    Gating,
+    count,
+    hierarchical_load,
+    logits,
+    require_sizes,
+    standard_normal,
+)
 from moe_ext.moe import MoE
 
 
@@ -142,12 +150,11 @@ class HierarchicalNoisyTopKGate(Gate):
             self.detach_threshold,
             plan.offsets,
         )
-        # The product is not additive over processes, its factors are.
-        importance, load, load_of_group, group_size = self.processes.sum(
+        importance, *factors = self.processes.sum(
             importance, load, load_of_group, plan.tokens_per_expert.to(load.dtype)
         )
-        load = load / group_size.clamp_min(1)
-        return Gating(gates, expert_index, importance, (load[:, None] * load_of_group).reshape(-1))
+        load = hierarchical_load(*factors)
+        return Gating(gates, expert_index, importance, load, load_factors=tuple(factors))
 
     def _noise(self, like: Tensor) -> Tensor:
         if like.shape[1] == 1:

@@ -22,8 +22,8 @@ BALANCES = ("global", "local")
 class MoEAux(NamedTuple):
     """What a MoE layer returns beside its output; T counts the tokens that the mask left.
 
-    With a process_group, loss, importance, load and gate_metrics are those of all processes
-    (balance="global"), the others are of this one's tokens.
+    With a process_group, loss, importance, load, load_factors and gate_metrics are those of all
+    processes (balance="global"), the others are of this one's tokens.
 
     Attributes:
         loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² and the gate's own, to be
@@ -35,6 +35,7 @@ class MoEAux(NamedTuple):
         tokens_per_expert: [E] int64, the true number of tokens of each expert.
         token_offsets: [T + 1] int64, where each token's gates begin and end; None: K each.
         gate_metrics: scalars of the gate's own.
+        load_factors: of which load is made on two levels; see `Gating`.
     """
 
     loss: Tensor
@@ -45,6 +46,7 @@ class MoEAux(NamedTuple):
     tokens_per_expert: Tensor
     token_offsets: Tensor | None = None
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    load_factors: tuple[Tensor, Tensor, Tensor] | None = None
 
     def metrics(self) -> dict[str, float]:
         """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load).
@@ -265,6 +267,7 @@ class MoE(nn.Module):
             tokens_per_expert,
             gating.token_offsets,
             gating.metrics,
+            gating.load_factors,
         )
         return y.view(*x.shape[:-1], y.shape[-1]), aux
 

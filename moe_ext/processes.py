@@ -43,7 +43,7 @@ class Processes:
         Args:
             values: of one type, and of the same shapes in every process.
         """
-        if self.size == 1:
+        if self.size == 1 or not values:
             return values
         total = _Sum.apply(torch.cat([value.reshape(-1) for value in values]), self)
         parts = total.split([value.numel() for value in values])

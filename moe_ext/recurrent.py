@@ -4,14 +4,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from moe_ext.bptt import Tensors, unroll
 from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts
+from moe_ext.gates import hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
+from moe_ext.processes import Layout
 
 State = tuple[Tensor, Tensor]
 
@@ -126,6 +130,9 @@ class MoELSTM(nn.Module):
         memory_slots: how many states to keep, the initial one included; None keeps all that the
             steps compute.
         batch_first: x, mask and y begin with [B, S]; otherwise with [S, B].
+        process_group: the processes whose sequences are balanced together, each with some of its
+            own, or none; they call the layer together. The experts are whole in each of them, and
+            their gradients to be averaged as all others (`moe_ext.distributed.parallelize`).
 
     Raises:
         ValueError: an argument is out of range, or `MoE` refuses it.
@@ -153,6 +160,7 @@ class MoELSTM(nn.Module):
         generator: torch.Generator | None = None,
         memory_slots: int | None = None,
         batch_first: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         for name, weight in (("w_importance", w_importance), ("w_load", w_load)):
@@ -168,6 +176,7 @@ class MoELSTM(nn.Module):
         self.w_load = w_load
         self.memory_slots = memory_slots
         self.batch_first = batch_first
+        self.processes = Layout.of(process_group).batch
         self.cell = MoELSTMCell(
             d_input,
             d_hidden,
@@ -192,7 +201,8 @@ class MoELSTM(nn.Module):
 
         Returns:
             y, the state (h, c) after the last real token of each sequence, and the report with the
-            sums over all steps. Its gates and experts are those of the real tokens in the order in
+            sums over all steps, of all processes where `MoEAux` says so; Load_H (App. B) is made of
+            those of its factors, the gate's own loss a sum like the others. Its gates and experts are those of the real tokens in the order in
             which x, flattened, has them.
 
         Raises:
@@ -222,13 +232,25 @@ class MoELSTM(nn.Module):
             generators=step.generators,
         )
         y, gates, expert_index = (swap(output) for output in outputs[:3])
-        importance, load, tokens_per_expert, gate_loss = (output.sum(0) for output in outputs[3:])
+        tokens_per_expert, *sums = (output.sum(0) for output in outputs[3:])
+        importance, load, gate_loss, *factors = self.processes.sum(*sums)
+        load_factors = None
+        if factors:
+            load, load_factors = hierarchical_load(*factors), tuple(factors)
         loss = importance_loss(importance, self.w_importance) + load_loss(load, self.w_load)
         if mask is None:
             gates, expert_index = gates.flatten(0, 1), expert_index.flatten(0, 1)
         else:
             gates, expert_index = gates[mask], expert_index[mask]
-        aux = MoEAux(loss + gate_loss, importance, load, gates, expert_index, tokens_per_expert)
+        aux = MoEAux(
+            loss + gate_loss,
+            importance,
+            load,
+            gates,
+            expert_index,
+            tokens_per_expert,
+            load_factors=load_factors,
+        )
         return y.to(x.dtype), (h, c), aux
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
@@ -273,7 +295,8 @@ class _CellStep:
             state, aux = self._call(tensors, x, state)
             y = state[0]
         by_token = (y, aux.gates, aux.expert_index)
-        return state, (*by_token, aux.importance, aux.load, aux.tokens_per_expert, aux.loss)
+        sums = (aux.importance, aux.load, aux.loss, *(aux.load_factors or ()))
+        return state, (*by_token, aux.tokens_per_expert, *sums)
 
     def _call(self, tensors: Tensors, x: Tensor, state: Tensors) -> tuple[Tensors, MoEAux]:
         named = dict(zip(self.names, tensors, strict=True))

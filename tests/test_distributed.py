@@ -19,7 +19,9 @@ from moe_ext import (
     BalancedGate,
     HierarchicalBalancedGate,
     HierarchicalMoE,
+    HierarchicalNoisyTopKGate,
     MoE,
+    MoELSTM,
     SoftmaxGate,
     TopKGate,
 )
@@ -73,24 +75,20 @@ KINDS = [
 ]
 
 
-def fix_noise(patch, counts, rank=None):
+def fix_noise(patch, counts, rank=None, levels=2):
     """The gates' noise becomes a table by token: a process reads the rows of its own."""
     first = sum(counts[:rank]) if rank is not None else 0
     number = counts[rank] if rank is not None else sum(counts)
     calls = iter(range(100))
 
     def standard_normal(like, generator):
-        table = torch.Generator().manual_seed(next(calls))
-        per_token = 2 if next_is_secondary() else 1
+        call = next(calls)
+        per_token = 2 if call % levels == 1 else 1  # on the second level, one for each group
+        table = torch.Generator().manual_seed(call)
         noise = torch.randn(
             sum(counts) * per_token, like.shape[1], dtype=like.dtype, generator=table
         )
         return noise[first * per_token :][: number * per_token]
-
-    asked = iter(range(100))
-
-    def next_is_secondary():
-        return next(asked) % 2 == 1
 
     patch.setattr(moe_ext.gates, "standard_normal", standard_normal)
     patch.setattr(moe_ext.hierarchical, "standard_normal", standard_normal)
@@ -176,6 +174,95 @@ def test_equals_one_process(workers, kind, counts, num_chunks, exchange):
             if name.startswith("experts."):
                 expected = expected[experts.start : experts.stop]
             assert_exact(part["grads"][name], expected)
+
+
+S = 4
+
+
+def recurrent_layer(levels, process_group=None):
+    """The same in every process."""
+    torch.manual_seed(1)
+    if levels == 2:
+        gate = HierarchicalNoisyTopKGate(D + 3, 3, 2, (2, 1))
+        layer = MoELSTM(D, 3, 6, 2, gate=gate, process_group=process_group)
+    else:
+        layer = MoELSTM(D, 3, 6, 2, process_group=process_group)
+    for param in layer.double().parameters():
+        torch.nn.init.normal_(param)
+    return layer
+
+
+def sequences_of(counts, training):
+    """x [B, S, D] and the lengths; all S in training, for the noise to be a table."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(counts), S, D, dtype=torch.float64, generator=generator)
+    lengths = torch.randint(1, S + 1, (sum(counts),), generator=generator)
+    return x, torch.full_like(lengths, S) if training else lengths
+
+
+def recurrent_step(layer, x, lengths):
+    """Each sequence's sum of outputs, and the report, of no more steps than there are."""
+    num_steps = max(lengths.tolist(), default=1)
+    mask = torch.arange(num_steps) < lengths[:, None]
+    weight = torch.linspace(-1, 1, S * 3, dtype=torch.float64).view(S, 3)
+    y, _, aux = layer(x[:, :num_steps], mask=None if layer.training else mask)
+    return (y * weight[:num_steps]).sum((1, 2)), aux
+
+
+def recurrent_step_of_process(group, rank, levels, counts, training):
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts, rank, levels)
+        layer = recurrent_layer(levels, group).train(training)
+        x, lengths = (whole.split(counts)[rank] for whole in sequences_of(counts, training))
+        values, aux = recurrent_step(layer, x, lengths)
+        (rank_weight(rank) * (values.sum() + aux.loss)).backward()
+    for param in layer.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= len(counts)
+    return values.detach(), aux.loss.detach(), aux.load.detach(), grads_of(layer)
+
+
+def grads_of(layer):
+    return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("counts", [[5, 8], [4, 0, 6]], ids=len)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_recurrent_mixture_equals_one_process(workers, levels, counts, training):
+    """Balance is that of all sequences, though the processes have different numbers of steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts, levels=levels)
+        layer = recurrent_layer(levels).train(training)
+        values, aux = recurrent_step(layer, *sequences_of(counts, training))
+        parts = enumerate(values.split(counts))
+        losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in parts]
+        (sum(losses) / len(counts)).backward()
+    results = workers.run(len(counts), recurrent_step_of_process, levels, counts, training)
+    assert_exact(torch.cat([result[0] for result in results]), values)
+    for _, loss, load, grads in results:
+        assert_exact(loss, aux.loss)
+        assert_exact(load, aux.load)
+        assert grads.keys() == grads_of(layer).keys()
+        for name, expected in grads_of(layer).items():
+            assert_exact(grads[name], expected)
+
+
+def opposite_sequences(group, rank):
+    """All steps of the one process go to the one expert, all of the other to the other."""
+    layer = MoELSTM(1, 1, 2, 1, w_importance=0.3, w_load=0.2, process_group=group).eval()
+    with torch.no_grad():
+        layer.cell.moe.gate.w_gate[0] = torch.tensor([9.0, -9.0])
+    _, _, aux = layer(torch.full((1, S, 1), 1.0 - 2 * rank))
+    return aux.importance.tolist(), aux.loss.item()
+
+
+def test_recurrent_mixture_is_balanced_together(workers):
+    alone = [opposite_sequences(None, rank) for rank in (0, 1)]
+    assert [importance for importance, _ in alone] == [[4, 0], [0, 4]]
+    assert [loss for _, loss in alone] == pytest.approx([0.5, 0.5])  # CV² of each is 1
+    assert workers.run(2, opposite_sequences) == [([4, 4], 0)] * 2
 
 
 def outputs_of_process(group, rank, kind, counts, dtype, options):

@@ -8,6 +8,7 @@ import reference as ref
 import torch
 from conftest import assert_exact, assert_same_bits
 
+import moe_ext.hierarchical
 from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
 from moe_ext.bptt import num_evaluations
 
@@ -130,6 +131,41 @@ def test_sequence_is_the_references(slots):
     leaves = [x, h, c, *layer.parameters()]
     actual = torch.autograd.grad(y.sin().sum() + last[1].square().sum() + aux.loss, leaves)
     expected = torch.autograd.grad(expected.sin().sum() + c_t.square().sum() + loss, leaves)
+    for a, e in zip(actual, expected, strict=True):
+        assert_exact(a, e)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_hierarchical_load_is_of_all_steps(monkeypatch, slots):
+    """Load_H of all rows [x_t, h_{t-1}] as one batch (App. B), and its gradient to both levels."""
+    gate = HierarchicalNoisyTopKGate(D + U, 3, 2, (2, 1))
+    layer = MoELSTM(D, U, 6, 2, gate=gate, memory_slots=slots).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    draws = []
+
+    def standard_normal(like, generator):
+        draws.append(torch.randn_like(like))
+        return draws[-1]
+
+    monkeypatch.setattr(moe_ext.hierarchical, "standard_normal", standard_normal)
+    x, (h, c) = make_inputs()
+    y, _, aux = layer(x, (h, c))
+
+    states = torch.cat([h[:, None], y[:, :-1]], 1)
+    X = torch.cat([x, states], 2).transpose(0, 1).flatten(0, 1)
+    weights = (gate.w_gate, gate.w_noise, gate.w_gate_secondary, gate.w_noise_secondary)
+    noise = torch.cat(draws[0::2]), torch.cat(draws[1::2]).view(-1, 2, 2)
+    primary, secondary, *factors = ref.hierarchical_gates(X, *weights, *noise, 2, 1)
+    importance, load = ref.Importance_H(primary, secondary).flatten(), ref.Load_H(*factors)
+    assert_exact(aux.importance, importance)
+    assert_exact(aux.load, load.flatten())
+    loss = ref.L_importance(importance, 0.1) + ref.L_load(load.flatten(), 0.1)
+    assert_exact(aux.loss, loss)
+    actual, expected = (
+        torch.autograd.grad(value, [x, h, *weights], retain_graph=True)
+        for value in (aux.loss, loss)
+    )
     for a, e in zip(actual, expected, strict=True):
         assert_exact(a, e)
 

@@ -103,8 +103,8 @@ class LanguageModel(nn.Module):
     Args:
         config: the layers.
         vocab_size: V, the number of classes of the softmax.
-        process_group: the processes that share the experts of the MoE layers (a "moe_lstm" has all
-            of its own in each); see `MoE`.
+        process_group: the processes that share the experts of the MoE layers and balance them
+            together (a "moe_lstm" has all of its own in each); see `MoE` and `MoELSTM`.
         noise_generator: where the gates' noise comes from; None is torch's default generator. With
             one of its own, a model with MoE layers and one without draw the same dropout masks from
             the same seed.
@@ -162,6 +162,7 @@ class LanguageModel(nn.Module):
                         w_importance=config.moe.w_importance,
                         w_load=config.moe.w_load,
                         memory_slots=config.memory_slots or None,
+                        process_group=process_group,
                     )
                 )
             else:
