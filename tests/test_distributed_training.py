@@ -74,6 +74,13 @@ def curve(config):
     ]
 
 
+def balance(config):
+    """What the MoE layers report, step by step."""
+    keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens", "load")
+    records = read_metrics(Path(config.output), "train")
+    return [x for record in records for key in keys for x in torch.tensor(record[key]).flatten().tolist()]
+
+
 def assert_same_curve(actual, expected):
     """In float32, whose sums over two or four processes round elsewhere."""
     assert [record[:3] for record in actual] == [record[:3] for record in expected]
@@ -92,6 +99,21 @@ def test_the_curve_of_one_process(workers, config, tmp_path, gate, num_sampled, 
         there = replace(config, output=str(tmp_path / f"run-{world}"))
         assert workers.run(world, train, there) == [True] * world
         assert_same_curve(curve(there), curve(config))
+        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn"])
+def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
+    """In most batches some of them have no row."""
+    config.model.layers = ["lstm", middle, "lstm"]
+    config.model.moe.w_importance = 5.0
+    config.data.tokens_per_batch = 9
+    there = replace(config, output=str(tmp_path / "there"))
+    train(None, 0, config)
+    workers.run(4, train, there)
+    assert_same_curve(curve(there), curve(config))
+    if middle != "ffn":
+        assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
 
 
 def test_resumed_by_another_number_of_processes(workers, config, tmp_path):

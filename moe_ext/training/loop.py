@@ -57,22 +57,24 @@ class _Objective(nn.Module):
 
 
 class _Window:
-    """What the steps since the last log line add up to, in this process."""
+    """What the steps since the last log line add up to: nats and tokens in this process, what the
+    MoE layers report in all."""
 
     def __init__(self) -> None:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
         self.seconds = 0.0
         self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
-        self.tokens_per_expert: list[Tensor] = []  # by MoE layer
+        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, of all processes
 
-    def add(self, parts: LossParts) -> None:
+    def add(self, parts: LossParts, processes: Processes) -> None:
         self.nll_sum += parts.nll_sum.item()
         self.aux_sum += parts.aux_loss.item() * parts.num_tokens
         self.num_tokens += parts.num_tokens
-        self.balance.append([aux.metrics() for aux in parts.aux])
-        counts = [aux.tokens_per_expert for aux in parts.aux]
+        counts = processes.sum(*(aux.tokens_per_expert for aux in parts.aux))
+        reports = zip(parts.aux, counts, strict=True)
+        self.balance.append([aux._replace(tokens_per_expert=n).metrics() for aux, n in reports])
         if self.tokens_per_expert:
-            counts = [a + b for a, b in zip(self.tokens_per_expert, counts, strict=True)]
+            counts = tuple(a + b for a, b in zip(self.tokens_per_expert, counts, strict=True))
         self.tokens_per_expert = counts
 
     def is_finite(self) -> bool:
@@ -87,9 +89,7 @@ class _Window:
         expert got, relative to an even share, for each MoE layer.
         """
         sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
-        totals, *tokens_per_expert = processes.sum(
-            sums, *(counts.double().cpu() for counts in self.tokens_per_expert)
-        )
+        (totals,) = processes.sum(sums)
         nll_sum, aux_sum, num_tokens = totals.tolist()
         values: dict[str, Any] = {
             "nll": nll_sum / num_tokens,
@@ -100,7 +100,8 @@ class _Window:
         for key in layers[0] if layers else ():
             values[key] = [layer[key] for layer in layers]
         if layers:
-            values["load"] = [(n / n.mean()).tolist() for n in tokens_per_expert]
+            counts = [n.double() for n in self.tokens_per_expert]
+            values["load"] = [(n / n.mean()).tolist() for n in counts]
         return values
 
 
@@ -287,7 +288,7 @@ class Trainer:
                 nll = processes.size * parts.nll_sum / num_tokens
                 loss = nll + size / num_tokens * parts.aux_loss
             loss.backward()
-            window.add(parts)
+            window.add(parts, processes)
         if self.config.optimizer.clip_norm:
             clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
         if self._any(not window.is_finite()):
