@@ -38,7 +38,7 @@ class Gating(NamedTuple):
     equal_load: bool = False
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
-    load_factors: tuple[Tensor, Tensor, Tensor] | None = None
+    load_factors: tuple[Tensor, ...] | None = None
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:

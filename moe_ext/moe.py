@@ -46,7 +46,7 @@ class MoEAux(NamedTuple):
     tokens_per_expert: Tensor
     token_offsets: Tensor | None = None
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
-    load_factors: tuple[Tensor, Tensor, Tensor] | None = None
+    load_factors: tuple[Tensor, ...] | None = None
 
     def metrics(self) -> dict[str, float]:
         """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load).

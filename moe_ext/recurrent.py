@@ -201,9 +201,9 @@ class MoELSTM(nn.Module):
 
         Returns:
             y, the state (h, c) after the last real token of each sequence, and the report with the
-            sums over all steps, of all processes where `MoEAux` says so; Load_H (App. B) is made of
-            those of its factors, the gate's own loss a sum like the others. Its gates and experts are those of the real tokens in the order in
-            which x, flattened, has them.
+            sums over all steps, of all processes where `MoEAux` says so; the gate's own loss is
+            such a sum, and Load_H (App. B) is made of the sums of its factors. Its gates and
+            experts are those of the real tokens in the order in which x, flattened, has them.
 
         Raises:
             ValueError, TypeError: a shape, or the type of mask, does not fit.

@@ -77,8 +77,8 @@ def curve(config):
 def balance(config):
     """What the MoE layers report, step by step."""
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens", "load")
-    records = read_metrics(Path(config.output), "train")
-    return [x for record in records for key in keys for x in torch.tensor(record[key]).flatten().tolist()]
+    values = [r[key] for r in read_metrics(Path(config.output), "train") for key in keys]
+    return torch.cat([torch.tensor(value).flatten() for value in values]).tolist()
 
 
 def assert_same_curve(actual, expected):

@@ -86,7 +86,10 @@ def test_files_are_as_the_paper_says(configs, name):
     assert (config.data.vocab_size, batch, config.steps) == expected
     assert model.num_sampled == 8192
     assert (config.data.vocabulary == "") == news  # not known
-    assert config.optimizer.warmup_steps == 1_000
+    optimizer = config.optimizer
+    assert (optimizer.warmup_steps, optimizer.hold_steps) == (1_000, 0)
+    constants = optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.clip_norm
+    assert (optimizer.learning_rate, *constants) == (1e-3, 0.9, 0.98, 1e-9, 0)
     factored = config.optimizer.experts == "factored_adam"
     assert factored == model.moe.recompute == (news and "moe" in layers)
 
