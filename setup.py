@@ -49,7 +49,7 @@ def wants_cuda(has_sources: bool) -> bool:
     elif CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
         missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"
     elif toolkit_version().split(".")[0] != torch.version.cuda.split(".")[0]:
-        missing = f"the toolkit is CUDA {toolkit_version()} but torch's is {torch.version.cuda}"
+        missing = f"the toolkit is CUDA {toolkit_version()} and torch's {torch.version.cuda}"
     else:
         return True
     if choice == "1":

@@ -14,11 +14,15 @@ def release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def major(version: str) -> str:
+    return version.split(".")[0]
+
+
 def load() -> None:
     """Imports moe_ext._C, which registers the operators.
 
     Raises:
-        ImportError: the module was not built, or was built for another torch.
+        ImportError: the module was not built, or was built for another torch or CUDA.
     """
     if importlib.util.find_spec("moe_ext._C") is None:
         raise ImportError(
@@ -39,6 +43,12 @@ def load() -> None:
         raise ImportError(
             f"moe_ext was built for torch {_C.torch_version}, "
             f"running {torch.__version__}: {REINSTALL}"
+        )
+    # As in setup.py, the major version has to be the same.
+    if _C.cuda_version and major(_C.cuda_version) != major(torch.version.cuda or "none"):
+        raise ImportError(
+            f"moe_ext was built for CUDA {_C.cuda_version}, torch's is {torch.version.cuda}: "
+            f"{REINSTALL}"
         )
 
 

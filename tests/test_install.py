@@ -42,6 +42,72 @@ def test_unknown_choice_of_cuda_is_one_sentence():
     assert last == "moe_ext: MOE_EXT_CUDA must be 0 or 1, got yes"
 
 
+ARCHITECTURES = """
+import os, runpy, sys
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py", run_name="__main__")
+print(os.environ["TORCH_CUDA_ARCH_LIST"])
+"""
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    """Makes a CUDA toolkit of some version; without one a folder that has none."""
+
+    def make(version=None):
+        if version is not None:
+            nvcc = tmp_path / "bin" / "nvcc"
+            nvcc.parent.mkdir()
+            nvcc.write_text(f"#!/bin/sh\necho 'tools, release {version}, V{version}.1'\n")
+            nvcc.chmod(0o755)
+        return str(tmp_path)
+
+    return make
+
+
+with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA")
+
+
+@with_cuda
+def test_another_cuda_than_torchs_names_both(toolkit):
+    result = run_setup(CUDA_HOME=toolkit("9.2"), MOE_EXT_CUDA="1")
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines()[-1] == (
+        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit is CUDA 9.2 and torch's {torch.version.cuda}"
+    )
+
+
+@with_cuda
+def test_without_a_toolkit(toolkit):
+    result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA="1")
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines()[-1] == (
+        "moe_ext: MOE_EXT_CUDA=1, but no CUDA toolkit was found for torch's CUDA "
+        f"{torch.version.cuda}"
+    )
+    for choice in ("0", "auto"):
+        result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
+        assert result.returncode == 0, result.stderr
+        assert ("building for the CPU alone" in result.stdout) == (choice == "auto")
+
+
+@with_cuda
+@pytest.mark.parametrize("given", [{}, {"TORCH_CUDA_ARCH_LIST": "9.0"}])
+def test_architectures(toolkit, given):
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"}
+    environment |= {"CUDA_HOME": toolkit(torch.version.cuda), "MOE_EXT_CUDA": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", ARCHITECTURES],
+        cwd=ROOT,
+        env=environment | given,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    expected = given.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0;12.0+PTX")
+    assert result.stdout.splitlines()[-1] == expected
+
+
 def test_torch_is_not_a_build_requirement():
     requires = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     assert "torch" not in requires[1]
@@ -53,6 +119,33 @@ def test_import_with_another_torch_names_both(monkeypatch):
         _build.load()
     assert "built for torch 1.2.3" in str(raised.value)
     assert "--no-build-isolation" in str(raised.value)
+
+
+@pytest.mark.parametrize("version", [None, "12.1"])
+def test_import_with_another_cuda_names_both(monkeypatch, version):
+    monkeypatch.setattr(moe_ext._C, "cuda_version", "9.2")
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with pytest.raises(ImportError, match=f"built for CUDA 9.2, torch's is {version}") as raised:
+        _build.load()
+    assert "--no-build-isolation" in str(raised.value)
+    for same in ("12.8", None):  # the same major version; built for the CPU alone
+        monkeypatch.setattr(moe_ext._C, "cuda_version", same)
+        monkeypatch.setattr(torch.version, "cuda", "12.1")
+        _build.load()
+
+
+def test_import_with_another_abi_says_so(monkeypatch):
+    monkeypatch.setattr(moe_ext._C, "cxx11_abi", not moe_ext._C.cxx11_abi)
+    with pytest.raises(ImportError, match=r"built with another C\+\+ ABI than torch's: run `pip"):
+        _build.load()
+
+
+def test_import_of_a_module_that_does_not_load_says_why(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "moe_ext._C", None)
+    with pytest.raises(ImportError, match="does not load with torch") as raised:
+        _build.load()
+    assert torch.__version__ in str(raised.value) and "halted" in str(raised.value)
 
 
 def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
@@ -87,6 +180,31 @@ def test_info_reports_and_passes_its_self_test():
     for dtype, name in moe_ext._C.products().items():
         assert f"{name} ({dtype})" in result.stdout
     assert "self-test, cpu: passed" in result.stdout
+
+
+OPENMP = """
+import re, torch
+torch.set_num_threads(2)
+torch.randn(300, 300) @ torch.randn(300, 300)
+
+def runtimes():
+    maps = open("/proc/self/maps").read()
+    return sorted(set(re.findall(r"\\S*/lib(?:gomp|iomp|omp)\\S*", maps)))
+
+before = runtimes()
+from moe_ext import MoE
+layer = MoE(64, 8, 2)
+y, aux = layer(torch.randn(2000, 64))
+(y.sum() + aux.loss).backward()
+print(len(before), runtimes() == before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_are_of_torchs_openmp_alone():
+    """Two runtimes in one process would spin against each other."""
+    number, same = lines_of(OPENMP)[-1].split()
+    assert int(number) <= 1 and same == "True"
 
 
 # The instruction set
