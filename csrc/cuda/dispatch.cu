@@ -1,35 +1,76 @@
 // The dispatch plan (a stable sort of the routed rows by expert) and the gather of the rows.
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <bit>
+#include <cub/device/device_radix_sort.cuh>
 #include <tuple>
 
 #include "slots.cuh"
-#include "sort_by_expert.cuh"
 
 namespace moe_ext::cuda {
 namespace {
 
-__global__ void inverse_kernel(const int64_t* __restrict__ permutation, int64_t num_rows,
-                               int64_t* __restrict__ inverse) {
-  for (int64_t row = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; row < num_rows;
-       row += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    inverse[permutation[row]] = row;
-  }
+// From the experts of the rows, in their order: offsets[e], the first row of expert e or of a later
+// one, and the inverse of the permutation. A thread for each row and for each expert.
+__global__ void plan_kernel(const int64_t* __restrict__ sorted,
+                            const int64_t* __restrict__ permutation, int64_t num_rows,
+                            int64_t num_experts, int64_t* __restrict__ inverse,
+                            int64_t* __restrict__ tokens_per_expert,
+                            int64_t* __restrict__ offsets) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < num_rows) inverse[permutation[i]] = i;
+  if (i > num_experts) return;
+  const auto first_row = [&](int64_t expert) {
+    int64_t low = 0, high = num_rows;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (sorted[middle] < expert) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  };
+  const int64_t begin = first_row(i);
+  offsets[i] = begin;
+  if (i < num_experts) tokens_per_expert[i] = first_row(i + 1) - begin;
 }
 
-// Slot t * k + j is the j-th choice of token t.
+// Slot t * k + j is the j-th choice of token t. The sort is stable, so that there is one result.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expert_index,
                                                               int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
   const c10::cuda::OptionalCUDAGuard guard(expert_index.device());
   const Tensor chosen = expert_index.contiguous();
-  const auto [permutation, tokens_per_expert, offsets] = sort_by_expert(chosen, num_experts);
-  Tensor inverse = at::empty(chosen.sizes(), chosen.options());
-  launch(inverse_kernel, strided_grid(chosen.numel()), kThreads, 0,
-         permutation.const_data_ptr<int64_t>(), chosen.numel(),
-         inverse.mutable_data_ptr<int64_t>());
+  const int64_t num_rows = chosen.numel();
+  const auto options = chosen.options();
+  Tensor permutation = at::empty({num_rows}, options);
+  Tensor inverse = at::empty(chosen.sizes(), options);
+  Tensor tokens_per_expert = at::empty({num_experts}, options);
+  Tensor offsets = at::empty({num_experts + 1}, options);
+  const Tensor sorted = at::empty({num_rows}, options);
+  if (num_rows > 0) {
+    const Tensor slots = at::arange(num_rows, options);
+    const int num_bits = std::bit_width(static_cast<uint64_t>(num_experts - 1));
+    size_t num_bytes = 0;
+    const auto sort = [&](void* space) {
+      C10_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
+          space, num_bytes, chosen.const_data_ptr<int64_t>(), sorted.mutable_data_ptr<int64_t>(),
+          slots.const_data_ptr<int64_t>(), permutation.mutable_data_ptr<int64_t>(), num_rows,
+          /*begin_bit=*/0, /*end_bit=*/std::max(1, num_bits), at::cuda::getCurrentCUDAStream()));
+    };
+    sort(nullptr);  // asks how much space it needs
+    const Tensor space = at::empty({static_cast<int64_t>(num_bytes)}, options.dtype(at::kByte));
+    sort(space.mutable_data_ptr());
+  }
+  launch(plan_kernel, grid(ceil_div(std::max(num_rows, num_experts + 1), kThreads)), kThreads, 0,
+         sorted.const_data_ptr<int64_t>(), permutation.const_data_ptr<int64_t>(), num_rows,
+         num_experts, inverse.mutable_data_ptr<int64_t>(),
+         tokens_per_expert.mutable_data_ptr<int64_t>(), offsets.mutable_data_ptr<int64_t>());
   return {permutation, inverse, tokens_per_expert, offsets};
 }
 

@@ -6,44 +6,72 @@
 
 #include <algorithm>
 
-#include "sort_by_expert.cuh"
+#include "chunks.cuh"
 
 namespace moe_ext::cuda {
 namespace {
 
-// A block for each expert: the sum over its slots, in a fixed order.
+constexpr int kTile = 4096;  // experts whose sums lie in shared memory
+
+// The sums over a chunk of the slots for kTile experts: a warp, which is a block. A lane has every
+// kWarp-th expert, and adds in the order of the slots.
 template <typename scalar_t, typename acc_t>
-__global__ void importance_kernel(const scalar_t* __restrict__ gates,
-                                  const int64_t* __restrict__ permutation,
-                                  const int64_t* __restrict__ offsets,
-                                  acc_t* __restrict__ importance) {
-  __shared__ acc_t space[kThreads / kWarp];
-  const int64_t expert = blockIdx.x;
-  const int64_t end = offsets[expert + 1];
-  acc_t sum = 0;
-  for (int64_t row = offsets[expert] + threadIdx.x; row < end; row += blockDim.x) {
-    sum += static_cast<acc_t>(gates[permutation[row]]);
+__global__ void partial_importance_kernel(const scalar_t* __restrict__ gates,
+                                          const int64_t* __restrict__ expert_index,
+                                          int64_t num_slots, int64_t num_experts, int64_t tiles,
+                                          int64_t chunk_size,
+                                          acc_t* __restrict__ partial_importance) {
+  extern __shared__ __align__(16) unsigned char shared_space[];
+  auto* sum = reinterpret_cast<acc_t*>(shared_space);
+  const int lane = threadIdx.x;
+  const int64_t chunk = blockIdx.x / tiles;
+  const int64_t first_expert = blockIdx.x % tiles * kTile;
+  const int64_t size = std::min<int64_t>(kTile, num_experts - first_expert);
+  const int64_t end = std::min(num_slots, (chunk + 1) * chunk_size);
+  for (int64_t i = lane; i < size; i += kWarp) sum[i] = 0;
+  for (int64_t first = chunk * chunk_size; first < end; first += kWarp) {
+    int mine = -1;  // the place of a slot's expert among these
+    acc_t gate = 0;
+    if (const int64_t slot = first + lane; slot < end) {
+      const int64_t place = expert_index[slot] - first_expert;
+      if (place >= 0 && place < size) mine = static_cast<int>(place);
+      gate = static_cast<acc_t>(gates[slot]);
+    }
+    for (int l = 0; l < kWarp; ++l) {
+      const int place = __shfl_sync(kAllLanes, mine, l);
+      const acc_t to_add = __shfl_sync(kAllLanes, gate, l);
+      if (place % kWarp == lane) sum[place] += to_add;
+    }
   }
-  sum = block_sum(sum, space);
-  if (threadIdx.x == 0) importance[expert] = sum;
+  for (int64_t i = lane; i < size; i += kWarp) {
+    partial_importance[chunk * num_experts + first_expert + i] = sum[i];
+  }
 }
 
 Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t num_experts) {
   check_importance(gates, expert_index, num_experts);
   const c10::cuda::OptionalCUDAGuard guard(gates.device());
   const Tensor kept = gates.contiguous();
-  const auto [permutation, tokens_per_expert, offsets] =
-      sort_by_expert(expert_index.contiguous(), num_experts);
-  Tensor importance = at::empty({num_experts}, kept.options().dtype(accumulate_type(kept)));
-  // As many threads as an expert has slots on average, in whole warps.
-  const int64_t num_warps = ceil_div(kept.numel(), num_experts * kWarp);
-  const int num_threads = static_cast<int>(std::clamp<int64_t>(num_warps * kWarp, kWarp, kThreads));
-  const int64_t* slot_of = permutation.const_data_ptr<int64_t>();
-  const int64_t* bounds = offsets.const_data_ptr<int64_t>();
+  const Tensor chosen = expert_index.contiguous();
+  const int64_t num_slots = kept.numel();
+  // Chunks enough to keep the device busy, and so few that their sums are soon added.
+  constexpr int64_t kLeastChunk = 128, kMostChunks = 1024, kMostSums = 1 << 23;
+  const int64_t chunk_size = std::max({kLeastChunk, ceil_div(num_slots, kMostChunks),
+                                       ceil_div(num_slots * num_experts, kMostSums)});
+  const int64_t num_chunks = ceil_div(num_slots, chunk_size);
+  const int64_t tiles = ceil_div(num_experts, kTile);
+  const auto options = kept.options().dtype(accumulate_type(kept));
+  Tensor importance = at::empty({num_experts}, options);
+  const Tensor partial_importance = at::empty({num_chunks, num_experts}, options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
     using acc_t = at::opmath_type<scalar_t>;
-    launch(importance_kernel<scalar_t, acc_t>, grid(num_experts), num_threads, 0,
-           kept.const_data_ptr<scalar_t>(), slot_of, bounds, importance.mutable_data_ptr<acc_t>());
+    launch(partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
+           std::min<int64_t>(kTile, num_experts) * sizeof(acc_t), kept.const_data_ptr<scalar_t>(),
+           chosen.const_data_ptr<int64_t>(), num_slots, num_experts, tiles, chunk_size,
+           partial_importance.mutable_data_ptr<acc_t>());
+    launch(sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
+           partial_importance.const_data_ptr<acc_t>(), num_experts, Groups{nullptr, 1, num_slots},
+           chunk_size, importance.mutable_data_ptr<acc_t>());
   });
   return importance;
 }
