@@ -74,43 +74,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expe
   return {permutation, inverse, tokens_per_expert, offsets};
 }
 
-// A thread copies some columns of one token to all of its rows.
-template <typename Packed>
-__global__ void dispatch_kernel(const Packed* __restrict__ x, Slots slots, int64_t packs,
-                                Packed* __restrict__ rows) {
-  const int64_t all = slots.num_tokens * packs;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t t = i / packs;
-    const int64_t pack = i % packs;
-    const Packed value = x[i];
-    const int64_t end = slots.end(t);
-    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
-      rows[slots.row(slot) * packs + pack] = value;
-    }
-  }
-}
-
 Tensor dispatch_cuda(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
   check_dispatch(x, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
-  const Tensor source = x.contiguous();
   const Tensor row_of = inverse.contiguous();
   const OptionalTensor bounds = contiguous(token_offsets);
-  const Slots slots = slots_of(row_of, bounds);
-  const int64_t width = x.size(1);
-  Tensor rows = at::empty({slots.num_slots, width}, x.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dispatch", [&] {
-    const auto* source_data = source.const_data_ptr<scalar_t>();
-    auto* rows_data = rows.mutable_data_ptr<scalar_t>();
-    with_pack_size<scalar_t>(width, {source_data, rows_data}, [&](auto size) {
-      using Packed = Pack<scalar_t, size>;
-      launch(dispatch_kernel<Packed>, strided_grid(slots.num_tokens * (width / size)), kThreads, 0,
-             reinterpret_cast<const Packed*>(source_data), slots, width / size,
-             reinterpret_cast<Packed*>(rows_data));
-    });
-  });
-  return rows;
+  return rows_of_slots(x.contiguous(), slots_of(row_of, bounds));
 }
 
 // dx_t = the sum of drows over the slots of t, in their order.

@@ -3,10 +3,10 @@
 // A layer of an expert is Z = A W + b, and the next layer's input is its activation. Backward, with
 // P = dL/dA of the last layer before the gate came in:
 //   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
-//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
+//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z');
+//   in the last layer dZ = g dy: the gate g goes to A, the sum and P instead.
 #include <torch/library.h>
 
-#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -15,47 +15,6 @@
 
 namespace moe_ext::cuda {
 namespace {
-
-// Of each row: its slot, and the token of that.
-__global__ void rows_of_slots_kernel(Slots slots, int64_t* __restrict__ slot_of,
-                                     int64_t* __restrict__ token_of) {
-  for (int64_t t = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-       t < slots.num_tokens; t += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t end = slots.end(t);
-    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
-      slot_of[slots.row(slot)] = slot;
-      token_of[slots.row(slot)] = t;
-    }
-  }
-}
-
-// rows[r] = tokens[token_of[r]]
-template <typename Packed>
-__global__ void gather_kernel(const Packed* __restrict__ tokens,
-                              const int64_t* __restrict__ token_of, int64_t num_rows, int64_t packs,
-                              Packed* __restrict__ rows) {
-  const int64_t all = num_rows * packs;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    rows[i] = tokens[token_of[i / packs] * packs + i % packs];
-  }
-}
-
-Tensor gather(const Tensor& tokens, const Tensor& token_of) {
-  const int64_t width = tokens.size(1), num_rows = token_of.numel();
-  Tensor rows = at::empty({num_rows, width}, tokens.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, tokens.scalar_type(), "experts", [&] {
-    const auto* from = tokens.const_data_ptr<scalar_t>();
-    auto* to = rows.mutable_data_ptr<scalar_t>();
-    with_pack_size<scalar_t>(width, {from, to}, [&](auto size) {
-      using Packed = Pack<scalar_t, size>;
-      launch(gather_kernel<Packed>, strided_grid(num_rows * (width / size)), kThreads, 0,
-             reinterpret_cast<const Packed*>(from), token_of.const_data_ptr<int64_t>(), num_rows,
-             width / size, reinterpret_cast<Packed*>(to));
-    });
-  });
-  return rows;
-}
 
 // Where the rows of the experts lie: one after the other, from offsets[e] on or of equal number.
 struct Bounds {
@@ -190,56 +149,57 @@ Tensor activate_backward(std::string_view activation, const Tensor& z, const Ten
   return grad_z;
 }
 
-// dG of a row's slot = <P, A> + <dy, b>; then P and dy times the gate, in place. A warp has a row.
+// dG of a slot = <P, A> + <dy, b> of its row; then P and A times the gate, in place, and row_gates
+// where it is wanted. A warp has a token.
 template <typename scalar_t, typename acc_t, int kSize>
-__global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
-                                     scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
-                                     Bounds bounds, const int64_t* __restrict__ slot_of,
-                                     const acc_t* __restrict__ gates, int64_t num_rows,
-                                     int64_t fan_in, int64_t columns,
-                                     acc_t* __restrict__ grad_gates) {
+__global__ void gate_backward_kernel(scalar_t* __restrict__ p, scalar_t* __restrict__ a,
+                                     const scalar_t* __restrict__ dy,
+                                     const scalar_t* __restrict__ bias, Bounds bounds, Slots slots,
+                                     const acc_t* __restrict__ gates, int64_t fan_in,
+                                     int64_t columns, acc_t* __restrict__ grad_gates,
+                                     acc_t* __restrict__ row_gates) {
   using Packed = Pack<scalar_t, kSize>;
-  const int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
-  if (row >= num_rows) return;  // a whole warp
-  const int64_t slot = slot_of[row];
-  const acc_t gate = gates[slot];
-  acc_t product = 0;
-  auto* p_row = reinterpret_cast<Packed*>(p + row * fan_in);
-  const auto* a_row = reinterpret_cast<const Packed*>(a + row * fan_in);
-  for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
-    Packed values = p_row[i];
-    const Packed others = a_row[i];
+  if (t >= slots.num_tokens) return;  // a whole warp
+  const int64_t end = slots.end(t);
+  for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+    const int64_t row = slots.row(slot);
+    const acc_t gate = gates[slot];
+    auto* p_row = reinterpret_cast<Packed*>(p + row * fan_in);
+    auto* a_row = reinterpret_cast<Packed*>(a + row * fan_in);
+    acc_t product = 0;
+    for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
+      Packed ps = p_row[i], as = a_row[i];
 #pragma unroll
-    for (int d = 0; d < kSize; ++d) {
-      const acc_t value = static_cast<acc_t>(values.values[d]);
-      product = std::fma(value, static_cast<acc_t>(others.values[d]), product);
-      values.values[d] = static_cast<scalar_t>(gate * value);
-    }
-    p_row[i] = values;
-  }
-  auto* dy_row = reinterpret_cast<Packed*>(dy + row * columns);
-  if (bias != nullptr) bias += bounds.expert_of(row) * columns;
-  for (int64_t i = lane; i < columns / kSize; i += kWarp) {
-    Packed values = dy_row[i];
-#pragma unroll
-    for (int d = 0; d < kSize; ++d) {
-      const acc_t value = static_cast<acc_t>(values.values[d]);
-      if (bias != nullptr) {
-        product = std::fma(value, static_cast<acc_t>(bias[i * kSize + d]), product);
+      for (int d = 0; d < kSize; ++d) {
+        const acc_t p_value = static_cast<acc_t>(ps.values[d]);
+        const acc_t a_value = static_cast<acc_t>(as.values[d]);
+        product = std::fma(p_value, a_value, product);
+        ps.values[d] = static_cast<scalar_t>(gate * p_value);
+        as.values[d] = static_cast<scalar_t>(gate * a_value);
       }
-      values.values[d] = static_cast<scalar_t>(gate * value);
+      p_row[i] = ps;
+      a_row[i] = as;
     }
-    dy_row[i] = values;
+    if (bias != nullptr) {
+      const scalar_t* expert_bias = bias + bounds.expert_of(row) * columns;
+      for (int64_t c = lane; c < columns; c += kWarp) {
+        product = std::fma(static_cast<acc_t>(dy[t * columns + c]),
+                           static_cast<acc_t>(expert_bias[c]), product);
+      }
+      if (lane == 0) row_gates[row] = gate;
+    }
+    product = warp_sum(product);
+    if (lane == 0) grad_gates[slot] = product;
   }
-  product = warp_sum(product);
-  if (lane == 0) grad_gates[slot] = product;
 }
 
-// out[e, c] = the sum of rows[r, c] over the rows of expert e, in groups as long sums of small
-// numbers want it. A thread has a column.
+// out[e, c] = the sum of rows[r, c], times weights[r] where there are any, over the rows of expert
+// e, in groups as long sums of small numbers want it. A thread has a column.
 template <typename scalar_t, typename acc_t>
-__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows, Bounds bounds,
+__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows,
+                                     const acc_t* __restrict__ weights, Bounds bounds,
                                      int64_t columns, int64_t column_blocks,
                                      scalar_t* __restrict__ out) {
   constexpr int64_t kGroup = 32;
@@ -252,7 +212,8 @@ __global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows, Bounds b
   for (int64_t first = begin; first < end; first += kGroup) {
     acc_t group = 0;
     for (int64_t r = first; r < min(end, first + kGroup); ++r) {
-      group += static_cast<acc_t>(rows[r * columns + column]);
+      const acc_t weight = weights != nullptr ? weights[r] : acc_t(1);
+      group = std::fma(weight, static_cast<acc_t>(rows[r * columns + column]), group);
     }
     sum += group;
   }
@@ -275,16 +236,11 @@ class Experts {
     if (inverse) {
       row_of_ = inverse->contiguous();
       bounds_ = contiguous(token_offsets);
-      slot_of_ = at::empty({num_rows_}, row_of_.options());
-      token_of_ = at::empty({num_rows_}, row_of_.options());
-      launch(rows_of_slots_kernel, strided_grid(slots().num_tokens), kThreads, 0, slots(),
-             slot_of_.mutable_data_ptr<int64_t>(), token_of_.mutable_data_ptr<int64_t>());
     }
-    input_ = inverse ? gather(x.contiguous(), token_of_) : x.contiguous();
+    input_ = inverse ? rows_of_slots(x.contiguous(), slots()) : x.contiguous();
   }
 
   Slots slots() const { return slots_of(row_of_, bounds_); }
-  const Tensor& token_of() const { return token_of_; }
   const GroupedProducts& products() const { return products_; }
   const Tensor& input() const { return input_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
@@ -304,36 +260,40 @@ class Experts {
     return cuda::activate_backward(activation_, z, grad);
   }
 
-  // The gates' gradients; p = dL/dA of the last layer and dy get their gates.
-  Tensor gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
-                       const Tensor& gates) const {
+  // The gates' gradients, and with a bias the gate of each row; p = dL/dA of the last layer and its
+  // input a get their gates. dy [T, columns] is that of the tokens.
+  std::tuple<Tensor, Tensor> gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
+                                           const Tensor& gates) const {
     Tensor grad_gates = at::empty(gates.sizes(), gates.options());
     const Tensor last_bias = bias(num_layers() - 1);
+    Tensor row_gates = has_bias() ? at::empty({num_rows_}, gates.options()) : Tensor();
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "experts", [&] {
       using acc_t = at::opmath_type<scalar_t>;
       auto* p_data = p.mutable_data_ptr<scalar_t>();
-      const auto* a_data = a.const_data_ptr<scalar_t>();
-      auto* dy_data = dy.mutable_data_ptr<scalar_t>();
-      with_pack_size<scalar_t>(
-          std::gcd(p.size(1), dy.size(1)), {p_data, a_data, dy_data}, [&](auto size) {
-            launch(gate_backward_kernel<scalar_t, acc_t, size>,
-                   grid(ceil_div(num_rows_ * kWarp, kThreads)), kThreads, 0, p_data, a_data,
-                   dy_data, last_bias.defined() ? last_bias.const_data_ptr<scalar_t>() : nullptr,
-                   bounds(), slot_of_.const_data_ptr<int64_t>(), gates.const_data_ptr<acc_t>(),
-                   num_rows_, p.size(1), dy.size(1), grad_gates.mutable_data_ptr<acc_t>());
-          });
+      auto* a_data = a.mutable_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(p.size(1), {p_data, a_data}, [&](auto size) {
+        launch(gate_backward_kernel<scalar_t, acc_t, size>,
+               grid(ceil_div(slots().num_tokens * kWarp, kThreads)), kThreads, 0, p_data, a_data,
+               dy.const_data_ptr<scalar_t>(),
+               has_bias() ? last_bias.const_data_ptr<scalar_t>() : nullptr, bounds(), slots(),
+               gates.const_data_ptr<acc_t>(), p.size(1), dy.size(1),
+               grad_gates.mutable_data_ptr<acc_t>(),
+               has_bias() ? row_gates.mutable_data_ptr<acc_t>() : nullptr);
+      });
     });
-    return grad_gates;
+    return {grad_gates, row_gates};
   }
 
-  // [E, columns]
-  Tensor sum_by_expert(const Tensor& rows) const {
+  // [E, columns]; weights in the accumulation type, or undefined.
+  Tensor sum_by_expert(const Tensor& rows, const Tensor& weights) const {
     const int64_t columns = rows.size(1), column_blocks = ceil_div(columns, kThreads);
     Tensor out = at::empty({num_experts_, columns}, rows.options());
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "experts", [&] {
-      launch(sum_by_expert_kernel<scalar_t, at::opmath_type<scalar_t>>,
-             grid(num_experts_ * column_blocks), kThreads, 0, rows.const_data_ptr<scalar_t>(),
-             bounds(), columns, column_blocks, out.mutable_data_ptr<scalar_t>());
+      using acc_t = at::opmath_type<scalar_t>;
+      launch(sum_by_expert_kernel<scalar_t, acc_t>, grid(num_experts_ * column_blocks), kThreads, 0,
+             rows.const_data_ptr<scalar_t>(),
+             weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr, bounds(), columns,
+             column_blocks, out.mutable_data_ptr<scalar_t>());
     });
     return out;
   }
@@ -349,7 +309,7 @@ class Experts {
   int64_t num_rows_, num_experts_;
   GroupedProducts products_;
   std::vector<Tensor> weights_, biases_;
-  Tensor row_of_, slot_of_, token_of_;
+  Tensor row_of_;
   OptionalTensor bounds_;
   Tensor input_;
 };
@@ -395,18 +355,20 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     inputs.push_back(experts.next_input(l, zs[l]));
   }
 
-  // Of the rows; with gates a copy, which then gets them.
-  Tensor grad = grad_y.contiguous();
-  if (gates) grad = gather(grad, experts.token_of());
+  const Tensor dy = grad_y.contiguous();
+  Tensor grad = gates ? rows_of_slots(dy, experts.slots()) : dy;  // of the rows, without gates
   Tensor grad_gates = at::empty({0}, x.options().dtype(type));
+  Tensor row_gates;  // of the last layer
   std::vector<Tensor> grad_weights(weights.size()), grad_biases(biases.size());
   for (int64_t l = last; l >= 0; --l) {
     Tensor grad_in = experts.products().transposed(grad, experts.weight(l));
     if (l == last && gates) {
-      grad_gates = experts.gate_backward(grad_in, inputs[l], grad, gates->to(type).contiguous());
+      std::tie(grad_gates, row_gates) =
+          experts.gate_backward(grad_in, inputs[l], dy, gates->to(type).contiguous());
     }
     grad_weights[l] = experts.products().of_rows(inputs[l], grad);
-    if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
+    if (experts.has_bias())
+      grad_biases[l] = experts.sum_by_expert(grad, l == last ? row_gates : Tensor());
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
   }
   if (inverse) grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());

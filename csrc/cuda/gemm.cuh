@@ -25,17 +25,18 @@
 
 namespace moe_ext::cuda {
 
-constexpr int kTile = 64;   // rows and columns of a block's part of the result
-constexpr int kDepth = 16;  // of the factors' parts in shared memory
-constexpr int kSide = 16;   // kSide^2 threads
+constexpr int kTile = 64;           // rows and columns of a block's part of the result
+constexpr int kDepth = 16;          // of the factors' parts in shared memory
+constexpr int kStride = kTile + 4;  // of their lines: neighbours in a column lie in other banks
+constexpr int kSide = 16;           // kSide^2 threads
 constexpr int kEach = kTile / kSide;
 constexpr int kTerms = 256;  // are summed by themselves: a long sum would lose small numbers
 
 // One block's factors in shared memory, and the product of them in its threads' registers.
 template <typename acc_t>
 struct TileProduct {
-  acc_t (*a)[kTile];  // [kDepth][kTile], shared
-  acc_t (*b)[kTile];
+  acc_t (*a)[kStride];  // [kDepth][kTile], shared
+  acc_t (*b)[kStride];
   acc_t total[kEach][kEach] = {};
   acc_t sum[kEach][kEach] = {};
   int num_terms = 0;
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kSide* kSide)
                               const int64_t* __restrict__ offsets, int64_t num_experts,
                               int64_t depth, int64_t columns, int64_t column_tiles,
                               scalar_t* __restrict__ out) {
-  __shared__ acc_t a_tile[kDepth][kTile], b_tile[kDepth][kTile];
+  __shared__ acc_t a_tile[kDepth][kStride], b_tile[kDepth][kStride];
   const RowTile<kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
   if (tile.num_rows <= 0) return;  // the whole block
   const int64_t first_column = blockIdx.x % column_tiles * kTile;
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kSide* kSide)
     rows_times_rows_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ g,
                            const int64_t* __restrict__ offsets, int64_t height, int64_t columns,
                            int64_t height_tiles, int64_t column_tiles, scalar_t* __restrict__ out) {
-  __shared__ acc_t a_tile[kDepth][kTile], b_tile[kDepth][kTile];
+  __shared__ acc_t a_tile[kDepth][kStride], b_tile[kDepth][kStride];
   const int64_t expert = blockIdx.x / (height_tiles * column_tiles);
   const int64_t first_k = blockIdx.x / column_tiles % height_tiles * kTile;
   const int64_t first_column = blockIdx.x % column_tiles * kTile;

@@ -57,6 +57,46 @@ void with_pack_size(int64_t width, std::initializer_list<const void*> data, cons
   }
 }
 
+// How many blocks keep the device busy with `num_threads` threads' work, each thread at least once.
+inline dim3 strided_grid(int64_t num_threads) {
+  constexpr int64_t kMostBlocks = 1 << 20;
+  return grid(std::min(ceil_div(num_threads, kThreads), kMostBlocks));
+}
+
+// rows[row of s] = x[t] for the slots s of token t. A thread has some columns of one token.
+template <typename Packed>
+__global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, int64_t packs,
+                                     Packed* __restrict__ rows) {
+  const int64_t all = slots.num_tokens * packs;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t t = i / packs;
+    const int64_t pack = i % packs;
+    const Packed value = x[i];
+    const int64_t end = slots.end(t);
+    for (int64_t slot = slots.begin(t); slot < end; ++slot) {
+      rows[slots.row(slot) * packs + pack] = value;
+    }
+  }
+}
+
+// x is contiguous.
+inline Tensor rows_of_slots(const Tensor& x, const Slots& slots) {
+  const int64_t width = x.size(1);
+  Tensor rows = at::empty({slots.num_slots, width}, x.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dispatch", [&] {
+    const auto* x_data = x.const_data_ptr<scalar_t>();
+    auto* rows_data = rows.mutable_data_ptr<scalar_t>();
+    with_pack_size<scalar_t>(width, {x_data, rows_data}, [&](auto size) {
+      using Packed = Pack<scalar_t, size>;
+      launch(rows_of_slots_kernel<Packed>, strided_grid(slots.num_tokens * (width / size)),
+             kThreads, 0, reinterpret_cast<const Packed*>(x_data), slots, width / size,
+             reinterpret_cast<Packed*>(rows_data));
+    });
+  });
+  return rows;
+}
+
 // out[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order;
 // without weights all are 1, exactly. A thread has some columns of one token.
 template <typename scalar_t, typename acc_t, int kSize>
@@ -85,12 +125,6 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
     for (int d = 0; d < kSize; ++d) total.values[d] = static_cast<scalar_t>(sum[d]);
     reinterpret_cast<Packed*>(out + t * width)[pack] = total;
   }
-}
-
-// How many blocks keep the device busy with `num_threads` threads' work, each thread at least once.
-inline dim3 strided_grid(int64_t num_threads) {
-  constexpr int64_t kMostBlocks = 1 << 20;
-  return grid(std::min(ceil_div(num_threads, kThreads), kMostBlocks));
 }
 
 // All are contiguous, weights in the accumulation type of rows or undefined.
