@@ -170,6 +170,7 @@ def test_a_training_step_is_captured_in_a_graph(gate, dtype, optimizer_class):
     x = torch.randn(320, 64, device="cuda", dtype=dtype)
 
     def training():
+        torch.manual_seed(3)
         moe = layer(gate(64, 16, 2), "cuda", dtype, w_load=0.0)
         optimizer = optimizer_class(moe.parameters(), lr=0.01, capturable=True)
 
