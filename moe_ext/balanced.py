@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes
+from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes, widened
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
 from moe_ext.processes import Processes, Transfer, blocks, columns_of
@@ -345,6 +345,7 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels
         batchwise = self.training or self.batchwise
+        x = widened(x)
         primary_logits = logits(x, self.w_gate)
         scores = self._scores(primary_logits)
         if batchwise:

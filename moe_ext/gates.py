@@ -47,11 +47,17 @@ def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     return ops.experts(x, [weight.unsqueeze(0)])
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in float32 at least: once for all matrices of a gate."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def logits(
     x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = _matmul
 ) -> Tensor:
     """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    x = widened(x)
+    wide = torch.promote_types(x.dtype, weight.dtype)
     # The meta device has no autocast, and says so with an error.
     meta = x.device.type == "meta"
     with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
@@ -231,6 +237,7 @@ class NoisyTopKGate(Gate):
 
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
+        x = widened(x)
         clean_logits = logits(x, self.w_gate)
         raw_noise_stddev = noise = None
         if self.training:

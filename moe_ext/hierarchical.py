@@ -15,6 +15,7 @@ from moe_ext.gates import (
     logits,
     require_sizes,
     standard_normal,
+    widened,
 )
 from moe_ext.moe import MoE
 
@@ -101,6 +102,7 @@ class HierarchicalNoisyTopKGate(Gate):
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k1 · k2 gates of each token: by group, each in order of falling logit."""
         k1, k2 = self.k_of_levels
+        x = widened(x)
         clean = logits(x, self.w_gate)
         raw = noise = None
         if self.training:
