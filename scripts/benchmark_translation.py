@@ -30,8 +30,8 @@ import torch
 
 from moe_ext.analysis.benchmark import Ratio, environment, ratio
 from moe_ext.data import Wordpieces
-from moe_ext.data.files import open_plain
 from moe_ext.decoding import BeamSearch, Translation, Translator
+from moe_ext.files import open_plain
 from moe_ext.progress import progress
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status

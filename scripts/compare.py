@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.training.command import exit_status
 from moe_ext.training.comparison import arm_titles, arms, comparison_report, train_pair
 from moe_ext.training.config import Config, ConfigError, read_config

@@ -21,7 +21,7 @@ import jinja2
 from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import Vocabulary, Wordpieces
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError

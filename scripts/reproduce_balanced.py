@@ -29,7 +29,7 @@ import matplotlib.ticker
 
 from moe_ext import MoEAux, batchwise_masks
 from moe_ext.balanced import rows_per_expert
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.moe import MoE
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config

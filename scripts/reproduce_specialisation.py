@@ -48,7 +48,7 @@ from moe_ext.analysis import (
 )
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import EncodedSentences
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError, config_differences

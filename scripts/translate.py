@@ -31,8 +31,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from moe_ext.data.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
+from moe_ext.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError

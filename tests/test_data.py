@@ -21,7 +21,7 @@ from moe_ext.data import (
     encode_sentences,
     load_corpus,
 )
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.progress import progress
 
 EOS = 0  # the id of </s> in sentences made of numbers

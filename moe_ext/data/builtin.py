@@ -24,7 +24,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.progress import progress
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from moe_ext.data.files import READ_ERRORS, open_plain
+from moe_ext.files import READ_ERRORS, open_plain
 
 PARTS = ("train", "dev", "test")
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")

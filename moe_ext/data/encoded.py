@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moe_ext.data.corpora import CorpusError, Sentences, Shard
-from moe_ext.data.files import atomic_file, sync_folder
 from moe_ext.data.vocabulary import Vocabulary
 from moe_ext.data.workers import in_workers
+from moe_ext.files import atomic_file, sync_folder
 from moe_ext.progress import progress
 
 _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"

@@ -37,10 +37,10 @@ from moe_ext.data.batches import (
 )
 from moe_ext.data.corpora import CorpusError
 from moe_ext.data.encoded import EncodedSentences, SentencesWriter, flatten, made_once
-from moe_ext.data.files import atomic_file
 from moe_ext.data.parallel import KEPT, LengthFilter, Pair, ParallelText, describe
 from moe_ext.data.wordpieces import Wordpieces
 from moe_ext.data.workers import in_workers
+from moe_ext.files import atomic_file
 from moe_ext.progress import progress
 
 _CHUNK = 4096  # pairs that are encoded at a time

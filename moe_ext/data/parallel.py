@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ext.checks import require
 from moe_ext.data.corpora import PARTS, CorpusError
-from moe_ext.data.files import READ_ERRORS, open_plain
+from moe_ext.files import READ_ERRORS, open_plain
 
 Pair = tuple[str, str]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 
 # How vocabulary files spell the two special entries, ours first. Of the two files in use for the
 # 1-billion-word benchmark one has <S> and </S>, the other marks both ends of a sentence by <S>.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moe_ext.checks import require
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 
 _SPACE = "\u2581"  # how a piece spells the space before a word
 _UNKNOWN = "\u2047"  # how decoded text spells what no piece spells

@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moe_ext.checks import require
-from moe_ext.data.files import atomic_file
 from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
 from moe_ext.distributed.planners import LoadPlanner, SavePlanner
 from moe_ext.distributed.state import (
@@ -43,6 +42,7 @@ from moe_ext.distributed.state import (
     require_same_shapes,
     whole_shapes,
 )
+from moe_ext.files import atomic_file
 from moe_ext.processes import Layout, Processes
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moe_ext.data.files import atomic_file, sync_folder
+from moe_ext.files import atomic_file, sync_folder
 
 STEP = re.compile(r"step-(\d+)(\.old)?")
 SUMS = "SHA256SUMS"

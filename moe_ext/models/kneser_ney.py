@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.data import EncodedSentences, Vocabulary
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.progress import progress
 
 _NONE = -1

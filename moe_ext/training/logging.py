@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.training.config import ConfigError, LogConfig
 
 

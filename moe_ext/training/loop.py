@@ -19,8 +19,8 @@ from torch.optim import Adam, Optimizer
 from moe_ext.balanced import balanced_gates, batchwise_masks
 from moe_ext.data import Batch, EncodedPairs, PairBatch
 from moe_ext.data.batches import mixed_seed
-from moe_ext.data.files import atomic_file
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
+from moe_ext.files import atomic_file
 from moe_ext.models import LanguageModel, LossParts, TranslationModel
 from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 from moe_ext.processes import Processes

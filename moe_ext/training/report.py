@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis import Cost, cost
-from moe_ext.data.files import atomic_file
+from moe_ext.files import atomic_file
 from moe_ext.training.config import AnyConfig, ConfigError, config_differences, config_from_dict
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_ext.data import ParallelText, Wordpieces
-from moe_ext.data.files import atomic_file
 from moe_ext.decoding import BeamSearch, Bleu, Translator, corpus_bleu
 from moe_ext.decoding.bleu import import_bleu
+from moe_ext.files import atomic_file
 from moe_ext.models import TranslationModel
 from moe_ext.training.checkpoint import TrainedModel, checkpoints_of, load_run
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
