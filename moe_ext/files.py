@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and files that may be compressed."""
 
 import gzip
+import json
 import lzma
 import os
 import tempfile
@@ -8,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 # What reading a file that is missing, cut off or not what its name says may raise.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
@@ -40,6 +41,20 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)  # the rename itself
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all; what is there and is no file, as a pipe, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, data: Any) -> None:
+    """`write_text` of the data as JSON."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,6 @@ the benchmark, 30,301,028, whose text is left empty.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -37,8 +36,10 @@ from moe_ext.data import (
     in_workers,
     load_corpus,
 )
+from moe_ext.files import write_json
 from moe_ext.progress import progress
 from moe_ext.training.command import at_least
+from moe_ext.training.report import markdown_table
 
 VOCABULARY = 793_471
 SENTENCES = 30_301_028
@@ -91,16 +92,22 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             ]
         empty_text(folder / "empty", options.sentences)
         rows += elsewhere(whole_epoch, folder / "empty")
-    print("| what | workers | words | seconds | words/s | words/processor s | memory, MiB |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row.what} | {row.workers} | {row.words:,} | {row.seconds:.1f} "
-            f"| {row.words / row.seconds:,.0f} | {row.words / row.processor_seconds:,.0f} "
-            f"| {row.peak_mib:,.0f} |"
-        )
+    table = [
+        [
+            row.what,
+            row.workers,
+            f"{row.words:,}",
+            f"{row.seconds:.1f}",
+            f"{row.words / row.seconds:,.0f}",
+            f"{row.words / row.processor_seconds:,.0f}",
+            f"{row.peak_mib:,.0f}",
+        ]
+        for row in rows
+    ]
+    header = ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"]
+    print(markdown_table(header, table))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(options.json, [asdict(row) for row in rows])
     return rows
 
 
@@ -262,7 +269,7 @@ def empty_text(folder: Path, num_sentences: int) -> None:
     with (folder / "stream.int32").open("wb") as file:
         file.truncate(4 * (num_tokens + 1))
     about = {"num_sentences": num_sentences, "num_tokens": num_tokens, "eos_id": 0}
-    (folder / "about.json").write_text(json.dumps(about))
+    write_json(folder / "about.json", about)
 
 
 if __name__ == "__main__":

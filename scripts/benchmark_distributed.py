@@ -39,9 +39,7 @@ processor: as where an accelerator computes, while processors that compute also 
 
 import argparse
 import contextlib
-import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -61,9 +59,11 @@ from moe_ext.analysis.benchmark import environment, ratio
 from moe_ext.analysis.cluster import exchange_bytes
 from moe_ext.analysis.memory import keep_freed_memory
 from moe_ext.exchange import EXCHANGES, Exchange
+from moe_ext.files import write_json
 from moe_ext.processes import Processes, Transfer
 from moe_ext.progress import progress
 from moe_ext.training.device import avoid_missing_amx
+from moe_ext.training.report import markdown_table
 
 PASSES = ("forward", "backward")
 
@@ -436,12 +436,6 @@ def total(each: Iterable[Bytes]) -> Bytes:
     return Bytes(*(sum(values) for values in zip(*(asdict(b).values() for b in each), strict=True)))
 
 
-def table(lines: Iterable[Sequence[str]]) -> str:
-    """Markdown of rows, the first of which is the head."""
-    head, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows])
-
-
 def quartiles(values: Sequence[float] | None, form: str, scale: float = 1.0) -> str:
     if values is None:
         return "–"
@@ -450,8 +444,9 @@ def quartiles(values: Sequence[float] | None, form: str, scale: float = 1.0) -> 
 
 
 def print_results(results: Sequence[Result]) -> None:
-    head = ["processes", "exchange", "chunks", "pass", "rows, MB", "gates, MB", "indices, MB"]
-    lines = [[*head, "all three / least", "counts, kB", "losses, kB"]]
+    header = ["processes", "exchange", "chunks", "pass", "rows, MB", "gates, MB", "indices, MB"]
+    header += ["all three / least", "counts, kB", "losses, kB"]
+    lines = []
     for result in results:
         for name, found in (result.bytes or {}).items():
             moved = found.rows + found.gates + found.indices
@@ -464,9 +459,11 @@ def print_results(results: Sequence[Result]) -> None:
                     *(f"{b / 1e3:.2f}" for b in (found.counts, found.losses)),
                 ]
             )
-    print(f"\nBytes that leave a process in a step, all processes together\n\n{table(lines)}")
+    print("\nBytes that leave a process in a step, all processes together\n")
+    print(markdown_table(header, lines))
 
-    lines = [["processes", "exchange", "transfers, ms", "raw, ms", "raw, MB/s", "transfers / raw"]]
+    header = ["processes", "exchange", "transfers, ms", "raw, ms", "raw, MB/s", "transfers / raw"]
+    lines = []
     for result in results:
         if result.raw_ms is not None and result.chunks == 1:
             lines.append(
@@ -479,12 +476,12 @@ def print_results(results: Sequence[Result]) -> None:
                     quartiles(result.by_raw, ".3f"),
                 ]
             )
-    print(f"\nThe exchange by itself, everything that a step sends\n\n{table(lines)}")
+    print("The exchange by itself, everything that a step sends\n")
+    print(markdown_table(header, lines))
 
-    lines = [
-        ["processes", "exchange", "chunks", "step, ms", "tokens/s", "efficiency", "alone, ms"]
-        + ["by alone", "waits", "hidden"]
-    ]
+    header = ["processes", "exchange", "chunks", "step, ms", "tokens/s", "efficiency", "alone, ms"]
+    header += ["by alone", "waits", "hidden"]
+    lines = []
     for result in results:
         lines.append(
             [
@@ -499,7 +496,8 @@ def print_results(results: Sequence[Result]) -> None:
                 "–" if result.chunks == 1 else quartiles(result.hidden, ".0f", 100) + " %",
             ]
         )
-    print(f"\nSteps\n\n{table(lines)}")
+    print("Steps\n")
+    print(markdown_table(header, lines))
 
 
 def plot(results: Sequence[Result], path: Path, title: str) -> None:
@@ -601,7 +599,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "arguments": {key: str(value) for key, value in vars(args).items()},
                 "results": [asdict(result) for result in results],
             }
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_json(args.json, record)
         if args.plot:
             plot(results, args.plot, title)
     dist.destroy_process_group()

@@ -19,7 +19,6 @@ memory is kept for the next step: clearing fresh pages would take longer than al
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +29,8 @@ import torch
 from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
+from moe_ext.files import write_json
+from moe_ext.training.report import markdown_table
 
 STAGES = ("gate", "plan", "experts")
 
@@ -179,20 +180,27 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 mib[name],
             )
         )
-    print(
-        "| layer | experts | hidden | parameters, M | multiply-adds: gate | experts | step, us "
-        "| x | quartiles | gate, us | plan, us | experts, us | MiB |"
-    )
-    print("|" + "---|" * 13)
-    for row in rows:
-        stages = " | ".join(f"{row.stage_us[stage]:.2f}" for stage in STAGES)
-        print(
-            f"| {row.layer} | {row.experts} | {row.hidden} | {row.parameters / 1e6:.1f} "
-            f"| {row.gate_ops:,} | {row.expert_ops:,} | {row.step_us:.2f} | {row.ratio:.2f} "
-            f"| {row.ratio_low:.2f}-{row.ratio_high:.2f} | {stages} | {row.mib:,.0f} |"
-        )
+    table = [
+        [
+            row.layer,
+            row.experts,
+            row.hidden,
+            f"{row.parameters / 1e6:.1f}",
+            f"{row.gate_ops:,}",
+            f"{row.expert_ops:,}",
+            f"{row.step_us:.2f}",
+            f"{row.ratio:.2f}",
+            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *(f"{row.stage_us[stage]:.2f}" for stage in STAGES),
+            f"{row.mib:,.0f}",
+        ]
+        for row in rows
+    ]
+    header = ["layer", "experts", "hidden", "parameters, M", "multiply-adds: gate", "experts"]
+    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in STAGES), "MiB"]
+    print(markdown_table(header, table))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(args.json, [asdict(row) for row in rows])
     return rows
 
 

@@ -47,7 +47,6 @@ import contextlib
 import functools
 import importlib.metadata
 import json
-import re
 import statistics
 import sys
 import time
@@ -82,9 +81,11 @@ from moe_ext.analysis.peers import (
     ours,
 )
 from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
+from moe_ext.files import write_json
 from moe_ext.progress import progress
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import avoid_missing_amx, check_device
+from moe_ext.training.report import markdown_table
 
 SHAPES = {
     "e4": Shape(4096, 4, 4, 512, 1024),
@@ -529,12 +530,6 @@ def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]
 # What is printed
 
 
-def table(lines: Iterable[Sequence[str]]) -> str:
-    """Markdown of rows, the first of which is the head."""
-    head, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows])
-
-
 class Unit(NamedTuple):
     """In which operations per second are printed."""
 
@@ -588,7 +583,7 @@ def speed_table(group: Sequence[Result], which: str) -> str:
             ]
         best = [ratio for result in results if (ratio := result.best_ratio(which)) is not None]
         lines.append([*line, f"{min(best):.2f}" if best else "–"])
-    return table([[*head, "best peer"], *lines])
+    return markdown_table([*head, "best peer"], lines)
 
 
 def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
@@ -610,10 +605,10 @@ def print_results(results: Sequence[Result]) -> None:
         )
         for which in PASSES:
             print(f"\n{which}: peers in {unit.name}, and in brackets their time by ours\n")
-            print(speed_table(group, which))
+            print(speed_table(group, which), end="")
         if any(result.peak_mib for result in group):
             print(f"\nMemory at its peak beside inputs and weights, {dtype}: MiB\n")
-            print(peak_table(group))
+            print(peak_table(group), end="")
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -630,23 +625,25 @@ def print_results(results: Sequence[Result]) -> None:
 def peak_table(group: Sequence[Result]) -> str:
     """A line for each shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
-    lines = [["shape", "activation", "pass", *names]]
+    lines = []
     for result in group:
         for which in PASSES:
             found = [result.peak_mib.get(name, {}).get(which) for name in names]
             sizes = ["–" if size is None else f"{size:.0f}" for size in found]
             lines.append([result.name, result.activation, which, *sizes])
-    return table(lines)
+    return markdown_table(["shape", "activation", "pass", *names], lines)
 
 
 def print_routing(found: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for each in found for name in each["ms"]))
-    lines = [["T, E, k", *names, *(f"limit, {name}" for name in found[0]["limit_ms"])]]
+    header = ["T, E, k", *names, *(f"limit, {name}" for name in found[0]["limit_ms"])]
+    lines = []
     for each in found:
         times = ["{1:.4g} ({0:.4g}-{2:.4g})".format(*each["ms"][name]) for name in names]
         limits = [f"{limit:.4g}" for limit in each["limit_ms"].values()]
         lines.append([", ".join(map(str, each["shape"])), *times, *limits])
-    print(f"\nRouting: ms from the gate's logits to the plan\n\n{table(lines)}")
+    print("\nRouting: ms from the gate's logits to the plan\n")
+    print(markdown_table(header, lines), end="")
 
 
 def print_speed_up(results: Sequence[Result], field: str) -> None:
@@ -659,7 +656,7 @@ def print_speed_up(results: Sequence[Result], field: str) -> None:
     first = getattr(results[0], field)
     base = {rest(result): result for result in results if getattr(result, field) == first}
     others = [result for result in results if getattr(result, field) != first]
-    lines = [["shape", "activation", "type", "on", *PASSES]]
+    lines = []
     for result in others:
         ms = [[r.figures["ours"][p].ms[1] for p in PASSES] for r in (base[rest(result)], result)]
         speed_ups = [f"{a / b:.2f}" for a, b in zip(*ms, strict=True)]
@@ -667,12 +664,14 @@ def print_speed_up(results: Sequence[Result], field: str) -> None:
             [result.name, result.activation, result.dtype, place(result.threads), *speed_ups]
         )
     if others:
-        print(f"\nOurs, time with {field} = {first} by time with the one given\n\n{table(lines)}")
+        print(f"\nOurs, time with {field} = {first} by time with the one given\n")
+        print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
 
 
 def print_memory(found: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for each in found for name in each["kept"]))
-    lines = [["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]]
+    header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
+    lines = []
     for each in found:
         size = each["x"] + each["hidden"]
         kept = [each["kept"].get(name) for name in names]
@@ -683,7 +682,8 @@ def print_memory(found: Sequence[dict[str, Any]]) -> None:
                 *("–" if bytes is None else f"{bytes / size:.2f}" for bytes in kept),
             ]
         )
-    print(f"Kept for the backward pass beside the weights, by x + hidden\n\n{table(lines)}")
+    print("Kept for the backward pass beside the weights, by x + hidden\n")
+    print(markdown_table(header, lines), end="")
 
 
 def plot(results: Sequence[Result], machine: str, path: Path) -> None:
@@ -844,9 +844,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not on_cpu:
             torch.cuda.empty_cache()
         if args.json:
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_json(args.json, record)
     if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(args.json, record)
     results = report(record)
     if args.plot and results:
         plot(results, record["environment"], args.plot)

@@ -10,7 +10,6 @@ as many bytes as they must move, by Tensor.copy_ into fresh tensors and into ten
 """
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Callable, Iterable
@@ -23,6 +22,8 @@ from torch.nn import functional as F
 from moe_ext import cv_squared, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
+from moe_ext.files import write_json
+from moe_ext.training.report import markdown_table
 
 
 @dataclass
@@ -192,17 +193,26 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             rows.append(Row(threads, operation, mine, name, theirs, *quartiles, *memory))
     unit = 4 * T / 2**20
     print(f"T·k·D floats are {unit * k * D:.0f} MiB, T·E floats {unit * E:.0f} MiB\n")
-    print("| threads | operation | ours, ms | MiB | against | ms | MiB | x | quartiles |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row.threads} | {row.operation} | {row.ours_ms:.3f} | {row.ours_mib:.0f} "
-            f"| {row.peer} | {row.peer_ms:.3f} | {row.peer_mib:.0f} "
-            f"| {row.ratio:.2f} | {row.ratio_low:.2f}-{row.ratio_high:.2f} |"
-        )
+    table = [
+        [
+            row.threads,
+            row.operation,
+            f"{row.ours_ms:.3f}",
+            f"{row.ours_mib:.0f}",
+            row.peer,
+            f"{row.peer_ms:.3f}",
+            f"{row.peer_mib:.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["threads", "operation", "ours, ms", "MiB", "against", "ms", "MiB", "x", "quartiles"]
+    print(markdown_table(header, table))
     if args.json:
-        record = {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(record, indent=2))
+        write_json(
+            args.json, {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
+        )
     return rows
 
 

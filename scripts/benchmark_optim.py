@@ -10,7 +10,6 @@ the state that an optimizer keeps for each weight.
 """
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -21,7 +20,9 @@ import torch
 from torch import nn
 
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
+from moe_ext.training.report import markdown_table
 
 
 @dataclass
@@ -104,16 +105,22 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for param in params:
         param.grad = torch.randn_like(param)
     rows = [row for threads in args.threads for row in measure(params, threads, args.rounds)]
-    print("| threads | step | ms | x | quartiles | bytes |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row.threads} | {row.step} | {row.ms:.1f} | {row.ratio:.2f} "
-            f"| {row.ratio_low:.2f}-{row.ratio_high:.2f} | {row.state_bytes:.3f} |"
-        )
+    table = [
+        [
+            row.threads,
+            row.step,
+            f"{row.ms:.1f}",
+            f"{row.ratio:.2f}",
+            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            f"{row.state_bytes:.3f}",
+        ]
+        for row in rows
+    ]
+    print(markdown_table(["threads", "step", "ms", "x", "quartiles", "bytes"], table))
     if args.json:
-        record = {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(record, indent=2))
+        write_json(
+            args.json, {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
+        )
     return rows
 
 

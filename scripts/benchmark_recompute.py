@@ -10,7 +10,6 @@ memory that forward and backward take beyond their arguments (Linux, resident se
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,8 @@ from torch import Tensor
 from moe_ext import MoE, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
+from moe_ext.files import write_json
+from moe_ext.training.report import markdown_table
 
 
 @dataclass
@@ -101,19 +102,23 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             )
     print(f"gradients of both have the same bits: {'yes' if same else 'NO'}")
     print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
-    print(
-        "| threads | hidden layer | kept, bytes a token | peak, MiB | forward, ms | both, ms "
-        "| ratio | quartiles |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row.threads} | {row.hidden} | {row.kept_bytes_per_token:,.0f} "
-            f"| {row.peak_mib:.0f} | {row.forward_ms:.1f} | {row.total_ms:.1f} "
-            f"| {row.ratio:.2f} | {row.ratio_low:.2f}-{row.ratio_high:.2f} |"
-        )
+    table = [
+        [
+            row.threads,
+            row.hidden,
+            f"{row.kept_bytes_per_token:,.0f}",
+            f"{row.peak_mib:.0f}",
+            f"{row.forward_ms:.1f}",
+            f"{row.total_ms:.1f}",
+            f"{row.ratio:.2f}",
+            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["threads", "hidden layer", "kept, bytes a token", "peak, MiB"]
+    print(markdown_table([*header, "forward, ms", "both, ms", "ratio", "quartiles"], table))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(args.json, [asdict(row) for row in rows])
     return rows
 
 

@@ -13,7 +13,6 @@ weights, x and the gradient of y; "states" is what m states are of it.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +24,9 @@ from moe_ext import MoELSTM
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
+from moe_ext.files import write_json
 from moe_ext.progress import progress
+from moe_ext.training.report import markdown_table
 
 
 @dataclass
@@ -122,20 +123,25 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             )
         )
 
-    print(
-        "| m | evaluations | C(t, m) | C / t | ms | x | quartiles | x by C(t, m) | MiB | states |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row.slots or 'plain'} | {row.evaluations} | {row.minimum} "
-            f"| {row.minimum / S:.2f} | {row.ms:.0f} | {row.ratio:.2f} "
-            f"| {row.ratio_low:.2f}-{row.ratio_high:.2f} | {row.expected_ratio:.2f} "
-            f"| {row.mib:.1f} | {row.states_mib:.1f} |"
-        )
+    table = [
+        [
+            row.slots or "plain",
+            row.evaluations,
+            row.minimum,
+            f"{row.minimum / S:.2f}",
+            f"{row.ms:.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            f"{row.expected_ratio:.2f}",
+            f"{row.mib:.1f}",
+            f"{row.states_mib:.1f}",
+        ]
+        for row in rows
+    ]
+    header = ["m", "evaluations", "C(t, m)", "C / t", "ms", "x", "quartiles", "x by C(t, m)"]
+    print(markdown_table([*header, "MiB", "states"], table))
     if args.json:
-        record = {"environment": environment(), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(args.json, {"environment": environment(), "rows": [asdict(row) for row in rows]})
     return rows
 
 

@@ -10,7 +10,6 @@ median of the rounds' ratios, with quartiles.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least
 from moe_ext.training.report import markdown_table
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         )
     print(as_markdown(rows))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(options.json, [asdict(row) for row in rows])
     return rows
 
 

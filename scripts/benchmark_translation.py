@@ -15,7 +15,6 @@ balanced gate, whose thresholds have to be trained, it has one that takes the to
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -31,7 +30,7 @@ import torch
 from moe_ext.analysis.benchmark import Ratio, environment, ratio
 from moe_ext.data import Wordpieces
 from moe_ext.decoding import BeamSearch, Translation, Translator
-from moe_ext.files import open_plain
+from moe_ext.files import open_plain, write_json
 from moe_ext.progress import progress
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
@@ -199,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Ratio]:
             "ratios": {name: each._asdict() for name, each in ratios.items()},
             "same": same,
         }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.json, figures)
     return ratios
 
 

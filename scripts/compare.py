@@ -17,18 +17,17 @@ training diverged; 2: an option, file or folder that can't be used, in one sente
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.files import atomic_file
 from moe_ext.training.command import exit_status
 from moe_ext.training.comparison import arm_titles, arms, comparison_report, train_pair
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
+from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.text import load_text
 
 BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
@@ -37,53 +36,53 @@ BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # a
 def as_markdown(report: dict[str, Any], config: Config) -> str:
     """The report as a page with one row for each seed; `config` is that of the first model."""
     titles = report["models"]
-    (first, first_title), (second, second_title) = titles.items()
-    lines = [
-        f"{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus "
-        f"{config.data.corpus}: {report['train_tokens']:,} training and "
-        f"{report['test_tokens']:,} test tokens, vocabulary {report['vocabulary']:,}.",
-        "",
-        "| model | ops/timestep | parameters | with embedding and softmax |",
-        "|---|---|---|---|",
-    ]
-    for arm, title in titles.items():
-        cost = report["cost"][arm]
-        lines.append(
-            f"| {title} | {cost['ops_per_timestep'] / 1e6:.3f}M | {cost['parameters'] / 1e6:.2f}M "
-            f"| {cost['total_parameters'] / 1e6:.2f}M |"
-        )
-    lines += [
-        "",
-        f"| seed | {first_title}: test ppl | {second_title}: test ppl | difference in ln ppl "
-        "| 95% over test sentences | CV(Importance) | CV(Load) | max/mean Load "
-        f"| {first_title}: words/s | {second_title}: words/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    costs = {title: report["cost"][arm] for arm, title in titles.items()}
+    sizes = markdown_table(
+        ["model", "ops/timestep", "parameters", "with embedding and softmax"],
+        [
+            [
+                title,
+                f"{cost['ops_per_timestep'] / 1e6:.3f}M",
+                f"{cost['parameters'] / 1e6:.2f}M",
+                f"{cost['total_parameters'] / 1e6:.2f}M",
+            ]
+            for title, cost in costs.items()
+        ],
+    )
+    header = ["seed", *(f"{title}: test ppl" for title in titles.values()), "difference in ln ppl"]
+    header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
+    header += [f"{title}: words/s" for title in titles.values()]
+    rows = []
     for row in report["pairs"]:
         balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
-        cells = [
-            row["seed"],
-            f"{row[f'{first}_perplexity']:.2f}",
-            f"{row[f'{second}_perplexity']:.2f}",
-            f"{row['difference']:+.4f}",
-            f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
-            *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in BALANCE),
-            f"{speed[first]:,.0f}",
-            f"{speed[second]:,.0f}",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines.append("")
-    if report["difference"] is None:
-        lines.append("One seed: no interval over seeds.")
-    else:
+        rows.append(
+            [
+                row["seed"],
+                *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
+                f"{row['difference']:+.4f}",
+                f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
+                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in BALANCE),
+                *(f"{speed[arm]:,.0f}" for arm in titles),
+            ]
+        )
+    difference = "One seed: no interval over seeds."
+    if report["difference"] is not None:
         mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
         change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
-        lines.append(
-            f"Mean difference in ln ppl, {first_title} - {second_title}: {mean:+.4f}, 95% t "
+        difference = (
+            f"Mean difference in ln ppl, {' - '.join(titles.values())}: {mean:+.4f}, 95% t "
             f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
             f"perplexity {change[0]} [{change[1]}, {change[2]}]."
         )
-    return "\n".join(lines) + "\n"
+    return f"""\
+{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
+{config.data.corpus}: {report["train_tokens"]:,} training and \
+{report["test_tokens"]:,} test tokens, vocabulary {report["vocabulary"]:,}.
+
+{sizes}
+{markdown_table(header, rows)}
+{difference}
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -115,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     pairs = [train_pair(a, text, output, b) for a, b in zip(first, second, strict=True)]
     report = {"models": arm_titles(config, second[0]), **comparison_report(pairs, text)}
     page = as_markdown(report, config)
-    for name, content in (("json", json.dumps(report, indent=1)), ("md", page)):
-        with atomic_file(output / f"comparison.{name}") as file:
-            file.write(content.encode())
+    write_report(output, "comparison", page, report)
     print(page)
     print(f"also in {output}/comparison.md and comparison.json")
     return report

@@ -21,7 +21,7 @@ import jinja2
 from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import Vocabulary, Wordpieces
-from moe_ext.files import atomic_file
+from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError
@@ -164,9 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = as_text(reports)
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
     page = as_html(reports, title, legend_of(reports, trained.vocabulary))
-    for suffix, content in ((".txt", text), (".html", page)):
-        with atomic_file(output.with_name(output.name + suffix)) as file:
-            file.write(content.encode())
+    write_text(output.with_name(f"{output.name}.txt"), text)
+    write_text(output.with_name(f"{output.name}.html"), page)
     print(text)
     print(f"also in {output}.txt and {output}.html")
 

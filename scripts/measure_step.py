@@ -17,7 +17,6 @@ optimizer.accumulate=10.
 """
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 
 from moe_ext.analysis import cost, training_flops
+from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.loop import Trainer
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if options.json:
         record["config"] = asdict(config) | {"output": ""}
         record["torch"], record["threads"] = torch.__version__, torch.get_num_threads()
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.json, record)
     return record
 
 

@@ -28,7 +28,6 @@ arithmetic, and what is exact and what an estimate, is in moe_ext/analysis/clust
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -36,8 +35,10 @@ from pathlib import Path
 
 from moe_ext.analysis.cluster import DEVICES, Device, Plan, plan
 from moe_ext.exchange import EXCHANGES
+from moe_ext.files import write_json
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import Config, ConfigError, read_config
+from moe_ext.training.report import markdown_table
 
 
 def parse_device(words: Sequence[str]) -> Device:
@@ -109,8 +110,8 @@ def table(plans: Sequence[Plan], device: Device) -> str:
         "efficiency": lambda p: both(of(p.efficiency), ".2f"),
         "share of peak": lambda p: both(of(p.share_of_peak), ".2f"),
     }  # fmt: skip
-    rows = [f"| {name} | {' | '.join(map(value, plans))} |" for name, value in lines.items()]
-    return "\n".join([rows[0], f"|---|{'---|' * len(plans)}", *rows[1:]])
+    header, *rows = ([name, *map(value, plans)] for name, value in lines.items())
+    return markdown_table(header, rows)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -126,8 +127,7 @@ def run(args: argparse.Namespace) -> None:
     values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
     print(f"{args.config}, device: {values}\n\n{table(plans, device)}")
     if args.json:
-        record = {"device": asdict(device), "plans": [asdict(p) for p in plans]}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(args.json, {"device": asdict(device), "plans": [asdict(p) for p in plans]})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from moe_ext.data import EncodedSentences
 from moe_ext.progress import progress
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError, DataConfig
+from moe_ext.training.report import markdown_table
 from moe_ext.training.text import Text, load_text
 
 BLOCK = 2**20
@@ -279,8 +280,7 @@ def check(text: Text, expected: DataSet | None) -> None:
 
     size = row("the vocabulary", len(text.vocabulary), expected and expected.vocab_size)
     print(f"{size} words in the vocabulary\n")
-    print("| part | sentences | words | predictions |")
-    print("|---|---|---|---|")
+    rows = []
     for part in ("train", "dev", "test"):
         sentences: EncodedSentences = getattr(text, part)
         numbers = {
@@ -293,8 +293,8 @@ def check(text: Text, expected: DataSet | None) -> None:
             row(f"the number of {what} in {part}", found, published.get(what))
             for what, found in numbers.items()
         ]
-        print(f"| {part} | {' | '.join(cells)} |")
-    print()
+        rows.append([part, *cells])
+    print(markdown_table(["part", "sentences", "words", "predictions"], rows))
     if wrong:
         raise ConfigError(
             f"this is not the published corpus: {'; '.join(wrong)}; unpack it again, "

@@ -14,7 +14,6 @@ used, in one sentence.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from moe_ext.training.config import read_config
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate
+from moe_ext.training.report import markdown_table, write_report
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CONFIG = _ROOT / "configs" / "small" / "moe-32-balanced.toml"
@@ -95,45 +95,47 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]], path: Path) -> 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
     final, test = report["final"], report["test"]
-    lines = [
-        "# Strictly balanced gating: training with the batchwise mask, thresholds in evaluation",
-        "",
-        f"```\npython scripts/reproduce_balanced.py {' '.join(report['overrides'])}\n```",
-        "",
-        f"{report['steps']:,} steps of about {report['tokens_per_batch']:,} tokens, "
-        f"{report['k']} of {report['num_experts']} experts, seed {report['seed']}. Each expert got "
-        f"exactly m tokens in all of the {report['checked_batches']:,} training batches checked.",
-        "",
-        "![perplexity and masks against steps](balanced.png)",
-        "",
-        "| step | dev perplexity, threshold mask | batchwise mask | difference |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for record in report["dev"]:
         by_threshold, by_batch = record["perplexity"], record["perplexity_batchwise"]
-        lines.append(
-            f"| {record['step']:,} | {by_threshold:.2f} | {by_batch:.2f} "
-            f"| {100 * (by_threshold / by_batch - 1):+.2f}% |"
-        )
+        change = f"{100 * (by_threshold / by_batch - 1):+.2f}%"
+        rows.append([f"{record['step']:,}", f"{by_threshold:.2f}", f"{by_batch:.2f}", change])
+    steps = markdown_table(
+        ["step", "dev perplexity, threshold mask", "batchwise mask", "difference"], rows
+    )
     disagreement, difference, without = (
         f"{100 * final[key]:.2f}%"
         for key in ("mask_disagreement", "difference", "share_without_expert")
     )
-    lines += [
-        "",
-        "| at the end | | aim |",
-        "|---|---|---|",
-        f"| disagreement of the masks, training batches | {disagreement} | below 10% |",
-        f"| dev perplexity, threshold over batchwise mask | {difference} more | within 2% |",
-        f"| tokens without an expert, training batches | {without} | |",
-        f"| test perplexity, threshold mask | {test['perplexity']:.2f} | |",
-        f"| test perplexity, batchwise mask | {test['perplexity_batchwise']:.2f} | |",
-        "",
-        "Disagreement: pairs of a token and an expert that one mask alone selects, over the sum of "
-        "what the two select. The batchwise mask sees the other tokens of the batch, so only the "
-        "perplexity under the threshold mask is that of a language model.",
-    ]
-    return "\n".join(lines) + "\n"
+    end = markdown_table(
+        ["at the end", "", "aim"],
+        [
+            ["disagreement of the masks, training batches", disagreement, "below 10%"],
+            ["dev perplexity, threshold over batchwise mask", f"{difference} more", "within 2%"],
+            ["tokens without an expert, training batches", without, ""],
+            ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
+            ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
+        ],
+    )
+    return f"""\
+# Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
+
+```
+python scripts/reproduce_balanced.py {" ".join(report["overrides"])}
+```
+
+{report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
+{report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}. Each expert got \
+exactly m tokens in all of the {report["checked_batches"]:,} training batches checked.
+
+![perplexity and masks against steps](balanced.png)
+
+{steps}
+{end}
+Disagreement: pairs of a token and an expert that one mask alone selects, over the sum of \
+what the two select. The batchwise mask sees the other tokens of the batch, so only the \
+perplexity under the threshold mask is that of a language model.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -185,11 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "dev": dev,
         "train": train,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
     page = as_markdown(report)
-    for name, content in (("json", json.dumps(report, indent=1) + "\n"), ("md", page)):
-        with atomic_file(options.output / f"balanced.{name}") as file:
-            file.write(content.encode())
+    write_report(options.output, "balanced", page, report)
     plot(dev, train, options.output / "balanced.png")
     print(page)
     print(f"also in {options.output}/balanced.md, .json and .png")

@@ -48,7 +48,7 @@ from moe_ext.analysis import (
 )
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import EncodedSentences
-from moe_ext.files import atomic_file
+from moe_ext.files import atomic_file, write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError, config_differences
@@ -73,8 +73,7 @@ def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[
         except ValueError as error:
             raise ConfigError(f"{run}: {error}") from error
         known = {"asked": asked, "seed": trained.config.seed, **found}
-        with atomic_file(path) as file:
-            file.write(json.dumps(known, indent=1).encode())
+        write_json(path, known)
     return json.loads(path.read_text("utf-8"))
 
 

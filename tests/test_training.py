@@ -539,7 +539,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
     assert [r["step"] for r in read_metrics(again.folder, "train")] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["atomic_file", "RunLog"])
+@pytest.mark.parametrize("name", ["write_text", "RunLog"])
 def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
     """Whatever fails first: the folder holds a run to resume, or nothing in the way of a start."""
     config = merged(table, steps=4)

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_ext.data.corpora import CorpusError, Sentences, Shard
 from moe_ext.data.vocabulary import Vocabulary
 from moe_ext.data.workers import in_workers
-from moe_ext.files import atomic_file, sync_folder
+from moe_ext.files import sync_folder, write_json
 from moe_ext.progress import progress
 
 _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
@@ -228,8 +228,7 @@ class SentencesWriter:
             for file in (self._stream, self._starts):
                 file.flush()
                 os.fsync(file.fileno())
-        with atomic_file(self._folder / _ABOUT) as about:
-            about.write(json.dumps(self._about, indent=1).encode())
+        write_json(self._folder / _ABOUT, self._about)
 
 
 def _encode_into(

@@ -40,7 +40,7 @@ from moe_ext.data.encoded import EncodedSentences, SentencesWriter, flatten, mad
 from moe_ext.data.parallel import KEPT, LengthFilter, Pair, ParallelText, describe
 from moe_ext.data.wordpieces import Wordpieces
 from moe_ext.data.workers import in_workers
-from moe_ext.files import atomic_file
+from moe_ext.files import write_json
 from moe_ext.progress import progress
 
 _CHUNK = 4096  # pairs that are encoded at a time
@@ -249,8 +249,7 @@ def encode_pairs(
             "wordpieces": wordpieces.fingerprint(),
             "text": before.splitlines(),
         }
-        with atomic_file(made / _ABOUT) as file:
-            file.write(json.dumps(about, indent=1).encode())
+        write_json(made / _ABOUT, about)
         if fingerprint() != before:
             raise CorpusError(f"the text of {name} changed while it was read; try again")
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moe_ext.files import atomic_file, sync_folder
+from moe_ext.files import sync_folder, write_text
 
 STEP = re.compile(r"step-(\d+)(\.old)?")
 SUMS = "SHA256SUMS"
@@ -65,15 +65,14 @@ class CheckpointFolder:
             sums: of `sums_of`, of all files.
         """
         temporary = self.temporary(step)
-        with atomic_file(temporary / SUMS) as file:
-            file.write("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode())
+        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+        write_text(temporary / SUMS, "".join(lines))
         path = self.path / temporary.name[1:]
         if path.exists():
             path.rename(path.with_suffix(".old"))  # it counts until the new one has its name
         temporary.rename(path)
         sync_folder(self.path)
-        with atomic_file(self.path / "latest") as file:
-            file.write(f"{path.name}\n".encode())
+        write_text(self.path / "latest", f"{path.name}\n")
         for old in list(self.checkpoints().values())[: -self.keep]:
             _hide(old)
         self._clear()

@@ -20,7 +20,7 @@ from moe_ext.balanced import balanced_gates, batchwise_masks
 from moe_ext.data import Batch, EncodedPairs, PairBatch
 from moe_ext.data.batches import mixed_seed
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
-from moe_ext.files import atomic_file
+from moe_ext.files import write_text
 from moe_ext.models import LanguageModel, LossParts, TranslationModel
 from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 from moe_ext.processes import Processes
@@ -342,8 +342,7 @@ class Trainer:
     def _write_folder(self) -> None:
         """The configuration first: whatever ends the process after that, the run can be resumed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.folder / "config.toml") as file:
-            file.write(to_toml(replace(self.config, resume=False)).encode())
+        write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         if self.step == 0:
             self.text.vocabulary.save(self.folder / vocabulary_file(self.config))
 

@@ -1,11 +1,10 @@
 """Pages of results."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.files import atomic_file
+from moe_ext.files import write_json, write_text
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -18,6 +17,5 @@ def write_report(folder: str | Path, name: str, page: str, data: Any) -> None:
     """FOLDER/NAME.md and NAME.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for suffix, content in (("md", page), ("json", json.dumps(data, indent=1) + "\n")):
-        with atomic_file(folder / f"{name}.{suffix}") as file:
-            file.write(content.encode())
+    write_text(folder / f"{name}.md", page)
+    write_json(folder / f"{name}.json", data)

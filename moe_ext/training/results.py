@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis import Cost, cost
-from moe_ext.files import atomic_file
+from moe_ext.files import atomic_file, write_json
 from moe_ext.training.config import AnyConfig, ConfigError, config_differences, config_from_dict
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
@@ -97,8 +97,7 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
             if keys[0] in record
         ),
     }
-    with atomic_file(run / "result.json") as file:
-        file.write(json.dumps(values, indent=1).encode())
+    write_json(run / "result.json", values)
     result = finished(config, text)
     assert result is not None
     return result

@@ -8,7 +8,7 @@ from typing import Any
 from moe_ext.data import ParallelText, Wordpieces
 from moe_ext.decoding import BeamSearch, Bleu, Translator, corpus_bleu
 from moe_ext.decoding.bleu import import_bleu
-from moe_ext.files import atomic_file
+from moe_ext.files import write_text
 from moe_ext.models import TranslationModel
 from moe_ext.training.checkpoint import TrainedModel, checkpoints_of, load_run
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
@@ -87,8 +87,7 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
             if file.is_file():
                 continue
             lines = [f"{translation}\n" for translation in translations_of(trained, text)]
-            with atomic_file(file) as opened:
-                opened.write("".join(lines).encode())
+            write_text(file, "".join(lines))
     return {pair: file.read_text("utf-8").split("\n")[:-1] for pair, file in files.items()}
 
 
