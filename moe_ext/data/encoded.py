@@ -1,6 +1,5 @@
 """Sentences as ids, in memory or in files that are mapped into it."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -9,12 +8,12 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from moe_ext.data.corpora import CorpusError, Sentences, Shard
@@ -181,7 +180,7 @@ def made_once(folder: Path, name: str, key: str, make: Callable[[Path], None]) -
     made = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not made.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / ".lock"):
+        with FileLock(folder / ".lock"):
             if not made.is_dir():
                 for left in folder.glob(".encoding-*"):  # of a process that was killed
                     shutil.rmtree(left)
@@ -268,11 +267,3 @@ def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, arr
         stream.append(eos_id)
         starts.append(len(stream) - 1)
     return stream, starts
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Only one process at a time, until it leaves the block or ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
