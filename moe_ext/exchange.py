@@ -18,7 +18,7 @@ from moe_ext.checks import require
 from moe_ext.experts import mixture
 from moe_ext.processes import Processes, Transfer, blocks, columns_of, scale_grad
 
-EXCHANGES = ("rows", "tokens")
+EXCHANGES = ("rows", "tokens")  # the units of an `Exchange`
 _Sender = Callable[[int], Transfer]  # of a chunk
 
 
@@ -37,10 +37,12 @@ class Placement:
     experts_per_group: int = 1
 
     def __post_init__(self) -> None:
-        require(self.num_processes >= 1, "num_processes", "be at least 1", self.num_processes)
+        require(
+            self.num_processes >= 1, "Placement: num_processes", "be at least 1", self.num_processes
+        )
         require(
             self.experts_per_group >= 1 and self.num_experts % self.experts_per_group == 0,
-            "experts_per_group",
+            "Placement: experts_per_group",
             f"divide num_experts = {self.num_experts}",
             self.experts_per_group,
         )
@@ -94,15 +96,12 @@ class Exchange(nn.Module):
     Args:
         placement: which experts each process has.
         processes: all of them call this together, forward and backward.
-        exchange: "rows": every copy of a token travels by itself, and its output is weighted and
+        unit: "rows": every copy of a token travels by itself, and its output is weighted and
             summed at home: the bits of a single process. The outputs are kept for the backward
             pass. "tokens": the copies of a token for experts of one process travel as one, with
             their gates, and come back as their sum: fewer bytes where k > 1, and nothing of the
             outputs is kept, but the sum is in another order.
-        num_chunks: into how many the experts of each process are divided.
-
-    Raises:
-        ValueError: exchange or num_chunks is out of range.
+        num_chunks: into how many the experts of each process are divided, at least 1.
     """
 
     position: Tensor
@@ -114,15 +113,13 @@ class Exchange(nn.Module):
         self,
         placement: Placement,
         processes: Processes,
-        exchange: str = "rows",
+        unit: str = "rows",
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        require(exchange in EXCHANGES, "exchange", f"be one of {', '.join(EXCHANGES)}", exchange)
-        require(num_chunks >= 1, "num_chunks", "be at least 1", num_chunks)
         self.placement = placement
         self.processes = processes
-        self.exchange = exchange
+        self.unit = unit
         self.num_chunks = num_chunks
         # The destinations are (chunk, process), the chunk outside; rows are sorted by them.
         ranks = range(processes.size)
@@ -240,7 +237,7 @@ class Exchange(nn.Module):
     def _copies(
         self, expert_index: Tensor, token_offsets: Tensor | None, plan: ops.DispatchPlan
     ) -> _Copies:
-        if self.exchange == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
+        if self.unit == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
             return _Copies(plan.inverse, token_offsets, plan.offsets[self.bounds].diff(), None)
         num_destinations = len(self.bounds) - 1
         if token_offsets is None:

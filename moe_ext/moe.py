@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext import ops
 from moe_ext.checks import require
-from moe_ext.exchange import Exchange, Placement
+from moe_ext.exchange import EXCHANGES, Exchange, Placement
 from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
 from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
 from moe_ext.losses import cv_squared, importance_loss, load_loss
@@ -104,7 +104,8 @@ class MoE(nn.Module):
             second; of one, it is its group.
         balance: "global": importance and load are summed over the processes before the losses;
             "local": every process balances its own tokens.
-        exchange, num_chunks: see `moe_ext.exchange.Exchange`.
+        exchange: "rows" or "tokens", what travels by itself; see `moe_ext.exchange.Exchange`.
+        num_chunks: see there.
 
     Attributes:
         layout: the processes, by what they share.
@@ -163,6 +164,9 @@ class MoE(nn.Module):
                 "given"
             )
         require(balance in BALANCES, "MoE: balance", f"be one of {', '.join(BALANCES)}", balance)
+        kinds = ", ".join(EXCHANGES)
+        require(exchange in EXCHANGES, "MoE: exchange", f"be one of {kinds}", exchange)
+        require(num_chunks >= 1, "MoE: num_chunks", "be at least 1", num_chunks)
         self.d_model = d_model
         self.num_experts = num_experts
         self.recompute = recompute

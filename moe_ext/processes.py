@@ -105,11 +105,12 @@ class Layout(NamedTuple):
         if not isinstance(group, DeviceMesh):
             processes = Processes(group)
             return cls(processes, processes, Processes())
-        require(group.ndim <= 2, "process_group", "be a mesh of 1 or 2 dimensions", group.ndim)
+        name = "Layout: process_group"
+        require(group.ndim <= 2, name, "be a mesh of 1 or 2 dimensions", group.ndim)
         if group.ndim == 1:
             return cls.of(group.get_group())
         names = group.mesh_dim_names
-        require(names is not None, "process_group", "be a mesh with mesh_dim_names", names)
+        require(names is not None, name, "be a mesh with mesh_dim_names", names)
         batch = group._flatten().get_group()
         return cls(*map(Processes, (batch, group.get_group(1), group.get_group(0))))
 

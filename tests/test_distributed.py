@@ -514,8 +514,6 @@ def test_one_process_communicates_nothing(workers):
 
 def options_refused(group, rank):
     for options, message in (
-        ({"exchange": "row"}, "exchange must be one of rows, tokens, got 'row'"),
-        ({"num_chunks": 0}, "num_chunks must be at least 1, got 0"),
         ({"balance": "all"}, "MoE: balance must be one of global, local, got 'all'"),
         ({"experts": [nn.Identity()] * 4}, "MoE: experts must be for num_experts = 1, got 4"),
         ({"gate": nn.Identity()}, "MoE: gate must derive from moe_ext.Gate .*got 'Identity'"),

@@ -278,6 +278,11 @@ def layer(**changes):
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
             r"activation must .*got '?rely",
         ),
+        (
+            lambda: layer(exchange="row"),
+            "^MoE: exchange must be one of rows, tokens, got 'row'$",
+        ),
+        (lambda: layer(num_chunks=0), "^MoE: num_chunks must be at least 1, got 0$"),
         (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
         (lambda: ModuleExperts([]), r"modules must .*got"),
         (lambda: layer(experts=[torch.nn.Identity()] * (E - 1)), r"experts must .*5.*got .*4"),
