@@ -184,7 +184,7 @@ def test_errors(wordpieces, tmp_path, monkeypatch):
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"vocab_size": 9}, r"vocab_size must be at least \d+ for this text, got 9$"),
         ({"vocab_size": 9000}, r"vocab_size must be at most \d+ for this text, got 9000$"),
-        ({"character_coverage": 0}, r"character_coverage must be in \(0, 1\], got 0"),
+        ({"character_coverage": 0.97}, r"character_coverage must be in \[0.98, 1\], got 0.97"),
         ({"max_sentences": 0}, "max_sentences must be at least 1, got 0"),
         ({"target_tokens": ["fr", "fr"]}, r"target_tokens must be distinct, got \['fr', 'fr'\]"),
     ]:

@@ -75,7 +75,7 @@ class Wordpieces:
             kind: "bpe" (pairs of pieces merged by frequency) or "unigram" (a language model of
                 pieces, pruned; some ten times slower).
             target_tokens: languages, "fr" for the entry `<2fr>` that asks for French.
-            character_coverage: the share of the text whose characters become pieces.
+            character_coverage: the share of the text whose characters become pieces, 0.98 to 1.
             max_sentences: from a longer text only so many are taken, all parts of it alike, to
                 bound memory and time.
 
@@ -87,9 +87,9 @@ class Wordpieces:
         require(kind in ("bpe", "unigram"), "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
         require(vocab_size >= 1, "Wordpieces.train: vocab_size", "be at least 1", vocab_size)
         require(
-            0 < character_coverage <= 1,
+            0.98 <= character_coverage <= 1,
             "Wordpieces.train: character_coverage",
-            "be in (0, 1]",
+            "be in [0.98, 1]",
             character_coverage,
         )
         require(
