@@ -149,18 +149,10 @@ class Wordpieces:
         """The text with single spaces between words and none around, in composed characters."""
         return unicodedata.normalize("NFC", " ".join(text.replace(_SPACE, " ").split()))
 
-    def encode(self, text: str, into: str | None = None) -> list[int]:
-        """The ids of the pieces of a sentence, without `</s>`.
-
-        Args:
-            text: the sentence.
-            into: of a source sentence, the language asked for: `<2xx>` comes before it.
-
-        Raises:
-            ValueError: there is no entry for that language.
-        """
+    def encode(self, text: str) -> list[int]:
+        """The ids of the pieces of a sentence, without `</s>`."""
         ids: list[int] = self._processor.EncodeAsIds(self.normalise(text))
-        return ids if into is None else [self.target_token_id(into), *ids]
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some pieces; `</s>` and target tokens have none.
