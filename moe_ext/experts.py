@@ -40,7 +40,7 @@ class FeedForwardExperts(nn.Module):
         num_experts: E, which may be 0 for a process without a share of the experts.
         d_model: D, the width of a row.
         hidden_sizes: the widths of the hidden layers.
-        activation: a key of `moe_ext.ops.ACTIVATIONS`; gated ones ("swiglu", …) take a matrix of
+        activation: one of `moe_ext.ops.ACTIVATIONS`; gated ones ("swiglu", …) take a matrix of
             twice the width.
         bias: whether the layers have biases (the paper's have none).
         d_output: width of an output row; None is d_model.
@@ -64,6 +64,12 @@ class FeedForwardExperts(nn.Module):
         first_expert: int = 0,
     ) -> None:
         super().__init__()
+        require(
+            isinstance(hidden_sizes, Sequence),
+            "FeedForwardExperts: hidden_sizes",
+            "be a sequence of widths",
+            hidden_sizes,
+        )
         d_output = d_model if d_output is None else d_output
         widths = [d_model, *hidden_sizes, d_output]
         if min(widths) < 1:
@@ -76,7 +82,7 @@ class FeedForwardExperts(nn.Module):
         require(
             activation in ACTIVATIONS,
             "FeedForwardExperts: activation",
-            f"be one of {', '.join(sorted(ACTIVATIONS))}",
+            f"be one of {', '.join(ACTIVATIONS)}",
             activation,
         )
         self.num_experts = num_experts

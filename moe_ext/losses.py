@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ext.checks import require
 from moe_ext.ops.dtypes import accumulation_dtype
 
 
@@ -14,7 +15,12 @@ def cv_squared(values: Tensor) -> Tensor:
 
     Args:
         values: [E], non-negative.
+
+    Raises:
+        ValueError: it is not [E], or empty.
     """
+    shape = tuple(values.shape)
+    require(len(shape) == 1 and shape[0] > 0, "cv_squared: values", "have shape [E], E > 0", shape)
     values = values.to(accumulation_dtype(values))
     mean = values.mean()
     variance = (values - mean).square().mean()
@@ -52,7 +58,17 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
         scores: X, [..., T, E].
         threshold: T, [..., E].
         mask: M_batchwise(X), of the scores' shape, bool.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    shape = tuple(scores.shape)
+    for name, value, expected in (
+        ("threshold", threshold, shape[:-2] + shape[-1:]),
+        ("mask", mask, shape),
+    ):
+        found = tuple(value.shape)
+        require(found == expected, f"batchwise_loss: {name}", f"have shape {expected}", found)
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
 

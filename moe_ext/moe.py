@@ -169,6 +169,7 @@ class MoE(nn.Module):
         require(num_chunks >= 1, "MoE: num_chunks", "be at least 1", num_chunks)
         self.d_model = d_model
         self.num_experts = num_experts
+        self.k = k
         self.recompute = recompute
         self.dtype = dtype
         self.w_importance = w_importance
@@ -299,4 +300,7 @@ class MoE(nn.Module):
         return y, plan.tokens_per_expert
 
     def extra_repr(self) -> str:
-        return f"d_model={self.d_model}, num_experts={self.num_experts}, recompute={self.recompute}"
+        return (
+            f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}, "
+            f"recompute={self.recompute}"
+        )

@@ -65,14 +65,14 @@ def gate_ops(layer: MoE) -> int:
 def expert_ops(layer: MoE) -> int:
     """Multiply-adds of a token's experts."""
     weights = sum(weight.numel() for weight in layer.experts.parameters())
-    return weights * layer.gate.k // layer.num_experts
+    return weights * layer.k // layer.num_experts
 
 
 def functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
     """A step and its stages, each forward and backward."""
     x = torch.randn(tokens, layer.d_model, requires_grad=True)
     upstream = torch.randn_like(x) / tokens
-    gate_upstream = torch.randn(tokens, layer.gate.k) / tokens
+    gate_upstream = torch.randn(tokens, layer.k) / tokens
     with torch.no_grad():
         chosen = layer.gate(x)
     gates, expert_index = chosen.gates.requires_grad_(), chosen.expert_index

@@ -375,6 +375,14 @@ def test_batchwise_loss_equals_reference(device):
     assert_exact(grads[0], ref.M_threshold(X, T) - mask)
 
 
+def test_batchwise_loss_refuses_other_shapes():
+    X, T, mask = torch.rand(12, 5), torch.rand(5), torch.ones(12, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"loss: threshold must have shape \(5,\), got \(1, 5\)"):
+        batchwise_loss(X, T[None], mask)
+    with pytest.raises(ValueError, match=r"loss: mask must have shape \(12, 5\), got \(5,\)"):
+        batchwise_loss(X, T, mask[0])
+
+
 def test_batchwise_loss_is_0_where_the_masks_agree():
     """For thresholds from the (m+1)-th to just below the m-th score; and convex around."""
     X = torch.rand(12, 1, dtype=torch.float64)

@@ -273,6 +273,10 @@ def layer(**changes):
         (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
         (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
         (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
+        (
+            lambda: layer(hidden_sizes=8),
+            "^FeedForwardExperts: hidden_sizes must be a sequence of widths, got 8$",
+        ),
         (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got .*\[0\]"),
         (
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),

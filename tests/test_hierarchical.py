@@ -515,7 +515,7 @@ def test_options_are_those_of_the_flat_layer():
         D, A, B, (2, 1), hidden_sizes=(8,), activation="swiglu", bias=True, w_load=0.2
     )
     assert layer.experts.weights[0].shape == (A * B, D, 16) and layer.w_load == 0.2
-    assert layer.gate.k == 2 and layer.num_experts == A * B
+    assert layer.k == layer.gate.k == 2 and layer.num_experts == A * B
     modules = [torch.nn.Identity() for _ in range(A * B)]
     x = make_x(7, dtype=torch.float32)
     y, _ = HierarchicalMoE(D, A, B, 2, experts=modules)(x)

@@ -1,5 +1,7 @@
 """CV², L_importance and L_load (Eq. 7, 11)."""
 
+import re
+
 import pytest
 import reference as ref
 import torch
@@ -24,6 +26,13 @@ def test_population_variance(device, v, expected):
     assert float(actual) == pytest.approx(expected, abs=1e-14)
     (gradient,) = torch.autograd.grad(actual, v)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_values_of_other_shapes_are_refused(shape):
+    message = rf"cv_squared: values must have shape \[E\], E > 0, got {re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=message):
+        cv_squared(torch.rand(shape))
 
 
 def test_one_expert_has_zero_gradient(device):

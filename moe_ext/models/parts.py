@@ -22,7 +22,7 @@ GATE_KINDS = ("noisy_topk", "topk", "balanced")
 
 
 def _require_activation(name: str) -> None:
-    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(sorted(ACTIVATIONS))}", name)
+    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(ACTIVATIONS)}", name)
 
 
 @dataclass
