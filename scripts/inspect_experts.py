@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jinja2
 
-from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
+from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import Vocabulary, Wordpieces
 from moe_ext.files import write_text
@@ -150,16 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     sentences = load_part(trained.config.data, trained.vocabulary, options.part)
     try:
-        reports = inspect_experts(
-            trained.model,
-            sentences,
-            trained.vocabulary,
-            num_positions=options.positions,
-            layer=options.layer,
-            num_contexts=options.contexts,
+        routing = collect_routing(
+            trained.model, sentences, num_positions=options.positions, layer=options.layer
         )
     except ValueError as error:
         raise ConfigError(f"{options.run}: {error}") from error
+    reports = expert_reports(routing, trained.vocabulary, num_contexts=options.contexts)
     reports = by_specialisation(reports)
     text = as_text(reports)
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"

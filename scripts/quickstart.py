@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import matplotlib.ticker
 import torch
 
-from moe_ext.analysis import ExpertReport, by_specialisation, inspect_experts
+from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import exit_status
 from moe_ext.training.comparison import Result, train_pair
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     )
     results = train_pair(config, text, output)
     trained = load_run(results["moe"].run)
-    experts = inspect_experts(trained.model, text.train, text.vocabulary, num_positions=100_000)
+    routing = collect_routing(trained.model, text.train, num_positions=100_000)
     plot(results, output / "quickstart.png")
 
     moe, dense = results["moe"], results["dense"]
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
         f"(even share: {100 * config.model.moe.k / config.model.moe.num_experts:.1f}%"
         " of the tokens):"
     )
-    for report in by_specialisation(experts)[:3]:
+    for report in by_specialisation(expert_reports(routing, text.vocabulary))[:3]:
         print(describe(report))
     print(
         f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"

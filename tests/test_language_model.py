@@ -16,7 +16,7 @@ from moe_ext import (
     NoisyTopKGate,
     TopKGate,
 )
-from moe_ext.analysis import ExpertReport, by_specialisation, cost, inspect_experts
+from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, cost, expert_reports
 from moe_ext.data import Batch, EncodedSentences, Vocabulary
 from moe_ext.models import (
     LSTM,
@@ -491,7 +491,7 @@ def gate_by_word(inputs, mask, ragged):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_inspect_experts_finds_what_a_known_gate_does(ragged):
+def test_expert_reports_find_what_a_known_gate_does(ragged):
     words = [f"w{i}" for i in range(VOCAB - 2)]
     vocabulary = Vocabulary([*words, "<unk>", "</s>"])
     generator = torch.Generator().manual_seed(4)
@@ -504,7 +504,8 @@ def test_inspect_experts_finds_what_a_known_gate_does(ragged):
 
     model.forward = forward
     encoded = EncodedSentences(sentences, vocabulary.eos_id)
-    reports = inspect_experts(model, encoded, vocabulary, num_positions=10**6, num_contexts=5)
+    routing = collect_routing(model, encoded, num_positions=10**6)
+    reports = expert_reports(routing, vocabulary, num_contexts=5)
     assert [report.expert for report in reports] == [0, 1, 2, 3]
     inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
     for report in reports:
@@ -537,8 +538,8 @@ def test_experts_with_few_tokens_come_last():
     assert [r.expert for r in by_specialisation(reports)] == [2, 0, 3, 1]
 
 
-def test_inspect_experts_needs_a_moe_layer():
+def test_routing_needs_a_moe_layer():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
     with pytest.raises(ValueError, match=r"layer must be in \[0, 0\)"):
-        inspect_experts(build(layers=["lstm"]), encoded, vocabulary)
+        collect_routing(build(layers=["lstm"]), encoded)

@@ -14,7 +14,6 @@ from moe_ext.analysis import (
     Routing,
     collect_routing,
     expert_reports,
-    inspect_experts,
     joined,
     labels_of,
     specialisation,
@@ -298,9 +297,8 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
-    reports = inspect_experts(
-        model_by_class, pairs, wordpieces, layer=layer, num_positions=10**6, num_words=99
-    )
+    routing = collect_routing(model_by_class, pairs, layer=layer, num_positions=10**6)
+    reports = expert_reports(routing, wordpieces, num_words=99)
     # By class of word and language pair
     text = pairs.source if layer == 0 else pairs.target
     counts = torch.zeros(3, 3, dtype=torch.float64)
@@ -358,8 +356,8 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     for layer in (0, 1):
-        reports = inspect_experts(model, pairs, wordpieces, layer=layer, num_positions=10**6)
         routing = collect_routing(model, pairs, layer=layer, num_positions=10**6)
+        reports = expert_reports(routing, wordpieces)
         num_slots, num_positions = len(routing.expert), len(routing.windows)
         assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
         assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
@@ -372,7 +370,7 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
     with pytest.raises(
         ValueError, match=r"layer must be in \[0, 2\), the model's MoE layers, got 2"
     ):
-        inspect_experts(model, pairs, wordpieces, layer=2)
+        collect_routing(model, pairs, layer=2)
 
 
 def test_classes_of_pieces():

@@ -5,7 +5,6 @@ from moe_ext.analysis.experts import (
     ExpertReport,
     by_specialisation,
     expert_reports,
-    inspect_experts,
 )
 from moe_ext.analysis.routing import Routing, collect_routing, joined, moe_layer, untrained_gates
 from moe_ext.analysis.specialisation import Specialisation, labels_of, specialisation
@@ -20,7 +19,6 @@ __all__ = [
     "collect_routing",
     "cost",
     "expert_reports",
-    "inspect_experts",
     "joined",
     "labels_of",
     "moe_layer",

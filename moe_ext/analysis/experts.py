@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.analysis.routing import NO_WORD, Routing, collect_routing
+from moe_ext.analysis.routing import NO_WORD, Routing
 from moe_ext.analysis.specialisation import PURITY_POSITIONS, entries, purity
-from moe_ext.data import EncodedPairs, EncodedSentences, Vocabulary, Wordpieces
-from moe_ext.models import LanguageModel, TranslationModel
+from moe_ext.data import Vocabulary, Wordpieces
 
 
 class Context(NamedTuple):
@@ -95,45 +94,6 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
     return sorted(reports, key=lambda r: (r.share >= half, r.information), reverse=True)
 
 
-def inspect_experts(
-    model: LanguageModel | TranslationModel,
-    text: EncodedSentences | EncodedPairs,
-    vocabulary: Vocabulary | Wordpieces,
-    *,
-    num_positions: int = 200_000,
-    layer: int = 0,
-    num_contexts: int = 10,
-    num_words: int = 10,
-    tokens_per_batch: int = 2_560,
-) -> list[ExpertReport]:
-    """One report for each expert of a MoE layer, in the experts' order.
-
-    Runs randomly chosen sentences without noise or dropout. An expert that got none of their words
-    has share 0 and empty lists.
-
-    Args:
-        model: with a MoE layer.
-        text: in the ids of the vocabulary; pairs for a translation model, whose encoder has layer
-            0 and whose decoder has layer 1.
-        vocabulary: the model's.
-        num_positions: how many words to run, roughly.
-        layer: which MoE layer, counting these only.
-        num_contexts, num_words: how many to report of each expert.
-        tokens_per_batch: does not change what comes out but for the choice of sentences.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
-    routing = collect_routing(
-        model,
-        text,
-        num_positions=num_positions,
-        layer=layer,
-        tokens_per_batch=tokens_per_batch,
-    )
-    return expert_reports(routing, vocabulary, num_contexts=num_contexts, num_words=num_words)
-
-
 def expert_reports(
     routing: Routing,
     vocabulary: Vocabulary | Wordpieces,
@@ -141,7 +101,13 @@ def expert_reports(
     num_contexts: int = 10,
     num_words: int = 10,
 ) -> list[ExpertReport]:
-    """One report for each expert, in their order; see `inspect_experts`."""
+    """One report for each expert, in their order; one that got no word has empty lists.
+
+    Args:
+        routing: of randomly chosen sentences, from `collect_routing`.
+        vocabulary: the model's.
+        num_contexts, num_words: how many to report of each expert.
+    """
     num_experts, experts = routing.num_experts, routing.expert
     spelling = entries(vocabulary)
     word_at = routing.words

@@ -120,7 +120,8 @@ def collect_routing(
 
     Args:
         model: with a MoE layer.
-        text: in the ids of the model's vocabulary; pairs for a translation model.
+        text: in the ids of the model's vocabulary; pairs for a translation model, whose encoder has
+            layer 0 and whose decoder has layer 1.
         num_positions: how many words to run, roughly.
         layer: which MoE layer, counting these only.
         tokens_per_batch: does not change what comes out but for the choice of sentences.
