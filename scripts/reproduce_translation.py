@@ -30,7 +30,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 
 from moe_ext.data import EncodedPairs, Wordpieces
@@ -236,7 +235,8 @@ def shown(study: Study) -> str:
         if runs
     }
     lines = []
-    for index in np.linspace(0, len(study.test) - 1, NUM_SHOWN).round().astype(int).tolist():
+    evenly = torch.linspace(0, len(study.test) - 1, NUM_SHOWN, dtype=torch.float64)
+    for index in evenly.round().long().tolist():
         source, reference = study.test[index]
         lines += [f"    source     {source}", f"    reference  {reference}"]
         lines += [f"    {name:<9}  {translations[index]}" for name, translations in first.items()]

@@ -157,9 +157,9 @@ class BeamSearch:
         check("num_best", 1 <= self.num_best <= self.beam, f"be in [1, {self.beam}]")
 
     @classmethod
-    def greedy(cls, max_length_ratio: float = 2.0, min_length_limit: int = 10) -> Self:
+    def greedy(cls) -> Self:
         """The most probable token in every step: a beam of 1 without penalties."""
-        return cls(1, 0.0, 0.0, 0.0, max_length_ratio, min_length_limit)
+        return cls(beam=1, length_penalty=0.0, coverage_penalty=0.0, window=0.0)
 
     def score(
         self, log_prob: Tensor, length: int | Tensor, coverage: Tensor, mask: Tensor
