@@ -126,9 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     plot(results, output / "quickstart.png")
 
     moe, dense = results["moe"], results["dense"]
+    k, num_experts = config.model.moe.experts_per_token, config.model.moe.num_experts
     print(f"\n{'':24}{'test perplexity':>16}{'ops/timestep':>15}{'parameters':>13}{'words/s':>10}")
     for name, r in (
-        (f"MoE, {config.model.moe.k} of {config.model.moe.num_experts} experts", moe),
+        (f"MoE, {k} of {num_experts} experts", moe),
         ("dense, one wide expert", dense),
     ):
         print(
@@ -145,8 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     print(
         "\nThe three most specialised experts: the words that set them apart, each with the share\n"
         "of its occurrences that the expert gets, and the contexts [word] with the highest gates\n"
-        f"(even share: {100 * config.model.moe.k / config.model.moe.num_experts:.1f}%"
-        " of the tokens):"
+        f"(even share: {100 * k / num_experts:.1f}% of the tokens):"
     )
     for report in by_specialisation(expert_reports(routing, text.vocabulary))[:3]:
         print(describe(report))

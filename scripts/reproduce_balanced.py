@@ -31,7 +31,7 @@ from moe_ext.balanced import rows_per_expert
 from moe_ext.files import atomic_file
 from moe_ext.moe import MoE
 from moe_ext.training.command import exit_status
-from moe_ext.training.config import read_config
+from moe_ext.training.config import ConfigError, read_config
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate
@@ -147,9 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(_CONFIG, options.overrides)
+    moe = config.model.moe
+    if moe.gate != "balanced" or moe.num_groups:
+        raise ConfigError(
+            'model.moe must have gate = "balanced" and num_groups = 0, '
+            f"got {moe.gate!r} and {moe.num_groups}"
+        )
     config = replace(config, resume=(Path(config.output) / "config.toml").exists())
     trainer = Trainer(config)
-    moe = config.model.moe
     checks = []
     for layer in trainer.model.layers:
         if isinstance(layer, MoE):

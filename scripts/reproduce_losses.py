@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "steps": config.steps,
         "tokens_per_batch": config.data.tokens_per_batch,
         "num_experts": config.model.moe.num_experts,
-        "k": config.model.moe.k,
+        "k": config.model.moe.experts_per_token,
     }
     page = as_markdown(results, facts, command_of("losses", options))
     write_report(options.output, "losses", page, {**facts, "models": as_data(results)})
