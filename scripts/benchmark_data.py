@@ -15,6 +15,7 @@ the benchmark, 30,301,028, whose text is left empty.
 import argparse
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -38,7 +39,7 @@ from moe_ext.data import (
 )
 from moe_ext.files import write_json
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 VOCABULARY = 793_471
@@ -273,4 +274,4 @@ def empty_text(folder: Path, num_sentences: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -62,6 +62,7 @@ from moe_ext.exchange import EXCHANGES, Exchange
 from moe_ext.files import write_json
 from moe_ext.processes import Processes, Transfer
 from moe_ext.progress import progress
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.device import avoid_missing_amx
 from moe_ext.training.report import markdown_table
 
@@ -553,19 +554,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="1 among them")
-    parser.add_argument("--tokens", type=int, default=1024, help="of one process")
-    parser.add_argument("--experts", type=int, default=8, help="of one process")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument(
+        "--chunks", type=at_least(1), nargs="+", default=[1, 2, 4], help="1 among them"
+    )
+    parser.add_argument("--tokens", type=at_least(1), default=1024, help="of one process")
+    parser.add_argument("--experts", type=at_least(1), default=8, help="of one process")
+    parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=512)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of one process")
-    parser.add_argument("--rounds", type=int, default=15, help="at least 2")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds before")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of one process")
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="rounds before")
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s (0: no limit)")
     parser.add_argument("--compute-ms", type=float, default=0, help="(0: computes)")
     parser.add_argument("--json", type=Path)
@@ -607,4 +610,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

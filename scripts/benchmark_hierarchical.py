@@ -20,6 +20,7 @@ memory is kept for the next step: clearing fresh pages would take longer than al
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared,
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
 from moe_ext.files import write_json
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 STAGES = ("gate", "plan", "experts")
@@ -131,16 +133,16 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=256)
-    parser.add_argument("--experts-per-group", type=int, default=512)
-    parser.add_argument("--peer-experts", type=int, default=1024)
-    parser.add_argument("--peer-groups", type=int, default=32)
-    parser.add_argument("--k", type=int, default=2, help="at each level; a flat layer has k²")
-    parser.add_argument("--d-model", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=131_072)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--groups", type=at_least(1), default=256)
+    parser.add_argument("--experts-per-group", type=at_least(1), default=512)
+    parser.add_argument("--peer-experts", type=at_least(1), default=1024)
+    parser.add_argument("--peer-groups", type=at_least(1), default=32)
+    parser.add_argument("--k", type=at_least(1), default=2, help="at each level; flat layers: k²")
+    parser.add_argument("--d-model", type=at_least(1), default=128)
+    parser.add_argument("--hidden", type=at_least(1), default=16)
+    parser.add_argument("--tokens", type=at_least(1), default=131_072)
+    parser.add_argument("--threads", type=at_least(1), default=2)
+    parser.add_argument("--rounds", type=at_least(2), default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
@@ -206,4 +208,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 if __name__ == "__main__":
     keep_freed_memory()
-    main()
+    sys.exit(exit_status(main))

@@ -83,6 +83,7 @@ from moe_ext.analysis.peers import (
 from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
 from moe_ext.files import write_json
 from moe_ext.progress import progress
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import avoid_missing_amx, check_device
 from moe_ext.training.report import markdown_table
@@ -761,12 +762,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--shapes", type=parse_shape, nargs="+", help="of all that the device has")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on the CPU")
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="on the CPU")
     parser.add_argument(
         "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
     )
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
-    parser.add_argument("--rounds", type=int, default=21, help="at most, and at least 2")
+    parser.add_argument("--rounds", type=at_least(2), default=21, help="at most")
     parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
     parser.add_argument("--minutes", type=float, help="after which no further problem is begun")
     parser.add_argument("--memory", type=float, help="GiB that a peer may take: 6, and 40 on a GPU")
@@ -863,4 +864,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -12,6 +12,7 @@ as many bytes as they must move, by Tensor.copy_ into fresh tensors and into ten
 import argparse
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_ext import cv_squared, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
 from moe_ext.files import write_json
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 
@@ -164,12 +166,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=at_least(2), default=21)
+    parser.add_argument("--tokens", type=at_least(1), default=4096)
+    parser.add_argument("--experts", type=at_least(1), default=256)
+    parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=512)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     T, E, k, D = args.tokens, args.experts, args.k, args.width
@@ -217,4 +219,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

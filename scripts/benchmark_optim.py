@@ -12,6 +12,7 @@ the state that an optimizer keeps for each weight.
 import argparse
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import nn
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 
@@ -89,11 +91,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--d-model", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=at_least(2), default=11)
+    parser.add_argument("--experts", type=at_least(1), default=256)
+    parser.add_argument("--d-model", type=at_least(1), default=512)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     E, D, F = args.experts, args.d_model, args.hidden
@@ -125,4 +127,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

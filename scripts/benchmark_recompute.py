@@ -11,6 +11,7 @@ memory that forward and backward take beyond their arguments (Linux, resident se
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from moe_ext import MoE, ops
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
 from moe_ext.files import write_json
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 
@@ -45,13 +47,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--tokens", type=at_least(1), default=4096)
+    parser.add_argument("--experts", type=at_least(1), default=32)
+    parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=512)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     T, E, k, D = args.tokens, args.experts, args.k, args.width
@@ -123,4 +125,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -14,6 +14,7 @@ weights, x and the gradient of y; "states" is what m states are of it.
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
 from moe_ext.files import write_json
 from moe_ext.progress import progress
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 
@@ -49,14 +51,15 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 3, 5, 10, 20, 50, 100])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--width", type=int, default=128, help="of the input and of the state")
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    slots = [1, 2, 3, 5, 10, 20, 50, 100]
+    parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--batch", type=at_least(1), default=256)
+    parser.add_argument("--width", type=at_least(1), default=128, help="of input and state")
+    parser.add_argument("--experts", type=at_least(1), default=8)
+    parser.add_argument("--k", type=at_least(1), default=2)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(2), default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     S, B, D = args.steps, args.batch, args.width
@@ -146,4 +149,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

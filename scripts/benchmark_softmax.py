@@ -11,6 +11,7 @@ median of the rounds' ratios, with quartiles.
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from moe_ext.analysis.benchmark import environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
-from moe_ext.training.command import at_least
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.report import markdown_table
 
 
@@ -115,4 +116,4 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

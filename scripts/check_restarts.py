@@ -63,7 +63,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
     return [(r["step"], r["nll"], r["aux_loss"]) for r in read_metrics(run, "train")]
 
 
-def main(arguments: Sequence[str] | None = None) -> bool:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,10 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> bool:
         print(json.dumps(report | {"status": status, "status_undisturbed": other}))
         if not same or status or other:
             print((Path(folder) / "killed.log").read_text()[-3000:], file=sys.stderr)
-    return same and status == 0 and done == options.kills
+    return 0 if same and status == 0 and done == options.kills else 1
 
 
 if __name__ == "__main__":
-    succeeded: list[bool] = []
-    status = exit_status(lambda: succeeded.append(main()))
-    sys.exit(status or int(not succeeded[0]))
+    sys.exit(exit_status(main))

@@ -36,7 +36,7 @@ from pathlib import Path
 from moe_ext.analysis.cluster import DEVICES, Device, Plan, plan
 from moe_ext.exchange import EXCHANGES
 from moe_ext.files import write_json
-from moe_ext.training.command import exit_status
+from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.report import markdown_table
 
@@ -114,7 +114,19 @@ def table(plans: Sequence[Plan], device: Device) -> str:
     return markdown_table(header, rows)
 
 
-def run(args: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--devices", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="rows")
+    parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
+    parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
     plans = []
@@ -130,21 +142,5 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, {"device": asdict(device), "plans": [asdict(p) for p in plans]})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
-    parser.add_argument("--exchange", choices=EXCHANGES, default="rows")
-    parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
-    parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    return exit_status(lambda: run(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

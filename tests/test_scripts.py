@@ -165,7 +165,8 @@ def test_how_a_script_ends(capsys):
 
         return exit_status(main), capsys.readouterr().err
 
-    assert exit_status(lambda: None) == 0
+    assert exit_status(lambda: None) == exit_status(lambda: [3]) == 0
+    assert exit_status(lambda: 3) == 3
     assert ends_with(ConfigError("a must b")) == (2, "error: a must b\n")
     assert ends_with(NotADirectoryError(20, "Not a directory", "file/x")) == (
         2,

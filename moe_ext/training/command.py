@@ -12,6 +12,7 @@ def exit_status(main: Callable[[], object]) -> int:
     """Run a script's `main` and say how it ended.
 
     Returns:
+        What `main` does, if that is a number; else
         0: done. `scripts/train.py` is also done when Ctrl-C or SIGTERM came while it trained: it
             has saved and says how to go on.
         1: training diverged (FloatingPointError).
@@ -22,7 +23,7 @@ def exit_status(main: Callable[[], object]) -> int:
         141: whoever read stdout has seen enough (`| head`).
     """
     try:
-        main()
+        result = main()
         sys.stdout.flush()
     except BrokenPipeError:
         # What is left in the buffer has nowhere to go when the interpreter ends.
@@ -41,7 +42,7 @@ def exit_status(main: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
+    return result if isinstance(result, int) else 0
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
