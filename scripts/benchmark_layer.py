@@ -341,7 +341,7 @@ def add_rounds(
         if found[name, which][0] < max(2.5 * found["ours", which][0], options.long)
     }
     start = time.perf_counter()
-    for rounds in range(1, max(options.rounds, 2)):
+    for rounds in range(1, options.rounds):
         took = time.perf_counter() - start
         if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
             break
@@ -470,7 +470,7 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
         "stream": stream.function,
     }
     with torch.no_grad():
-        seconds = interleaved(functions, max(options.rounds, 2), clock=options.clock)
+        seconds = interleaved(functions, options.rounds, clock=options.clock)
     bandwidth = stream.work.bytes / statistics.median(seconds.pop("stream"))
     slots = T * k * (4 + 3 * 8)  # gates; indices, permutation and its inverse
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
