@@ -159,7 +159,7 @@ def test_what_is_kept_is_about_what_autograd_keeps(num_groups, dropout):
     c = config(moe, data, d_model=32, layers=["lstm", "moe", "lstm", "ffn"], dropout=dropout)
     model = LanguageModel(c.model, 50)
     ids = torch.randint(50, (16, 20))
-    batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+    batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(16))
     kept = saved_bytes(lambda: model.loss(batch).nll_sum, model.parameters())
     kept -= 4 * (32 * 50 + 50)  # the gradients of the softmax, made in the forward pass
     assert plan(c, DEVICE, 1).activation_bytes == pytest.approx(kept, rel=0.15)

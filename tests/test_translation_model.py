@@ -80,7 +80,8 @@ def random_batch(source_lengths, lengths, padding=0, fill=EOS):
     source, source_mask = side(source_lengths, 1)
     targets, mask = side(lengths, 1)
     inputs = F.pad(targets, (1, -1), value=EOS).masked_fill(~mask, fill)
-    return PairBatch(source, source_mask, inputs, targets, mask)
+    index = torch.arange(len(lengths))
+    return PairBatch(inputs, targets, mask, index, source, source_mask)
 
 
 BATCH = ([5, 2, 4, 5, 1], [3, 4, 1, 6, 2])
@@ -232,9 +233,10 @@ def test_a_batch_equals_its_sentences_one_by_one(gate):
     model, batch = trained(gate), random_batch(*BATCH, padding=2)
     nll = model.token_nll(batch).split(BATCH[1])
     for b, (source_length, length) in enumerate(zip(*BATCH, strict=True)):
-        alone = [part[b : b + 1, :source_length] for part in (batch.source, batch.source_mask)]
-        alone += [part[b : b + 1, :length] for part in (batch.inputs, batch.targets, batch.mask)]
-        assert_exact(model.token_nll(PairBatch(*alone)), nll[b])
+        source = [part[b : b + 1, :source_length] for part in (batch.source, batch.source_mask)]
+        target = [part[b : b + 1, :length] for part in (batch.inputs, batch.targets, batch.mask)]
+        alone = PairBatch(*target, batch.sentence_index[b : b + 1], *source)
+        assert_exact(model.token_nll(alone), nll[b])
 
 
 def trained(gate="noisy", **changes):

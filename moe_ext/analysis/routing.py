@@ -138,7 +138,7 @@ def collect_routing(
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=True)
     # Batches hold nearly equal numbers of tokens.
     needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
-    bar: Iterable[Batch | PairBatch] = progress(
+    bar: Iterable[Batch] = progress(
         batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
     )
     parts = []

@@ -22,8 +22,26 @@ from moe_ext.processes import blocks
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Tensors of B rows each, or None, that belong together."""
+class Batch:
+    """B sentences side by side, padded to the longest, S predictions each.
+
+    Attributes:
+        inputs, targets: [B, S] int64, ids.
+        mask: [B, S] bool, True where a prediction counts; elsewhere both ids are `</s>` and mean
+            nothing.
+        sentence_index: [B] int64, where each row stands in the sentences the batches were made of,
+            for results by sentence.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+    sentence_index: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of predictions that count (waits for the device the mask is on)."""
+        return int(self.mask.sum())
 
     def part(self, index: int, number: int) -> Self:
         """The rows for one of several processes: blocks of rows side by side, maybe without any."""
@@ -39,34 +57,10 @@ class Rows:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return type(self)(*(None if tensor is None else function(tensor) for tensor in tensors))
+        return type(self)(*(function(getattr(self, field.name)) for field in fields(self)))
 
 
-@dataclass(frozen=True)
-class Batch(Rows):
-    """B sentences side by side, padded to the longest, S predictions each.
-
-    Attributes:
-        inputs, targets: [B, S] int64, ids.
-        mask: [B, S] bool, True where a prediction counts; elsewhere both ids are `</s>` and mean
-            nothing.
-        sentence_index: [B] int64, where each row stands in the sentences the batches were made of,
-            for results by sentence.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    sentence_index: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of predictions that count (waits for the device the mask is on)."""
-        return int(self.mask.sum())
-
-
-B = TypeVar("B", bound=Rows)
+B = TypeVar("B", bound=Batch)
 
 
 class SortedBatches(Generic[B]):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_ext.checks import require
 from moe_ext.data.batches import (
-    Rows,
+    Batch,
     SentenceBatches,
     SortedBatches,
     arange,
@@ -301,30 +301,19 @@ def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PairBatch(Rows):
+class PairBatch(Batch):
     """B pairs of sentences, each side padded to its longest: S source tokens, T predictions.
 
     Attributes:
+        inputs, targets, mask: those of `Batch`, of the targets: [B, T].
+        sentence_index: [B] int64, where each row stands in the pairs the batches were made of.
         source: [B, S] int64, ids, `</s>` last.
         source_mask: [B, S] bool, True at source tokens; elsewhere the id is `</s>` and means
             nothing.
-        inputs, targets: [B, T] int64, ids.
-        mask: [B, T] bool, True where a prediction counts; elsewhere both ids are `</s>` and mean
-            nothing.
-        sentence_index: [B] int64, where each row stands in the pairs the batches were made of.
     """
 
     source: Tensor
     source_mask: Tensor
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    sentence_index: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of predictions that count (waits for the device the mask is on)."""
-        return int(self.mask.sum())
 
     @property
     def num_source_tokens(self) -> int:
@@ -463,7 +452,7 @@ class PairBatches(SortedBatches[PairBatch]):
                 (self._pairs.target, self._target_length),
             )
         )
-        return PairBatch(source, source_mask, *target, rows)
+        return PairBatch(*target, rows, source, source_mask)
 
 
 def batches_of(

@@ -138,7 +138,6 @@ class Translator:
                 else:
                     yield number, [_NOTHING]
             for batch in self._batches(sources):
-                assert batch.sentence_index is not None
                 results = self._translate(batch)
                 for index, translations in zip(batch.sentence_index.tolist(), results, strict=True):
                     yield numbers[index], translations

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
 from moe_ext.balanced import balanced_gates, batchwise_masks
-from moe_ext.data import Batch, EncodedPairs, PairBatch
+from moe_ext.data import Batch, EncodedPairs
 from moe_ext.data.batches import mixed_seed
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
 from moe_ext.files import write_text
@@ -265,9 +265,7 @@ class Trainer:
         (number,) = self.processes.sum(torch.tensor(int(here)))
         return bool(number)
 
-    def train_step(
-        self, batches: Sequence[Batch | PairBatch], window: _Window | None = None
-    ) -> None:
+    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
         """One optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
@@ -330,7 +328,7 @@ class Trainer:
             return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
         return nullcontext()
 
-    def _batch_stream(self) -> Generator[Batch | PairBatch, None, None]:
+    def _batch_stream(self) -> Generator[Batch, None, None]:
         """Epoch after epoch from where the run is; self.epoch and self.batch follow."""
         while True:
             num_workers = self.config.data.num_workers
