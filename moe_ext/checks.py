@@ -15,3 +15,19 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
     """
     if not holds:
         raise ValueError(f"{name} must {rule}, got {value!r}")
+
+
+def require_at_least(minimum: float, owner: str, **values: float | None) -> None:
+    """Every value is at least so much, or None.
+
+    Args:
+        minimum: the least.
+        owner: the class or function whose arguments the values are; "" of options.
+        values: by name.
+
+    Raises:
+        ValueError: "<owner>: <name> must be at least <minimum>, got <value>".
+    """
+    for name, value in values.items():
+        prefix = f"{owner}: " if owner else ""
+        require(value is None or value >= minimum, prefix + name, f"be at least {minimum}", value)

@@ -147,9 +147,7 @@ def batches(
     made = folder / f"encoded-{options.workers[0]}"
     encoded = EncodedSentences.open(next(made.glob("train-*")))
     with measured() as result:
-        epoch = SentenceBatches(
-            encoded, eos_id=encoded.eos_id, tokens_per_batch=tokens_per_batch, shuffle=True
-        )
+        epoch = SentenceBatches(encoded, tokens_per_batch=tokens_per_batch, shuffle=True)
         some = -(-options.batch_words // tokens_per_batch)
         total = 0
         for batch in islice(epoch.epoch(0, num_workers=workers), some):
@@ -160,9 +158,7 @@ def batches(
 def whole_epoch(folder: Path) -> list[Row]:
     encoded = EncodedSentences.open(folder)
     with measured() as made:
-        epoch = SentenceBatches(
-            encoded, eos_id=encoded.eos_id, tokens_per_batch=300_000, shuffle=True
-        )
+        epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
     with measured() as begun:
         next(epoch.epoch(0))
     what = f"{len(encoded):,} sentences"

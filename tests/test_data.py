@@ -15,6 +15,7 @@ import torch
 
 from moe_ext.data import (
     CorpusError,
+    EncodedSentences,
     SentenceBatches,
     Vocabulary,
     builtin,
@@ -204,9 +205,7 @@ def test_billion_word_layout(tmp_path):
     for vocabulary in (Vocabulary.build(train, max_size=100), Vocabulary.load(given)):
         encoded = encode_sentences(corpus.test, vocabulary)
         assert encoded.num_tokens == 8
-        (batch,) = SentenceBatches(
-            encoded, eos_id=vocabulary.eos_id, tokens_per_batch=100, shuffle=False
-        ).epoch(0)
+        (batch,) = SentenceBatches(encoded, tokens_per_batch=100, shuffle=False).epoch(0)
         assert batch.num_tokens == 8
         targets = vocabulary.decode(batch.targets[batch.mask].tolist())
         assert targets.count("</s>") == 2 and "<S>" not in targets
@@ -258,7 +257,6 @@ def test_wikitext_is_a_line_a_sentence(tmp_path):
     vocabulary = Vocabulary.build(corpus.train, max_size=100)
     (batch,) = SentenceBatches(
         encode_sentences(corpus.dev, vocabulary),
-        eos_id=vocabulary.eos_id,
         tokens_per_batch=100,
         shuffle=False,
     ).epoch(0)
@@ -483,8 +481,7 @@ def numbered_sentences(count=500, seed=0):
 
 def make(sentences, tokens_per_batch=200, shuffle=True, seed=3, **options):
     return SentenceBatches(
-        sentences,
-        eos_id=EOS,
+        EncodedSentences(sentences, EOS),
         tokens_per_batch=tokens_per_batch,
         shuffle=shuffle,
         seed=seed,
@@ -570,9 +567,9 @@ def test_order_depends_on_seed_and_epoch_only():
 
 def test_order_is_the_same_in_another_process():
     code = (
-        "from moe_ext.data import SentenceBatches\n"
-        f"batches = SentenceBatches({numbered_sentences(100)!r}, eos_id={EOS}, "
-        "tokens_per_batch=200, shuffle=True, seed=3)\n"
+        "from moe_ext.data import EncodedSentences, SentenceBatches\n"
+        f"sentences = EncodedSentences({numbered_sentences(100)!r}, {EOS})\n"
+        "batches = SentenceBatches(sentences, tokens_per_batch=200, shuffle=True, seed=3)\n"
         "print([b.sentence_index.tolist() for b in batches.epoch(1)])"
     )
     expected = [b.sentence_index.tolist() for b in make(numbered_sentences(100)).epoch(1)]
@@ -620,7 +617,7 @@ def test_batch_moves_as_a_whole():
 
 
 def test_batch_errors():
-    with pytest.raises(ValueError, match="at least one sentence, got none"):
+    with pytest.raises(ValueError, match="at least one sentence, got 0"):
         make([])
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
         make([[1]], tokens_per_batch=0)
@@ -631,9 +628,5 @@ def test_batch_errors():
     with pytest.raises(ValueError, match=r"start must be in \[0, 1\], got 2"):
         make([[1]]).epoch(0, start=2)
     vocabulary = Vocabulary(["</s>", "<unk>", "a"])
-    with pytest.raises(ValueError, match="eos_id must be that of the sentences, 0, got 1"):
-        SentenceBatches(
-            encode_sentences([["a"]], vocabulary), eos_id=1, tokens_per_batch=9, shuffle=False
-        )
     with pytest.raises(IndexError, match=r"index must be in \[0, 1\), got 1"):
         encode_sentences([["a"]], vocabulary)[1]

@@ -109,7 +109,7 @@ def test_mapped_sentences_are_those_in_memory(text, tmp_path, vocabulary, num_wo
     other = pickle.loads(pickle.dumps(again))  # by name: nothing is copied
     assert_same_sentences(other, expected)
     assert len(pickle.dumps(again)) < 1000
-    options = {"eos_id": vocabulary.eos_id, "tokens_per_batch": 50, "shuffle": True, "seed": 4}
+    options = {"tokens_per_batch": 50, "shuffle": True, "seed": 4}
     for max_length in (None, 5):
         epochs = [
             SentenceBatches(sentences, max_length=max_length, **options).epoch(1, 3, workers)
@@ -296,9 +296,7 @@ def test_work_can_be_pickled(text, tmp_path, vocabulary):
     assert pickle.loads(pickle.dumps(vocabulary)).encode(WORDS) == vocabulary.encode(WORDS)
     made = encode_to_files(train, vocabulary, tmp_path, name="train")
     for max_length in (None, 5):
-        batches = SentenceBatches(
-            made, eos_id=made.eos_id, tokens_per_batch=9, max_length=max_length, shuffle=True
-        )
+        batches = SentenceBatches(made, tokens_per_batch=9, max_length=max_length, shuffle=True)
         there = pickle.loads(pickle.dumps(batches))
         for batch, expected in zip(there.epoch(0), batches.epoch(0), strict=True):
             assert torch.equal(batch.inputs, expected.inputs)

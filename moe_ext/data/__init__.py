@@ -5,9 +5,7 @@ From a corpus to batches (paper, App. C.1):
     corpus = load_corpus("builtin")                                  # corpora.py
     vocabulary = Vocabulary.build(corpus.train, max_size=10_000)     # vocabulary.py
     sentences = encode_sentences(corpus.train, vocabulary)           # encoded.py
-    batches = SentenceBatches(                                       # batches.py
-        sentences, eos_id=vocabulary.eos_id, tokens_per_batch=2_560, shuffle=True, seed=0
-    )
+    batches = SentenceBatches(sentences, tokens_per_batch=2_560, shuffle=True)   # batches.py
     for batch in batches.epoch(0): ...
 
 A corpus that does not fit into memory is encoded once, by several processes (workers.py), into

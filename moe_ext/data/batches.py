@@ -9,13 +9,14 @@ so `</s>` is also the symbol before the first word, and nothing else is ever pre
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_ext.checks import require, require_at_least
 from moe_ext.data.encoded import EncodedSentences
 from moe_ext.data.workers import in_workers
 from moe_ext.processes import blocks
@@ -89,11 +90,8 @@ class SortedBatches(Generic[B]):
             num_workers: processes that make the batches ahead of their use, two each; 0 is this
                 one. They end with the iterator.
         """
-        if not 0 <= start <= self.num_batches:
-            raise ValueError(
-                f"{type(self).__name__}.epoch: start must be in [0, {self.num_batches}], "
-                f"got {start}"
-            )
+        name = f"{type(self).__name__}.epoch: start"
+        require(0 <= start <= self.num_batches, name, f"be in [0, {self.num_batches}]", start)
         return in_workers(self._batch, self._rows_of_batches(epoch, start), num_workers)
 
     def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
@@ -128,8 +126,7 @@ class SentenceBatches(SortedBatches[Batch]):
     seconds of their shuffle.
 
     Args:
-        sentences: from `encode_sentences` or `encode_to_files`, or any iterable of lists of ids.
-        eos_id: the id of `</s>`.
+        sentences: from `encode_sentences` or `encode_to_files`.
         tokens_per_batch: predictions in a batch, roughly.
         max_length: the largest number of predictions in a row, to bound the memory of training. A
             longer sentence is cut into several rows, each to start from a zero state with the true
@@ -144,6 +141,7 @@ class SentenceBatches(SortedBatches[Batch]):
     Attributes:
         num_sentences, num_tokens: of an epoch; tokens are predictions, ends of sentences included.
         num_batches: of an epoch, the same for all.
+        padding_share: padded positions as a share of all positions of an epoch.
 
     Raises:
         ValueError: an argument is out of range, or there is no sentence.
@@ -151,30 +149,17 @@ class SentenceBatches(SortedBatches[Batch]):
 
     def __init__(
         self,
-        sentences: EncodedSentences | Iterable[Sequence[int]],
+        sentences: EncodedSentences,
         *,
-        eos_id: int,
         tokens_per_batch: int,
         max_length: int | None = None,
         shuffle: bool,
         seed: int = 0,
     ) -> None:
-        if not isinstance(sentences, EncodedSentences):
-            sentences = EncodedSentences(sentences, eos_id)
-        if sentences.eos_id != eos_id:
-            raise ValueError(
-                f"SentenceBatches: eos_id must be that of the sentences, {sentences.eos_id}, "
-                f"got {eos_id}"
-            )
-        if len(sentences) == 0:
-            raise ValueError("SentenceBatches: sentences must hold at least one sentence, got none")
-        if tokens_per_batch < 1:
-            raise ValueError(
-                f"SentenceBatches: tokens_per_batch must be at least 1, got {tokens_per_batch}"
-            )
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"SentenceBatches: max_length must be at least 1, got {max_length}")
-        self.eos_id = eos_id
+        name = "SentenceBatches"
+        require_at_least(1, name, tokens_per_batch=tokens_per_batch, max_length=max_length)
+        number = len(sentences)
+        require(number >= 1, f"{name}: sentences", "hold at least one sentence", number)
         self.num_sentences = len(sentences)
         self.num_tokens = sentences.num_tokens
         self._sentences = sentences
@@ -201,12 +186,7 @@ class SentenceBatches(SortedBatches[Batch]):
         super().__init__(batch_end, shuffle, seed)
         longest = torch.searchsorted(rows_of_length.cumsum(0), batch_end)
         rows_per_batch = batch_end.diff(prepend=batch_end.new_zeros(1))
-        self._num_positions = int((rows_per_batch * longest).sum())
-
-    @property
-    def padding_share(self) -> float:
-        """Padded positions as a share of all positions of an epoch."""
-        return 1 - self.num_tokens / self._num_positions
+        self.padding_share = 1 - self.num_tokens / int((rows_per_batch * longest).sum())
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
         rows = drawn_order(len(self._row_length), generator)

@@ -24,7 +24,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data.batches import (
     Batch,
     SentenceBatches,
@@ -191,8 +191,7 @@ def encode_pairs(
     require(
         len(set(names)) == len(names), "encode_pairs: texts", "be of distinct language pairs", names
     )
-    for option, value in (("max_pieces", max_pieces), ("max_ratio", max_ratio)):
-        require(value is None or value >= 1, f"encode_pairs: {option}", "be at least 1", value)
+    require_at_least(1, "encode_pairs", max_pieces=max_pieces, max_ratio=max_ratio)
     if target_tokens:
         for text in texts:
             wordpieces.target_token_id(text.target)
@@ -365,18 +364,7 @@ class PairBatches(SortedBatches[PairBatch]):
         shuffle: bool,
         seed: int = 0,
     ) -> None:
-        require(
-            tokens_per_batch >= 1,
-            "PairBatches: tokens_per_batch",
-            "be at least 1",
-            tokens_per_batch,
-        )
-        require(
-            max_length is None or max_length >= 1,
-            "PairBatches: max_length",
-            "be at least 1",
-            max_length,
-        )
+        require_at_least(1, "PairBatches", tokens_per_batch=tokens_per_batch, max_length=max_length)
         self._pairs = pairs
         self._source_length = pairs.source.lengths.int()
         self._target_length = pairs.target.lengths.int()
@@ -461,6 +449,4 @@ def batches_of(
     """Batches of all sentences, or of all pairs of them; see there."""
     if isinstance(text, EncodedPairs):
         return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed)
-    return SentenceBatches(
-        text, eos_id=text.eos_id, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed
-    )
+    return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed)

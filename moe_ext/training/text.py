@@ -110,7 +110,6 @@ def training_batches(
     assert isinstance(text.train, EncodedSentences)
     return SentenceBatches(
         text.train,
-        eos_id=text.vocabulary.eos_id,
         tokens_per_batch=config.tokens_per_batch,
         max_length=config.max_length or None,
         shuffle=True,
