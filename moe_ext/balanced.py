@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.gates import Gate, Gating, count, logits, require_k, require_sizes, widened
+from moe_ext.checks import require_at_least
+from moe_ext.gates import Gate, Gating, count, logits, require_k, widened
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
 from moe_ext.processes import Processes, Transfer, blocks, columns_of
@@ -267,7 +268,7 @@ class BalancedGate(_StrictlyBalancedGate):
     def __init__(
         self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
     ) -> None:
-        require_sizes("BalancedGate", d_model=d_model, num_experts=num_experts)
+        require_at_least(1, "BalancedGate", d_model=d_model, num_experts=num_experts)
         require_k("BalancedGate", k, num_experts)
         super().__init__(num_experts, k, detach_scores)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))

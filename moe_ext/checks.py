@@ -1,5 +1,8 @@
 """The form that all rules of options share."""
 
+import torch
+from torch import Tensor
+
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
     """Says what is wrong with an option.
@@ -17,12 +20,12 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
         raise ValueError(f"{name} must {rule}, got {value!r}")
 
 
-def require_at_least(minimum: float, owner: str, **values: float | None) -> None:
+def require_at_least(minimum: float, owner: str = "", **values: float | None) -> None:
     """Every value is at least so much, or None.
 
     Args:
         minimum: the least.
-        owner: the class or function whose arguments the values are; "" of options.
+        owner: the class or function whose arguments the values are; "" for options.
         values: by name.
 
     Raises:
@@ -31,3 +34,11 @@ def require_at_least(minimum: float, owner: str, **values: float | None) -> None
     for name, value in values.items():
         prefix = f"{owner}: " if owner else ""
         require(value is None or value >= minimum, prefix + name, f"be at least {minimum}", value)
+
+
+def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError if a mask is not of type bool or of another shape."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{owner}: mask must be of type torch.bool, got {mask.dtype}")
+    found = tuple(mask.shape)
+    require(found == shape, f"{owner}: mask", f"have shape {shape}", found)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.experts import mixture
 from moe_ext.processes import Processes, Transfer, blocks, columns_of, scale_grad
 
@@ -37,9 +37,7 @@ class Placement:
     experts_per_group: int = 1
 
     def __post_init__(self) -> None:
-        require(
-            self.num_processes >= 1, "Placement: num_processes", "be at least 1", self.num_processes
-        )
+        require_at_least(1, "Placement", num_processes=self.num_processes)
         require(
             self.experts_per_group >= 1 and self.num_experts % self.experts_per_group == 0,
             "Placement: experts_per_group",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
@@ -72,13 +72,15 @@ class FeedForwardExperts(nn.Module):
         )
         d_output = d_model if d_output is None else d_output
         widths = [d_model, *hidden_sizes, d_output]
-        if min(widths) < 1:
-            raise ValueError(
-                "FeedForwardExperts: d_model, hidden_sizes and d_output must be at least 1, "
-                f"got {d_model}, {list(hidden_sizes)} and {d_output}"
-            )
-        for name, number in (("num_experts", num_experts), ("first_expert", first_expert)):
-            require(number >= 0, f"FeedForwardExperts: {name}", "be at least 0", number)
+        require(
+            min(hidden_sizes, default=1) >= 1,
+            "FeedForwardExperts: hidden_sizes",
+            "be at least 1",
+            hidden_sizes,
+        )
+        require_at_least(1, "FeedForwardExperts", d_model=d_model, d_output=d_output)
+        numbers = {"num_experts": num_experts, "first_expert": first_expert}
+        require_at_least(0, "FeedForwardExperts", **numbers)
         require(
             activation in ACTIVATIONS,
             "FeedForwardExperts: activation",
@@ -172,9 +174,8 @@ class ModuleExperts(nn.Module):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleList(modules)
-        if len(self.experts) == 0:
-            raise ValueError("ModuleExperts: modules must be at least one, got none")
         self.num_experts = len(self.experts)
+        require(self.num_experts >= 1, "ModuleExperts: modules", "be at least one", "none")
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """rows [R, D] grouped by expert, offsets [E + 1], to [R, d_output]."""

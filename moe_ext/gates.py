@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.processes import Processes
 
 
@@ -87,11 +87,6 @@ def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -
     return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
 
 
-def require_sizes(gate: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        require(size >= 1, f"{gate}: {name}", "be at least 1", size)
-
-
 def require_k(module: str, k: int, num_experts: int) -> None:
     require(
         1 <= k <= num_experts, f"{module}: k", f"be between 1 and num_experts = {num_experts}", k
@@ -130,7 +125,7 @@ class SoftmaxGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
-        require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
+        require_at_least(1, "SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -168,7 +163,7 @@ class TopKGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()
-        require_sizes("TopKGate", d_model=d_model, num_experts=num_experts)
+        require_at_least(1, "TopKGate", d_model=d_model, num_experts=num_experts)
         require_k("TopKGate", k, num_experts)
         self.num_experts = num_experts
         self.k = k
@@ -224,9 +219,9 @@ class NoisyTopKGate(Gate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
+        require_at_least(1, "NoisyTopKGate", d_model=d_model, num_experts=num_experts)
         require_k("NoisyTopKGate", k, num_experts)
-        require(noise_epsilon >= 0, "NoisyTopKGate: noise_epsilon", "be at least 0", noise_epsilon)
+        require_at_least(0, "NoisyTopKGate", noise_epsilon=noise_epsilon)
         self.num_experts = num_experts
         self.k = k
         self.noise_epsilon = noise_epsilon

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.gates import (
     Gate,
     Gating,
     count,
     hierarchical_load,
     logits,
-    require_sizes,
     standard_normal,
     widened,
 )
@@ -31,7 +30,8 @@ def k_of_levels(
 
     `name`, the module's, begins the error messages.
     """
-    require_sizes(name, d_model=d_model, num_groups=num_groups, experts_per_group=experts_per_group)
+    sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
+    require_at_least(1, name, d_model=d_model, **sizes)
     require(isinstance(k, int) or len(k) == 2, f"{name}: k", "be a number or a pair", k)
     k1, k2 = (k, k) if isinstance(k, int) else k
     for level, chosen, choices, limit in (
@@ -84,7 +84,7 @@ class HierarchicalNoisyTopKGate(Gate):
     ) -> None:
         super().__init__()
         name = "HierarchicalNoisyTopKGate"
-        require(noise_epsilon >= 0, f"{name}: noise_epsilon", "be at least 0", noise_epsilon)
+        require_at_least(0, name, noise_epsilon=noise_epsilon)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group
         self.num_experts = num_groups * experts_per_group

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext import ops
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least, require_mask
 from moe_ext.exchange import EXCHANGES, Exchange, Placement
 from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
 from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
@@ -146,15 +146,9 @@ class MoE(nn.Module):
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        if min(d_model, num_experts) < 1:
-            raise ValueError(
-                f"MoE: d_model and num_experts must be at least 1, got {d_model} and {num_experts}"
-            )
+        require_at_least(1, "MoE", d_model=d_model, num_experts=num_experts, num_chunks=num_chunks)
         require_k("MoE", k, num_experts)
-        if min(w_importance, w_load) < 0:
-            raise ValueError(
-                f"MoE: w_importance and w_load must be at least 0, got {w_importance} and {w_load}"
-            )
+        require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or bias or dtype is not None
@@ -166,7 +160,6 @@ class MoE(nn.Module):
         require(balance in BALANCES, "MoE: balance", f"be one of {', '.join(BALANCES)}", balance)
         kinds = ", ".join(EXCHANGES)
         require(exchange in EXCHANGES, "MoE: exchange", f"be one of {kinds}", exchange)
-        require(num_chunks >= 1, "MoE: num_chunks", "be at least 1", num_chunks)
         self.d_model = d_model
         self.num_experts = num_experts
         self.k = k
@@ -242,12 +235,7 @@ class MoE(nn.Module):
             )
         tokens = x.reshape(-1, self.d_model)
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise TypeError(f"MoE: mask must be of type torch.bool, got {mask.dtype}")
-            if mask.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"MoE: mask must have shape {tuple(x.shape[:-1])}, got {tuple(mask.shape)}"
-                )
+            require_mask("MoE", mask, tuple(x.shape[:-1]))
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from moe_ext.bptt import Tensors, unroll
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least, require_mask
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -56,8 +56,7 @@ class MoELSTMCell(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("d_input", d_input), ("d_hidden", d_hidden)):
-            require(size >= 1, f"MoELSTMCell: {name}", "be at least 1", size)
+        require_at_least(1, "MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
         require(0 <= dropout < 1, "MoELSTMCell: dropout", "be in [0, 1)", dropout)
         self.d_input = d_input
         self.d_hidden = d_hidden
@@ -163,8 +162,7 @@ class MoELSTM(nn.Module):
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        for name, weight in (("w_importance", w_importance), ("w_load", w_load)):
-            require(weight >= 0, f"MoELSTM: {name}", "be at least 0", weight)
+        require_at_least(0, "MoELSTM", w_importance=w_importance, w_load=w_load)
         require(
             memory_slots is None or memory_slots >= 1,
             "MoELSTM: memory_slots",
@@ -262,12 +260,7 @@ class MoELSTM(nn.Module):
                 f"least 1, got {tuple(x.shape)}"
             )
         if mask is not None:
-            if mask.dtype != torch.bool:
-                raise TypeError(f"MoELSTM: mask must be of type torch.bool, got {mask.dtype}")
-            if mask.shape != x.shape[:2]:
-                raise ValueError(
-                    f"MoELSTM: mask must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
-                )
+            require_mask("MoELSTM", mask, tuple(x.shape[:2]))
 
 
 class _CellStep:

@@ -669,7 +669,7 @@ def test_schedules_are_the_papers():
         translation = min(t / 2000, 1, math.sqrt(10_000 / t))
         assert warmup_inverse_sqrt(t, 2000, 8000) == translation
     assert [warmup_inverse_sqrt(t, 2, 6) for t in (1, 2, 5, 8, 32)] == [0.5, 1, 1, 1, 0.5]
-    with pytest.raises(ValueError, match="step and warmup_steps must be at least 1, got 0 and 4"):
+    with pytest.raises(ValueError, match="warmup_inverse_sqrt: step must be at least 1, got 0"):
         warmup_inverse_sqrt(0, 4)
     with pytest.raises(ValueError, match="hold_steps must be at least 0, got -1"):
         warmup_inverse_sqrt(1, 4, -1)

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_ext.analysis.cost import training_flops
 from moe_ext.analysis.roofline import Work, limit
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.exchange import EXCHANGES, Placement
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.models import LanguageModel
@@ -187,7 +187,7 @@ def plan(
         ValueError: exchange or num_devices is out of range, or the layers have no MoE.
     """
     require(exchange in EXCHANGES, "plan: exchange", f"be one of {', '.join(EXCHANGES)}", exchange)
-    require(num_devices >= 1, "plan: num_devices", "be at least 1", num_devices)
+    require_at_least(1, "plan", num_devices=num_devices)
     kinds = config.model.layers
     require(
         "moe" in kinds and "moe_lstm" not in kinds, "plan: layers", "have moe, not moe_lstm", kinds

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
+from moe_ext.checks import require, require_at_least
 from moe_ext.files import READ_ERRORS, open_plain
 
 PARTS = ("train", "dev", "test")
@@ -163,15 +164,13 @@ def load_corpus(
         CorpusError: whatever is wrong with the corpus, here or when it is read.
         ValueError: another argument is out of range.
     """
-    if max_train_sentences is not None and max_train_sentences < 1:
-        raise ValueError(
-            f"load_corpus: max_train_sentences must be at least 1, got {max_train_sentences}"
-        )
-    if not (min(dev_share, test_share) > 0 and dev_share + test_share < 1):
-        raise ValueError(
-            "load_corpus: dev_share and test_share must be positive with a sum below 1, "
-            f"got {dev_share} and {test_share}"
-        )
+    require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
+    require(
+        min(dev_share, test_share) > 0 and dev_share + test_share < 1,
+        "load_corpus: dev_share and test_share",
+        "be positive with a sum below 1",
+        (dev_share, test_share),
+    )
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
         from moe_ext.data.builtin import builtin_sentences

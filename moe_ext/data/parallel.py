@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data.corpora import PARTS, CorpusError
 from moe_ext.files import READ_ERRORS, open_plain
 
@@ -277,14 +277,8 @@ def load_parallel(
         ValueError: another argument is out of range.
     """
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
-    require(
-        max_train_pairs is None or max_train_pairs >= 1,
-        "load_parallel: max_train_pairs",
-        "be at least 1",
-        max_train_pairs,
-    )
-    for name, value in (("max_words", max_words), ("max_ratio", max_ratio)):
-        require(value is None or value >= 1, f"load_parallel: {name}", "be at least 1", value)
+    sizes = {"max_train_pairs": max_train_pairs, "max_words": max_words, "max_ratio": max_ratio}
+    require_at_least(1, "load_parallel", **sizes)
     for language in (source, target):
         if columns is not None and list(columns).count(language) != 1:
             raise ValueError(

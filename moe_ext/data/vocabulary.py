@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
+from moe_ext.checks import require_at_least
 from moe_ext.files import atomic_file
 
 # How vocabulary files spell the two special entries, ours first. Of the two files in use for the
@@ -94,13 +95,8 @@ class Vocabulary:
         Raises:
             ValueError: there is no word, or a number is out of range.
         """
-        if max_size < 3:
-            raise ValueError(
-                f"Vocabulary.of_counts: max_size must be at least 3 "
-                f"({cls.UNK}, {cls.EOS} and one word), got {max_size}"
-            )
-        if min_count < 1:
-            raise ValueError(f"Vocabulary.of_counts: min_count must be at least 1, got {min_count}")
+        require_at_least(3, "Vocabulary.of_counts", max_size=max_size)  # the two marks and a word
+        require_at_least(1, "Vocabulary.of_counts", min_count=min_count)
         words = counts.copy()
         num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
         if not words:

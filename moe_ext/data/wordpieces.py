@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.files import atomic_file
 
 _SPACE = "\u2581"  # how a piece spells the space before a word
@@ -85,18 +85,13 @@ class Wordpieces:
                 or has too many characters.
         """
         require(kind in ("bpe", "unigram"), "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
-        require(vocab_size >= 1, "Wordpieces.train: vocab_size", "be at least 1", vocab_size)
+        name = "Wordpieces.train"
+        require_at_least(1, name, vocab_size=vocab_size, max_sentences=max_sentences)
         require(
             0.98 <= character_coverage <= 1,
             "Wordpieces.train: character_coverage",
             "be in [0.98, 1]",
             character_coverage,
-        )
-        require(
-            max_sentences is None or max_sentences >= 1,
-            "Wordpieces.train: max_sentences",
-            "be at least 1",
-            max_sentences,
         )
         require(
             len(set(target_tokens)) == len(target_tokens),

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data import EncodedPairs, EncodedSentences, PairBatch, PairBatches, Wordpieces
 from moe_ext.decoding.beam_search import BeamSearch
 from moe_ext.models import TranslationModel, evaluating
@@ -85,12 +85,13 @@ class Translator:
         lines_at_a_time: int = 4_096,
         max_pieces: int = 500,
     ) -> None:
-        for name, value in (
-            ("tokens_per_batch", tokens_per_batch),
-            ("lines_at_a_time", lines_at_a_time),
-            ("max_pieces", max_pieces),
-        ):
-            require(value >= 1, f"Translator: {name}", "be at least 1", value)
+        require_at_least(
+            1,
+            "Translator",
+            tokens_per_batch=tokens_per_batch,
+            lines_at_a_time=lines_at_a_time,
+            max_pieces=max_pieces,
+        )
         rule = "be None, as the model translates into one language"
         if languages:
             rule = f"be one of {', '.join(languages)}"

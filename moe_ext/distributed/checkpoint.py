@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from moe_ext.checks import require
+from moe_ext.checks import require_at_least
 from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
 from moe_ext.distributed.planners import LoadPlanner, SavePlanner
 from moe_ext.distributed.state import (
@@ -98,7 +98,7 @@ class Checkpoints:
         keep: int = 3,
         timeout: timedelta | None = None,
     ) -> None:
-        require(keep >= 1, "Checkpoints: keep", "be at least 1", keep)
+        require_at_least(1, "Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
         self._processes = Layout.of(process_group).batch
         self._timeout = timeout

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.ops.dtypes import accumulation_dtype
 
 ATTENTION_KINDS = ("product", "gnmt")
@@ -48,8 +48,7 @@ class Attention(nn.Module):
 
     def __init__(self, d_source: int, d_target: int, units: int, kind: str = "product") -> None:
         super().__init__()
-        for name, size in (("d_source", d_source), ("d_target", d_target), ("units", units)):
-            require(size >= 1, f"Attention: {name}", "be at least 1", size)
+        require_at_least(1, "Attention", d_source=d_source, d_target=d_target, units=units)
         kinds = ", ".join(ATTENTION_KINDS)
         require(kind in ATTENTION_KINDS, "Attention: kind", f"be one of {kinds}", kind)
         self.kind = kind

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data import EncodedSentences, Vocabulary
 from moe_ext.files import atomic_file
 from moe_ext.progress import progress
@@ -134,7 +134,7 @@ def kneser_ney(
     Raises:
         ValueError: an argument is out of range.
     """
-    require(order >= 1, "kneser_ney: order", "be at least 1", order)
+    require_at_least(1, "kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "kneser_ney")
     # Every order's n-grams, how often they occur, and where their last n - 1 words stand.
     keys, counts, suffixes = [torch.arange(vocab_size + 1)], [_count(words, vocab_size + 1)], []

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data import Batch
 from moe_ext.models.lstm import LSTM
 from moe_ext.models.parts import (
@@ -63,7 +63,8 @@ class LanguageModelConfig:
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
     def __post_init__(self) -> None:
-        require(self.d_model >= 1, "d_model", "be at least 1", self.d_model)
+        require_at_least(1, d_model=self.d_model)
+        require_at_least(0, num_sampled=self.num_sampled, memory_slots=self.memory_slots)
         require(
             len(self.layers) > 0 and set(self.layers) <= set(LAYER_KINDS),
             "layers",
@@ -77,8 +78,6 @@ class LanguageModelConfig:
             f"be 0 or at least d_model = {self.d_model}",
             self.lstm_units,
         )
-        require(self.num_sampled >= 0, "num_sampled", "be at least 0", self.num_sampled)
-        require(self.memory_slots >= 0, "memory_slots", "be at least 0", self.memory_slots)
         require(self.dtype in DTYPES, "dtype", f"be one of {', '.join(DTYPES)}", self.dtype)
         require(
             "moe_lstm" not in self.layers or self.moe.gate != "balanced",

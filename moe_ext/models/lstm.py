@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_ext.checks import require
+
 
 class LSTMState(NamedTuple):
     """What an LSTM keeps of N sentences from one step to the next.
@@ -51,8 +53,7 @@ class LSTM(nn.Module):
         super().__init__()
         square = units == d_model
         units = units or d_model
-        if units < d_model:
-            raise ValueError(f"LSTM: units must be at least d_model ({d_model}), got {units}")
+        require(units >= d_model, "LSTM: units", f"be at least d_model = {d_model}", units)
         projected = d_model if units > d_model else 0
         self.lstm = nn.LSTM(d_input or d_model, units, proj_size=projected, batch_first=True)
         self.projection = nn.Parameter(torch.empty(d_model, units)) if square else None

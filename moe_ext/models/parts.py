@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import NoisyTopKGate, TopKGate
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
@@ -49,7 +49,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
-        require(self.num_experts >= 1, "num_experts", "be at least 1", self.num_experts)
+        require_at_least(1, num_experts=self.num_experts)
         require(
             self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),
             "num_groups",
@@ -71,15 +71,14 @@ class MoEConfig:
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
         )
         _require_activation(self.activation)
-        require(self.w_importance >= 0, "w_importance", "be at least 0", self.w_importance)
-        require(self.w_load >= 0, "w_load", "be at least 0", self.w_load)
+        require_at_least(0, w_importance=self.w_importance, w_load=self.w_load)
+        require_at_least(0, noise_epsilon=self.noise_epsilon)
         require(
             self.w_load == 0 or self.gate == "noisy_topk",
             "w_load",
             f'be 0 with gate = "{self.gate}", whose load has no gradient',
             self.w_load,
         )
-        require(self.noise_epsilon >= 0, "noise_epsilon", "be at least 0", self.noise_epsilon)
 
     @property
     def experts_per_token(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.data import PairBatch
 from moe_ext.models.attention import ATTENTION_KINDS, Attention
 from moe_ext.models.lstm import LSTM, LSTMState
@@ -61,7 +61,8 @@ class TranslationModelConfig:
     ffn: FeedForwardConfig = field(default_factory=FeedForwardConfig)
 
     def __post_init__(self) -> None:
-        require(self.d_model >= 1, "d_model", "be at least 1", self.d_model)
+        require_at_least(1, d_model=self.d_model)
+        require_at_least(0, attention_units=self.attention_units)
         require(
             self.lstm_units == 0 or self.lstm_units >= self.d_model,
             "lstm_units",
@@ -75,7 +76,6 @@ class TranslationModelConfig:
         ):
             value = getattr(self, name)
             require(value in kinds, name, f"be one of {', '.join(kinds)}", value)
-        require(self.attention_units >= 0, "attention_units", "be at least 0", self.attention_units)
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
 
 

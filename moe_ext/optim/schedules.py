@@ -3,7 +3,7 @@
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moe_ext.checks import require
+from moe_ext.checks import require_at_least
 
 
 def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
@@ -20,12 +20,8 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> fl
     Raises:
         ValueError: step or warmup_steps is below 1, or hold_steps below 0.
     """
-    if step < 1 or warmup_steps < 1:
-        raise ValueError(
-            "warmup_inverse_sqrt: step and warmup_steps must be at least 1, "
-            f"got {step} and {warmup_steps}"
-        )
-    require(hold_steps >= 0, "warmup_inverse_sqrt: hold_steps", "be at least 0", hold_steps)
+    require_at_least(1, "warmup_inverse_sqrt", step=step, warmup_steps=warmup_steps)
+    require_at_least(0, "warmup_inverse_sqrt", hold_steps=hold_steps)
     return min(step / warmup_steps, 1.0, ((warmup_steps + hold_steps) / step) ** 0.5)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_at_least
 from moe_ext.models import LanguageModelConfig, TranslationModelConfig
 
 
@@ -51,19 +51,10 @@ class DataConfig:
     max_train_sentences: int = 0
 
     def __post_init__(self) -> None:
-        require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
-        require(self.min_count >= 1, "min_count", "be at least 1", self.min_count)
-        require(self.num_workers >= 0, "num_workers", "be at least 0", self.num_workers)
-        require(
-            self.tokens_per_batch >= 1, "tokens_per_batch", "be at least 1", self.tokens_per_batch
-        )
-        require(self.max_length >= 0, "max_length", "be at least 0", self.max_length)
-        require(
-            self.max_train_sentences >= 0,
-            "max_train_sentences",
-            "be at least 0",
-            self.max_train_sentences,
-        )
+        require_at_least(3, vocab_size=self.vocab_size)
+        require_at_least(1, min_count=self.min_count, tokens_per_batch=self.tokens_per_batch)
+        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
+        require_at_least(0, max_train_sentences=self.max_train_sentences)
 
 
 @dataclass
@@ -114,19 +105,17 @@ class ParallelDataConfig:
                 pair,
             )
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
-        require(self.vocab_size >= 3, "vocab_size", "be at least 3", self.vocab_size)
+        require_at_least(3, vocab_size=self.vocab_size)
         require(self.kind in ("bpe", "unigram"), "kind", 'be "bpe" or "unigram"', self.kind)
-        for name in ("max_train_pairs", "num_workers", "max_length"):
-            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+        require_at_least(0, max_train_pairs=self.max_train_pairs)
+        require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
         require(
             self.max_ratio == 0 or self.max_ratio >= 1,
             "max_ratio",
             "be 0 or at least 1",
             self.max_ratio,
         )
-        require(
-            self.tokens_per_batch >= 1, "tokens_per_batch", "be at least 1", self.tokens_per_batch
-        )
+        require_at_least(1, tokens_per_batch=self.tokens_per_batch)
 
 
 @dataclass
@@ -162,22 +151,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning_rate", "be positive", self.learning_rate)
-        require(self.warmup_steps >= 1, "warmup_steps", "be at least 1", self.warmup_steps)
-        require(self.hold_steps >= 0, "hold_steps", "be at least 0", self.hold_steps)
+        require_at_least(1, warmup_steps=self.warmup_steps, accumulate=self.accumulate)
+        require_at_least(0, hold_steps=self.hold_steps, clip_norm=self.clip_norm)
+        require_at_least(0, threshold_learning_rate=self.threshold_learning_rate)
         require(0 <= self.beta1 < 1, "beta1", "be in [0, 1)", self.beta1)
         require(0 <= self.beta2 < 1, "beta2", "be in [0, 1)", self.beta2)
         require(self.eps > 0, "eps", "be positive", self.eps)
         for name in ("experts", "embedding"):
             value = getattr(self, name)
             require(value in ("adam", "factored_adam"), name, "be adam or factored_adam", value)
-        require(
-            self.threshold_learning_rate >= 0,
-            "threshold_learning_rate",
-            "be at least 0",
-            self.threshold_learning_rate,
-        )
-        require(self.clip_norm >= 0, "clip_norm", "be at least 0", self.clip_norm)
-        require(self.accumulate >= 1, "accumulate", "be at least 1", self.accumulate)
 
 
 @dataclass
@@ -201,13 +183,9 @@ class LogConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        require(self.log_every >= 1, "log_every", "be at least 1", self.log_every)
-        require(self.eval_every >= 0, "eval_every", "be at least 0", self.eval_every)
-        require(self.eval_sentences >= 0, "eval_sentences", "be at least 0", self.eval_sentences)
-        require(self.save_every >= 0, "save_every", "be at least 0", self.save_every)
-        require(
-            self.keep_checkpoints >= 1, "keep_checkpoints", "be at least 1", self.keep_checkpoints
-        )
+        require_at_least(1, log_every=self.log_every, keep_checkpoints=self.keep_checkpoints)
+        require_at_least(0, eval_every=self.eval_every, eval_sentences=self.eval_sentences)
+        require_at_least(0, save_every=self.save_every)
 
 
 @dataclass
@@ -240,8 +218,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         # torch's generators take 64 bits, and a run has three of them.
         require(0 <= self.seed < 2**62, "seed", "be in [0, 2**62)", self.seed)
-        require(self.steps >= 1, "steps", "be at least 1", self.steps)
-        require(self.num_threads >= 0, "num_threads", "be at least 0", self.num_threads)
+        require_at_least(1, steps=self.steps)
+        require_at_least(0, num_threads=self.num_threads)
         require(self.timeout > 0, "timeout", "be positive", self.timeout)
         require(self.autocast in ("", "bfloat16"), "autocast", 'be "" or "bfloat16"', self.autocast)
 
