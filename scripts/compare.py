@@ -7,9 +7,9 @@
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
 softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. To use several processors, run
-one seed in each process and then all together. Writes OUTPUT/comparison.json and
-OUTPUT/comparison.md.
+--against the second model is the first with these options changed. Processes that are started with
+the same command share the runs, and the one that ends last has all seeds in its report. Writes
+OUTPUT/comparison.json and OUTPUT/comparison.md.
 
 Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
 report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.training.command import exit_status
-from moe_ext.training.comparison import arm_titles, arms, comparison_report, train_pair
+from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.comparison import arm_titles, arms, comparison_report
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
+from moe_ext.training.study import run_study
 from moe_ext.training.text import load_text
 
 BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("config", help="a TOML file of a model with an MoE layer")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--against", nargs="+", metavar="key=value", help="compare with these options changed"
     )
@@ -100,19 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 
-    def configs(*changes: str) -> list[Config]:
-        overrides = [*options.overrides, *changes]
-        return [read_config(options.config, [*overrides, f"seed={n}"]) for n in options.seeds]
+    def with_changes(*changes: str) -> Config:
+        seed = f"seed={options.seeds[0]}"
+        return read_config(options.config, [*options.overrides, *changes, seed])
 
-    first = configs()
-    second = configs(*options.against) if options.against else [None] * len(first)
-    config = first[0]
-    arms(config, second[0])  # an error in the configuration should come before the corpus is read
+    config = with_changes()
+    against = with_changes(*options.against) if options.against else None
+    configs = arms(config, against)
     output = Path(options.output or f"{config.output}-compare")
     set_up_torch(config.device, config.num_threads, config.autocast)
     text = load_text(config.data)
-    pairs = [train_pair(a, text, output, b) for a, b in zip(first, second, strict=True)]
-    report = {"models": arm_titles(config, second[0]), **comparison_report(pairs, text)}
+    results = run_study(configs, options.seeds, text, output)
+    report = {"models": arm_titles(config, against), **comparison_report(results, text)}
     page = as_markdown(report, config)
     write_report(output, "comparison", page, report)
     print(page)

@@ -30,10 +30,12 @@ import torch
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import exit_status
-from moe_ext.training.comparison import Result, train_pair
-from moe_ext.training.config import read_config
+from moe_ext.training.comparison import arms
+from moe_ext.training.config import ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import read_metrics
+from moe_ext.training.results import Result
+from moe_ext.training.study import run_study
 from moe_ext.training.text import load_text
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "small" / "moe-32.toml"
@@ -120,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
         f"{config.steps:,} steps for each model",
         flush=True,
     )
-    results = train_pair(config, text, output)
+    runs = run_study(arms(config), [config.seed], text, output)
+    if not all(runs.values()):
+        raise ConfigError(f"{output} must be left to one process, but another one trains there")
+    results = {arm: by_seed[config.seed] for arm, by_seed in runs.items()}
     trained = load_run(results["moe"].run)
     routing = collect_routing(trained.model, text.train, num_positions=100_000)
     plot(results, output / "quickstart.png")

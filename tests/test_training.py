@@ -23,7 +23,7 @@ from moe_ext.processes import Processes
 from moe_ext.training import device as device_module
 from moe_ext.training import loop as loop_module
 from moe_ext.training.checkpoint import checkpoints_of, load_run
-from moe_ext.training.comparison import comparison_report, dense_counterpart, train_pair
+from moe_ext.training.comparison import arms, comparison_report, dense_counterpart
 from moe_ext.training.config import (
     Config,
     ConfigError,
@@ -39,6 +39,7 @@ from moe_ext.training.loop import Trainer, make_optimizers
 from moe_ext.training.metrics import Evaluation, evaluate, perplexity
 from moe_ext.training.model import make_model
 from moe_ext.training.results import Result
+from moe_ext.training.study import run_study
 from moe_ext.training.text import load_part, load_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -693,12 +694,12 @@ def test_dense_counterpart_has_the_same_operations(table):
 def test_pairs_are_finished_kept_and_reported(table, tmp_path):
     config = merged(table, steps=4)
     text = load_text(config.data)
-    pairs = [train_pair(replace(config, seed=seed), text, tmp_path / "all") for seed in (1, 2)]
+    results = run_study(arms(config), (1, 2), text, tmp_path / "all")
     before = snapshot(tmp_path / "all")
-    again = [train_pair(replace(config, seed=seed), text, tmp_path / "all") for seed in (1, 2)]
+    again = run_study(arms(config), (1, 2), text, tmp_path / "all")
     assert snapshot(tmp_path / "all") == before
-    assert comparison_report(again, text) == comparison_report(pairs, text)
-    report = comparison_report(pairs, text)
+    assert comparison_report(again, text) == comparison_report(results, text)
+    report = comparison_report(results, text)
     row = report["pairs"][1]
     assert row["seed"] == 2
     assert row["difference"] == pytest.approx(
@@ -706,6 +707,10 @@ def test_pairs_are_finished_kept_and_reported(table, tmp_path):
     )
     assert row["bootstrap"]["mean"] == pytest.approx(row["difference"], rel=1e-6)
     assert report["test_tokens"] == text.test.num_tokens
-    assert pairs[0]["dense"].balance == {} and pairs[0]["moe"].balance["cv_load"] > 0
+    assert results["dense"][1].balance == {} and results["moe"][1].balance["cv_load"] > 0
+    del results["dense"][2]
+    assert [row["seed"] for row in comparison_report(results, text)["pairs"]] == [1]
+    with pytest.raises(ConfigError, match="must hold a pair of finished runs"):
+        comparison_report(results | {"dense": {}}, text)
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
-        train_pair(replace(config, steps=5), text, tmp_path / "all")
+        run_study(arms(replace(config, steps=5)), (1,), text, tmp_path / "all")

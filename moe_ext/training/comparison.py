@@ -5,9 +5,7 @@ softmax and LSTMs; models of the same sizes, all initial weights. The unit of an
 log-perplexity of a run after its last step.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from moe_ext.training.config import (
@@ -17,8 +15,8 @@ from moe_ext.training.config import (
     config_differences,
     config_value,
 )
-from moe_ext.training.results import Result, train_and_test
-from moe_ext.training.statistics import bootstrap_difference, mean_difference
+from moe_ext.training.statistics import bootstrap_difference
+from moe_ext.training.study import Results, difference
 from moe_ext.training.text import Text
 
 
@@ -80,59 +78,41 @@ def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str,
     }
 
 
-def train_pair(
-    config: AnyConfig, text: Text, output: str | Path, against: AnyConfig | None = None
-) -> dict[str, Result]:
-    """Both arms of one seed, in OUTPUT/ARM-seedN.
-
-    Finished runs are not repeated, interrupted ones are continued.
-
-    Args:
-        config: the first arm.
-        text: the corpus of its `data`.
-        output: folder of the runs' folders.
-        against: the second arm; None is the dense counterpart.
-
-    Raises:
-        ConfigError: the folder holds something else.
-        KeyboardInterrupt: a signal stopped a run, which is saved.
-    """
-    return {
-        arm: train_and_test(
-            replace(each, output=str(Path(output) / f"{arm}-seed{config.seed}")), text
-        )
-        for arm, each in arms(config, against).items()
-    }
-
-
-def comparison_report(pairs: Sequence[dict[str, Result]], text: Text) -> dict[str, Any]:
-    """All numbers of a comparison, ready for JSON.
+def comparison_report(results: Results, text: Text) -> dict[str, Any]:
+    """All numbers of a comparison, ready for JSON, of the seeds that both arms have.
 
     Differences are ln ppl(first arm) - ln ppl(second arm): below zero where the first is better;
     the relative change of the perplexity is e^difference - 1. The balance is the first arm's.
+
+    Raises:
+        ConfigError: there is no such seed, as other processes are at the runs.
     """
     lengths = text.test.lengths
+    first, second = results.values()
     rows: list[dict[str, Any]] = []
-    for pair in pairs:
-        first, second = pair.values()
+    for seed in first:
+        if seed not in second:
+            continue
+        pair = {arm: runs[seed] for arm, runs in results.items()}
+        a, b = pair.values()
         rows.append(
             {
-                "seed": first.seed,
+                "seed": seed,
                 **{f"{arm}_perplexity": result.perplexity for arm, result in pair.items()},
-                "difference": first.test_nll - second.test_nll,
-                "bootstrap": asdict(
-                    bootstrap_difference(first.sentence_nll, second.sentence_nll, lengths)
-                ),
-                "balance": first.balance,
+                "difference": a.test_nll - b.test_nll,
+                "bootstrap": asdict(bootstrap_difference(a.sentence_nll, b.sentence_nll, lengths)),
+                "balance": a.balance,
                 "words_per_second": {arm: result.words_per_second for arm, result in pair.items()},
             }
         )
-    interval = mean_difference([row["difference"] for row in rows])
+    if not rows:
+        raise ConfigError("--output must hold a pair of finished runs; other processes are at them")
+    interval = difference(first, second)
     return {
         "difference": asdict(interval) if interval else None,
         "test_tokens": int(lengths.sum()),
         "train_tokens": text.train.num_tokens,
         "vocabulary": len(text.vocabulary),
-        "cost": {arm: asdict(result.cost) for arm, result in pairs[0].items()},
+        "cost": {arm: asdict(next(iter(runs.values())).cost) for arm, runs in results.items()},
         "pairs": rows,
     }

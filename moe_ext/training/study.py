@@ -15,6 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from moe_ext.training.command import at_least
 from moe_ext.training.config import AnyConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
@@ -42,7 +43,7 @@ def study_parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
