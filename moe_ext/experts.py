@@ -14,6 +14,12 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
+def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = None) -> None:
+    """Draws a weight anew, uniform with variance 1 / fan_in."""
+    bound = math.sqrt(3 / fan_in)
+    nn.init.uniform_(weight, -bound, bound, generator=generator)
+
+
 class _FeedForward(NamedTuple):
     """Feed-forward experts as their tensors."""
 
@@ -76,7 +82,7 @@ class FeedForwardExperts(nn.Module):
             min(hidden_sizes, default=1) >= 1,
             "FeedForwardExperts: hidden_sizes",
             "be at least 1",
-            hidden_sizes,
+            list(hidden_sizes),
         )
         require_at_least(1, "FeedForwardExperts", d_model=d_model, d_output=d_output)
         numbers = {"num_experts": num_experts, "first_expert": first_expert}
@@ -112,8 +118,7 @@ class FeedForwardExperts(nn.Module):
         for e in range(self.num_experts):
             generator.manual_seed(seed + self.first_expert + e)
             for weight in self.weights:
-                bound = math.sqrt(3 / weight.shape[1])
-                nn.init.uniform_(weight.detach()[e], -bound, bound, generator=generator)
+                uniform_(weight.detach()[e], weight.shape[1], generator)
         for bias in self.biases or ():
             nn.init.zeros_(bias)
 

@@ -20,7 +20,7 @@ import jinja2
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.analysis.routing import NEIGHBOURS
-from moe_ext.data import Vocabulary, Wordpieces
+from moe_ext.data import AnyVocabulary, Wordpieces
 from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status
@@ -90,7 +90,7 @@ _PAIRS = (
 )
 
 
-def legend_of(reports: Sequence[ExpertReport], vocabulary: Vocabulary | Wordpieces) -> str:
+def legend_of(reports: Sequence[ExpertReport], vocabulary: AnyVocabulary) -> str:
     """What the words and numbers are."""
     pieces = _PIECES if isinstance(vocabulary, Wordpieces) else ""
     return _LEGEND + pieces + (_PAIRS if any(report.pairs for report in reports) else "")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_ext.balanced import HierarchicalBalancedGate
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
-from moe_ext.models import LanguageModel, TranslationModel
+from moe_ext.models import AnyModel, LanguageModel, TranslationModel
 from moe_ext.models.translation import AttentionLSTM
 from moe_ext.moe import MoE
 from moe_ext.recurrent import MoELSTM
@@ -55,7 +55,7 @@ class TrainingFlops:
         return self.experts / self.total
 
 
-def cost(model: LanguageModel | TranslationModel) -> Cost:
+def cost(model: AnyModel) -> Cost:
     """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
 
     Every matrix is one multiply-add per weight and position; of a MoE's experts each position meets
@@ -90,7 +90,7 @@ class _Count(NamedTuple):
     parameters: int
 
 
-def _count(model: LanguageModel | TranslationModel) -> _Count:
+def _count(model: AnyModel) -> _Count:
     """Of the layers between embedding and softmax."""
     ops = expert_ops = parameters = 0
     for layer in model.layers:

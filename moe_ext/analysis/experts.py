@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis.routing import NO_WORD, Routing
-from moe_ext.analysis.specialisation import PURITY_POSITIONS, entries, purity
-from moe_ext.data import Vocabulary, Wordpieces
+from moe_ext.analysis.specialisation import PURITY_POSITIONS, purity
+from moe_ext.data import AnyVocabulary
 
 
 class Context(NamedTuple):
@@ -96,7 +96,7 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 def expert_reports(
     routing: Routing,
-    vocabulary: Vocabulary | Wordpieces,
+    vocabulary: AnyVocabulary,
     *,
     num_contexts: int = 10,
     num_words: int = 10,
@@ -109,7 +109,7 @@ def expert_reports(
         num_contexts, num_words: how many to report of each expert.
     """
     num_experts, experts = routing.num_experts, routing.expert
-    spelling = entries(vocabulary)
+    spelling = vocabulary.words
     word_at = routing.words
     words = word_at[routing.position]
     order, load = routing.slots_by_gate()

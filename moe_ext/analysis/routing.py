@@ -8,14 +8,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_ext.data import Batch, EncodedPairs, EncodedSentences, PairBatch, batches_of
+from moe_ext.data import AnyText, EncodedPairs, PairBatch, batches_of
 from moe_ext.gates import Gate
-from moe_ext.models import LanguageModel, TranslationModel, evaluating
+from moe_ext.models import AnyModel, evaluating
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.progress import progress
 from moe_ext.recurrent import MoELSTM
@@ -93,7 +94,7 @@ def joined(routings: Sequence[Routing]) -> Routing:
     )
 
 
-def moe_layer(model: LanguageModel | TranslationModel, layer: int) -> MoE | MoELSTM:
+def moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
     """The MoE layer of that number, counting these only.
 
     Raises:
@@ -109,8 +110,8 @@ def moe_layer(model: LanguageModel | TranslationModel, layer: int) -> MoE | MoEL
 
 @torch.inference_mode()
 def collect_routing(
-    model: LanguageModel | TranslationModel,
-    text: EncodedSentences | EncodedPairs,
+    model: AnyModel,
+    text: AnyText,
     *,
     num_positions: int = 200_000,
     layer: int = 0,
@@ -138,20 +139,17 @@ def collect_routing(
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=True)
     # Batches hold nearly equal numbers of tokens.
     needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
-    bar: Iterable[Batch] = progress(
+    bar: Iterable[Any] = progress(
         batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
     )
     parts = []
     seen = 0
     with evaluating(model):
         for batch in bar:
-            inputs: tuple[Tensor, ...] = (batch.inputs, batch.mask)
             ids, mask, after = batch.inputs, batch.mask, text.eos_id
-            if isinstance(batch, PairBatch):
-                inputs = (batch.source, batch.source_mask, *inputs)
-                if layer == 0:  # the encoder's: its last word is the end
-                    ids, mask, after = batch.source, batch.source_mask, NO_WORD
-            _, aux = model(*(tensor.to(device) for tensor in inputs))
+            if isinstance(batch, PairBatch) and layer == 0:  # the encoder's: its last is the end
+                ids, mask, after = batch.source, batch.source_mask, NO_WORD
+            _, aux = model.of_batch(batch.to(device))
             pair = None
             if language_pair is not None:
                 pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))

@@ -6,7 +6,7 @@ labels are shuffled, which leaves each expert's gates and each label's number as
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis.routing import Routing
-from moe_ext.data import Vocabulary, Wordpieces
+from moe_ext.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.progress import progress
 
 PURITY_POSITIONS = 50
@@ -54,18 +54,11 @@ def piece_class(piece: str) -> str:
     return "inside a word" if form and word == piece else known
 
 
-def entries(vocabulary: Vocabulary | Wordpieces) -> Sequence[str]:
-    """The words or pieces by id."""
-    if isinstance(vocabulary, Wordpieces):
-        return vocabulary.pieces(range(len(vocabulary)))
-    return vocabulary.words
-
-
-def labels_of(routing: Routing, vocabulary: Vocabulary | Wordpieces) -> dict[str, Tensor]:
+def labels_of(routing: Routing, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
     """The label of each position by name: the current word, the previous one, the word's class,
     and of several language pairs which one."""
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
-    classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in entries(vocabulary)])
+    classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
     words = routing.words
     previous = routing.windows[:, routing.windows.shape[1] // 2 - 1]
     labels = {"current word": words, "previous word": previous + 1, "word class": classes[words]}

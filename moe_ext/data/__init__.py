@@ -34,7 +34,12 @@ from moe_ext.data.vocabulary import Vocabulary
 from moe_ext.data.wordpieces import Wordpieces
 from moe_ext.data.workers import in_workers
 
+AnyText = EncodedSentences | EncodedPairs
+AnyVocabulary = Vocabulary | Wordpieces
+
 __all__ = [
+    "AnyText",
+    "AnyVocabulary",
     "Batch",
     "Corpus",
     "CorpusError",

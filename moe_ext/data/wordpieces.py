@@ -182,6 +182,11 @@ class Wordpieces:
         return index
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The pieces by id, as `Vocabulary` has words."""
+        return tuple(self.pieces(range(len(self))))
+
+    @property
     def target_tokens(self) -> list[str]:
         """The languages that have an entry `<2xx>`."""
         controls = filter(self._processor.IsControl, range(len(self)))

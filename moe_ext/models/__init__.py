@@ -12,8 +12,11 @@ from moe_ext.models.sampled_softmax import (
 from moe_ext.models.softmax import linear_cross_entropy, linear_nll
 from moe_ext.models.translation import TranslationModel, TranslationModelConfig
 
+AnyModel = LanguageModel | TranslationModel
+
 __all__ = [
     "LSTM",
+    "AnyModel",
     "Attention",
     "FeedForwardConfig",
     "LanguageModel",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext.checks import require, require_at_least
+from moe_ext.experts import uniform_
 from moe_ext.ops.dtypes import accumulation_dtype
 
 ATTENTION_KINDS = ("product", "gnmt")
@@ -59,8 +60,7 @@ class Attention(nn.Module):
 
     def reset_parameters(self) -> None:
         for weight in (self.u, self.w, self.v):
-            bound = math.sqrt(3 / len(weight))
-            nn.init.uniform_(weight, -bound, bound)
+            uniform_(weight, len(weight))
 
     def keys(self, source: Tensor) -> Tensor:
         """What A needs of the source [B, S, d_source], once for all target steps: [B, S, A]."""

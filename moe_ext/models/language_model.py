@@ -12,8 +12,8 @@ from moe_ext.data import Batch
 from moe_ext.models.lstm import LSTM
 from moe_ext.models.parts import (
     FeedForwardConfig,
-    LossParts,
     MoEConfig,
+    WordModel,
     ffn_layer,
     gate_layer,
     moe_layer,
@@ -87,7 +87,7 @@ class LanguageModelConfig:
         )
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(WordModel):
     """Predicts each next word of a sentence.
 
     h = dropout(embedding), then for every layer  h <- h + dropout(f(h))  with f the LSTM, or the
@@ -202,13 +202,5 @@ class LanguageModel(nn.Module):
         words, place = inputs.unique(return_inverse=True)
         return F.embedding(place, self.embedding(words).float())
 
-    def loss(self, batch: Batch) -> LossParts:
-        """The parts of the training objective."""
-        h, aux = self(batch.inputs, batch.mask)
-        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
-
-    @torch.no_grad()
-    def token_nll(self, batch: Batch) -> Tensor:
-        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
-        h, _ = self(batch.inputs, batch.mask)
-        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
+    def of_batch(self, batch: Batch) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        return self(batch.inputs, batch.mask)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext.checks import require
+from moe_ext.experts import uniform_
 
 
 class LSTMState(NamedTuple):
@@ -65,8 +66,7 @@ class LSTM(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 projects = name in ("projection", "lstm.weight_hr_l0")
-                fan_in = units if projects else self.lstm.input_size + recurrent
-                nn.init.uniform_(parameter, -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5)
+                uniform_(parameter, units if projects else self.lstm.input_size + recurrent)
             else:
                 nn.init.zeros_(parameter)
         # torch adds two biases, and orders the gates i, f, j, o.

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.balanced import BalancedGate, HierarchicalBalancedGate
 from moe_ext.checks import require, require_at_least
-from moe_ext.experts import FeedForwardExperts
+from moe_ext.experts import FeedForwardExperts, uniform_
 from moe_ext.gates import NoisyTopKGate, TopKGate
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models.sampled_softmax import SampledSoftmax
@@ -115,7 +115,7 @@ def word_softmax(
 ) -> SampledSoftmax:
     """Uniform with variance 1 / d_model and zero bias; options of `SampledSoftmax`."""
     softmax = SampledSoftmax(d_model, vocab_size, num_sampled, **options)
-    nn.init.uniform_(softmax.weight, -((3 / d_model) ** 0.5), (3 / d_model) ** 0.5)
+    uniform_(softmax.weight, d_model)
     nn.init.zeros_(softmax.bias)
     return softmax
 
@@ -224,6 +224,27 @@ class LossParts(NamedTuple):
         nll_sum = softmax.loss(hidden[mask], targets)
         aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
         return cls(nll_sum, len(targets), aux_loss, aux)
+
+
+class WordModel(nn.Module):
+    """What the models have in common: a softmax predicts each word of a batch."""
+
+    softmax: SampledSoftmax
+
+    def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        """What `forward` gives for a batch."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> LossParts:
+        """The parts of the training objective."""
+        h, aux = self.of_batch(batch)
+        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
+
+    @torch.no_grad()
+    def token_nll(self, batch: Any) -> Tensor:
+        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
+        h, _ = self.of_batch(batch)
+        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from moe_ext.models.attention import ATTENTION_KINDS, Attention
 from moe_ext.models.lstm import LSTM, LSTMState
 from moe_ext.models.parts import (
     FeedForwardConfig,
-    LossParts,
     MoEConfig,
+    WordModel,
     ffn_layer,
     moe_layer,
     sigmoid_of,
@@ -192,7 +192,7 @@ class AttentionLSTM(nn.Module):
         return self.lstm.cell(gates, state.c)
 
 
-class TranslationModel(nn.Module):
+class TranslationModel(WordModel):
     """Predicts each next word of a translation.
 
         encoder:   h = x + dropout(LSTM(x) + reversed LSTM(x)),  x = dropout(embedding)
@@ -286,16 +286,8 @@ class TranslationModel(nn.Module):
         h = h + self.dropout(self.decoder_top(h))
         return h, aux + more
 
-    def loss(self, batch: PairBatch) -> LossParts:
-        """The parts of the training objective."""
-        h, aux = self(batch.source, batch.source_mask, batch.inputs, batch.mask)
-        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
-
-    @torch.no_grad()
-    def token_nll(self, batch: PairBatch) -> Tensor:
-        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
-        h, _ = self(batch.source, batch.source_mask, batch.inputs, batch.mask)
-        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
+    def of_batch(self, batch: PairBatch) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        return self(batch.source, batch.source_mask, batch.inputs, batch.mask)
 
     @torch.no_grad()
     def encode(self, source: Tensor, source_mask: Tensor) -> Encoded:

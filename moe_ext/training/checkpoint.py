@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from moe_ext.data import Vocabulary, Wordpieces
+from moe_ext.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
-from moe_ext.models import LanguageModel, TranslationModel
+from moe_ext.models import AnyModel
 from moe_ext.training.config import AnyConfig, ConfigError, TranslationConfig, config_from_dict
 from moe_ext.training.model import make_model
 
@@ -48,8 +48,8 @@ def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
 class TrainedModel:
     """A model from its newest checkpoint, in evaluation mode, and what is needed to use it."""
 
-    model: LanguageModel | TranslationModel
-    vocabulary: Vocabulary | Wordpieces
+    model: AnyModel
+    vocabulary: AnyVocabulary
     config: AnyConfig
     step: int
 
@@ -67,7 +67,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     path = run / vocabulary_file(config)
     kind = Wordpieces if isinstance(config, TranslationConfig) else Vocabulary
     try:
-        vocabulary: Vocabulary | Wordpieces = kind.load(path)
+        vocabulary: AnyVocabulary = kind.load(path)
     except ImportError as error:
         raise ConfigError(str(error)) from error
     except (OSError, ValueError) as error:
@@ -83,9 +83,7 @@ def vocabulary_file(config: AnyConfig) -> str:
     return "wordpieces.model" if isinstance(config, TranslationConfig) else "vocabulary.txt"
 
 
-def check_vocabulary(
-    vocabulary: Vocabulary | Wordpieces, state: dict[str, Any], source: object
-) -> None:
+def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:
     """Compares the vocabulary with the one that the checkpoint was trained with.
 
     Raises:

@@ -21,7 +21,7 @@ from moe_ext.data import Batch, EncodedPairs
 from moe_ext.data.batches import mixed_seed
 from moe_ext.distributed import Loaded, clip_grad_norm_, parallelize
 from moe_ext.files import write_text
-from moe_ext.models import LanguageModel, LossParts, TranslationModel
+from moe_ext.models import AnyModel, LossParts
 from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 from moe_ext.processes import Processes
 from moe_ext.training.checkpoint import (
@@ -48,7 +48,7 @@ from moe_ext.training.text import Text, load_text, training_batches
 class _Objective(nn.Module):
     """The training loss as a module, for a wrapper that has to see the model called."""
 
-    def __init__(self, model: LanguageModel | TranslationModel) -> None:
+    def __init__(self, model: AnyModel) -> None:
         super().__init__()
         self.model = model
 
@@ -105,9 +105,7 @@ class _Window:
         return values
 
 
-def make_optimizers(
-    model: LanguageModel | TranslationModel, options: OptimizerConfig
-) -> list[Optimizer]:
+def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer]:
     """Adam, and beside it FactoredAdam for the large matrices where the options ask for it."""
     split = split_parameters(model)
     factored = split.experts if options.experts == "factored_adam" else []

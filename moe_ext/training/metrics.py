@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.data import EncodedPairs, EncodedSentences, batches_of
-from moe_ext.models import LanguageModel, TranslationModel, evaluating
+from moe_ext.data import AnyText, EncodedPairs, batches_of
+from moe_ext.models import AnyModel, evaluating
 from moe_ext.processes import Processes
 from moe_ext.progress import progress
 
@@ -47,8 +47,8 @@ class Evaluation:
 
 
 def evaluate(
-    model: LanguageModel | TranslationModel,
-    text: EncodedSentences | EncodedPairs,
+    model: AnyModel,
+    text: AnyText,
     *,
     tokens_per_batch: int = 2_560,
     title: str = "evaluating",

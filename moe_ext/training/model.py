@@ -4,6 +4,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_ext.models import (
+    AnyModel,
     LanguageModel,
     LanguageModelConfig,
     TranslationModel,
@@ -18,7 +19,7 @@ def make_model(
     process_group: ProcessGroup | None = None,
     noise_generator: torch.Generator | None = None,
     class_generator: torch.Generator | None = None,
-) -> LanguageModel | TranslationModel:
+) -> AnyModel:
     """The model, newly initialised; the arguments are those of the models.
 
     Only a language model draws classes.

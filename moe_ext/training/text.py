@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from moe_ext.data import (
+    AnyText,
+    AnyVocabulary,
     Corpus,
     CorpusError,
     EncodedPairs,
@@ -40,10 +42,10 @@ class Text:
     """The three parts of a corpus as ids: sentences in the words of a vocabulary, or pairs of them
     in wordpieces."""
 
-    vocabulary: Vocabulary | Wordpieces
-    train: EncodedSentences | EncodedPairs
-    dev: EncodedSentences | EncodedPairs
-    test: EncodedSentences | EncodedPairs
+    vocabulary: AnyVocabulary
+    train: AnyText
+    dev: AnyText
+    test: AnyText
 
 
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
@@ -69,8 +71,8 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
 
 
 def load_part(
-    config: DataConfig | ParallelDataConfig, vocabulary: Vocabulary | Wordpieces, part: str
-) -> EncodedSentences | EncodedPairs:
+    config: DataConfig | ParallelDataConfig, vocabulary: AnyVocabulary, part: str
+) -> AnyText:
     """One part of the corpus in a given vocabulary; the others are not read.
 
     Args:
