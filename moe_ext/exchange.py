@@ -66,14 +66,14 @@ class _Copies(NamedTuple):
 
     Attributes:
         inverse, token_offsets: where each token's copies are, as for `moe_ext.ops.dispatch`.
-        number: [destinations] int64.
+        num_copies: [destinations] int64.
         of_row: [R] int64, the copy that each row needs, counted from its destination's first; None:
             each row has a copy of its own.
     """
 
     inverse: Tensor
     token_offsets: Tensor | None
-    number: Tensor
+    num_copies: Tensor
     of_row: Tensor | None
 
 
@@ -175,7 +175,7 @@ class Exchange(nn.Module):
         tokens_per_expert = plan.tokens_per_expert[self.position]
         copies = self._copies(expert_index, token_offsets, plan)
         numbers = Transfer(
-            torch.cat([tokens_per_expert, copies.number])[self.message],
+            torch.cat([tokens_per_expert, copies.num_copies])[self.message],
             self.processes,
             self.message_sizes,
             [num_local + num_chunks] * size,
@@ -186,7 +186,7 @@ class Exchange(nn.Module):
 
         # The one time that the host waits for the numbers: [chunks, processes] of each.
         host = [
-            copies.number,
+            copies.num_copies,
             received[:, num_local:].T.reshape(-1),
             plan.offsets[self.bounds].diff(),
             torch.cat([counts.sum(1) for counts in received_by_chunk]),

@@ -182,11 +182,11 @@ class ModuleExperts(nn.Module):
         self.num_experts = len(self.experts)
         require(self.num_experts >= 1, "ModuleExperts: modules", "be at least one", "none")
 
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """rows [R, D] grouped by expert, offsets [E + 1], to [R, d_output]."""
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Rows x [R, D] grouped by expert, offsets [E + 1], to [R, d_output]."""
         bounds = pairwise(offsets.tolist())
         return torch.cat(
-            [expert(rows[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
+            [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         )
 
     def split(self, sizes: Sequence[int]) -> list["ModuleExperts"]:

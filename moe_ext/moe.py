@@ -172,9 +172,9 @@ class MoE(nn.Module):
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
         self.layout = Layout.of(process_group)
-        shares = self.layout.shares
-        self.placement = Placement(num_experts, shares.size, getattr(gate, "experts_per_group", 1))
-        local = self.placement.experts_of(shares.rank)
+        sharing = self.layout.expert_parallel
+        self.placement = Placement(num_experts, sharing.size, getattr(gate, "experts_per_group", 1))
+        local = self.placement.experts_of(sharing.rank)
         if experts is None:
             hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
             experts = FeedForwardExperts(
@@ -195,25 +195,25 @@ class MoE(nn.Module):
         ):
             given = getattr(module, size, expected)
             require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
-        if balance == "global" and self.layout.batch.size > 1:
+        if balance == "global" and self.layout.world.size > 1:
             require(
                 isinstance(gate, Gate),
                 "MoE: gate",
                 'derive from moe_ext.Gate with a process_group and balance="global"',
                 type(gate).__name__,
             )
-            gate.processes = self.layout.batch  # type: ignore[assignment]
+            gate.processes = self.layout.world  # type: ignore[assignment]
         self.gate = gate
         self.experts = experts
         self.exchange = None
-        if shares.size > 1:
+        if sharing.size > 1:
             require(
                 num_chunks == 1 or hasattr(experts, "split"),
                 "MoE: num_chunks",
                 "be 1 for experts that have no split(sizes)",
                 num_chunks,
             )
-            self.exchange = Exchange(self.placement, shares, exchange, num_chunks)
+            self.exchange = Exchange(self.placement, sharing, exchange, num_chunks)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
         """x [..., D] to y [..., d_output] in x's type, and what came with it.

@@ -86,18 +86,19 @@ class Layout(NamedTuple):
     """How the processes that train together divide a layer.
 
     Attributes:
-        batch: all of them, each with tokens of its own.
-        shares: those that share the experts; the exchange is among them.
-        copies: those that have the same experts as this one.
+        world: all of them, each with tokens of its own.
+        expert_parallel: those that share the experts; the exchange is among them.
+        replicas: those that have the same experts as this one.
     """
 
-    batch: Processes
-    shares: Processes
-    copies: Processes
+    world: Processes
+    expert_parallel: Processes
+    replicas: Processes
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Layout":
-        """Of a process group, all of which share the experts, or of a mesh [copies, shares].
+        """Of a process group, all of which share the experts, or of a mesh of
+        [replicas, expert_parallel].
 
         Raises:
             ValueError: the mesh has more than two dimensions, or two without names.
@@ -111,8 +112,8 @@ class Layout(NamedTuple):
             return cls.of(group.get_group())
         names = group.mesh_dim_names
         require(names is not None, name, "be a mesh with mesh_dim_names", names)
-        batch = group._flatten().get_group()
-        return cls(*map(Processes, (batch, group.get_group(1), group.get_group(0))))
+        world = group._flatten().get_group()
+        return cls(*map(Processes, (world, group.get_group(1), group.get_group(0))))
 
 
 class _Sum(Function):

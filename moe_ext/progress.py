@@ -6,7 +6,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def progress(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterable[T]:
+def progress(
+    items: Iterable[T], title: str | None, unit: str, total: int | None = None
+) -> Iterable[T]:
     """The items, with a bar while they are taken, if that lasts longer than a second.
 
     The bar is on stderr and goes when the items have ended. Where stderr is no terminal, or tqdm is
@@ -14,10 +16,12 @@ def progress(items: Iterable[T], title: str, unit: str, total: int | None = None
 
     Args:
         items: what to go through, once.
-        title: what is being done.
+        title: what is being done; None is no bar.
         unit: what an item is.
         total: how many there are; None is their len(), or unknown.
     """
+    if title is None:
+        return items
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:

@@ -174,7 +174,7 @@ class MoELSTM(nn.Module):
         self.w_load = w_load
         self.memory_slots = memory_slots
         self.batch_first = batch_first
-        self.processes = Layout.of(process_group).batch
+        self.processes = Layout.of(process_group).world
         self.cell = MoELSTMCell(
             d_input,
             d_hidden,

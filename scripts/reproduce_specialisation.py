@@ -40,9 +40,9 @@ from moe_ext.analysis import (
     by_specialisation,
     collect_routing,
     expert_reports,
+    find_moe_layer,
     joined,
     labels_of,
-    moe_layer,
     specialisation,
     untrained_gates,
 )
@@ -110,7 +110,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
         "table": table_9(expert_reports(routing, trained.vocabulary), seed),
         "trained": numbers(routing),
     }
-    with untrained_gates(moe_layer(model, layer), seed):
+    with untrained_gates(find_moe_layer(model, layer), seed):
         result["untrained"] = numbers(routed(sentences, positions))
     return result
 

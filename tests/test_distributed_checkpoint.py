@@ -58,7 +58,7 @@ class Model(nn.Module):
         self.groups = HierarchicalMoE(D, 3, 2, 2, hidden_sizes=(3,), process_group=group)
         modules = [Expert(hidden) for hidden in range(3, 3 + num_experts)]
         placement = self.flat.placement
-        mine = placement.experts_of(self.flat.layout.shares.rank)
+        mine = placement.experts_of(self.flat.layout.expert_parallel.rank)
         self.modules_layer = self._layer(
             num_experts, group, experts=modules[mine.start : mine.stop]
         )

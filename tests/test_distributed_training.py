@@ -140,7 +140,7 @@ def perplexities(group, rank, config):
     sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
     return [
         evaluate(
-            trainer.model, test, tokens_per_batch=size, title="", processes=trainer.processes
+            trainer.model, test, tokens_per_batch=size, title=None, processes=trainer.processes
         ).perplexity
         for size in sizes
     ]

@@ -252,9 +252,9 @@ def test_balanced_gates_are_measured_under_both_masks(table):
         assert 0 <= record["share_without_expert"][0] < 1
     last = read_metrics(trainer.folder, "dev")[-1]
     text, size = trainer.text.dev, config.data.tokens_per_batch
-    by_threshold = evaluate(trainer.model, text, tokens_per_batch=size, title="").perplexity
+    by_threshold = evaluate(trainer.model, text, tokens_per_batch=size, title=None).perplexity
     with batchwise_masks(trainer.model):
-        by_batch = evaluate(trainer.model, text, tokens_per_batch=size, title="").perplexity
+        by_batch = evaluate(trainer.model, text, tokens_per_batch=size, title=None).perplexity
     assert last["perplexity"] == pytest.approx(by_threshold, rel=1e-6)
     assert last["perplexity_batchwise"] == pytest.approx(by_batch, rel=1e-6)
     assert by_batch != by_threshold

@@ -262,7 +262,7 @@ def test_training_learns_and_logs_each_language_pair(table):
     assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 9))
 
     dev = read_metrics(trainer.folder, "dev")[-1]
-    found = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title="")
+    found = evaluate(trainer.model, trainer.text.dev, tokens_per_batch=40, title=None)
     assert dev["perplexity"] == pytest.approx(found.perplexity, rel=1e-5)
     parts = by_language_pair(found.sentence_nll, trainer.text.dev)
     assert [*parts] == ["en-fr", "en-de"]
@@ -329,8 +329,8 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     assert isinstance(trained.model, TranslationModel) and trained.step == 12
     assert trained.vocabulary.fingerprint() == trainer.text.vocabulary.fingerprint()
     assert torch.equal(
-        evaluate(trained.model, trainer.text.test, title="").sentence_nll,
-        evaluate(trainer.model, trainer.text.test, title="").sentence_nll,
+        evaluate(trained.model, trainer.text.test, title=None).sentence_nll,
+        evaluate(trainer.model, trainer.text.test, title=None).sentence_nll,
     )
     path = folder / "wordpieces.model"
     Wordpieces.train(["nba nda frba deda"], 15).save(path)

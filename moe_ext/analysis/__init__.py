@@ -6,7 +6,13 @@ from moe_ext.analysis.experts import (
     by_specialisation,
     expert_reports,
 )
-from moe_ext.analysis.routing import Routing, collect_routing, joined, moe_layer, untrained_gates
+from moe_ext.analysis.routing import (
+    Routing,
+    collect_routing,
+    find_moe_layer,
+    joined,
+    untrained_gates,
+)
 from moe_ext.analysis.specialisation import Specialisation, labels_of, specialisation
 
 __all__ = [
@@ -21,7 +27,7 @@ __all__ = [
     "expert_reports",
     "joined",
     "labels_of",
-    "moe_layer",
+    "find_moe_layer",
     "specialisation",
     "training_flops",
     "untrained_gates",

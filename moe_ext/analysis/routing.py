@@ -94,7 +94,7 @@ def joined(routings: Sequence[Routing]) -> Routing:
     )
 
 
-def moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
+def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
     """The MoE layer of that number, counting these only.
 
     Raises:
@@ -130,7 +130,7 @@ def collect_routing(
     Raises:
         ValueError: the model has no such layer.
     """
-    num_experts = moe_layer(model, layer).num_experts
+    num_experts = find_moe_layer(model, layer).num_experts
     device = model.embedding.weight.device
     language_pair: Tensor | None = None
     names: tuple[str, ...] = ()

@@ -114,10 +114,8 @@ class Translator:
             lines: read as they are needed.
             title: of the progress bar; None is no bar.
         """
-        translated = self._as_they_come(lines)
-        if title is not None:
-            total = len(lines) if isinstance(lines, Sequence) else None
-            translated = iter(progress(translated, title, "sentences", total))
+        total = len(lines) if isinstance(lines, Sequence) else None
+        translated = progress(self._as_they_come(lines), title, "sentences", total)
         waiting = {}
         following = 0
         for number, translations in translated:

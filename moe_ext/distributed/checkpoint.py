@@ -100,7 +100,7 @@ class Checkpoints:
     ) -> None:
         require_at_least(1, "Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._processes = Layout.of(process_group).batch
+        self._processes = Layout.of(process_group).world
         self._timeout = timeout
         self._background: tuple[ThreadPoolExecutor, Processes] | None = None
         self._under_way: Future[None] | None = None

@@ -33,7 +33,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: see error_if_nonfinite.
     """
-    shares = {e.param: e.layout.shares.group for e in expert_parameters(model).values()}
+    shares = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     dense = [param for param in model.parameters() if param not in shares]
     by_kind: list[list[nn.Parameter]] = [
         [param for param in dense if not isinstance(param, DTensor)],

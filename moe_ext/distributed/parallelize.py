@@ -40,13 +40,13 @@ def parallelize(
         ValueError: `dense` is something else.
     """
     require(dense in DENSE, "parallelize: dense", f"be one of {', '.join(DENSE)}", dense)
-    batch = Layout.of(process_group).batch
-    if batch.size == 1:
+    world = Layout.of(process_group).world
+    if world.size == 1:
         return model
     experts = expert_parameters(model)
     for entry in experts.values():
-        if entry.layout.copies.size > 1:
-            _average(entry.param, entry.layout.copies)
+        if entry.layout.replicas.size > 1:
+            _average(entry.param, entry.layout.replicas)
     if dense == "fsdp":
         mesh = process_group
         if not isinstance(mesh, DeviceMesh):
@@ -57,7 +57,7 @@ def parallelize(
         # The forward pass that starts the thresholds writes to them: to the parameters themselves.
         thresholds = split_parameters(model).thresholds
         for param in thresholds:
-            _average(param, batch)
+            _average(param, world)
         whole = {*thresholds, *(entry.param for entry in experts.values())}
         fully_shard(model, mesh=mesh, ignored_params=whole)
         return model
@@ -70,7 +70,7 @@ def parallelize(
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*expert_state(model), *constants]
     )
-    return DistributedDataParallel(model, process_group=batch.group)
+    return DistributedDataParallel(model, process_group=world.group)
 
 
 def _average(param: nn.Parameter, copies: Processes) -> None:

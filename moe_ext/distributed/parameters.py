@@ -15,7 +15,7 @@ class ExpertParameter(NamedTuple):
     Attributes:
         name: in the model of a single process, which numbers the experts of all.
         param: of this process's experts.
-        layout: of the layer; layout.shares have the other experts, layout.copies the same.
+        layout: of the layer.
         bounds: (first, last, all): param is [last - first, ...], a block of the [all, ...] of a
             single process; None: it is the parameter of one expert, whole.
     """
@@ -43,10 +43,10 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     """The same of the state_dict: buffers as well, and all names of what has several."""
     found = {}
     for path, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, MoE) or layer.layout.batch.size == 1:
+        if not isinstance(layer, MoE) or layer.layout.world.size == 1:
             continue
         prefix = f"{path}.experts." if path else "experts."
-        local = layer.placement.experts_of(layer.layout.shares.rank)
+        local = layer.placement.experts_of(layer.layout.expert_parallel.rank)
         for name, value in layer.experts.state_dict(keep_vars=True).items():
             bounds = None
             whole_name = name

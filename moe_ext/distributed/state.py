@@ -53,7 +53,7 @@ def full_state_dict(
         model: with or without a wrapper of `parallelize`.
         process_group: all that train.
     """
-    processes = Layout.of(process_group).batch
+    processes = Layout.of(process_group).world
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(unwrapped(model)).values()}
@@ -92,7 +92,7 @@ def load_full_state_dict(
     Raises:
         ValueError: a name or a shape is not the model's; then nothing was changed.
     """
-    processes = Layout.of(process_group).batch
+    processes = Layout.of(process_group).world
     parts = model_parts(model)
     shapes = {name: value.shape for name, value in state.items()}
     require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, processes))

@@ -312,7 +312,7 @@ class Trainer:
                     self.model,
                     self.dev,
                     tokens_per_batch=self.config.data.tokens_per_batch,
-                    title="dev" if self.config.log.progress and self.processes.rank == 0 else "",
+                    title="dev" if self.config.log.progress and self.processes.rank == 0 else None,
                     processes=self.processes,
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}

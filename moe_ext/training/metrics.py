@@ -51,7 +51,7 @@ def evaluate(
     text: AnyText,
     *,
     tokens_per_batch: int = 2_560,
-    title: str = "evaluating",
+    title: str | None = "evaluating",
     processes: Processes | None = None,
 ) -> Evaluation:
     """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
@@ -62,16 +62,14 @@ def evaluate(
         model: on any device; its mode is left as it was.
         text: sentences, or for a translation model pairs of them, in the ids of its vocabulary.
         tokens_per_batch: in a batch, roughly: predictions, and of pairs source tokens too.
-        title: of the progress bar; "" for none.
+        title: of the progress bar; None is no bar.
         processes: which share the work, each with some rows of every batch; None is this one.
     """
     processes = processes or Processes()
     device = model.embedding.weight.device
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
     sentence_nll = torch.zeros(len(text), dtype=torch.float64, device=device)
-    epoch: Iterable[Any] = batches.epoch(0)
-    if title:
-        epoch = progress(epoch, title, "batches", batches.num_batches)
+    epoch: Iterable[Any] = progress(batches.epoch(0), title, "batches", batches.num_batches)
     with evaluating(model), torch.inference_mode():
         for batch in epoch:
             batch = batch.part(processes.rank, processes.size).to(device)

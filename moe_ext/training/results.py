@@ -143,7 +143,7 @@ def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
         trainer.model,
         text.test,
         tokens_per_batch=config.data.tokens_per_batch,
-        title="testing" if config.log.progress else "",
+        title="testing" if config.log.progress else None,
     )
     with atomic_file(_test_file(trainer.folder, steps)) as file:
         torch.save(test.sentence_nll, file)
