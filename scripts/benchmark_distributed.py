@@ -56,12 +56,12 @@ from torch import Tensor, nn
 
 from moe_ext import MoE, MoEAux
 from moe_ext.analysis.benchmark import environment, ratio
-from moe_ext.analysis.cluster import exchange_bytes
 from moe_ext.analysis.memory import keep_freed_memory
 from moe_ext.exchange import EXCHANGES, Exchange
 from moe_ext.files import write_json
 from moe_ext.processes import Processes, Transfer
 from moe_ext.progress import progress
+from moe_ext.training.cluster import exchange_bytes
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.device import avoid_missing_amx
 from moe_ext.training.report import markdown_table

@@ -56,6 +56,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from layer_peers import (
+    PEERS,
+    ROUTINGS,
+    Kind,
+    Peer,
+    Problem,
+    Shape,
+    dense,
+    experts_alone,
+    ours,
+)
 from torch import Tensor
 
 from moe_ext import ops
@@ -69,17 +80,6 @@ from moe_ext.analysis.benchmark import (
     ratio,
 )
 from moe_ext.analysis.memory import keep_freed_memory, peak_allocated_mib, saved_bytes
-from moe_ext.analysis.peers import (
-    PEERS,
-    ROUTINGS,
-    Kind,
-    Peer,
-    Problem,
-    Shape,
-    dense,
-    experts_alone,
-    ours,
-)
 from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
 from moe_ext.files import write_json
 from moe_ext.progress import progress

@@ -15,7 +15,7 @@ device's. With --weak the experts, and their groups, are those on the first numb
 grow with it. --split-gates has the secondary gates of a hierarchical mixture where their groups
 are, as in the paper; moe_ext has copies of them everywhere, which at these sizes weigh more than
 all else. A device is a preset, values, or a preset and values that replace some of its own. The
-arithmetic, and what is exact and what an estimate, is in moe_ext/analysis/cluster.py.
+arithmetic, and what is exact and what an estimate, is in moe_ext/training/cluster.py.
 
     memory       of the device with most experts, GB, by what it is for; "fits" if the device has it
     wire         MB that a device sends in a step: for the experts; for the dense gradients
@@ -33,9 +33,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from moe_ext.analysis.cluster import DEVICES, Device, Plan, plan
 from moe_ext.exchange import EXCHANGES
 from moe_ext.files import write_json
+from moe_ext.training.cluster import DEVICES, Device, Plan, plan
 from moe_ext.training.command import at_least, exit_status
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.report import markdown_table

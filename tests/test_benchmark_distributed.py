@@ -9,7 +9,7 @@ import subprocess
 import benchmark_distributed
 import pytest
 
-from moe_ext.analysis.cluster import DEVICES, plan
+from moe_ext.training.cluster import DEVICES, plan
 from moe_ext.training.config import config_from_dict
 
 # Of 2 experts on each of 2 processes all 4 are chosen: then the routing is no accident.

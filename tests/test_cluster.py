@@ -10,11 +10,11 @@ import plan_cluster
 import pytest
 import torch
 
-from moe_ext.analysis.cluster import DEVICES, Device, exchange_bytes, leaving, plan
 from moe_ext.analysis.memory import saved_bytes
 from moe_ext.data import Batch
 from moe_ext.exchange import Placement
 from moe_ext.models import LanguageModel
+from moe_ext.training.cluster import DEVICES, Device, exchange_bytes, leaving, plan
 from moe_ext.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.training.loop import make_optimizers
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moe_ext.analysis import cost, training_flops
-from moe_ext.analysis.cluster import DEVICES, plan
 from moe_ext.analysis.memory import peak_mib
 from moe_ext.analysis.paper import PUBLISHED
 from moe_ext.models import LanguageModel
+from moe_ext.training.cluster import DEVICES, plan
 from moe_ext.training.config import config_from_dict, read_config
 
 ROOT = pathlib.Path(__file__).parent.parent

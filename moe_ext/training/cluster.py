@@ -195,7 +195,7 @@ def plan(
     with torch.device("meta"):
         model = LanguageModel(config.model, config.data.vocab_size)
     layers = [layer for layer in model.layers if isinstance(layer, MoE)]  # all alike
-    d_model, moe = config.model.d_model, config.model.moe
+    moe = config.model.moe
     weights = list(layers[0].experts.parameters())
     d_input, d_output = weights[0].shape[1], weights[-1].shape[2]
     num_experts, k = moe.num_experts, moe.experts_per_token
@@ -218,28 +218,13 @@ def plan(
     expert_bytes = len(layers) * expert * weights[0].itemsize + beside * 4
     dense_bytes = sum(p.nbytes for p in model.parameters()) - num_experts * expert_bytes
     local_bytes = dense_bytes + share * expert_bytes
-    averages = 2 * local
-    if config.optimizer.experts == "factored_adam":
-        for weight in split_parameters(model).experts:  # of mixtures, and of dense layers
-            number = share if len(weight) == num_experts else len(weight)
-            averages -= number * (2 * weight[0].numel() - sum(weight[0].shape))
-    if config.optimizer.embedding == "factored_adam":
-        for matrix in (model.embedding.weight, model.softmax.weight):
-            averages -= 2 * matrix.numel() - sum(matrix.shape)
-        averages -= model.softmax.bias.numel()
+    averages = 2 * local - _averages_saved(config, model, share)
 
     # Of each token: what goes through the experts is on the owner's side.
     rows, copies = leaving(placement, moe.k)
     sent = exchange_bytes(rows, copies, d_input, d_output, row_itemsize, exchange)
-    hidden = sum(weight.shape[2] for weight in weights[:-1])
-    logits = moe.num_groups + moe.k * group if moe.num_groups else num_experts
-    # x, sigmoid(y); noise and its deviation, logits with and without it
-    kept_of_layer = 2 * d_model + 4 * logits + (0 if moe.recompute else k * hidden)
-    if num_devices > 1:
-        kept_of_layer += k * (d_input + (d_output if exchange == "rows" else 0))
-    dropouts = len(kinds) + 1 if config.model.dropout else 0
-    kept = (2 + dropouts) * d_model + len(layers) * kept_of_layer  # 2: embedding, softmax
-    kept += sum(_kept(layer) for layer in model.layers if not isinstance(layer, MoE))
+    travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
+    kept = _kept_of_token(config, model, group, travelling)
     flops_of_token = training_flops(model).total
     if moe.recompute:
         flops_of_token += 2 * len(layers) * k * sum(weight[0].numel() for weight in weights[:-1])
@@ -270,6 +255,43 @@ def plan(
         network_seconds=(exchanged + reduced) / device.link,
         flops_seconds=flops / device.flops,
     )
+
+
+def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
+    """How many averages factored optimizers do without, of a device with that many experts."""
+    saved = 0
+    if config.optimizer.experts == "factored_adam":
+        for weight in split_parameters(model).experts:  # of mixtures, and of dense layers
+            number = share if len(weight) == config.model.moe.num_experts else len(weight)
+            saved += number * (2 * weight[0].numel() - sum(weight[0].shape))
+    if config.optimizer.embedding == "factored_adam":
+        for matrix in (model.embedding.weight, model.softmax.weight):
+            saved += 2 * matrix.numel() - sum(matrix.shape)
+        saved += model.softmax.bias.numel()
+    return saved
+
+
+def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling: int) -> int:
+    """Numbers kept of a token for the backward pass.
+
+    Args:
+        config, model: the model.
+        group: experts of a group.
+        travelling: the numbers of a token's rows that come to a layer's experts, and go.
+    """
+    moe, d_model = config.model.moe, config.model.d_model
+    logits = moe.num_groups + moe.k * group if moe.num_groups else moe.num_experts
+    dropouts = len(model.layers) + 1 if config.model.dropout else 0
+    kept = (2 + dropouts) * d_model  # 2: embedding, softmax
+    for layer in model.layers:
+        if isinstance(layer, MoE):
+            hidden = sum(weight.shape[2] for weight in list(layer.experts.parameters())[:-1])
+            # x, sigmoid(y); noise and its deviation, logits with and without it
+            kept += 2 * d_model + 4 * logits + travelling
+            kept += 0 if moe.recompute else moe.experts_per_token * hidden
+        else:
+            kept += _kept(layer)
+    return kept
 
 
 def _kept(layer: nn.Module) -> int:
