@@ -182,7 +182,7 @@ def _unroll_stored(plan: _Plan, tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 class _StoredStates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: _Plan, *tensors: Tensor):
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> Any:
         parameters, inputs, state = plan.split(tensors)
         generators = _all_generators(plan, tensors)
         num_steps = len(inputs[0])
@@ -214,7 +214,7 @@ class _StoredStates(torch.autograd.Function):
         return *state, *outputs
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         # once_differentiable would not tell where it does not lie on the way to what is asked for.
         if torch.is_grad_enabled():
             raise RuntimeError(

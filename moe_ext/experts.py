@@ -1,7 +1,7 @@
 """The experts, Sections 2 and 3.2: feed-forward networks with stacked weights, or any modules."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ class ModuleExperts(nn.Module):
 
 
 def mixture(
-    experts: Any,
+    experts: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
     gates: Tensor,
     plan: ops.DispatchPlan,

@@ -6,7 +6,7 @@ its class is expected among those drawn; in evaluation over all classes.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +133,15 @@ def sampled_cross_entropy(
 class _SampledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, classes, log_expected_class, log_expected_target
-    ):
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        classes: Tensor,
+        log_expected_class: Tensor,
+        log_expected_target: Tensor,
+    ) -> Tensor:
         full = accumulation_dtype(hidden)
         class_weight, dtype = to_product_dtype(weight[classes], hidden)
         class_bias = bias[classes].to(full) - log_expected_class.to(full)
@@ -181,7 +188,7 @@ class _SampledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, classes, *grads = ctx.saved_tensors
         grad_hidden, grad_target, grad_class_weight, grad_class_bias = (
             grad_output * grad for grad in grads

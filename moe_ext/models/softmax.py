@@ -6,6 +6,7 @@ memory to be read again, and none is computed twice.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) ->
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
         if not any(ctx.needs_input_grad):
             return linear_nll(hidden, weight, bias, targets).sum()
         full = accumulation_dtype(hidden)
@@ -75,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = (grad_output * grad for grad in ctx.saved_tensors)
         return *(g.to(s.dtype) for g, s in zip(grads, ctx.saved_tensors, strict=True)), None
 

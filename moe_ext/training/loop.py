@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -321,7 +322,7 @@ class Trainer:
                     values[f"perplexity{suffix}/{name}"] = part.perplexity
         return values
 
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.autocast:
             return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
         return nullcontext()
@@ -436,7 +437,7 @@ def _stop_signal() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
 
-    def note(signum, frame) -> None:
+    def note(signum: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
         restore()
