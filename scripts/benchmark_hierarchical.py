@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared, ops
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status
@@ -48,9 +48,7 @@ class Row:
     gate_ops: int
     expert_ops: int
     step_us: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     stage_us: dict[str, float]
     mib: float
 
@@ -165,7 +163,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
     rows = []
     for name, (size, layer) in layers.items():
-        low, times, high = ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"])
         rows.append(
             Row(
                 name,
@@ -175,9 +172,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 gate_ops(layer),
                 expert_ops(layer),
                 microseconds("step", name),
-                times,
-                low,
-                high,
+                ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"]),
                 {stage: microseconds(stage, name) for stage in STAGES},
                 mib[name],
             )
@@ -191,8 +186,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.gate_ops:,}",
             f"{row.expert_ops:,}",
             f"{row.step_us:.2f}",
-            f"{row.ratio:.2f}",
-            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *row.ratio.cells(),
             *(f"{row.stage_us[stage]:.2f}" for stage in STAGES),
             f"{row.mib:,.0f}",
         ]

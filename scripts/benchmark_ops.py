@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from moe_ext import cv_squared, ops
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status
@@ -37,19 +37,18 @@ class Row:
     ours_ms: float
     peer: str
     peer_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     ours_mib: float
     peer_mib: float
 
 
-def compare(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> tuple:
-    """Times two functions in turn; medians in ms and quartiles of peer / ours."""
+def compare(
+    ours: Callable[[], object], peer: Callable[[], object], rounds: int
+) -> tuple[float, float, Ratio]:
+    """Times two functions in turn; medians in ms and peer / ours."""
     seconds = interleaved({"ours": ours, "peer": peer}, rounds)
     mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())
-    low, middle, high = ratio(seconds["peer"], seconds["ours"])
-    return mine, theirs, middle, low, high
+    return mine, theirs, ratio(seconds["peer"], seconds["ours"])
 
 
 def gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
@@ -190,9 +189,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             ("dispatch + combine, fwd + bwd", moved, fresh_copy, "copy, fresh memory"),
             ("dispatch + combine, fwd + bwd", moved, warm_copy, "copy, touched memory"),
         ):
-            mine, theirs, *quartiles = compare(ours, peer, args.rounds)
+            mine, theirs, by_ours = compare(ours, peer, args.rounds)
             memory = peak_mib(ours), peak_mib(peer)
-            rows.append(Row(threads, operation, mine, name, theirs, *quartiles, *memory))
+            rows.append(Row(threads, operation, mine, name, theirs, by_ours, *memory))
     unit = 4 * T / 2**20
     print(f"T·k·D floats are {unit * k * D:.0f} MiB, T·E floats {unit * E:.0f} MiB\n")
     table = [
@@ -204,8 +203,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             row.peer,
             f"{row.peer_ms:.3f}",
             f"{row.peer_mib:.0f}",
-            f"{row.ratio:.2f}",
-            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *row.ratio.cells(),
         ]
         for row in rows
     ]

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
 from moe_ext.training.command import at_least, exit_status
@@ -34,9 +34,7 @@ class Row:
     threads: int
     step: str
     ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     state_bytes: float
 
 
@@ -81,9 +79,9 @@ def measure(params: list[nn.Parameter], threads: int, rounds: int) -> list[Row]:
     seconds = interleaved({name: step for name, (step, _) in ways.items()}, rounds, warm_up=1)
     rows = []
     for name, (_, state_bytes) in ways.items():
-        low, median, high = ratio(seconds[name], seconds["FactoredAdam"])
+        by_ours = ratio(seconds[name], seconds["FactoredAdam"])
         milliseconds = 1e3 * statistics.median(seconds[name])
-        rows.append(Row(threads, name, milliseconds, median, low, high, state_bytes()))
+        rows.append(Row(threads, name, milliseconds, by_ours, state_bytes()))
     return rows
 
 
@@ -112,8 +110,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             row.threads,
             row.step,
             f"{row.ms:.1f}",
-            f"{row.ratio:.2f}",
-            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *row.ratio.cells(),
             f"{row.state_bytes:.3f}",
         ]
         for row in rows

@@ -14,13 +14,14 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moe_ext import MoE, ops
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status
@@ -37,29 +38,13 @@ class Row:
     peak_mib: float
     forward_ms: float
     total_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     same_gradients: bool
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument("--tokens", type=at_least(1), default=4096)
-    parser.add_argument("--experts", type=at_least(1), default=32)
-    parser.add_argument("--k", type=at_least(1), default=4)
-    parser.add_argument("--width", type=at_least(1), default=512)
-    parser.add_argument("--hidden", type=at_least(1), default=1024)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Both ways, with each number of threads."""
     T, E, k, D = args.tokens, args.experts, args.k, args.width
-    print(environment())
-    print(f"T = {T}, E = {E}, k = {k}, D = {D}, F = {args.hidden}, {args.rounds} rounds\n")
-
     torch.manual_seed(0)
     experts = MoE(D, E, k, hidden_sizes=[args.hidden]).experts
     parameters = list(experts.parameters())
@@ -82,27 +67,44 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         torch.set_num_threads(threads)
         functions: dict[str, Callable[[], object]] = {}
         for name, recompute in ways.items():
-            functions[f"forward, {name}"] = lambda recompute=recompute: forward(recompute)
-            functions[f"total, {name}"] = lambda recompute=recompute: step(recompute)
+            functions[f"forward, {name}"] = partial(forward, recompute)
+            functions[f"total, {name}"] = partial(step, recompute)
         seconds = interleaved(functions, args.rounds)
-        for name, recompute in ways.items():
+        for name in ways:
             total = seconds[f"total, {name}"]
-            low, middle, high = ratio(total, seconds["total, kept"])
             rows.append(
                 Row(
                     threads,
                     name,
-                    saved_bytes(lambda recompute=recompute: forward(recompute), parameters) / T,
+                    saved_bytes(functions[f"forward, {name}"], parameters) / T,
                     peak_mib(functions[f"total, {name}"]),
                     1e3 * statistics.median(seconds[f"forward, {name}"]),
                     1e3 * statistics.median(total),
-                    middle,
-                    low,
-                    high,
+                    ratio(total, seconds["total, kept"]),
                     same,
                 )
             )
-    print(f"gradients of both have the same bits: {'yes' if same else 'NO'}")
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--tokens", type=at_least(1), default=4096)
+    parser.add_argument("--experts", type=at_least(1), default=32)
+    parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=512)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    T, E, k, D = args.tokens, args.experts, args.k, args.width
+    print(environment())
+    print(f"T = {T}, E = {E}, k = {k}, D = {D}, F = {args.hidden}, {args.rounds} rounds\n")
+    rows = measure(args)
+    print(f"gradients of both have the same bits: {'yes' if rows[0].same_gradients else 'NO'}")
     print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
     table = [
         [
@@ -112,8 +114,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.peak_mib:.0f}",
             f"{row.forward_ms:.1f}",
             f"{row.total_ms:.1f}",
-            f"{row.ratio:.2f}",
-            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *row.ratio.cells(),
         ]
         for row in rows
     ]

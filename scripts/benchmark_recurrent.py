@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from moe_ext import MoELSTM
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
 from moe_ext.files import write_json
@@ -39,37 +39,15 @@ class Row:
     evaluations: int
     minimum: int
     ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
     expected_ratio: float
     mib: float
     states_mib: float
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    slots = [1, 2, 3, 5, 10, 20, 50, 100]
-    parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
-    parser.add_argument("--steps", type=at_least(1), default=100)
-    parser.add_argument("--batch", type=at_least(1), default=256)
-    parser.add_argument("--width", type=at_least(1), default=128, help="of input and state")
-    parser.add_argument("--experts", type=at_least(1), default=8)
-    parser.add_argument("--k", type=at_least(1), default=2)
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=5)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Plain, and with each number of slots."""
     S, B, D = args.steps, args.batch, args.width
-    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-    print(environment())
-    print(
-        f"t = {S} steps, batch {B}, widths {D} and {D}, {args.experts} experts "
-        f"[{2 * D}, {4 * D}], k = {args.k}, float32, {threads}, {args.rounds} rounds\n"
-    )
-
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     layer = MoELSTM(D, D, args.experts, args.k, dropout=0.1)
@@ -109,7 +87,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = []
     for slots in runs:
         mine = seconds[str(slots)]
-        low, middle, high = ratio(mine, plain)
         again = (counted[slots] - S) * evaluation
         rows.append(
             Row(
@@ -117,15 +94,38 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 counted[slots],
                 num_evaluations(S, slots) if slots else S,
                 1e3 * statistics.median(mine),
-                middle,
-                low,
-                high,
+                ratio(mine, plain),
                 1 + again / statistics.median(plain),
                 mib[slots],
                 slots * 2 * B * D * 4 / 2**20,
             )
         )
+    return rows
 
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    slots = [1, 2, 3, 5, 10, 20, 50, 100]
+    parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--batch", type=at_least(1), default=256)
+    parser.add_argument("--width", type=at_least(1), default=128, help="of input and state")
+    parser.add_argument("--experts", type=at_least(1), default=8)
+    parser.add_argument("--k", type=at_least(1), default=2)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(2), default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    S, B, D = args.steps, args.batch, args.width
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(environment())
+    print(
+        f"t = {S} steps, batch {B}, widths {D} and {D}, {args.experts} experts "
+        f"[{2 * D}, {4 * D}], k = {args.k}, float32, {threads}, {args.rounds} rounds\n"
+    )
+    rows = measure(args)
     table = [
         [
             row.slots or "plain",
@@ -133,8 +133,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             row.minimum,
             f"{row.minimum / S:.2f}",
             f"{row.ms:.0f}",
-            f"{row.ratio:.2f}",
-            f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+            *row.ratio.cells(),
             f"{row.expected_ratio:.2f}",
             f"{row.mib:.1f}",
             f"{row.states_mib:.1f}",

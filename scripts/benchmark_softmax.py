@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ext.analysis.benchmark import environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least, exit_status
@@ -32,9 +32,7 @@ class Row:
     step: str
     sampled: float
     full: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Ratio
 
 
 def steps(
@@ -75,8 +73,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
                 r.step,
                 f"{r.sampled:.3f}",
                 f"{r.full:.3f}",
-                f"{r.ratio:.1f}",
-                f"{r.ratio_low:.1f}-{r.ratio_high:.1f}",
+                *r.ratio.cells(".1f"),
             ]
             for r in rows
         ],
@@ -105,10 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     rows = []
     for name in dict.fromkeys(name for name, _ in timed):
         sampled, full = seconds[name, "sampled"], seconds[name, "full"]
-        low, median, high = ratio(full, sampled)
-        rows.append(
-            Row(name, statistics.median(sampled), statistics.median(full), median, low, high)
-        )
+        medians = statistics.median(sampled), statistics.median(full)
+        rows.append(Row(name, *medians, ratio(full, sampled)))
     print(as_markdown(rows))
     if options.json:
         write_json(options.json, [asdict(row) for row in rows])

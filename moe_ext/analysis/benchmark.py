@@ -24,6 +24,11 @@ class Ratio(NamedTuple):
     median: float
     high: float
 
+    def cells(self, form: str = ".2f") -> tuple[str, str]:
+        """Of a table: the median, and the quartiles."""
+        low, median, high = (format(value, form) for value in self)
+        return median, f"{low}-{high}"
+
 
 def environment(device: str = "cpu") -> str:
     """What the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
