@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.files import READ_ERRORS, atomic_file, open_plain
@@ -176,7 +176,7 @@ def search_of(options: argparse.Namespace) -> BeamSearch:
         raise ConfigError(str(error)) from error
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     default = BeamSearch()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -231,7 +231,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="torch's threads (%(default)s; 0 is torch's own number)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    options = parser.parse_intermixed_args(arguments)
+    return parser
+
+
+def print_bleu(best: Sequence[str], references: Sequence[str], language: str, file: TextIO) -> None:
+    bleu = corpus_bleu(best, references, language=language)
+    tokenized = corpus_bleu(best, references, tokenized=True)
+    print(
+        f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
+        f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, cut at spaces)",
+        file=file,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:
         require_bleu()
@@ -296,15 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
         language = options.into or trained.config.data.pairs[0].partition("-")[2]
-        bleu, tokenized = (
-            corpus_bleu(best, references, language=language),
-            corpus_bleu(best, references, tokenized=True),
-        )
-        print(
-            f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
-            f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, cut at spaces)",
-            file=report,
-        )
+        print_bleu(best, references, language, report)
 
 
 if __name__ == "__main__":

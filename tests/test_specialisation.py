@@ -243,7 +243,8 @@ def pairs(wordpieces):
     source, target = [], []
     for name, size in zip(PAIRS, SIZES, strict=True):
         one, other = name.split("-")
-        source += [wordpieces.encode(text(one), into=other) for _ in range(size)]
+        token = wordpieces.target_token_id(other)
+        source += [[token, *wordpieces.encode(text(one))] for _ in range(size)]
         target += [wordpieces.encode(text(other)) for _ in range(size)]
     pair = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
     sides = (EncodedSentences(side, wordpieces.eos_id) for side in (source, target))

@@ -211,20 +211,7 @@ def encode_pairs(
             yield source, target
 
     if folder is None:
-        sides = [flatten([], wordpieces.eos_id) for _ in range(2)]
-        for both in encoded():
-            for (stream, starts), (more_stream, more_starts) in zip(sides, both, strict=True):
-                end = starts[-1]
-                stream.extend(more_stream[1:])
-                starts.extend(end + start for start in more_starts[1:])
-        source, target = (
-            EncodedSentences.of_tensors(
-                torch.frombuffer(stream, dtype=torch.int32),
-                torch.frombuffer(starts, dtype=torch.int64),
-                wordpieces.eos_id,
-            )
-            for stream, starts in sides
-        )
+        source, target = _in_memory(encoded(), wordpieces.eos_id)
         return EncodedPairs(source, target, _pair_index(counts), names, counts)
 
     def fingerprint() -> str:
@@ -233,15 +220,7 @@ def encode_pairs(
     before = fingerprint()
 
     def make(made: Path) -> None:
-        for side in ("source", "target"):
-            (made / side).mkdir()
-        with (
-            SentencesWriter(made / "source", wordpieces.eos_id) as sources,
-            SentencesWriter(made / "target", wordpieces.eos_id) as targets,
-        ):
-            for source, target in encoded():
-                sources.write(*source)
-                targets.write(*target)
+        _into_files(made, encoded(), wordpieces.eos_id)
         about = {
             "names": names,
             "counts": counts,
@@ -258,6 +237,38 @@ def encode_pairs(
 
 
 _Side = tuple[array, array]  # stream and starts
+
+
+def _in_memory(
+    encoded: Iterable[tuple[_Side, _Side]], eos_id: int
+) -> tuple[EncodedSentences, EncodedSentences]:
+    sides = flatten([], eos_id), flatten([], eos_id)
+    for both in encoded:
+        for (stream, starts), (more_stream, more_starts) in zip(sides, both, strict=True):
+            end = starts[-1]
+            stream.extend(more_stream[1:])
+            starts.extend(end + start for start in more_starts[1:])
+    source, target = (
+        EncodedSentences.of_tensors(
+            torch.frombuffer(stream, dtype=torch.int32),
+            torch.frombuffer(starts, dtype=torch.int64),
+            eos_id,
+        )
+        for stream, starts in sides
+    )
+    return source, target
+
+
+def _into_files(folder: Path, encoded: Iterable[tuple[_Side, _Side]], eos_id: int) -> None:
+    for side in ("source", "target"):
+        (folder / side).mkdir()
+    with (
+        SentencesWriter(folder / "source", eos_id) as sources,
+        SentencesWriter(folder / "target", eos_id) as targets,
+    ):
+        for source, target in encoded:
+            sources.write(*source)
+            targets.write(*target)
 
 
 class _Chunk(NamedTuple):

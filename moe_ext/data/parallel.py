@@ -291,18 +291,8 @@ def load_parallel(
         found = {"train": [AlignedFiles(Path(place[0]), Path(place[1]), Path(place[0]).name)]}
     elif Path(place).is_dir():
         found = _in_folder(Path(place), source, target, columns, dev, test)
-    elif Path(place).is_file():
-        table = Path(place)
-        languages = languages_of(table, source, target)
-        if languages is None and columns is None and (other := _any_languages_of(table)):
-            raise CorpusError(f"{table} must be of {source} and {target}, got {other} by its name")
-        languages = languages or (source, target)
-        found = {"train": [_table(table, languages, source, target, columns, table.name)]}
     else:
-        raise CorpusError(
-            f"there is no parallel corpus at {place}: give a folder that holds train.{source} and "
-            f"train.{target}, or train.{source}-{target}.tsv, or give such a table"
-        )
+        found = {"train": [_single_table(Path(place), source, target, columns)]}
     corpus = ParallelCorpus(
         **{part: ParallelText(source, target, tuple(found.get(part, ()))) for part in PARTS}
     )
@@ -313,27 +303,38 @@ def load_parallel(
         limit=max_train_pairs,
     )
     corpus = replace(corpus, train=train)
+    names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}
     for part in parts:
         counts: Counter[str] = Counter()
         text = getattr(corpus, part)
-        if next(text.read(counts), None) is None:
-            which = place if part == "all" else f"the {part} part of {place}"
-            names = {"train": ["train*"], "dev": dev or _DEV, "test": test or _TEST}.get(
-                part, ["*"]
+        if next(text.read(counts), None) is not None:
+            continue
+        if text.places:
+            got = f"none in {text}: {describe(counts)}"
+        elif "dev" not in found:  # no folder
+            got = "a training part alone"
+        else:
+            got = (
+                f"no file: it must be X.{source}-{target}.tsv, or X.{source} and X.{target}, X "
+                f"being {' or '.join(names.get(part, ['*']))}"
             )
-            if text.places:
-                got = f"none in {text}: {describe(counts)}"
-            elif "dev" not in found:  # no folder
-                got = "a training part alone"
-            else:
-                got = (
-                    f"no file: it must be X.{source}-{target}.tsv, or X.{source} and X.{target}, X "
-                    f"being {' or '.join(names)}"
-                )
-            raise CorpusError(
-                f"{which} must hold at least one pair of {source} and {target}, got {got}"
-            )
+        which = place if part == "all" else f"the {part} part of {place}"
+        raise CorpusError(
+            f"{which} must hold at least one pair of {source} and {target}, got {got}"
+        )
     return corpus
+
+
+def _single_table(file: Path, source: str, target: str, columns: Sequence[str] | None) -> TableFile:
+    if not file.is_file():
+        raise CorpusError(
+            f"there is no parallel corpus at {file}: give a folder that holds train.{source} and "
+            f"train.{target}, or train.{source}-{target}.tsv, or give such a table"
+        )
+    languages = languages_of(file, source, target)
+    if languages is None and columns is None and (other := _any_languages_of(file)):
+        raise CorpusError(f"{file} must be of {source} and {target}, got {other} by its name")
+    return _table(file, languages or (source, target), source, target, columns, file.name)
 
 
 def describe(counts: Counter[str]) -> str:
