@@ -290,10 +290,10 @@ def test_ids_are_those_of_the_text(folder, wordpieces, num_workers, target_token
     texts = train_texts(folder)
     encoded = encode_pairs(texts, wordpieces, target_tokens=target_tokens, num_workers=num_workers)
     expected = [
-        (wordpieces.encode(source, into=text.target if target_tokens else None), target_ids)
+        (before + wordpieces.encode(source), wordpieces.encode(target))
         for text in texts
+        for before in [[wordpieces.target_token_id(text.target)] if target_tokens else []]
         for source, target in text
-        for target_ids in [wordpieces.encode(target)]
     ]
     assert [encoded[i] for i in range(len(encoded))] == expected
     assert encoded.eos_id == wordpieces.eos_id and encoded.names == ("en-fr", "en-ko")

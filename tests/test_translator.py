@@ -47,7 +47,8 @@ def model(wordpieces):
     torch.manual_seed(3)
     model = TranslationModel(CONFIG, len(wordpieces), noise_generator=torch.Generator())
     text = sentences(300, seed=1)
-    sources = [wordpieces.encode(one, into) for into in ("aa", "zz") for one in text]
+    tokens = map(wordpieces.target_token_id, ("aa", "zz"))
+    sources = [[token, *wordpieces.encode(one)] for token in tokens for one in text]
     targets = [wordpieces.encode(one) for one in [*text, *map(turned, text)]]
     pairs = EncodedPairs(
         *(EncodedSentences(side, wordpieces.eos_id) for side in (sources, targets))
