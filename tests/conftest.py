@@ -123,6 +123,12 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread(threads):
+    """All tests of a file that says so by `pytestmark`."""
+    threads(1)
+
+
 def assert_same_bits(actual, expected):
     """Equal to the last bit: NaN equals itself, -0 differs from 0."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape

@@ -9,13 +9,10 @@ from conftest import assert_exact, assert_same_bits
 from moe_ext.decoding import BeamSearch
 from moe_ext.decoding.beam_search import largest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 0
 INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 class PrefixModel:

@@ -29,12 +29,9 @@ from moe_ext.models import (
     linear_nll,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 50
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 def small_config(**changes):

@@ -19,14 +19,11 @@ from conftest import (
 
 from moe_ext import _C, ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # On both sides of vectors, tiles, and the squares that B is packed in.
 WIDTHS = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 258, 513]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 def normal(*shape, dtype):

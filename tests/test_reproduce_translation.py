@@ -11,15 +11,12 @@ from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.text import load_text
 from moe_ext.training.translation import bleu_of_test, translated_test
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = [
     "steps=2", "model.d_model=8", "model.lstm_units=8", "log.tensorboard=false",
     "log.progress=false", "log.eval_every=1", "data.tokens_per_batch=500", "data.vocab_size=70",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 def test_near_duplicates_share_most_trigrams_with_one_sentence():

@@ -30,6 +30,8 @@ from moe_ext.training.checkpoint import checkpoints_of
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError, read_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
 TINY = [
@@ -37,11 +39,6 @@ TINY = [
     "model.moe.k=2", "model.moe.hidden_sizes=[8]", "num_threads=1", "log.tensorboard=false",
     "log.log_every=1",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,7 @@ from moe_ext.analysis.specialisation import (
 from moe_ext.data import EncodedPairs, EncodedSentences, Vocabulary, Wordpieces
 from moe_ext.models import MoEConfig, TranslationModel, TranslationModelConfig
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def routing_of(slots, num_experts, words=None):

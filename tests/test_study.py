@@ -26,10 +26,7 @@ from moe_ext.training.study import (
 )
 from moe_ext.training.text import load_text
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

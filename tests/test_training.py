@@ -42,12 +42,9 @@ from moe_ext.training.results import Result
 from moe_ext.training.study import run_study
 from moe_ext.training.text import load_part, load_text
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.translation import make_translator
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = """
 task = "translation"
 steps = 40
@@ -30,11 +32,6 @@ optimizer = {{ learning_rate = 0.03, warmup_steps = 1 }}
 log = {{ tensorboard = false, progress = false }}
 """
 TEXT = ["one two three", "", "two $x^$ two one three one", " \t", "four", "three three three"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 @pytest.fixture(scope="module")

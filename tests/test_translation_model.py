@@ -28,6 +28,8 @@ from moe_ext.models import (
 from moe_ext.models.translation import reverse
 from moe_ext.optim import split_parameters
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, EOS = 40, 0
 GATES = {
     "noisy": {},
@@ -36,11 +38,6 @@ GATES = {
     "balanced": {"gate": "balanced", "w_load": 0},
     "balanced hierarchical": {"gate": "balanced", "w_load": 0, "num_groups": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 def small_config(gate="noisy", **changes):

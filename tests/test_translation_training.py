@@ -34,13 +34,10 @@ from moe_ext.training.results import train_and_test
 from moe_ext.training.text import load_part, load_text, training_batches
 from moe_ext.training.translation import bleu_of_test, translated_test
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 SIZES = {"train": 120, "dev": 12, "test": 15}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 @pytest.fixture

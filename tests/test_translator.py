@@ -11,6 +11,8 @@ from moe_ext.data import EncodedPairs, EncodedSentences, PairBatches, Wordpieces
 from moe_ext.decoding import BeamSearch, Translator
 from moe_ext.models import MoEConfig, TranslationModel, TranslationModelConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = ["the", "small", "tree", "house", "sees", "has", "no", "leaf", "river", "."]
 CONFIG = TranslationModelConfig(
     d_model=24,
@@ -18,11 +20,6 @@ CONFIG = TranslationModelConfig(
     dropout=0.0,
     moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[24]),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
 
 
 def sentences(number, seed, longest=4):
