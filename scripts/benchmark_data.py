@@ -39,7 +39,7 @@ from moe_ext.data import (
 )
 from moe_ext.files import write_json
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 VOCABULARY = 793_471
@@ -60,9 +60,7 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
     parser.add_argument("--words", type=at_least(1_000), default=20_000_000, help="to make up")
     parser.add_argument("--vocab-size", type=at_least(3), default=VOCABULARY, help="to make up")

@@ -62,7 +62,7 @@ from moe_ext.files import write_json
 from moe_ext.processes import Processes, Transfer
 from moe_ext.progress import progress
 from moe_ext.training.cluster import exchange_bytes
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.device import avoid_missing_amx
 from moe_ext.training.report import markdown_table
 
@@ -551,9 +551,7 @@ def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
     parser.add_argument(

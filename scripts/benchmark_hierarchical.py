@@ -31,7 +31,7 @@ from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared,
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
 from moe_ext.files import write_json
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 STAGES = ("gate", "plan", "experts")
@@ -128,9 +128,7 @@ def make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--groups", type=at_least(1), default=256)
     parser.add_argument("--experts-per-group", type=at_least(1), default=512)
     parser.add_argument("--peer-experts", type=at_least(1), default=1024)

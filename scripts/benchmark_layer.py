@@ -83,7 +83,7 @@ from moe_ext.analysis.memory import keep_freed_memory, peak_allocated_mib, saved
 from moe_ext.analysis.roofline import Work, gemm_probe, limit, stream_probe
 from moe_ext.files import write_json
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import avoid_missing_amx, check_device
 from moe_ext.training.report import markdown_table
@@ -756,9 +756,7 @@ def report(record: dict[str, Any]) -> list[Result]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--shapes", type=parse_shape, nargs="+", help="of all that the device has")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])

@@ -9,7 +9,6 @@ as many bytes as they must move, by Tensor.copy_ into fresh tensors and into ten
 "MiB" is the memory that a run takes beyond its arguments at its peak (Linux, resident set).
 """
 
-import argparse
 import platform
 import statistics
 import sys
@@ -24,7 +23,7 @@ from moe_ext import cv_squared, ops
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
 from moe_ext.files import write_json
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 
@@ -162,9 +161,7 @@ def random_choices(T: int, E: int, k: int) -> torch.Tensor:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=at_least(2), default=21)
     parser.add_argument("--tokens", type=at_least(1), default=4096)

@@ -9,7 +9,6 @@ the gradients, and reads and writes the weights, once: less than that no step ca
 the state that an optimizer keeps for each weight.
 """
 
-import argparse
 import platform
 import statistics
 import sys
@@ -23,7 +22,7 @@ from torch import nn
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 
@@ -86,9 +85,7 @@ def measure(params: list[nn.Parameter], threads: int, rounds: int) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=at_least(2), default=11)
     parser.add_argument("--experts", type=at_least(1), default=256)

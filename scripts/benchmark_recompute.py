@@ -24,7 +24,7 @@ from moe_ext import MoE, ops
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
 from moe_ext.files import write_json
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 
@@ -88,9 +88,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=at_least(2), default=15)
     parser.add_argument("--tokens", type=at_least(1), default=4096)

@@ -27,7 +27,7 @@ from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
 from moe_ext.files import write_json
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 
@@ -104,9 +104,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     slots = [1, 2, 3, 5, 10, 20, 50, 100]
     parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
     parser.add_argument("--steps", type=at_least(1), default=100)

@@ -9,7 +9,6 @@ drawn like words, rare ones rarely. Both act on the same weights, in interleaved
 median of the rounds' ratios, with quartiles.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.report import markdown_table
 
 
@@ -81,9 +80,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--classes", type=at_least(2), default=793_471, help="V")
     parser.add_argument("--sampled", type=at_least(1), default=8_192, help="S")
     parser.add_argument("--width", type=at_least(1), default=512, help="D")

@@ -14,7 +14,6 @@ they are as long as their sources, of made-up words, as many as in prose. Instea
 balanced gate, whose thresholds have to be trained, it has one that takes the top k.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -33,7 +32,7 @@ from moe_ext.decoding import BeamSearch, Translation, Translator
 from moe_ext.files import open_plain, write_json
 from moe_ext.progress import progress
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.training.model import make_model
 from moe_ext.training.report import markdown_table
@@ -156,9 +155,7 @@ def as_markdown(rows: Sequence[Row], ratios: dict[str, Ratio]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Ratio]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("model", help="the folder of a training run, or a configuration (.toml)")
     parser.add_argument("text", nargs="?", type=Path, help="of a run: a sentence a line")
     parser.add_argument("--into", help="language, of a run of several language pairs")

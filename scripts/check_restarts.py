@@ -8,7 +8,6 @@ a checkpoint is published, for it is saved every second step. Both runs must end
 in the log of their losses. Takes some 15 seconds a kill. Status 0: they do; 1: they don't.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.logging import read_metrics
 
 TRAIN = Path(__file__).parent / "train.py"
@@ -64,9 +63,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--kills", type=at_least(1), default=50)
     parser.add_argument("--processes", type=at_least(2), default=2)
     parser.add_argument("--steps-between", type=at_least(1), default=6, help="on average")

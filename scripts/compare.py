@@ -16,13 +16,12 @@ report yet; the same command goes on: finished runs are kept, the others continu
 training diverged; 2: an option, file or folder that can't be used, in one sentence.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.comparison import arm_titles, arms, comparison_report
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
@@ -87,11 +86,9 @@ def as_markdown(report: dict[str, Any], config: Config) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file of a model with an MoE layer")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    add_overrides(parser)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--against", nargs="+", metavar="key=value", help="compare with these options changed"

@@ -13,7 +13,6 @@ pairs also each by itself. With --bleu the sources are translated (scripts/trans
 for that), and compared with the targets as they are written.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from dataclasses import replace
 from moe_ext.data import EncodedPairs
 from moe_ext.decoding import corpus_bleu
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation, by_language_pair, evaluate
@@ -30,9 +29,7 @@ from moe_ext.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument(
         "--part",

@@ -11,7 +11,6 @@ whose words are the wordpieces of the sources, and layer 1 the decoder's. Of sev
 it also says what each has of an expert's tokens.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import AnyVocabulary, Wordpieces
 from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.text import load_part
@@ -127,9 +126,7 @@ def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("--part", choices=("train", "dev", "test", "all"), default="train")
     parser.add_argument(

@@ -21,7 +21,7 @@ from typing import Any
 
 from moe_ext.data import EncodedSentences
 from moe_ext.models.kneser_ney import NGramModel, kneser_ney
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation
@@ -86,11 +86,9 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file, of which [data] counts")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    add_overrides(parser)
     parser.add_argument("--order", type=at_least(1), default=5, help="n of the longest n-grams")
     parser.add_argument(
         "--discounts", type=int, choices=(1, 3), default=3, help="for each order; 3: modified"

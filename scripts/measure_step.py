@@ -16,7 +16,6 @@ optimizer.accumulate=10.
              (moe_ext/analysis/cost.py); the most memory that the process had until then
 """
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import torch
 
 from moe_ext.analysis import cost, training_flops
 from moe_ext.files import write_json
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.loop import Trainer
 from moe_ext.training.text import random_text
@@ -100,11 +99,9 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    add_overrides(parser)
     parser.add_argument("--steps", type=at_least(1), default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

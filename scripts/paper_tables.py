@@ -9,7 +9,6 @@ has the floating-point operations of a training batch as Section 5.1 counts them
 they take at the published TFLOPS/GPU.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 from moe_ext.analysis import cost, training_flops
 from moe_ext.analysis.paper import PUBLISHED, Published
 from moe_ext.models import LanguageModel
-from moe_ext.training.command import exit_status
+from moe_ext.training.command import exit_status, make_parser
 from moe_ext.training.config import read_config
 from moe_ext.training.report import write_report
 
@@ -161,9 +160,7 @@ of {len(rows)}.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, default=_ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     rows = [count(published) for published in PUBLISHED]

@@ -27,7 +27,6 @@ arithmetic, and what is exact and what an estimate, is in moe_ext/training/clust
     peak         flops of the model by the device's peak, in these two
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -36,7 +35,7 @@ from pathlib import Path
 from moe_ext.exchange import EXCHANGES
 from moe_ext.files import write_json
 from moe_ext.training.cluster import DEVICES, Device, Plan, plan
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.report import markdown_table
 
@@ -115,11 +114,9 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    add_overrides(parser)
     parser.add_argument("--devices", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
     parser.add_argument("--exchange", choices=EXCHANGES, default="rows")

@@ -13,7 +13,6 @@ SHA-256, the 793,471 words of the benchmark's vocabulary by their number, and th
 published numbers of sentences and words. At the end stand the options for scripts/train.py.
 """
 
-import argparse
 import hashlib
 import http.client
 import os
@@ -31,7 +30,7 @@ from urllib.request import Request, urlopen
 
 from moe_ext.data import EncodedSentences
 from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, DataConfig
 from moe_ext.training.report import markdown_table
 from moe_ext.training.text import Text, load_text
@@ -117,9 +116,7 @@ SETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> Text:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("name", choices=[*SETS, "text"])
     parser.add_argument("--from", dest="source", type=Path, help="local files")
     parser.add_argument("--output", type=Path, help="data/NAME if not given")

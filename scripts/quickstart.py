@@ -14,7 +14,6 @@ with status 130, because there is no report yet; the same command goes on. Statu
 diverged; 2: an option, file or folder that can't be used, in one sentence.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import torch
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import exit_status
+from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.comparison import arms
 from moe_ext.training.config import ConfigError, read_config
 from moe_ext.training.device import set_up_torch
@@ -102,10 +101,8 @@ def describe(report: ExpertReport) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser = make_parser(__doc__)
+    add_overrides(parser)
     parser.add_argument("--quick", action="store_true", help="tiny models, a few seconds")
     parser.add_argument("--output", help="folder; runs/quickstart (-quick) if not given")
     options = parser.parse_intermixed_args(arguments)

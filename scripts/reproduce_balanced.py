@@ -13,7 +13,6 @@ the same command goes on. Status 1: training diverged; 2: an option, file or fol
 used, in one sentence.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from moe_ext import MoEAux, batchwise_masks
 from moe_ext.balanced import rows_per_expert
 from moe_ext.files import atomic_file
 from moe_ext.moe import MoE
-from moe_ext.training.command import exit_status
+from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.config import ConfigError, read_config
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
@@ -139,10 +138,8 @@ perplexity under the threshold mask is that of a language model.
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser = make_parser(__doc__)
+    add_overrides(parser)
     parser.add_argument("--output", type=Path, default=_ROOT / "docs" / "results")
     options = parser.parse_intermixed_args(arguments)
 

@@ -11,7 +11,6 @@ counted as the paper does: operations of the products, backward twice as many as
 GFLOP/s. Writes OUTPUT/efficiency.md, .json and .png (OUTPUT is docs/results if not given).
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from moe_ext import MoE
 from moe_ext.analysis import training_flops
 from moe_ext.analysis.benchmark import environment, interleaved, pinned, ratio
 from moe_ext.analysis.roofline import gemm_probe
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import read_config
 from moe_ext.training.loop import Trainer
 from moe_ext.training.report import markdown_table, write_report
@@ -269,9 +268,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(2), default=20)
     parser.add_argument("--tokens", type=at_least(64), nargs="+", default=[1_280, 5_120])

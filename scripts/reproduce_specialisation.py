@@ -16,7 +16,6 @@ measured of a run is kept in RUN/specialisation.json and used again: an interrup
 A run takes 3 minutes on one processor.
 """
 
-import argparse
 import html
 import json
 import random
@@ -50,7 +49,7 @@ from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import EncodedSentences
 from moe_ext.files import atomic_file, write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, config_differences
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.report import markdown_table, write_report
@@ -314,9 +313,7 @@ def named_corpora(options: Iterable[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
     parser.add_argument("--part", choices=("train", "dev", "test", "all"), default="train")
     parser.add_argument(

@@ -22,7 +22,6 @@ checkpoint stands. Status 1: training diverged; 2: an option, file or folder tha
 one sentence.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +29,7 @@ import torch
 
 from moe_ext.analysis import cost
 from moe_ext.data import EncodedPairs
-from moe_ext.training.command import exit_status
+from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.config import read_config
 from moe_ext.training.launch import processes_of_run
 from moe_ext.training.logging import read_metrics
@@ -39,11 +38,9 @@ from moe_ext.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    add_overrides(parser)
     options = parser.parse_args(arguments)
 
     config = read_config(options.config, options.overrides)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, BinaryIO, TextIO
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status
+from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.translation import make_translator, require_bleu
@@ -176,11 +176,9 @@ def search_of(options: argparse.Namespace) -> BeamSearch:
         raise ConfigError(str(error)) from error
 
 
-def make_parser() -> argparse.ArgumentParser:
+def options_parser() -> argparse.ArgumentParser:
     default = BeamSearch()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("files", nargs="*", help='text; stdin if not given, or "-"')
     parser.add_argument("--into", help="language, of a model of several language pairs")
@@ -245,7 +243,7 @@ def print_bleu(best: Sequence[str], references: Sequence[str], language: str, fi
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = make_parser().parse_intermixed_args(arguments)
+    options = options_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:
         require_bleu()

@@ -1,4 +1,4 @@
-"""How the scripts end: for what the user can put right, one sentence instead of a traceback."""
+"""How scripts begin and end: with a parser, and with a sentence for what the user can put right."""
 
 import argparse
 import os
@@ -43,6 +43,18 @@ def exit_status(main: Callable[[], object]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return result if isinstance(result, int) else 0
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Whose help shows the docstring of a script as it is."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """The options of a configuration that are to be changed; `parse_intermixed_args` reads them."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

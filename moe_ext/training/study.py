@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_ext.training.command import at_least
+from moe_ext.training.command import add_overrides, at_least, make_parser
 from moe_ext.training.config import AnyConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
@@ -39,10 +39,8 @@ def study_parser(
         name: of the study.
         arms: the names of its models.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    parser = make_parser(description)
+    add_overrides(parser)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
