@@ -112,8 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     report = {"models": arm_titles(config, against), **comparison_report(results, text)}
     page = as_markdown(report, config)
     write_report(output, "comparison", page, report)
-    print(page)
-    print(f"also in {output}/comparison.md and comparison.json")
     return report
 
 

@@ -126,8 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     page = as_markdown(report)
     write_report(options.output, "kneser_ney", page, report)
-    print(page)
-    print(f"also in {options.output}/kneser_ney.md and .json")
     return report
 
 

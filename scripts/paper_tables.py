@@ -164,9 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=_ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
     rows = [count(published) for published in PUBLISHED]
-    text = markdown(rows)
-    print(text, end="")
-    write_report(options.output, "paper_tables", text, rows)
+    write_report(options.output, "paper_tables", markdown(rows), rows)
 
 
 if __name__ == "__main__":

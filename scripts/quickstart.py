@@ -19,12 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import matplotlib.ticker
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.training.checkpoint import load_run
@@ -57,7 +54,8 @@ _QUICK = [
 
 def plot(results: dict[str, Result], path: Path) -> None:
     """The learning curves of both models, and the load of each expert over time."""
-    figure, (curves, load) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    curves, load = figure.subplots(1, 2)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
         records = read_metrics(results[arm].run, "dev")
         curves.plot(
@@ -68,7 +66,7 @@ def plot(results: dict[str, Result], path: Path) -> None:
         )
     curves.set(xlabel="training tokens (millions)", ylabel="dev perplexity", yscale="log")
     for formatter in (curves.yaxis.set_major_formatter, curves.yaxis.set_minor_formatter):
-        formatter(matplotlib.ticker.StrMethodFormatter("{x:.0f}"))
+        formatter(StrMethodFormatter("{x:.0f}"))
     curves.grid(alpha=0.3, which="both")
     curves.legend()
     curves.set_title("Learning curves")
@@ -83,7 +81,6 @@ def plot(results: dict[str, Result], path: Path) -> None:
     load.legend()
     load.set_title(f"Load of the {loads.shape[1]} experts")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def describe(report: ExpertReport) -> str:

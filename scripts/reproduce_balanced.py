@@ -19,15 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import matplotlib.ticker
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext import MoEAux, batchwise_masks
 from moe_ext.balanced import rows_per_expert
-from moe_ext.files import atomic_file
 from moe_ext.moe import MoE
 from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.config import ConfigError, read_config
@@ -60,9 +56,10 @@ class EqualLoads:
         self.num_batches += 1
 
 
-def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]], path: Path) -> None:
+def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
     """Perplexities on the left, disagreement and tokens without an expert on the right."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
+    left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in dev]
     for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
         values = [record[key] for record in dev]
@@ -70,7 +67,7 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]], path: Path) -> 
         left.plot(steps, values, label=f"{label} mask: {values[-1]:.1f} at the end", **style)
     left.set(xlabel="step", ylabel="dev perplexity", yscale="log")
     for formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        formatter(matplotlib.ticker.StrMethodFormatter("{x:.0f}"))
+        formatter(StrMethodFormatter("{x:.0f}"))
     left.grid(alpha=0.3, which="both")
     left.legend()
     left.set_title("Perplexity under both masks")
@@ -86,9 +83,7 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]], path: Path) -> 
     right.grid(alpha=0.3)
     right.legend()
     right.set_title("The masks in training")
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -190,10 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "train": train,
     }
     page = as_markdown(report)
-    write_report(options.output, "balanced", page, report)
-    plot(dev, train, options.output / "balanced.png")
-    print(page)
-    print(f"also in {options.output}/balanced.md, .json and .png")
+    write_report(options.output, "balanced", page, report, plot(dev, train))
     return report
 
 

@@ -21,10 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
@@ -154,10 +151,11 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     )
 
 
-def plot(results: Results, path: Path) -> None:
+def plot(results: Results) -> Figure:
     """Perplexity against the number of experts after a quarter and all of the steps."""
     experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
     for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
         values = [
             [r.nll_at(share) for r in results[name].values()] for name in MIXTURES if results[name]
@@ -176,8 +174,7 @@ def plot(results: Results, path: Path) -> None:
     axes.set_xticks(experts, [str(n) for n in experts])
     axes.set(xlabel="experts", ylabel="test perplexity", title="equal operations a word")
     axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> Results:
@@ -214,10 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             for claim, what, gap in claims(results)
         ],
     }
-    write_report(options.output, "capacity", page, data)
-    plot(results, Path(options.output) / "capacity.png")
-    print(page)
-    print(f"also in {options.output}/capacity.md, .json and .png")
+    write_report(options.output, "capacity", page, data, plot(results))
     return results
 
 

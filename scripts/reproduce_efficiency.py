@@ -19,11 +19,8 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moe_ext import MoE
@@ -253,18 +250,18 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
     )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row]) -> Figure:
     """The layer's speed over the dense one's against the rows that an expert gets."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
     axes.fill_between(x, [r.low for r in some], [r.high for r in some], alpha=0.25)
     axes.plot(x, [r.median for r in some], marker="o")
     axes.axhline(1.0, lw=0.8, ls="--", color="grey")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="rows per expert", ylabel="speed over the dense layer's", ylim=(0, None))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -288,10 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     command = f"python scripts/reproduce_efficiency.py --threads {options.threads}"
     page = as_markdown(rows, setting, command, width)
     data = {"setting": setting, "rows": [asdict(row) for row in rows]}
-    write_report(options.output, "efficiency", page, data)
-    plot(rows, options.output / "efficiency.png")
-    print(page)
-    print(f"also in {options.output}/efficiency.md, .json and .png")
+    write_report(options.output, "efficiency", page, data, plot(rows))
     return rows
 
 

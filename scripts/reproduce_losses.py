@@ -22,10 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
@@ -125,9 +122,10 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     )
 
 
-def plot(results: Results, path: Path) -> None:
+def plot(results: Results) -> Figure:
     """Each run's perplexity against how unevenly it used its experts."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
     for name, runs in results.items():
         axes.plot(
             [r.balance["max_over_mean_load"] for r in runs.values()],
@@ -138,8 +136,7 @@ def plot(results: Results, path: Path) -> None:
     axes.set_xscale("log")
     axes.set(xlabel="max(Load) / mean(Load)", ylabel="test perplexity")
     axes.legend(title="w_importance,w_load")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> Results:
@@ -166,10 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "k": config.model.moe.experts_per_token,
     }
     page = as_markdown(results, facts, command_of("losses", options))
-    write_report(options.output, "losses", page, {**facts, "models": as_data(results)})
-    plot(results, Path(options.output) / "losses.png")
-    print(page)
-    print(f"also in {options.output}/losses.md, .json and .png")
+    write_report(
+        options.output, "losses", page, {**facts, "models": as_data(results)}, plot(results)
+    )
     return results
 
 

@@ -27,10 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from moe_ext.data import EncodedPairs
 from moe_ext.decoding import Bleu
@@ -236,12 +233,11 @@ def as_markdown(study: Study, command: str) -> str:
     )
 
 
-def plot(study: Study, path: Path) -> None:
+def plot(study: Study) -> Figure:
     """Dev perplexity of the language pairs with the least text, by the steps."""
     panels = least_text(study.text)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(12, 4.2), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, languages in zip(axes[0], panels, strict=True):
         curves = {arm: (runs, f"perplexity/{languages}") for arm, runs in study.results.items()}
         curves[SINGLE] = (study.single[languages], "perplexity")
@@ -252,8 +248,7 @@ def plot(study: Study, path: Path) -> None:
         panel.set_yscale("log")
         panel.set(xlabel="steps", ylabel="dev perplexity", title=languages)
         panel.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> Study:
@@ -278,10 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> Study:
             for claim, languages, gap in claims(found)
         ],
     }
-    write_report(options.output, "multilingual", page, data)
-    plot(found, Path(options.output) / "multilingual.png")
-    print(page)
-    print(f"also in {options.output}/multilingual.md, .json and .png")
+    write_report(options.output, "multilingual", page, data, plot(found))
     return found
 
 

@@ -26,11 +26,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from moe_ext.analysis import (
@@ -47,7 +44,7 @@ from moe_ext.analysis import (
 )
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import EncodedSentences
-from moe_ext.files import atomic_file, write_json
+from moe_ext.files import write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, config_differences
@@ -268,9 +265,10 @@ def in_place(words: Sequence[str]) -> str:
     return " ".join(filter(None, shown))
 
 
-def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
     """Purity by label on the left, by expert on the right."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
+    left, right = figure.subplots(1, 2)
     labels = list(runs[0]["trained"])
     bars = (
         ("trained", "purity", "trained gate"),
@@ -297,9 +295,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     right.set(xlabel="rank of the expert", ylabel=f"purity of the {label}", ylim=(0, 1.02))
     right.set_title("97.5% of experts with shuffled labels: below the dashes")
     right.grid(alpha=0.3)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def named_corpora(options: Iterable[str]) -> dict[str, str]:
@@ -362,10 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         ],
         "runs": runs,
     }
-    write_report(options.output, "specialisation", page, report)
-    plot(runs, Path(options.output) / "specialisation.png")
-    print(page)
-    print(f"also in {options.output}/specialisation.md, .json and .png")
+    write_report(options.output, "specialisation", page, report, plot(runs))
     return report
 
 

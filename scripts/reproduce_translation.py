@@ -26,11 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 from moe_ext.data import EncodedPairs, Wordpieces
 from moe_ext.decoding import Bleu
@@ -282,11 +279,10 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
     return "\n".join(lines)
 
 
-def plot(studies: dict[str, Study], path: Path) -> None:
+def plot(studies: dict[str, Study]) -> Figure:
     """Dev perplexity against the source words processed, a curve for each model (Figure 4)."""
-    figure, panels = plt.subplots(
-        1, len(studies), figsize=(6 * len(studies), 4.2), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(6 * len(studies), 4.2), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(studies), squeeze=False)
     for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
         words_per_piece = each.source_words / each.text.train.num_tokens
         for name, runs in each.results.items():
@@ -304,8 +300,7 @@ def plot(studies: dict[str, Study], path: Path) -> None:
             xlabel="source words processed, millions", ylabel="dev perplexity", title=languages
         )
         axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
@@ -335,10 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
         }
         for languages, each in studies.items()
     }
-    write_report(options.output, "translation", page, data)
-    plot(studies, Path(options.output) / "translation.png")
-    print(page)
-    print(f"also in {options.output}/translation.md, .json and .png")
+    write_report(options.output, "translation", page, data, plot(studies))
     return studies
 
 

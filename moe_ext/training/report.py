@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ext.files import write_json, write_text
+from moe_ext.files import atomic_file, write_json, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -13,9 +16,17 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def write_report(folder: str | Path, name: str, page: str, data: Any) -> None:
-    """FOLDER/NAME.md and NAME.json."""
+def write_report(
+    folder: str | Path, name: str, page: str, data: Any, figure: "Figure | None" = None
+) -> None:
+    """FOLDER/NAME.md and NAME.json, and the figure as NAME.png; the page is printed too."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{name}.md", page)
     write_json(folder / f"{name}.json", data)
+    if figure is not None:
+        with atomic_file(folder / f"{name}.png") as file:
+            figure.savefig(file, format="png")
+    print(page)
+    suffixes = ".md and .json" if figure is None else ".md, .json and .png"
+    print(f"also in {folder}/{name}{suffixes}")
