@@ -17,7 +17,6 @@ sentence.
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,20 @@ from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
-from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
     SMALL,
+    Claim,
     Results,
     as_change,
     as_data,
+    claims_data,
+    claims_table,
     command_of,
     difference,
+    mean_perplexity,
     run_arms,
+    size_cells,
     study_parser,
-    verdict,
     widening,
 )
 from moe_ext.training.text import Text
@@ -54,11 +56,11 @@ RATE_OF_MIXTURES, RATE_OF_DENSE = 8e-3, 1.6e-2
 QUARTER = 0.25
 
 
-def claims(results: Results) -> list[tuple[str, str, Interval | None]]:
+def claims(results: Results) -> list[Claim]:
     """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
 
-    def row(claim: str, a: str, b: str) -> tuple[str, str, Interval | None]:
-        return claim, f"{a} against {b}", difference(results[a], results[b])
+    def row(claim: str, a: str, b: str) -> Claim:
+        return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
 
     rows = [row("M1: more experts are better at equal operations", LARGEST_FLAT, FIRST)]
     rows += [
@@ -68,7 +70,7 @@ def claims(results: Results) -> list[tuple[str, str, Interval | None]]:
     rows += [row("M1: and better than dense models", LARGEST_FLAT, dense) for dense in DENSE]
     rows.append(row("M3: more operations help a large mixture too", LARGE, LARGEST_FLAT))
     rows += [
-        (
+        Claim(
             "M4: more text widens the gap",
             f"{more} against {FIRST}: at the end less after a quarter",
             widening(results[more], results[FIRST], QUARTER),
@@ -93,10 +95,6 @@ def five_grams(text: Text, seen_tokens: int) -> dict[str, Any]:
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     """The page: the models, and what became of the claims."""
 
-    def mean_perplexity(name: str, share: float) -> str:
-        runs = results[name].values()
-        return f"{perplexity(statistics.fmean(r.nll_at(share) for r in runs)):.2f}"
-
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -108,12 +106,11 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         rows.append(
             [
                 name,
-                f"{cost.ops_per_timestep / 1e6:.3f}M",
-                f"{cost.parameters / 1e6:.2f}M",
+                *size_cells(cost),
                 len(runs),
-                mean_perplexity(name, QUARTER),
+                f"{mean_perplexity(runs, QUARTER):.2f}",
                 against[0],
-                mean_perplexity(name, 1.0),
+                f"{mean_perplexity(runs):.2f}",
                 against[1],
                 f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
             ]
@@ -129,10 +126,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ],
         rows,
     )  # fmt: skip
-    verdicts = markdown_table(
-        ["claim", "compared", "perplexity, 95%", "verdict"],
-        [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims(results)],
-    )
+    verdicts = claims_table(claims(results))
     return (
         "# More experts at equal operations\n\n"
         f"```\n{command}\n```\n\n"
@@ -157,17 +151,15 @@ def plot(results: Results) -> Figure:
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
-        values = [
-            [r.nll_at(share) for r in results[name].values()] for name in MIXTURES if results[name]
-        ]
-        axes.plot(
-            experts, [perplexity(statistics.fmean(v)) for v in values], marker="o", label=label
-        )
-        for x, runs in zip(experts, values, strict=True):
-            axes.plot([x] * len(runs), list(map(perplexity, runs)), ".", color="grey", ms=4)
+        found = [results[name] for name in MIXTURES if results[name]]
+        means = [mean_perplexity(runs, share) for runs in found]
+        axes.plot(experts, means, marker="o", label=label)
+        for x, runs in zip(experts, found, strict=True):
+            values = [perplexity(result.nll_at(share)) for result in runs.values()]
+            axes.plot([x] * len(values), values, ".", color="grey", ms=4)
     for name in (*DENSE, LARGE):
         if results[name]:
-            level = perplexity(statistics.fmean(r.test_nll for r in results[name].values()))
+            level = mean_perplexity(results[name])
             axes.axhline(level, lw=0.8, ls="--", color="grey")
             axes.annotate(name, (experts[0], level), fontsize=7, va="bottom")
     axes.set_xscale("log", base=4)
@@ -206,10 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     data = {
         **facts,
         "models": as_data(results),
-        "claims": [
-            {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
-            for claim, what, gap in claims(results)
-        ],
+        "claims": claims_data(claims(results)),
     }
     write_report(options.output, "capacity", page, data, plot(results))
     return results

@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import read_config
-from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
@@ -36,6 +35,7 @@ from moe_ext.training.study import (
     as_data,
     command_of,
     difference,
+    mean_perplexity,
     paired,
     run_arms,
     study_parser,
@@ -79,7 +79,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
         change = paired(
             results[more], results[less], lambda result: result.balance["max_over_mean_load"]
         )
-        shown = f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]" if change else ""
+        shown = f"{change:+.3f}" if change else ""
         claim = "M6: a larger w_load lowers max/mean Load"
         table.append((claim, f"{more} against {less}", shown, verdict(change)))
     return table
@@ -95,8 +95,8 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         balance = [
             f"{statistics.fmean(r.balance[key] for r in runs.values()):.3f}" for key in COLUMNS
         ]
-        ppl = perplexity(statistics.fmean(r.test_nll for r in runs.values()))
-        rows.append([*name.split(","), len(runs), f"{ppl:.2f}", gap, *balance])
+        ppl = f"{mean_perplexity(runs):.2f}"
+        rows.append([*name.split(","), len(runs), ppl, gap, *balance])
     table = markdown_table(
         [
             "w_importance", "w_load", "seeds", "test ppl", f"against {USUAL}, 95%",

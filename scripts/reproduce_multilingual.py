@@ -39,14 +39,16 @@ from moe_ext.training.metrics import by_language_pair, perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.results import Result
 from moe_ext.training.study import (
+    Claim,
     Results,
-    as_change,
     as_data,
+    claims_data,
+    claims_table,
     command_of,
     paired,
     run_study,
+    size_cells,
     study_parser,
-    verdict,
 )
 from moe_ext.training.text import Text, load_text
 from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
@@ -136,11 +138,11 @@ def nll_of(result: Result, text: Text, languages: str) -> float:
     return by_language_pair(result.sentence_nll, text.test)[languages].nll
 
 
-def claims(study: Study) -> list[tuple[str, str, Any]]:
+def claims(study: Study) -> list[Claim]:
     """The claim, the language pairs, and the difference in ln ppl: below zero if it holds."""
     mixture, dense = study.results[MIXTURE], study.results[DENSE]
     better = "the mixture is better than the dense model"
-    rows = [(better, "all", paired(mixture, dense, lambda result: result.test_nll))]
+    rows = [Claim(better, "all", paired(mixture, dense, lambda result: result.test_nll))]
     for languages in study.config.data.pairs:
         single = study.single[languages]
 
@@ -149,10 +151,9 @@ def claims(study: Study) -> list[tuple[str, str, Any]]:
                 return result.test_nll
             return nll_of(result, study.text, languages)
 
-        rows.append((better, languages, paired(mixture, dense, nll)))
-        rows.append(
-            ("and than a model of these languages alone", languages, paired(mixture, single, nll))
-        )
+        alone = "and than a model of these languages alone"
+        rows.append(Claim(better, languages, paired(mixture, dense, nll)))
+        rows.append(Claim(alone, languages, paired(mixture, single, nll)))
     return rows
 
 
@@ -192,8 +193,7 @@ def sizes_of_models(study: Study) -> str:
         rows.append(
             [
                 arm,
-                f"{cost.ops_per_timestep / 1e6:.3f}M",
-                f"{cost.parameters / 1e6:.2f}M",
+                *size_cells(cost),
                 f"{steps:,}",
                 len(runs),
             ]
@@ -212,9 +212,6 @@ def as_markdown(study: Study, command: str) -> str:
     """The page, which quotes the command that made it."""
     config = study.config
     signatures = sorted({bleu.signature for each in study.bleu.values() for bleu in each.values()})
-    verdicts = [
-        [claim, languages, as_change(gap), verdict(gap)] for claim, languages, gap in claims(study)
-    ]
     return (
         "# One model for all language pairs\n\n"
         f"```\n{command}\n```\n\n"
@@ -228,7 +225,7 @@ def as_markdown(study: Study, command: str) -> str:
         f"{sizes_of_models(study)}\n{table(study)}\n"
         f"![{' and '.join(least_text(study.text))}](multilingual.png)\n\n"
         "Differences are means over pairs of runs of one seed with their 95% t interval.\n\n"
-        f"{markdown_table(['claim', 'languages', 'perplexity, 95%', 'verdict'], verdicts)}\n"
+        f"{claims_table(claims(study), 'languages')}\n"
         f"sacreBLEU's signatures: {', '.join(f'`{each}`' for each in signatures)}\n"
     )
 
@@ -268,10 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> Study:
             str(run.relative_to(options.runs)): {pair: asdict(bleu) for pair, bleu in each.items()}
             for run, each in found.bleu.items()
         },
-        "claims": [
-            {"claim": claim, "languages": languages, "difference": gap and asdict(gap)}
-            for claim, languages, gap in claims(found)
-        ],
+        "claims": claims_data(claims(found)),
     }
     write_report(options.output, "multilingual", page, data, plot(found))
     return found

@@ -51,7 +51,7 @@ from moe_ext.training.config import ConfigError, config_differences
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval, mean_difference
-from moe_ext.training.study import verdict
+from moe_ext.training.study import Claim, claims_data, verdict
 from moe_ext.training.text import load_part
 
 SHOWN_EXPERTS = 3  # of either kind, as in the paper's table
@@ -148,13 +148,13 @@ def values(runs: Sequence[Mapping[str, Any]], gate: str, label: str, key: str) -
     return [run[gate][label][key] for run in runs]
 
 
-def claims(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, Interval | None]]:
+def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
     """The paper's claim, what is compared, and the difference: above zero if so."""
     rows = []
 
     def row(claim: str, what: str, a: Sequence[float], b: Sequence[float]) -> None:
         pairs = zip(a, b, strict=True)
-        rows.append((claim, what, mean_difference([x - y for x, y in pairs])))
+        rows.append(Claim(claim, what, mean_difference([x - y for x, y in pairs])))
 
     for label in runs[0]["trained"]:
         for key, chance, name in (("purity", "permuted_purity", "purity"), ("share", "", "I / H")):
@@ -199,12 +199,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     verdicts = markdown_table(
         ["claim", "compared", "difference, 95%", "verdict"],
         [
-            [
-                claim,
-                what,
-                f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]" if gap else "",
-                above_zero(gap),
-            ]
+            [claim, what, f"{gap:+.3f}" if gap else "", above_zero(gap)]
             for claim, what, gap in claims(runs)
         ],
     )
@@ -352,10 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     page = as_markdown(runs, facts)
     report = {
         **facts,
-        "claims": [
-            {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
-            for claim, what, gap in claims(runs)
-        ],
+        "claims": claims_data(claims(runs)),
         "runs": runs,
     }
     write_report(options.output, "specialisation", page, report, plot(runs))

@@ -24,7 +24,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -38,14 +37,18 @@ from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.study import (
+    Claim,
     Results,
     as_change,
     as_data,
+    claims_data,
+    claims_table,
     command_of,
     difference,
+    mean_perplexity,
     run_study,
+    size_cells,
     study_parser,
-    verdict,
 )
 from moe_ext.training.text import Text, load_text, parallel_text
 from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
@@ -151,11 +154,11 @@ def source_words(text: Text) -> int:
     return int(begins_word[text.train.source.stream].sum())
 
 
-def claims(study: Study) -> list[tuple[str, str, Any]]:
+def claims(study: Study) -> list[Claim]:
     """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
     results = study.results
     return [
-        (claim, f"{MIXTURE} against {other}", difference(results[MIXTURE], results[other]))
+        Claim(claim, f"{MIXTURE} against {other}", difference(results[MIXTURE], results[other]))
         for claim, other in (
             ("mixtures of experts translate better than none", NONE),
             ("and better than dense layers of equal operations", DENSE),
@@ -170,15 +173,13 @@ def table(study: Study) -> str:
         if not runs:
             continue
         cost = next(iter(runs.values())).cost
-        mean = perplexity(statistics.fmean(result.test_nll for result in runs.values()))
         bleu = study.bleu[name], study.distinct_bleu.get(name)
         rows.append(
             [
                 name,
-                f"{cost.ops_per_timestep / 1e6:.3f}M",
-                f"{cost.parameters / 1e6:.2f}M",
+                *size_cells(cost),
                 len(runs),
-                f"{mean:.3f}",
+                f"{mean_perplexity(runs):.3f}",
                 "" if name == NONE else as_change(difference(runs, study.results[NONE])),
                 *(
                     f"{statistics.fmean(each.score for each in of_runs):.2f}" if of_runs else ""
@@ -265,10 +266,7 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
             f"{text.train.num_tokens:,} target pieces), {len(text.test):,} in the test part, "
             f"{sum(each.near):,} of them near duplicates.\n",
             table(each),
-            markdown_table(
-                ["claim", "compared", "perplexity, 95%", "verdict"],
-                [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims(each)],
-            ),
+            claims_table(claims(each)),
             balance(each),
             "Ten sentences of the test part, at even distances in it, by the first seed's "
             "models:\n",
@@ -323,10 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
             "near_duplicates": sum(each.near),
             "models": as_data(each.results),
             "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
-            "claims": [
-                {"claim": claim, "compared": what, "difference": gap and asdict(gap)}
-                for claim, what, gap in claims(each)
-            ],
+            "claims": claims_data(claims(each)),
         }
         for languages, each in studies.items()
     }

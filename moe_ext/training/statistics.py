@@ -17,6 +17,9 @@ class Interval:
     low: float
     high: float
 
+    def __format__(self, form: str) -> str:
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
 
 def mean_difference(differences: Sequence[float], confidence: float = 0.95) -> Interval | None:
     """Mean of paired differences with its t interval; None for fewer than two."""

@@ -8,17 +8,20 @@ a number of steps set in advance.
 
 import argparse
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from moe_ext.analysis import Cost
 from moe_ext.training.command import add_overrides, at_least, make_parser
 from moe_ext.training.config import AnyConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
+from moe_ext.training.report import markdown_table
 from moe_ext.training.results import Result, finished, train_and_test
 from moe_ext.training.statistics import Interval, mean_difference
 from moe_ext.training.text import Text, load_text
@@ -119,6 +122,41 @@ def run_arms(
     text = load_text(config.data)
     train = () if options.report else options.arms
     return text, run_study(arms, options.seeds, text, options.runs, shares, train)
+
+
+class Claim(NamedTuple):
+    """What a study is to decide.
+
+    Attributes:
+        claim: the paper's, in words.
+        compared: the models.
+        difference: what was found, in ln ppl: below zero if the claim holds.
+    """
+
+    claim: str
+    compared: str
+    difference: Interval | None
+
+
+def claims_table(claims: Iterable[Claim], compared: str = "compared") -> str:
+    """The claims with their verdicts; `compared` heads its column."""
+    rows = [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims]
+    return markdown_table(["claim", compared, "perplexity, 95%", "verdict"], rows)
+
+
+def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
+    """The claims, ready for JSON."""
+    return [{**c._asdict(), "difference": c.difference and asdict(c.difference)} for c in claims]
+
+
+def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
+    """exp of the mean over seeds of ln ppl after a share of the steps."""
+    return perplexity(statistics.fmean(result.nll_at(share) for result in runs.values()))
+
+
+def size_cells(cost: Cost) -> list[str]:
+    """Operations and parameters of a model, for a table."""
+    return [f"{cost.ops_per_timestep / 1e6:.3f}M", f"{cost.parameters / 1e6:.2f}M"]
 
 
 def paired(
