@@ -48,7 +48,8 @@ _FLOPS = """\
 Of a training batch as Section 5.1 counts them: forward and backward (twice forward), multiply and
 add apart, with a softmax of S = {:,} sampled classes; and the time that they take at the published
 TFLOPS/GPU, for a step and for 10 epochs (27,000 steps of 300,000 words; Table 8: one epoch, 40,000
-of 2.5 million)."""
+of 2.5 million). The intensity of an expert is its multiply-adds by the numbers that go in and come
+out, 2dh / 2d = h with one hidden layer (Sec. 3.2)."""
 _SHARES = """\
 The paper has the experts' share between 37% and 46% in all mixtures of Table 7. The lowest of them,
 MoE-4096-h, comes to 37% with some 4,700 classes; 8,192 is the value of the authors' code. With it
@@ -83,6 +84,7 @@ def count(published: Published) -> dict[str, Any]:
     seconds = None
     if published.tflops and published.gpus:
         seconds = of_batch / (published.gpus * published.tflops * 1e12)
+    k = config.model.moe.experts_per_token if "moe" in config.model.layers else 1
     return row | {
         "gpus": published.gpus,
         "tflops": published.tflops,
@@ -90,6 +92,7 @@ def count(published: Published) -> dict[str, Any]:
         "step_seconds": seconds,
         "hours": None if seconds is None else config.steps * seconds / 3600,
         "hours_published": published.hours,
+        "intensity": flops[0].experts / 6 / (k * 2 * config.model.d_model),
         "expert_share": {s: f.expert_share for s, f in zip(_SAMPLED, flops, strict=True)},
     }
 
@@ -124,12 +127,14 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     )
     times = table(
         ["model", "GPUs", "TFLOPS/GPU", "10¹² flops a batch", "step, s", "hours", "published"]
-        + [f"experts' share, S = {num_sampled:,}" for num_sampled in _SAMPLED],
+        + [f"experts' share, S = {num_sampled:,}" for num_sampled in _SAMPLED]
+        + ["intensity"],
         [
             f"{model(row)} | {number(row['gpus'], 'd')} | {number(row['tflops'], '.2f')} "
             f"| {row['flops_of_batch'] / 1e12:.2f} | {number(row['step_seconds'], '.2f')} "
             f"| {number(row['hours'], '.1f')} | {row['hours_published'] or '–'} "
-            f"| {' | '.join(number(share, '.1%') for share in row['expert_share'].values())}"
+            f"| {' | '.join(number(share, '.1%') for share in row['expert_share'].values())} "
+            f"| {number(row['intensity'], ',.0f')}"
             for row in rows
         ],
     )

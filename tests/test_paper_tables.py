@@ -175,6 +175,27 @@ def test_flops_are_those_of_the_paper(rows):
     assert by_name["LSTM-512-512"]["hours"] is None
 
 
+def test_intensity_of_experts(rows):
+    """2dh / 2d = h; with four hidden layers of 1,024 (2 · 512 · 1024 + 3 · 1024²) / (2 · 512)."""
+    found = {(row["table"], row["model"]): row["intensity"] for row in rows}
+    assert found["lm1b", "MoE-32"] == found["news", "MoE-131072-h"] == 1024
+    assert found["lm1b", "MoE-34M"] == 2048 and found["lm1b", "MoE-143M"] == 8192
+    assert found["lm1b", "MoE-1-Wide"] == found["lm1b", "MoE-1-Deep"] == 4096
+    assert found["lm1b", "4xLSTM-512"] == 0
+
+
+def test_a_billion_parameters_on_each_gpu(rows):
+    """What App. D aims at."""
+    of_each = {
+        row["model"]: 1e3 * row["total"]["counted"] / row["gpus"]
+        for row in rows
+        if row["table"] == "news"
+    }
+    assert of_each["MoE-65536-h"] == pytest.approx(68_893.6 / 64, rel=1e-6)
+    assert of_each["MoE-131072-h"] == pytest.approx(137_680.0 / 128, rel=1e-6)
+    assert [round(of_each[f"MoE-{n}-h"]) for n in (65536, 131072)] == [1076, 1076]
+
+
 def test_flops_worked_by_hand():
     moe = {"num_experts": 8, "num_groups": 4, "k": 2, "hidden_sizes": [6]}
     model = {"d_model": 4, "layers": ["lstm", "moe", "ffn"], "moe": moe}
