@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import moe_ext.training.loop
 from moe_ext.training.config import config_from_dict, read_config, to_toml
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
@@ -114,6 +115,32 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     assert_same_curve(curve(there), curve(config))
     if middle != "ffn":
         assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+
+
+def start_of(group, rank, config):
+    """A process's dense parameters and random draws before its first step."""
+    with pytest.MonkeyPatch.context() as patch:  # without the broadcast of the parameters
+        patch.setattr(moe_ext.training.loop, "parallelize", lambda model, group: model)
+        trainer = Trainer(config, process_group=group)
+    dense = [p.detach() for name, p in trainer.model.named_parameters() if "experts" not in name]
+    states = trainer.noise_generator.get_state(), torch.get_rng_state()
+    noise = torch.empty(8).normal_(generator=trainer.noise_generator)
+    return dense, [*states, noise, torch.rand(8)]
+
+
+def test_every_process_draws_for_itself(workers, config):
+    """Noise and dropout; the weights are the same from the start."""
+    config.model.moe.gate = "noisy_topk"
+    config.model.dropout = 0.5
+    config.log.save_every = 1
+    starts = workers.run(3, start_of, config)
+    workers.run(2, train, replace(config, steps=1))
+    # Of three processes one was not there before, and goes on with draws of its own.
+    starts += workers.run(3, start_of, replace(config, resume=True))
+    for dense, _ in starts[1:3]:
+        assert all(torch.equal(a, b) for a, b in zip(dense, starts[0][0], strict=True))
+    for kind in zip(*(draws for _, draws in starts), strict=True):
+        assert len({tuple(draw.tolist()) for draw in kind}) == len(starts)
 
 
 def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
