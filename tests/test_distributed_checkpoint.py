@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import pathlib
 import random
 import re
 import resource
@@ -582,3 +583,24 @@ def test_killed_at_any_moment(tmp_path):
         newest = steps[-1]
     process.join(10)
     assert process.exitcode == 0
+
+
+# The example of docs/distributed.md
+
+
+def documented_example(group, rank, folder):
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"```python\n(# torchrun .*?)```", text, re.S)
+    names = {}
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_torchelastic_launched", lambda: group is not None)
+        patch.setattr(dist, "init_process_group", lambda backend: None)  # `workers` has
+        exec(code, names)
+    return names["step"]
+
+
+def test_the_documented_example(workers, tmp_path):
+    """Each run goes on where the one before ended, in another number of processes."""
+    assert documented_example(None, 0, tmp_path) == 10
+    assert workers.run(2, documented_example, tmp_path) == [20] * 2
+    assert documented_example(None, 0, tmp_path) == 30

@@ -653,7 +653,10 @@ def test_deterministic(threads, dtype):
 # A fixed computation, one hash per op; the instruction set is chosen when an op first runs.
 HASHES = """
 import hashlib, math, torch
-from moe_ext import ops
+from moe_ext import NoisyTopKGate, ops
+
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
 
 def show(name, *tensors):
     digest = hashlib.sha256()
@@ -679,6 +682,13 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
     importance = ops.importance(gates, index, E)
     cotangent = torch.randn(E).to(gates.dtype)
     show(f"importance {dtype}", importance, *torch.autograd.grad(importance, gates, cotangent))
+    gate = NoisyTopKGate(D, E, K)
+    for weight in gate.parameters():
+        torch.nn.init.normal_(weight)
+    x = leaf(T, D)
+    routed = gate.to(wide(dtype))(x)
+    grads = torch.autograd.grad(routed.load.sin().sum(), (x, *gate.parameters()))
+    show(f"gate {dtype}", *routed[:4], *grads)
     chosen = ops.batchwise_topm(clean.detach().round(), 29)
     offsets = torch.arange(0, T * K + 1, K)
     gates_of_chosen = ops.selected_softmax(clean, index.flatten(), offsets)
@@ -705,10 +715,9 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                         inverse=plan.inverse, gates=gates)
         grads = torch.autograd.grad(y, (*leaves, gates), torch.randn(T, D).to(dtype))
         show(f"{activation} {dtype}", y, *grads)
-    wide = torch.promote_types(dtype, torch.float32)
     w, g, row, column = leaf(E, 67, F).detach(), leaf(E, 67, F).detach(), *torch.rand(2, E, 67)
-    column = column[:, :F].contiguous().to(wide)
-    row, number = row.to(wide), torch.tensor(0.7, dtype=torch.float64)
+    column = column[:, :F].contiguous().to(wide(dtype))
+    row, number = row.to(wide(dtype)), torch.tensor(0.7, dtype=torch.float64)
     for mean_of_roots in (False, True):
         torch.ops.moe_ext.factored_step_(
             w, g, row, column, number, number, 0.9, 0.1, 1e-8, mean_of_roots
@@ -720,10 +729,10 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 def test_bits_do_not_depend_on_the_instruction_set():
     """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results.
 
-    But for the experts' products: without fused multiply-adds each of their terms is rounded twice,
-    and with instructions for them bfloat16 products are multiplied as such.
+    But for the products of experts and gates: without fused multiply-adds each of their terms is
+    rounded twice, and with instructions for them bfloat16 products are multiplied as such.
     """
-    names = [isa for isa in instruction_sets() if isa in ("default", "avx2", "avx512")]
+    names = [isa for isa in instruction_sets() if isa != "avx512_bf16"]
     if len(names) == 1:
         pytest.skip("only one instruction set on this processor")
     printed = {}
@@ -735,13 +744,15 @@ def test_bits_do_not_depend_on_the_instruction_set():
             text=True,
             check=True,
         ).stdout.splitlines()
-        assert len(lines) == 48
+        assert len(lines) == 52
         printed[isa] = dict(line.rsplit(" ", 1) for line in lines)
-    products = {"experts", "gelu", "silu", "tanh", "glu"}
-    differing = {
-        (isa, name)
-        for isa in names[1:]
-        for name, bits in printed[isa].items()
-        if bits != printed["avx2" if name.split()[0] in products else "default"][name]
-    }
+    experts = {"experts", "gelu", "silu", "tanh", "glu"}
+    differing = set()
+    for isa in names[1:]:
+        for name, bits in printed[isa].items():
+            op, dtype = name.rsplit(" ", 1)
+            if isa == "amx" and op in experts and dtype == "torch.bfloat16":
+                continue
+            if bits != printed["avx2" if op in experts | {"gate"} else "default"][name]:
+                differing.add((isa, name))
     assert not differing
