@@ -5,12 +5,13 @@ import functools
 import json
 
 import benchmark_layer as layer
+import layer_peers as peers
 import pytest
 import reference as ref
 import torch
 from layer_peers import PEERS, Kind, Peer, Problem, Shape, random_routing
 
-from moe_ext.analysis import peers, roofline
+from moe_ext.analysis import roofline
 from moe_ext.analysis.benchmark import clock_of
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.analysis.roofline import Work, experts_work, limit
