@@ -14,6 +14,10 @@ MAX_WORLD = 4
 TIMEOUT = timedelta(seconds=60)
 
 
+class NotConnected(AssertionError):
+    """The processes did not find each other."""
+
+
 def _serve(rank, folder, pipe):
     torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
@@ -27,6 +31,10 @@ def _serve(rank, folder, pipe):
                 world_size=world,
                 timeout=TIMEOUT,
             )
+        except RuntimeError as error:
+            pipe.send((False, NotConnected(str(error))))
+            continue
+        try:
             result = function(dist.group.WORLD, rank, *arguments)
             dist.destroy_process_group()
         except BaseException:
@@ -59,6 +67,12 @@ class Workers:
         When one fails, all are ended, because the others may wait for it; the next run starts new
         ones.
         """
+        try:
+            return self._run(world, function, *arguments)
+        except NotConnected:  # now and then Gloo loses a connection that it is making
+            return self._run(world, function, *arguments)
+
+    def _run(self, world, function, *arguments):
         if not self._processes:
             self._start()
         pipes = self._pipes[:world]
@@ -66,6 +80,7 @@ class Workers:
         for pipe in pipes:
             pipe.send((number, function, world, arguments))
         results = [None] * world
+        error = AssertionError
         missing = set(pipes)
         while missing:
             ready = multiprocessing.connection.wait(missing, 2 * TIMEOUT.total_seconds())
@@ -80,9 +95,11 @@ class Workers:
                 missing.remove(pipe)
                 if not succeeded:
                     failure += f"rank {rank} of {world}: {result}"
+                    if isinstance(result, NotConnected):
+                        error = NotConnected
             if failure:
                 self._end(wait=False)
-                raise AssertionError(failure)
+                raise error(failure)
         return results
 
     def close(self):
