@@ -4,13 +4,13 @@
     python scripts/reproduce_translation.py --pairs en-fr --seeds 1 --arms none data.corpus=PATH
     python scripts/reproduce_translation.py --report data.corpus=PATH
 
-For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, with
-dense layers of equal operations in their place (an arm that the paper does not have), and with
-nothing there (its baseline). Translates the test part with each and writes OUTPUT/translation.md,
-.json and .png (OUTPUT is docs/results if not given): perplexity and BLEU, the learning curves
-against the source words processed, and ten translations as they are. A run takes 30 minutes on one
-processor. Started several times with the same --runs, the processes share the runs; with --report
-nothing is trained.
+For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, by
+noisy top-k and by strictly balanced gates, with dense layers of equal operations in their place (an
+arm that the paper does not have), and with nothing there (its baseline). Translates the test part
+with each and writes OUTPUT/translation.md, .json and .png (OUTPUT is docs/results if not given):
+perplexity and BLEU, the learning curves against the source words processed, and ten translations as
+they are. A run takes RUN_TIME on one processor. Started several times with the same --runs, the
+processes share the runs; with --report nothing is trained.
 
 Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
 goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
@@ -54,8 +54,8 @@ from moe_ext.training.text import Text, load_text, parallel_text
 from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
 
 _ROOT = Path(__file__).resolve().parent.parent
-MIXTURE, DENSE, NONE = "moe-32", "dense", "none"
-ARMS = (MIXTURE, DENSE, NONE)
+MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
+ARMS = (MIXTURE, BALANCED, DENSE, NONE)
 PAIRS = ("en-fr", "en-de")
 SETTINGS = ("num_threads=1",)
 NUM_SHOWN = 10
@@ -154,15 +154,25 @@ def source_words(text: Text) -> int:
     return int(begins_word[text.train.source.stream].sum())
 
 
-def claims(study: Study) -> list[Claim]:
-    """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
-    results = study.results
+def claims(studies: dict[str, Study]) -> list[Claim]:
+    """The paper's claim for both gates, in each language pair and over all of them."""
+    pooled = {
+        arm: {
+            (languages, seed): run
+            for languages, each in studies.items()
+            for seed, run in each.results[arm].items()
+        }
+        for arm in ARMS
+    }
+    parts = {languages: each.results for languages, each in studies.items()} | {"all": pooled}
     return [
-        Claim(claim, f"{MIXTURE} against {other}", difference(results[MIXTURE], results[other]))
+        Claim(claim, f"{arm} against {other}, {part}", difference(results[arm], results[other]))
         for claim, other in (
             ("mixtures of experts translate better than none", NONE),
             ("and better than dense layers of equal operations", DENSE),
         )
+        for arm in (MIXTURE, BALANCED)
+        for part, results in parts.items()
     ]
 
 
@@ -196,11 +206,9 @@ def table(study: Study) -> str:
 
 
 def balance(study: Study) -> str:
-    """How the strictly balanced gates of the mixtures did, if they are."""
-    if study.config.model.moe.gate != "balanced":
-        return ""
+    """How the strictly balanced gates did."""
     train, dev = [], []
-    for result in study.results[MIXTURE].values():
+    for result in study.results[BALANCED].values():
         train.append(read_metrics(result.run, "train")[-1])
         dev.append(read_metrics(result.run, "dev")[-1])
     if not train:
@@ -216,7 +224,7 @@ def balance(study: Study) -> str:
         statistics.fmean(record[key] for record in dev) for key in ("nll_batchwise", "nll")
     )
     return (
-        "The gates of the mixtures are strictly balanced: at the end the dev perplexity by the "
+        f"The gates of {BALANCED} are strictly balanced: at the end the dev perplexity by the "
         f"thresholds was {perplexity(by_threshold):.3f}, by the masks of the batches "
         f"{perplexity(by_batch):.3f}; of the last training batches the two masks differed in "
         f"{mean('mask_disagreement')} of the assignments in encoder and decoder, and "
@@ -236,8 +244,8 @@ def shown(study: Study) -> str:
     evenly = torch.linspace(0, len(study.test) - 1, NUM_SHOWN, dtype=torch.float64)
     for index in evenly.round().long().tolist():
         source, reference = study.test[index]
-        lines += [f"    source     {source}", f"    reference  {reference}"]
-        lines += [f"    {name:<9}  {translations[index]}" for name, translations in first.items()]
+        lines += [f"    {'source':<15}  {source}", f"    {'reference':<15}  {reference}"]
+        lines += [f"    {name:<15}  {translations[index]}" for name, translations in first.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -257,6 +265,7 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
         f"has {NEAR:.0%} of its word trigrams in one sentence of the training part. Operations and "
         "parameters are without embedding and softmax.\n",
         "![dev perplexity against source words](translation.png)\n",
+        claims_table(claims(studies)),
     ]
     for languages, each in studies.items():
         text = each.text
@@ -266,7 +275,6 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
             f"{text.train.num_tokens:,} target pieces), {len(text.test):,} in the test part, "
             f"{sum(each.near):,} of them near duplicates.\n",
             table(each),
-            claims_table(claims(each)),
             balance(each),
             "Ten sentences of the test part, at even distances in it, by the first seed's "
             "models:\n",
@@ -313,17 +321,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
         return studies
     page = as_markdown(studies, command_of("translation", options))
     data = {
-        languages: {
-            "corpus": each.config.data.corpus,
-            "train_pairs": len(each.text.train),
-            "source_words": each.source_words,
-            "test_pairs": len(each.text.test),
-            "near_duplicates": sum(each.near),
-            "models": as_data(each.results),
-            "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
-            "claims": claims_data(claims(each)),
-        }
-        for languages, each in studies.items()
+        "claims": claims_data(claims(studies)),
+        "languages": {
+            languages: {
+                "corpus": each.config.data.corpus,
+                "train_pairs": len(each.text.train),
+                "source_words": each.source_words,
+                "test_pairs": len(each.text.test),
+                "near_duplicates": sum(each.near),
+                "models": as_data(each.results),
+                "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
+            }
+            for languages, each in studies.items()
+        },
     }
     write_report(options.output, "translation", page, data, plot(studies))
     return studies

@@ -49,16 +49,24 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
 
     main([*command, "--pairs", "en-fr", "en-de"])
     data = json.loads((tmp_path / "docs" / "translation.json").read_text())
-    assert data.keys() == {"en-fr", "en-de"}
-    assert data["en-fr"]["test_pairs"] == 15 and data["en-de"]["train_pairs"] == 60
-    assert data["en-fr"]["models"].keys() == {"moe-32", "dense", "none"}
-    scores = {name: runs[0]["score"] for name, runs in data["en-fr"]["bleu"].items()}
+    assert data["languages"].keys() == {"en-fr", "en-de"}
+    french = data["languages"]["en-fr"]
+    assert french["test_pairs"] == 15 and data["languages"]["en-de"]["train_pairs"] == 60
+    assert french["models"].keys() == {"moe-32", "moe-32-balanced", "dense", "none"}
+    scores = {name: runs[0]["score"] for name, runs in french["bleu"].items()}
     assert scores["none"] == bleu_of_test(runs / "none-seed1")["en-fr"].score
     assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
     page = (tmp_path / "docs" / "translation.md").read_text()
     assert "python scripts/reproduce_translation.py steps=2 model.d_model=8 " in page
-    assert page.count("    source     n") == 20 and "    none       frba" in page
-    assert "not decided: fewer than two pairs" in page
+    assert page.count("    source           n") == 20 and "    none             frba" in page
+    assert "moe-32 against dense, en-fr |  | not decided: fewer than two pairs" in page
+    pooled = next(row for row in data["claims"] if row["compared"] == "moe-32 against dense, all")
+    gaps = [
+        each["models"]["moe-32"]["runs"][0]["test_nll"]
+        - each["models"]["dense"]["runs"][0]["test_nll"]
+        for each in data["languages"].values()
+    ]
+    assert pooled["difference"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-12)
     assert (tmp_path / "docs" / "translation.png").stat().st_size > 0
 
 
@@ -69,14 +77,13 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    gate = ["model.moe.gate=noisy_topk", "model.moe.w_load=0.01"]
     studies = reproduce_translation.main(
-        [*TINY, *gate, f"data.corpus={corpus}", *places]
+        [*TINY, f"data.corpus={corpus}", *places]
         + ["--seeds", "1", "--pairs", "en-fr", "--arms", "moe-32"]
     )
     assert all(studies["en-fr"].near) and studies["en-fr"].distinct_bleu == {}
     page = (tmp_path / "docs" / "translation.md").read_text()
-    assert "strictly balanced" not in page and "model.moe.gate=noisy_topk" in page
+    assert "strictly balanced" not in page
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):

@@ -160,15 +160,15 @@ def size_cells(cost: Cost) -> list[str]:
 
 
 def paired(
-    a: Mapping[int, Result], b: Mapping[int, Result], value: Callable[[Result], float]
+    a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
 ) -> Interval | None:
-    """value(a) - value(b) over the seeds that both have; None for fewer than two."""
-    seeds = sorted(a.keys() & b.keys())
-    return mean_difference([value(a[seed]) - value(b[seed]) for seed in seeds])
+    """value(a) - value(b) over the keys, such as seeds, that both have; None for fewer than two."""
+    keys = sorted(a.keys() & b.keys())
+    return mean_difference([value(a[key]) - value(b[key]) for key in keys])
 
 
 def difference(
-    a: Mapping[int, Result], b: Mapping[int, Result], share: float = 1.0
+    a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> Interval | None:
     """ln ppl(a) - ln ppl(b) after a share of the steps, as `paired`."""
     return paired(a, b, lambda result: result.nll_at(share))
