@@ -9,8 +9,8 @@ noisy top-k and by strictly balanced gates, with dense layers of equal operation
 arm that the paper does not have), and with nothing there (its baseline). Translates the test part
 with each and writes OUTPUT/translation.md, .json and .png (OUTPUT is docs/results if not given):
 perplexity and BLEU, the learning curves against the source words processed, and ten translations as
-they are. A run takes RUN_TIME on one processor. Started several times with the same --runs, the
-processes share the runs; with --report nothing is trained.
+they are. A run takes 10 to 20 minutes on one processor. Started several times with the same --runs,
+the processes share the runs; with --report nothing is trained.
 
 Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
 goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
