@@ -207,10 +207,13 @@ class Product {
       Prefetch next = prefetch(square.p, j);
       for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
         const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
-        const Out<acc_t> final{c + first(i) * n_, n_}, sums{tiles_ + i * tile_size(), width_};
-        const Out<acc_t>& before = apart ? sums : final;
-        Out<acc_t> out = apart && !ends ? sums : final;
-        if (!starts || write == Write::kAdd) out.add = before.c, out.stride_add = before.stride;
+        acc_t *const final = c + first(i) * n_, *const sums = tiles_ + i * tile_size();
+        const bool to_sums = apart && !ends;
+        Out<acc_t> out{to_sums ? sums : final, to_sums ? width_ : n_};
+        if (!starts || write == Write::kAdd) {
+          out.add = apart ? sums : final;
+          out.stride_add = apart ? width_ : n_;
+        }
         out.stream = ends && write == Write::kStream;
         if (finishing && starts && beside_.prepare) beside_.prepare(region);
         tile(i, panel_a(square, i), square.num_words, square.panel_b, square.stride_b, num_columns,

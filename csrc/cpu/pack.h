@@ -48,28 +48,23 @@ struct Words {
     load(row, to);
   }
 
-  // Exchanges the off-diagonal quarters of blocks of 2 * kStep lanes: log2(kLanes) times over, a
-  // transposition.
-  template <int kStep>
-  MOE_EXT_KERNEL void exchange(Vector* rows) {
+  // log2(kLanes) times the rows of one half are interleaved with those of the other: each time the
+  // highest bit of the row's number becomes the lowest of the lane's, and the lane's highest the
+  // row's lowest.
+  MOE_EXT_KERNEL void transpose(Vector* rows) {
     Mask low, high;
     MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-      low[l] = l & kStep ? kLanes + l - kStep : l;
-      high[l] = l & kStep ? kLanes + l : l + kStep;
+      low[l] = l / 2 + l % 2 * kLanes;
+      high[l] = low[l] + kLanes / 2;
     }
-    MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) {
-      if (r & kStep) continue;
-      const Vector a = rows[r], b = rows[r + kStep];
-      rows[r] = __builtin_shuffle(a, b, low);
-      rows[r + kStep] = __builtin_shuffle(a, b, high);
+    MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
+      Vector from[kLanes];
+      MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) from[r] = rows[r];
+      MOE_EXT_UNROLL for (int r = 0; r < kLanes / 2; ++r) {
+        rows[2 * r] = __builtin_shuffle(from[r], from[r + kLanes / 2], low);
+        rows[2 * r + 1] = __builtin_shuffle(from[r], from[r + kLanes / 2], high);
+      }
     }
-  }
-
-  MOE_EXT_KERNEL void transpose(Vector* rows) {
-    if constexpr (kLanes > 1) exchange<1>(rows);
-    if constexpr (kLanes > 2) exchange<2>(rows);
-    if constexpr (kLanes > 4) exchange<4>(rows);
-    if constexpr (kLanes > 8) exchange<8>(rows);
   }
 };
 
