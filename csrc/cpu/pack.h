@@ -135,16 +135,20 @@ struct PackPanel {
   static constexpr int64_t kNumbers = words_t::kNumbers;
 
   // A block of kLanes words by kLanes columns, one column after the other. What is there of it is
-  // num_columns by depth numbers.
+  // num_columns, all of them deep enough.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_deep_columns(const from_t* from, int64_t stride, int64_t num_columns,
+                                        Vector* block) {
+    MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+      words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
+    }
+  }
+
+  // The same of columns with `depth` numbers.
   template <typename from_t>
   MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                    int64_t depth, Vector* block) {
-    if (depth >= kLanes * kNumbers) {
-      MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-        words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
-      }
-      return;
-    }
+    if (depth >= kLanes * kNumbers) return load_deep_columns(from, stride, num_columns, block);
     for (int64_t r = 0; r < kLanes; ++r) {
       from_t numbers[kLanes * kNumbers] = {};
       if (r < num_columns) std::copy_n(from + r * stride, depth, numbers);
@@ -187,8 +191,18 @@ struct PackPanel {
         continue;
       }
       for (int64_t q = 0; q < num_words; q += kLanes) {
-        Vector block[kLanes];
         const int64_t p = q * kNumbers;
+        if (depth_contiguous && !by_columns && depth - p >= kLanes * kNumbers) {
+          // What there is most of stays in registers.
+          Vector rows[kLanes];
+          load_deep_columns(from + i * stride + p, stride, num_columns - i, rows);
+          words_t::transpose(rows);
+          MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+            std::memcpy(to + (q + r) * width + i, &rows[r], sizeof(Vector));
+          }
+          continue;
+        }
+        Vector block[kLanes];
         if (depth_contiguous) {
           load_columns(from + i * stride + p, stride, num_columns - i, depth - p, block);
         } else {
