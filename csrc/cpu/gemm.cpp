@@ -27,10 +27,10 @@ constexpr int64_t kMaxRows = 640;
 // Where C does not stay in the caches, so many squares are in work at a time.
 constexpr int64_t kMaxSquares = 3;
 
-// So deep are the blocks where B is read by rows, and so many columns of C are computed at a time
-// there.
-constexpr int64_t kShallow = 16;
-constexpr int64_t kMaxColumns = 2048;
+// Where B is read by rows, so many columns of C are in work at a time, so that they stay in the
+// first cache level, and B's rows are fetched so far ahead.
+constexpr int64_t kMaxColumns = 1024;
+constexpr int64_t kRowsAhead = 16;
 
 // A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
 template <typename T>
@@ -97,8 +97,7 @@ class Product {
 
   void run(Write write, acc_t* c) {
     // Sums that go on later must stay in the caches.
-    const bool streams =
-        write == Write::kStream && k_ <= (by_rows_ ? kShallow : kMaxSquares * depth_);
+    const bool streams = write == Write::kStream && !by_rows_ && k_ <= kMaxSquares * depth_;
     if (write == Write::kStream && !streams) write = Write::kReplace;
     if (kernels_.start != nullptr) kernels_.start();
     const int64_t at_a_time = streams ? kMaxSquares * depth_ : depth_;
@@ -120,7 +119,6 @@ class Product {
   }
 
  private:
-  using How = typename Out<acc_t>::How;
   static constexpr int64_t kSize = kSquare<acc_t>;
 
   // What is multiplied at a time of the depth of the product.
@@ -209,11 +207,14 @@ class Product {
       Prefetch next = prefetch(square.p, j);
       for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
         const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
-        const Out<acc_t> final{c + first(i) * n_, n_}, sums{tiles_ + i * tile_size(), width_};
-        const Out<acc_t>& before = apart ? sums : final;
-        Out<acc_t> out = apart && !ends ? sums : final;
-        if (!starts || write == Write::kAdd) out.add = before.c, out.stride_add = before.stride;
-        if (ends && write == Write::kStream) out.how = How::kStream;
+        acc_t *const final = c + first(i) * n_, *const sums = tiles_ + i * tile_size();
+        const bool to_sums = apart && !ends;
+        Out<acc_t> out{to_sums ? sums : final, to_sums ? width_ : n_};
+        if (!starts || write == Write::kAdd) {
+          out.add = apart ? sums : final;
+          out.stride_add = apart ? width_ : n_;
+        }
+        out.stream = ends && write == Write::kStream;
         if (finishing && starts && beside_.prepare) beside_.prepare(region);
         tile(i, panel_a(square, i), square.num_words, square.panel_b, square.stride_b, num_columns,
              out, i < 1 << next.slowness ? next : none_);
@@ -227,31 +228,20 @@ class Product {
   void rows_of_b(Write write, acc_t* c) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       const Square& square = squares_.front();
-      const bool shallow = square.depth <= kShallow, apart = !shallow && write == Write::kAdd;
+      const bool apart = write == Write::kAdd;
       for (int64_t j = 0; j < n_; j += kMaxColumns) {
         const int64_t num_columns = std::min(n_ - j, kMaxColumns);
         acc_t* sums = apart ? sums_ : c + j;
         const int64_t stride = apart ? num_columns : n_;
-        for (int64_t q = 0; q < square.depth; q += kShallow) {
-          const int64_t num_words = std::min(square.depth - q, kShallow);
-          const bool more = square.p + q + kShallow < k_;
-          for (int64_t jj = 0; jj < num_columns; jj += width_) {
-            const Prefetch next{
-                reinterpret_cast<const char*>(b_.at(j + jj, square.p + q + kShallow)),
-                bytes(b_.stride),
-                kShallow - 1,
-                __builtin_ctzll(kShallow),
-                0,
-                0};
-            for (int64_t i = 0; i < num_panels_; ++i) {
-              acc_t* to = sums + jj + first(i) * stride;
-              Out<acc_t> out{to, stride};
-              if (q > 0) out.how = How::kContinue;
-              if (write == Write::kStream) out.how = How::kStream;
-              if (shallow && write == Write::kAdd) out.add = to, out.stride_add = stride;
-              tile(i, panel_a(square, i) + q * kernels_.panel_stride, num_words,
-                   b_.at(j + jj, square.p + q), b_.stride, std::min(num_columns - jj, width_), out,
-                   i == 0 && more ? next : none_);
+        for (int64_t q = 0; q < square.depth; q += kRowsAhead) {
+          const int64_t num_words = std::min(square.depth - q, kRowsAhead);
+          for (int64_t i = 0; i < num_panels_; ++i) {
+            for (int64_t r = 0; r < num_rows(i); r += kMaxFewRows) {
+              const int64_t few = std::min<int64_t>(num_rows(i) - r, kMaxFewRows);
+              kernels_.few_rows[few - 1](
+                  num_words, panel_a(square, i) + q * kernels_.panel_stride + r,
+                  b_.at(j, square.p + q), b_.stride, num_columns, ahead(square.p + q, j), q == 0,
+                  sums + (first(i) + r) * stride, stride);
             }
           }
         }
@@ -262,6 +252,12 @@ class Product {
         if (last_ && beside_.finish) beside_.finish({first_row_, m_, j, num_columns});
       }
     }
+  }
+
+  // What is fetched while the rows of b at (p, j) are in use.
+  const b_t* ahead(int64_t p, int64_t j) const {
+    if (p + kRowsAhead < k_) return b_.at(j, p + kRowsAhead);
+    return next_.data == nullptr ? b_.at(j, p) : next_.at(j, 0);
   }
 
   // What is fetched while the panel of b at (p, j) is in use, in the tiles of the first panels of

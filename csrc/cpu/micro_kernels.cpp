@@ -7,6 +7,7 @@
 #endif
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "vectorize.h"
@@ -62,26 +63,15 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
   Aligned sum[kRows][kVectors] = {};
-  using How = typename Out<acc_t>::How;
-  const bool continues = out.how == How::kContinue;
-  // Rows that are needed at the end, or at the beginning of the tile of the next rows.
+  // Rows that are needed at the end.
   const acc_t* wanted = out.c;
   int64_t stride_wanted = out.stride;
-  if (continues) {
-    wanted += kRows * out.stride;
-  } else if (out.add != nullptr) {
+  if (out.add != nullptr) {
     wanted = out.add;
     stride_wanted = out.stride_add;
-  } else if (out.how == How::kStream) {
+  } else if (out.stream) {
     wanted = b;
     stride_wanted = 0;
-  }
-  if (continues) {
-    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = *reinterpret_cast<const Unaligned*>(out.c + r * out.stride + v * kLanes);
-      }
-    }
   }
   const Prefetch later = prefetch;  // in registers
   for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
@@ -112,7 +102,7 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   }
 #if defined(__x86_64__)
   if constexpr (kBytes == 64) {
-    if (out.how == How::kStream &&
+    if (out.stream &&
         (reinterpret_cast<uintptr_t>(out.c) | out.stride * sizeof(acc_t)) % kBytes == 0) {
       MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
         MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -131,42 +121,97 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   }
 }
 
-#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, ...)       \
-  template <typename acc_t>                                                                  \
-  struct Name {                                                                              \
-    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;     \
-    template <int kTileRows, int kVectors>                                                   \
-    static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,         \
-                                                  const acc_t* b, int64_t stride_b,          \
-                                                  const Out<acc_t>& out,                     \
-                                                  const Prefetch& prefetch) {                \
-      multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>( \
-          num_words, a, b, stride_b, out, prefetch);                                         \
-    }                                                                                        \
+// kDepth rows of B; A's words of them stay in the first cache level.
+template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows, int kDepth>
+MOE_EXT_KERNEL void add_rows(const acc_t* __restrict a, const acc_t* __restrict b, int64_t stride_b,
+                             int64_t num_columns, const acc_t* ahead, bool starts,
+                             acc_t* __restrict c, int64_t stride_c) {
+  using Aligned = typename Vector<acc_t, kBytes>::Aligned;
+  using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
+  for (int64_t j = 0; j < num_columns; j += kBytes / sizeof(acc_t)) {
+    Aligned row[kDepth];
+    MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
+      __builtin_prefetch(ahead + q * stride_b + j, 0, 2);
+      row[q] = *reinterpret_cast<const Unaligned*>(b + q * stride_b + j);
+    }
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      auto& to = *reinterpret_cast<Unaligned*>(c + r * stride_c + j);
+      Aligned sum = starts ? Aligned{} : Aligned(to);
+      MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
+        Arithmetic::multiply_add(a[q * kPanelStride + r], row[q], sum);
+      }
+      to = sum;
+    }
+  }
+}
+
+template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows, int kDepth>
+MOE_EXT_KERNEL void multiply_few_rows(int64_t num_words, const acc_t* a, const acc_t* b,
+                                      int64_t stride_b, int64_t num_columns, const acc_t* ahead,
+                                      bool starts, acc_t* c, int64_t stride_c) {
+  int64_t q = 0;
+  const auto add = [&](auto depth) __attribute__((always_inline)) {
+    add_rows<acc_t, Arithmetic, kBytes, kPanelStride, kRows, depth()>(
+        a + q * kPanelStride, b + q * stride_b, stride_b, num_columns, ahead + q * stride_b,
+        starts && q == 0, c, stride_c);
+    q += depth();
+  };
+  while (q + kDepth <= num_words) add(std::integral_constant<int, kDepth>());
+  while (q < num_words) add(std::integral_constant<int, 1>());
+}
+
+#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, kDepth, ...)     \
+  template <typename acc_t>                                                                        \
+  struct Name {                                                                                    \
+    static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;           \
+    template <int kTileRows, int kVectors>                                                         \
+    static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,               \
+                                                  const acc_t* b, int64_t stride_b,                \
+                                                  const Out<acc_t>& out,                           \
+                                                  const Prefetch& prefetch) {                      \
+      multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(       \
+          num_words, a, b, stride_b, out, prefetch);                                               \
+    }                                                                                              \
+    template <int kFewRows>                                                                        \
+    static __attribute__((__VA_ARGS__)) void few_rows(int64_t num_words, const acc_t* a,           \
+                                                      const acc_t* b, int64_t stride_b,            \
+                                                      int64_t num_columns, const acc_t* ahead,     \
+                                                      bool starts, acc_t* c, int64_t stride_c) {   \
+      multiply_few_rows<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kFewRows, kDepth>( \
+          num_words, a, b, stride_b, num_columns, ahead, starts, c, stride_c);                     \
+    }                                                                                              \
   }
 
-// As many rows as leave registers for vectors of B and a word of A.
+// As many rows as leave registers for vectors of B and a word of A; the depth is that of few rows.
 #if defined(__x86_64__)
-MOE_EXT_INSTRUCTION_SET(Avx512, Numbers, 64, 14, 16, noinline,
+MOE_EXT_INSTRUCTION_SET(Avx512, Numbers, 64, 14, 16, 8, noinline,
                         target("arch=x86-64-v4,prefer-vector-width=512"));
-MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, 64, 14, 16, noinline,
+MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, 64, 14, 16, 8, noinline,
                         target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512"));
-MOE_EXT_INSTRUCTION_SET(Avx2, Numbers, 32, 6, 8, noinline, target("arch=x86-64-v3"));
+MOE_EXT_INSTRUCTION_SET(Avx2, Numbers, 32, 6, 8, 4, noinline, target("arch=x86-64-v3"));
 #endif
-MOE_EXT_INSTRUCTION_SET(Portable, Numbers, 16, 6, 8, noinline);
+MOE_EXT_INSTRUCTION_SET(Portable, Numbers, 16, 6, 8, 4, noinline);
 
 template <typename acc_t, typename Set, int kVectors, int... kRow>
 constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {
   ((tiles[kRow] = Set::template tile<kRow + 1, kVectors>), ...);
 }
 
-template <typename acc_t, typename Set>
-constexpr MicroKernels<acc_t> kernels_of(const char* name, bool pairs = false) {
+template <typename acc_t, typename Set, int... kRow>
+constexpr void fill_few(FewRows<acc_t>* rows, std::integer_sequence<int, kRow...>) {
+  ((rows[kRow] = Set::template few_rows<kRow + 1>), ...);
+}
+
+template <typename acc_t, typename Set, bool kPairs = false>
+constexpr MicroKernels<acc_t> kernels_of(const char* name) {
   MicroKernels<acc_t> kernels{
-      name, pairs,   false,  1, Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t),
-      {},   nullptr, nullptr};
+      name, kPairs, false,   1,      Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t),
+      {},   {},     nullptr, nullptr};
   fill<acc_t, Set, 1>(kernels.tile[0], std::make_integer_sequence<int, Set::kRows>());
   fill<acc_t, Set, 2>(kernels.tile[1], std::make_integer_sequence<int, Set::kRows>());
+  if constexpr (!kPairs) {
+    fill_few<acc_t, Set>(kernels.few_rows, std::make_integer_sequence<int, kMaxFewRows>());
+  }
   return kernels;
 }
 
@@ -235,7 +280,7 @@ struct Amx {
   }
 
   static constexpr MicroKernels<float> kernels() {
-    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}, start, stop};
+    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}, {}, start, stop};
     fill<float, Amx, 1>(kernels.tile[0], std::make_integer_sequence<int, kRows>());
     fill<float, Amx, 2>(kernels.tile[1], std::make_integer_sequence<int, kRows>());
     return kernels;
@@ -250,7 +295,7 @@ const MicroKernels<acc_t>& micro_kernels() {
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
     static constexpr auto kAmx = Amx::kernels();
-    static constexpr auto kAvx512Bf16 = kernels_of<float, Avx512Bf16<float>>("AVX512-BF16", true);
+    static constexpr auto kAvx512Bf16 = kernels_of<float, Avx512Bf16<float>, true>("AVX512-BF16");
     if (isa() == Isa::kAmx) return kAmx;
     if (isa() == Isa::kAvx512Bf16) return kAvx512Bf16;
   }

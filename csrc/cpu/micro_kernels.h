@@ -24,16 +24,11 @@ struct Prefetch {
 // Where a tile goes, and how.
 template <typename acc_t>
 struct Out {
-  enum class How {
-    kStore,
-    kContinue,  // what is there are chains of sums that go on; not by AMX
-    kStream,    // past the caches, where there is such an instruction and `c` is aligned for it
-  };
   acc_t* c;
   int64_t stride;
   const acc_t* add = nullptr;  // what is added to it, if anything
   int64_t stride_add = 0;
-  How how = How::kStore;
+  bool stream = false;  // past the caches, where there is such an instruction and c is aligned
 };
 
 // C [rows, columns] = A B by panels that are num_words deep. Each element of A B is one chain of
@@ -44,6 +39,16 @@ using Tile = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t
 
 constexpr int kMaxTileRows = 32;
 constexpr int kMaxTileVectors = 2;
+
+// C [rows, num_columns] = A B in the same chains, which go on in C unless it `starts`. B is read
+// row after row, for an A so small that reading B is what takes time. `ahead` are the rows to be
+// fetched into the cache meanwhile, stride_b apart.
+template <typename acc_t>
+using FewRows = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b,
+                         int64_t num_columns, const acc_t* ahead, bool starts, acc_t* c,
+                         int64_t stride_c);
+
+constexpr int kMaxFewRows = 8;
 
 // What there is for an instruction set and a type.
 template <typename acc_t>
@@ -56,7 +61,8 @@ struct MicroKernels {
   int64_t panel_stride;  // the width of A's panels
   int64_t lanes;         // words of a vector: B's panels are kMaxTileVectors wide
   Tile<acc_t> tile[kMaxTileVectors][kMaxTileRows];  // [vectors - 1][rows - 1]
-  void (*start)();                                  // before a thread's tiles, and after; or null
+  FewRows<acc_t> few_rows[kMaxFewRows];  // [rows - 1]; num_columns in whole vectors; not of pairs
+  void (*start)();                       // before a thread's tiles, and after; or null
   void (*stop)();
 };
 

@@ -48,28 +48,23 @@ struct Words {
     load(row, to);
   }
 
-  // Exchanges the off-diagonal quarters of blocks of 2 * kStep lanes: log2(kLanes) times over, a
-  // transposition.
-  template <int kStep>
-  MOE_EXT_KERNEL void exchange(Vector* rows) {
+  // log2(kLanes) times the rows of one half are interleaved with those of the other: each time the
+  // highest bit of the row's number becomes the lowest of the lane's, and the lane's highest the
+  // row's lowest.
+  MOE_EXT_KERNEL void transpose(Vector* rows) {
     Mask low, high;
     MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-      low[l] = l & kStep ? kLanes + l - kStep : l;
-      high[l] = l & kStep ? kLanes + l : l + kStep;
+      low[l] = l / 2 + l % 2 * kLanes;
+      high[l] = low[l] + kLanes / 2;
     }
-    MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) {
-      if (r & kStep) continue;
-      const Vector a = rows[r], b = rows[r + kStep];
-      rows[r] = __builtin_shuffle(a, b, low);
-      rows[r + kStep] = __builtin_shuffle(a, b, high);
+    MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
+      Vector from[kLanes];
+      MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) from[r] = rows[r];
+      MOE_EXT_UNROLL for (int r = 0; r < kLanes / 2; ++r) {
+        rows[2 * r] = __builtin_shuffle(from[r], from[r + kLanes / 2], low);
+        rows[2 * r + 1] = __builtin_shuffle(from[r], from[r + kLanes / 2], high);
+      }
     }
-  }
-
-  MOE_EXT_KERNEL void transpose(Vector* rows) {
-    if constexpr (kLanes > 1) exchange<1>(rows);
-    if constexpr (kLanes > 2) exchange<2>(rows);
-    if constexpr (kLanes > 4) exchange<4>(rows);
-    if constexpr (kLanes > 8) exchange<8>(rows);
   }
 };
 
@@ -140,16 +135,20 @@ struct PackPanel {
   static constexpr int64_t kNumbers = words_t::kNumbers;
 
   // A block of kLanes words by kLanes columns, one column after the other. What is there of it is
-  // num_columns by depth numbers.
+  // num_columns, all of them deep enough.
+  template <typename from_t>
+  MOE_EXT_KERNEL void load_deep_columns(const from_t* from, int64_t stride, int64_t num_columns,
+                                        Vector* block) {
+    MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+      words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
+    }
+  }
+
+  // The same of columns with `depth` numbers.
   template <typename from_t>
   MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                    int64_t depth, Vector* block) {
-    if (depth >= kLanes * kNumbers) {
-      MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-        words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
-      }
-      return;
-    }
+    if (depth >= kLanes * kNumbers) return load_deep_columns(from, stride, num_columns, block);
     for (int64_t r = 0; r < kLanes; ++r) {
       from_t numbers[kLanes * kNumbers] = {};
       if (r < num_columns) std::copy_n(from + r * stride, depth, numbers);
@@ -192,8 +191,18 @@ struct PackPanel {
         continue;
       }
       for (int64_t q = 0; q < num_words; q += kLanes) {
-        Vector block[kLanes];
         const int64_t p = q * kNumbers;
+        if (depth_contiguous && !by_columns && depth - p >= kLanes * kNumbers) {
+          // What there is most of stays in registers.
+          Vector rows[kLanes];
+          load_deep_columns(from + i * stride + p, stride, num_columns - i, rows);
+          words_t::transpose(rows);
+          MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
+            std::memcpy(to + (q + r) * width + i, &rows[r], sizeof(Vector));
+          }
+          continue;
+        }
+        Vector block[kLanes];
         if (depth_contiguous) {
           load_columns(from + i * stride + p, stride, num_columns - i, depth - p, block);
         } else {
