@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +46,8 @@ from moe_ext.training.report import markdown_table
 VOCABULARY = 793_471
 SENTENCES = 30_301_028
 MEAN_LENGTH = 25  # words a sentence
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -166,14 +169,14 @@ def whole_epoch(folder: Path) -> list[Row]:
     ]
 
 
-def elsewhere(function: Callable, *arguments):
+def elsewhere(function: Callable[..., T], *arguments: Any) -> T:
     """function(*arguments) in a new process."""
     method = multiprocessing.get_start_method()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
         return executor.submit(_with_start_method, method, function, *arguments).result()
 
 
-def _with_start_method(method: str, function: Callable, *arguments):
+def _with_start_method(method: str, function: Callable[..., T], *arguments: Any) -> T:
     multiprocessing.set_start_method(method, force=True)  # of its workers
     return function(*arguments)
 

@@ -47,8 +47,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -106,7 +108,7 @@ class Bytes:
     rows: int = 0
     gates: int = 0
     indices: int = 0
-    minimum: int = 0
+    minimum: float = 0
     counts: int = 0
     losses: int = 0
 
@@ -148,11 +150,11 @@ def recorded(calls: list[Call], sums: list[int]) -> Iterator[None]:
         sums.append(tensor.nbytes)
         return all_reduce(tensor, *options, **more)
 
-    dist.all_to_all_single, dist.all_reduce = note_call, note_sum
-    try:
+    with (
+        patch.object(dist, "all_to_all_single", note_call),
+        patch.object(dist, "all_reduce", note_sum),
+    ):
         yield
-    finally:
-        dist.all_to_all_single, dist.all_reduce = all_to_all_single, all_reduce
 
 
 class Waiting:
@@ -168,7 +170,7 @@ class Waiting:
             self.seconds += time.perf_counter() - start
             return buffer
 
-        Transfer.finish = timed  # type: ignore[method-assign]
+        patch.object(Transfer, "finish", timed).start()
 
 
 class Resting(nn.Module):
@@ -222,7 +224,7 @@ class World:
                 module = Exchange(self.layer.placement, self.processes, exchange, chunks)
                 module = module.to(device)
                 calls = self.count(key, module)
-                self.functions[key] = lambda module=module: self.step(self.layer, module)
+                self.functions[key] = partial(self.step, self.layer, module)
                 if chunks == 1:
                     self.add_transfers(size, exchange, *calls)
 
@@ -312,7 +314,7 @@ class World:
                 Transfer(rows, self.processes, call.sent, call.received).wait()
                 for call, rows in zip(forward, leaves, strict=True)
             ]
-            arrived, inputs, grads = zip(
+            outputs, inputs, grads = zip(
                 *(
                     (there, here, grad)
                     for there, here, grad in zip(arrived, leaves, received, strict=False)
@@ -320,7 +322,7 @@ class World:
                 ),
                 strict=True,
             )
-            torch.autograd.grad(arrived, inputs, grads)
+            torch.autograd.grad(outputs, inputs, grads)
 
         self.functions[Key(size, "transfers", exchange)] = transfers
         self.functions[Key(size, "raw", exchange)] = raw
@@ -347,11 +349,12 @@ def measure(args: argparse.Namespace) -> list[Found]:
     functions: dict[Key, Callable[[], object]] = {}
     for number in args.processes:
         group = dist.new_group(range(number)) if number > 1 else None
-        world = World(group, args) if rank < number else None
-        if world is not None:
+        names: list[Any] = [None]
+        if rank < number and group != dist.GroupMember.NON_GROUP_MEMBER:
+            world = World(group, args)
             functions |= world.functions
             found.passes.update(world.passes)
-        names: list[Any] = [list(world.functions) if world else None]
+            names = [list(world.functions)]
         dist.broadcast_object_list(names)  # rank 0 is in every group
         keys += names[0]
     rounds = range(-args.warm_up, args.rounds)

@@ -149,7 +149,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     )
 
     layers = make_layers(args)
-    functions, mib = {}, {}
+    functions: dict[str, Callable[[], None]] = {}
+    mib: dict[str, float] = {}
     for name, (_, layer) in layers.items():
         of_layer = functions_of(layer, args.tokens)
         mib[name] = peak_mib(of_layer["step"])
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             Row(
                 name,
                 size,
-                layer.experts.weights[0].shape[2],
+                next(layer.experts.parameters()).shape[2],
                 sum(parameter.numel() for parameter in layer.parameters()),
                 gate_ops(layer),
                 expert_ops(layer),

@@ -63,6 +63,7 @@ from layer_peers import (
     Peer,
     Problem,
     Shape,
+    Stacked,
     dense,
     experts_alone,
     ours,
@@ -208,7 +209,7 @@ def parse_shape(text: str) -> tuple[str, Shape]:
             f"must be one of {', '.join(ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
             f"got {text!r}"
         )
-    return text, Shape(*map(int, numbers), routing)
+    return text, Shape._make((*map(int, numbers), routing))
 
 
 # What is timed
@@ -232,7 +233,7 @@ def passes(name: str, peer: Peer, problem: Problem) -> Functions:
     return {(name, BOTH): both, (name, FORWARD): forward}
 
 
-def results(peer: Peer, problem: Problem, which: str) -> dict[str, Sequence[Tensor]]:
+def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
     """What a pass gives; the gradients of weights by expert."""
     if which == FORWARD:
         with torch.no_grad():
@@ -825,6 +826,7 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     if not on_cpu:
         record["routing"].append(routing_times(ROUTING_SHAPE, args.device, options))
+    problem: Problem | None = None
     for name, shape, dtype, activation in progress(todo, "problems", "problem"):
         what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
         if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:

@@ -54,7 +54,8 @@ def ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Ca
     @torch.no_grad()
     def add() -> None:
         for param in params:
-            param.add_(param.grad, alpha=-1e-6)
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-1e-6)
 
     def state_bytes(optimizer: torch.optim.Optimizer) -> Callable:
         def measure() -> float:

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def steps(
         optimizer.zero_grad()
 
     return {
-        (name, kind): lambda f=f, training=kind == "sampled": f(training)
+        (name, kind): partial(f, kind == "sampled")
         for name, f in (("loss and gradients", gradients_alone), ("with Adam's step", step))
         for kind in ("sampled", "full")
     }

@@ -30,11 +30,11 @@ from moe_ext.analysis.benchmark import Ratio, environment, ratio
 from moe_ext.data import Wordpieces
 from moe_ext.decoding import BeamSearch, Translation, Translator
 from moe_ext.files import open_plain, write_json
+from moe_ext.models import TranslationModel
 from moe_ext.progress import progress
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
-from moe_ext.training.model import make_model
 from moe_ext.training.report import markdown_table
 from moe_ext.training.translation import make_translator
 
@@ -79,7 +79,7 @@ def random_model(config: str, number: int, beam: int) -> tuple[Translator, list[
     if moe.gate == "balanced":
         moe = replace(moe, gate="topk", num_groups=0, k=moe.experts_per_token)
     torch.manual_seed(0)
-    model = make_model(replace(of_run.model, moe=moe), len(wordpieces)).eval()
+    model = TranslationModel(replace(of_run.model, moe=moe), len(wordpieces)).eval()
     return Translator(model, wordpieces, BeamSearch(beam, max_length_ratio=1.0)), lines
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.comparison import arm_titles, arms, comparison_report
-from moe_ext.training.config import Config, ConfigError, read_config
+from moe_ext.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
@@ -33,7 +33,7 @@ from moe_ext.training.text import load_text
 BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
 
 
-def as_markdown(report: dict[str, Any], config: Config) -> str:
+def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
     """The report as a page with one row for each seed; `config` is that of the first model."""
     titles = report["models"]
     costs = {title: report["cost"][arm] for arm, title in titles.items()}
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 
-    def with_changes(*changes: str) -> Config:
+    def with_changes(*changes: str) -> AnyConfig:
         seed = f"seed={options.seeds[0]}"
         return read_config(options.config, [*options.overrides, *changes, seed])
 

@@ -26,7 +26,7 @@ from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation
 from moe_ext.training.report import markdown_table, write_report
-from moe_ext.training.text import Text, load_text
+from moe_ext.training.text import SentenceText, load_text
 
 
 def share(text: str) -> float:
@@ -40,7 +40,7 @@ def share(text: str) -> float:
     return value
 
 
-def measured(model: NGramModel, train: EncodedSentences, text: Text) -> dict[str, Any]:
+def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
     """What is reported of a model, ready for JSON."""
     dev, test = (
         Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)

@@ -30,6 +30,7 @@ import torch
 
 from moe_ext.analysis import cost, training_flops
 from moe_ext.files import write_json
+from moe_ext.models import LanguageModel
 from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.loop import Trainer
@@ -43,12 +44,14 @@ def resident_bytes() -> int:
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
     """Trains, and prints as it goes."""
+    with torch.device("meta"):
+        counted = LanguageModel(config.model, config.data.vocab_size)
+    flops = training_flops(counted).total
     started = time.perf_counter()
     per_step = config.data.tokens_per_batch * config.optimizer.accumulate
     text = random_text(config.data.vocab_size, steps * per_step, config.seed)
     trainer = Trainer(config, text)
     model = trainer.model
-    flops = training_flops(model).total
     record: dict[str, Any] = {
         "cost": asdict(cost(model)),
         "flops_of_token": flops,

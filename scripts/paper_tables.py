@@ -21,7 +21,7 @@ from moe_ext.analysis import cost, training_flops
 from moe_ext.analysis.paper import PUBLISHED, Published
 from moe_ext.models import LanguageModel
 from moe_ext.training.command import exit_status, make_parser
-from moe_ext.training.config import read_config
+from moe_ext.training.config import Config, read_config
 from moe_ext.training.report import write_report
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ the hours agree for MoE-4096-h, and are 14% and 13% short for the two more expen
 
 def count(published: Published) -> dict[str, Any]:
     """A row: what the paper prints beside what its configuration's model has."""
-    config = read_config(_ROOT / "configs" / published.config)
+    config = read_config(_ROOT / "configs" / published.config, [], Config)
     models = []
     with torch.device("meta"):
         for num_sampled in _SAMPLED:

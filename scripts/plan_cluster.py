@@ -28,7 +28,7 @@ arithmetic, and what is exact and what an estimate, is in moe_ext/training/clust
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -75,10 +75,10 @@ def grown(config: Config, factor: int) -> Config:
 def table(plans: Sequence[Plan], device: Device) -> str:
     """Markdown, a column for each number of devices."""
 
-    def both(values: tuple[float, float], form: str) -> str:
+    def both(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
 
-    def of(function) -> tuple[float, float]:
+    def of(function: Callable[..., float]) -> tuple[float, float]:
         return function(overlap=False), function(overlap=True)
 
     lines = {

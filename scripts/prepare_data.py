@@ -33,7 +33,7 @@ from moe_ext.progress import progress
 from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, DataConfig
 from moe_ext.training.report import markdown_table
-from moe_ext.training.text import Text, load_text
+from moe_ext.training.text import SentenceText, load_text
 
 BLOCK = 2**20
 
@@ -115,7 +115,7 @@ SETS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> Text:
+def main(arguments: Sequence[str] | None = None) -> SentenceText:
     parser = make_parser(__doc__)
     parser.add_argument("name", choices=[*SETS, "text"])
     parser.add_argument("--from", dest="source", type=Path, help="local files")
@@ -262,7 +262,7 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ConfigError(f"{archive} cannot be unpacked: {error}") from error
 
 
-def check(text: Text, expected: DataSet | None) -> None:
+def check(text: SentenceText, expected: DataSet | None) -> None:
     """Prints the numbers of the parts.
 
     Raises:
@@ -275,7 +275,7 @@ def check(text: Text, expected: DataSet | None) -> None:
             wrong.append(f"{what} is {found:,} in place of {published:,}")
         return f"{found:,}"
 
-    size = row("the vocabulary", len(text.vocabulary), expected and expected.vocab_size)
+    size = row("the vocabulary", len(text.vocabulary), expected.vocab_size if expected else None)
     print(f"{size} words in the vocabulary\n")
     rows = []
     for part in ("train", "dev", "test"):

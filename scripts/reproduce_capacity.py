@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
-from moe_ext.training.config import read_config
+from moe_ext.training.config import Config, read_config
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.study import (
@@ -43,7 +43,7 @@ from moe_ext.training.study import (
     study_parser,
     widening,
 )
-from moe_ext.training.text import Text
+from moe_ext.training.text import SentenceText
 
 _ROOT = Path(__file__).resolve().parent.parent
 MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
@@ -80,7 +80,7 @@ def claims(results: Results) -> list[Claim]:
     return rows
 
 
-def five_grams(text: Text, seen_tokens: int) -> dict[str, Any]:
+def five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
     """Modified Kneser-Ney on as much of the text as a run sees in a quarter and in all steps."""
     seen = min(1.0, seen_tokens / text.train.num_tokens)
     perplexities = {}
@@ -179,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         configs[name] = read_config(
             _ROOT / "configs" / "small" / f"{name}.toml",
             [*SETTINGS, f"optimizer.learning_rate={rate}", *options.overrides],
+            Config,
         )
     text, results = run_arms(configs, options, [QUARTER])
     if not results[FIRST]:

@@ -27,8 +27,9 @@ from moe_ext import MoE
 from moe_ext.analysis import training_flops
 from moe_ext.analysis.benchmark import environment, interleaved, pinned, ratio
 from moe_ext.analysis.roofline import gemm_probe
+from moe_ext.models import LanguageModel
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.config import read_config
+from moe_ext.training.config import Config, read_config
 from moe_ext.training.loop import Trainer
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.text import random_text
@@ -78,10 +79,21 @@ def rows_of(
     return rows
 
 
+def one_step_of(trainer: Trainer) -> Callable[[], object]:
+    """A step on the next of its batches."""
+    batches = cycle(list(trainer.batches.epoch(0)))
+
+    def run() -> None:
+        trainer.train_step([next(batches)])
+
+    return run
+
+
 def training_steps(tokens: int, width: int, rounds: int) -> list[Row]:
     """Steps of the Trainer on random text, one model after the other."""
     steps: dict[str, Callable[[], object]] = {}
-    flops, per_expert = {}, {}
+    flops: dict[str, float] = {}
+    per_expert: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in (*DENSE, *MIXTURES):
             config = read_config(
@@ -99,14 +111,13 @@ def training_steps(tokens: int, width: int, rounds: int) -> list[Row]:
                     "log.tensorboard=false",
                     "log.progress=false",
                 ],
+                Config,
             )
+            with torch.device("meta"):
+                counted = LanguageModel(config.model, config.data.vocab_size)
+            flops[name] = tokens * training_flops(counted).total
             text = random_text(config.data.vocab_size, 4 * tokens, config.seed)
-            trainer = Trainer(config, text)
-            batches = cycle(list(trainer.batches.epoch(0)))
-            steps[name] = lambda trainer=trainer, batches=batches: trainer.train_step(
-                [next(batches)]
-            )
-            flops[name] = tokens * training_flops(trainer.model).total
+            steps[name] = one_step_of(Trainer(config, text))
             if name in MIXTURES:
                 moe = config.model.moe
                 per_expert[name] = tokens * moe.experts_per_token / moe.num_experts
@@ -200,7 +211,7 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
     def table(part: str, *against: str) -> str:
         header = ["words", "", "rows per expert", "GFLOP/s"]
         header += [f"speed over {name}, quartiles" for name in against]
-        lines: dict[tuple[int, str], list[object]] = {}
+        lines: dict[tuple[int, str], list[str]] = {}
         for row in rows:
             if row.part != part:
                 continue

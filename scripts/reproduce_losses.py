@@ -25,7 +25,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moe_ext.training.command import exit_status
-from moe_ext.training.config import read_config
+from moe_ext.training.config import Config, read_config
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
@@ -148,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         w_importance, w_load = name.split(",")
         weights = [f"model.moe.w_importance={w_importance}", f"model.moe.w_load={w_load}"]
         configs[name] = read_config(
-            _ROOT / "configs" / "small" / "moe-32.toml", [*SETTINGS, *options.overrides, *weights]
+            _ROOT / "configs" / "small" / "moe-32.toml",
+            [*SETTINGS, *options.overrides, *weights],
+            Config,
         )
     _, results = run_arms(configs, options)
     if not all(results.values()):

@@ -29,7 +29,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_ext.data import EncodedPairs
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import TranslationConfig, read_config
@@ -50,7 +49,7 @@ from moe_ext.training.study import (
     size_cells,
     study_parser,
 )
-from moe_ext.training.text import Text, load_text
+from moe_ext.training.text import PairText, load_text
 from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +81,7 @@ class Study:
     """
 
     config: TranslationConfig
-    text: Text
+    text: PairText
     results: Results
     single: Results
     bleu: dict[Path, dict[str, Bleu]]
@@ -116,7 +115,7 @@ def study(options: argparse.Namespace) -> Study:
         train=train,
         then=translated_test,
     )
-    single = {}
+    single: Results = {}
     for languages in first.data.pairs:
         config = config_of(SINGLE, shared, f'data.pairs=["{languages}"]')
         single |= run_study(
@@ -132,9 +131,8 @@ def study(options: argparse.Namespace) -> Study:
     return Study(first, text, results, single, bleu)
 
 
-def nll_of(result: Result, text: Text, languages: str) -> float:
+def nll_of(result: Result, text: PairText, languages: str) -> float:
     """Nats per target piece of a language pair's test part, of a multilingual model."""
-    assert isinstance(text.test, EncodedPairs)
     return by_language_pair(result.sentence_nll, text.test)[languages].nll
 
 
@@ -160,7 +158,6 @@ def claims(study: Study) -> list[Claim]:
 def table(study: Study) -> str:
     """A line for each language pair: perplexity and BLEU of each model, means over the seeds."""
     text = study.text
-    assert isinstance(text.train, EncodedPairs)
     sizes = text.train.pair.bincount(minlength=len(text.train.names)).tolist()
     rows = []
     for languages, size in zip(text.train.names, sizes, strict=True):
@@ -201,9 +198,8 @@ def sizes_of_models(study: Study) -> str:
     return markdown_table(["model", "ops/timestep", "parameters", "steps", "seeds"], rows)
 
 
-def least_text(text: Text) -> list[str]:
+def least_text(text: PairText) -> list[str]:
     """The two language pairs with the fewest training pairs."""
-    assert isinstance(text.train, EncodedPairs)
     order = text.train.pair.bincount(minlength=len(text.train.names)).argsort(stable=True)
     return [text.train.names[index] for index in order[:2].tolist()]
 

@@ -43,7 +43,7 @@ from moe_ext.analysis import (
     untrained_gates,
 )
 from moe_ext.analysis.routing import NEIGHBOURS
-from moe_ext.data import EncodedSentences
+from moe_ext.data import AnyText
 from moe_ext.files import write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -83,7 +83,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
         for corpus in asked["domains"].values()
     ]
 
-    def routed(text: EncodedSentences, number: int) -> Routing:
+    def routed(text: AnyText, number: int) -> Routing:
         return collect_routing(model, text, num_positions=number, layer=layer)
 
     def numbers(routing: Routing) -> dict[str, Any]:

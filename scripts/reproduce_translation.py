@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from moe_ext.data import EncodedPairs, Wordpieces
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import TranslationConfig, read_config
@@ -50,7 +49,7 @@ from moe_ext.training.study import (
     size_cells,
     study_parser,
 )
-from moe_ext.training.text import Text, load_text, parallel_text
+from moe_ext.training.text import PairText, load_text, parallel_text
 from moe_ext.training.translation import bleu_of_test, require_bleu, translated_test
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +77,7 @@ class Study:
     """
 
     config: TranslationConfig
-    text: Text
+    text: PairText
     results: Results
     source_words: int
     test: list[tuple[str, str]]
@@ -146,9 +145,8 @@ def study(languages: str, options: argparse.Namespace) -> Study:
     return Study(config, text, results, source_words(text), pairs, near, bleu(), distinct)
 
 
-def source_words(text: Text) -> int:
+def source_words(text: PairText) -> int:
     """Of the training pairs that the length filter left."""
-    assert isinstance(text.train, EncodedPairs) and isinstance(text.vocabulary, Wordpieces)
     pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
     begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
     return int(begins_word[text.train.source.stream].sum())

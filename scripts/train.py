@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_ext.analysis import cost
-from moe_ext.data import EncodedPairs
+from moe_ext.data import EncodedPairs, PairBatches
 from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.config import read_config
 from moe_ext.training.launch import processes_of_run
@@ -59,10 +59,8 @@ def train(trainer: Trainer) -> None:
     if isinstance(text.train, EncodedPairs):
         for line in text.train.report().splitlines():
             print(f"data    {line}")
-        if trainer.batches.num_left_out:
-            print(
-                f"data    {trainer.batches.num_left_out:,} pairs left out, longer than max_length"
-            )
+    if isinstance(trainer.batches, PairBatches) and trainer.batches.num_left_out:
+        print(f"data    {trainer.batches.num_left_out:,} pairs left out, longer than max_length")
     print(
         f"data    {len(text.vocabulary):,} entries in the vocabulary, "
         f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"

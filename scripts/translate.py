@@ -26,16 +26,16 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.config import ConfigError
+from moe_ext.training.config import ConfigError, TranslationConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.translation import make_translator, require_bleu
 
@@ -102,7 +102,7 @@ def attention_plot(translation: Translation) -> "Figure":
     axes = figure.subplots()
     axes.imshow(translation.attention.float().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
     installed = set(get_font_names())
-    labels = {
+    labels: dict[str, Any] = {
         "parse_math": False,
         "fontsize": 40 * inches,  # points
         "fontfamily": ["sans-serif", *(font for font in MORE_FONTS if font in installed)],
@@ -262,17 +262,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_pieces=options.max_pieces,
         **({"lines_at_a_time": 1} if one_by_one else {}),
     )
-    lines = (line for file in files for line in read_lines(file))
+    lines: Iterable[str] = (line for file in files for line in read_lines(file))
     references = None
-    if options.reference or STDIN not in files:
-        lines = list(lines)
     if options.reference:
-        references = list(read_lines(options.reference))
+        lines, references = list(lines), list(read_lines(options.reference))
         if len(references) != len(lines) or not lines:
             raise ConfigError(
                 f"{options.reference} must have a line for each of the {len(lines):,} to be "
                 f"translated, of which there must be one, got {len(references):,}"
             )
+    elif STDIN not in files:
+        lines = list(lines)
 
     best = []
     num_lines = 0
@@ -307,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
+        assert isinstance(trained.config, TranslationConfig)  # make_translator has seen to it
         language = options.into or trained.config.data.pairs[0].partition("-")[2]
         print_bleu(best, references, language, report)
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -106,7 +106,7 @@ def interleaved(
     return seconds
 
 
-def ratio(numerator: list[float], denominator: list[float]) -> Ratio:
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     """Quartiles of the rounds' ratios; at least 2 rounds."""
     pairs = zip(numerator, denominator, strict=True)
     return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive"))

@@ -251,7 +251,7 @@ class TranslationConfig(RunConfig):
 
 
 AnyConfig = Config | TranslationConfig
-C = TypeVar("C", Config, TranslationConfig)
+C = TypeVar("C", bound=AnyConfig)
 _KINDS: dict[str, type[AnyConfig]] = {"language_model": Config, "translation": TranslationConfig}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import torch
 
@@ -38,16 +39,32 @@ _SENTENCES_FOR_WORDPIECES = 2_000_000  # of all languages, from a larger corpus
 
 
 @dataclass(frozen=True)
-class Text:
-    """The three parts of a corpus as ids: sentences in the words of a vocabulary, or pairs of them
-    in wordpieces."""
+class SentenceText:
+    """The three parts of a corpus as ids: sentences in the words of a vocabulary."""
 
-    vocabulary: AnyVocabulary
-    train: AnyText
-    dev: AnyText
-    test: AnyText
+    vocabulary: Vocabulary
+    train: EncodedSentences
+    dev: EncodedSentences
+    test: EncodedSentences
 
 
+@dataclass(frozen=True)
+class PairText:
+    """The three parts of a corpus as ids: sentences and their translations in wordpieces."""
+
+    vocabulary: Wordpieces
+    train: EncodedPairs
+    dev: EncodedPairs
+    test: EncodedPairs
+
+
+Text = SentenceText | PairText
+
+
+@overload
+def load_text(config: DataConfig) -> SentenceText: ...
+@overload
+def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
     """The corpus in the vocabulary given, or else in that of its own training part.
 
@@ -62,7 +79,7 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
         if vocabulary is None:
             counts = _count_words(corpus.train, config.num_workers)
             vocabulary = Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
-        return Text(
+        return SentenceText(
             vocabulary,
             train=_encode(corpus, "train", vocabulary, config),
             dev=_encode(corpus, "dev", vocabulary, config),
@@ -119,11 +136,11 @@ def training_batches(
     )
 
 
-def _load_pairs(config: ParallelDataConfig) -> Text:
+def _load_pairs(config: ParallelDataConfig) -> PairText:
     with _config_errors():
         texts = {part: parallel_text(config, part) for part in ("train", "dev", "test")}
         wordpieces = _wordpieces(texts["train"], config)
-        return Text(
+        return PairText(
             wordpieces,
             **{part: _encode_pairs(text, wordpieces, config, part) for part, text in texts.items()},
         )
@@ -246,7 +263,7 @@ def _encode(
     return encode_sentences(progress(sentences, f"reading {part}", "sentences"), vocabulary)
 
 
-def random_text(vocab_size: int, num_tokens: int, seed: int) -> Text:
+def random_text(vocab_size: int, num_tokens: int, seed: int) -> SentenceText:
     """Sentences of frequent and rare words, as many as have at least so many predictions.
 
     Made of nothing, for measurements without a corpus: all three parts are the same.
@@ -258,7 +275,7 @@ def random_text(vocab_size: int, num_tokens: int, seed: int) -> Text:
     u = torch.rand(number, _RANDOM_SENTENCE, generator=generator, dtype=torch.float64)
     ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
     sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
-    return Text(vocabulary, train=sentences, dev=sentences, test=sentences)
+    return SentenceText(vocabulary, train=sentences, dev=sentences, test=sentences)
 
 
 @contextmanager
