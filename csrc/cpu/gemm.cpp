@@ -141,7 +141,7 @@ class Product {
     return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
   }
   static int64_t sums_size(int64_t n) {
-    return 2 * kernels().rows * at::round_up(std::min(n, kMaxColumns), width());
+    return kMaxFewRows * at::round_up(std::min(n, kMaxColumns), width());
   }
   static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
   static int64_t panel_size(int64_t k) { return deepest(k) * width(); }
@@ -236,13 +236,10 @@ class Product {
         for (int64_t q = 0; q < square.depth; q += kRowsAhead) {
           const int64_t num_words = std::min(square.depth - q, kRowsAhead);
           for (int64_t i = 0; i < num_panels_; ++i) {
-            for (int64_t r = 0; r < num_rows(i); r += kMaxFewRows) {
-              const int64_t few = std::min<int64_t>(num_rows(i) - r, kMaxFewRows);
-              kernels_.few_rows[few - 1](
-                  num_words, panel_a(square, i) + q * kernels_.panel_stride + r,
-                  b_.at(j, square.p + q), b_.stride, num_columns, ahead(square.p + q, j), q == 0,
-                  sums + (first(i) + r) * stride, stride);
-            }
+            kernels_.few_rows[num_rows(i) - 1](
+                num_words, panel_a(square, i) + q * kernels_.panel_stride, b_.at(j, square.p + q),
+                b_.stride, num_columns, ahead(square.p + q, j), q == 0, sums + first(i) * stride,
+                stride);
           }
         }
         for (int64_t r = 0; apart && r < m_; ++r) {
@@ -311,10 +308,10 @@ class Product {
   const int64_t m_, n_, k_;
   const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
-  // Where few panels of a meet it, b is read where it is; where very few do, it is read by rows.
+  // Where few panels of a meet it, b is read where it is; where few rows do, it is read by rows.
   const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
                          num_panels_ <= 8 && n_ % kernels_.lanes == 0;
-  const bool by_rows_ = in_place_ && num_panels_ <= 2;
+  const bool by_rows_ = in_place_ && m_ <= kMaxFewRows;
   const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;   // of the depth
