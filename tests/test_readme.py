@@ -34,3 +34,13 @@ def test_files_named_in_the_readme_exist():
     text = README.read_text()
     for name in ("scripts/quickstart.sh", "scripts/test.sh", "docs/equations.md"):
         assert name in text and (README.parent / name).exists()
+
+
+def test_documents_that_are_named_exist():
+    root = README.parent
+    places = ("*.md", "configs/**/*.toml", "docs/**/*.md", "moe_ext/**/*.py", "scripts/*.*")
+    files = [file for place in places for file in root.glob(place)]
+    text = "\n".join(file.read_text() for file in files)
+    names = set(re.findall(r"docs/(?:results/)?\w+\.\w+", text))
+    assert len(names) > 30
+    assert [name for name in sorted(names) if not (root / name).exists()] == []
