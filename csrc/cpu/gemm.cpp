@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "elementwise.h"
 #include "micro_kernels.h"
@@ -24,8 +25,11 @@ constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kDepthStep = 32;  // of all instruction sets, so that their sums are the same
 constexpr int64_t kMaxRows = 640;
 
-// Where C does not stay in the caches, so many squares are in work at a time.
+// C that streams past the caches is written in the order of its rows, which memory likes, with all
+// squares of an element in work at a time: so many. So many bytes of B stay in the second cache
+// level then.
 constexpr int64_t kMaxSquares = 3;
+constexpr int64_t kBytesAlong = 512 << 10;
 
 // Where B is read by rows, so many columns of C are in work at a time, so that they stay in the
 // first cache level, and B's rows are fetched so far ahead.
@@ -84,20 +88,19 @@ class Product {
         m_(m),
         n_(n),
         k_(k),
-        tiles_(space),
-        sums_(tiles_ + tiles_size(m)),
+        tile_(space),
+        sums_(tile_ + tile_size()),
         packed_b_(sums_ + sums_size(n)),
         packed_a_(packed_b_ + panel_size(k)) {}
 
   // For a product whose m, n and k are at most `largest`.
   static int64_t space(int64_t largest) {
-    return tiles_size(largest) + sums_size(largest) + panel_size(largest) +
-           panels_size(largest, largest);
+    return tile_size() + sums_size(largest) + panel_size(largest) + panels_size(largest, largest);
   }
 
   void run(Write write, acc_t* c) {
-    // Sums that go on later must stay in the caches.
-    const bool streams = write == Write::kStream && !by_rows_ && k_ <= kMaxSquares * depth_;
+    const bool streams =
+        write == Write::kStream && readable_ && !by_rows_ && k_ <= kMaxSquares * depth_;
     if (write == Write::kStream && !streams) write = Write::kReplace;
     if (kernels_.start != nullptr) kernels_.start();
     const int64_t at_a_time = streams ? kMaxSquares * depth_ : depth_;
@@ -106,6 +109,8 @@ class Product {
       last_ = p + at_a_time >= k_;
       if (by_rows_) {
         rows_of_b(write, c);
+      } else if (streams) {
+        stream(c);
       } else {
         for (int64_t j = 0; j < n_; j += width_) panel_of_b(j, write, c + j);
       }
@@ -125,8 +130,6 @@ class Product {
   struct Square {
     int64_t p, depth, num_words;
     acc_t* panels_a;
-    const acc_t* panel_b = nullptr;
-    int64_t stride_b = 0;
   };
 
   static const MicroKernels<acc_t>& kernels() { return micro_kernels<scalar_t, acc_t>(); }
@@ -137,14 +140,11 @@ class Product {
   }
 
   static int64_t tile_size() { return kernels().rows * width(); }
-  static int64_t tiles_size(int64_t m) {
-    return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * tile_size();
-  }
   static int64_t sums_size(int64_t n) {
     return kMaxFewRows * at::round_up(std::min(n, kMaxColumns), width());
   }
   static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
-  static int64_t panel_size(int64_t k) { return deepest(k) * width(); }
+  static int64_t panel_size(int64_t k) { return std::min(kSize, words(k)) * width(); }
   static int64_t panels_size(int64_t m, int64_t k) {
     return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
            deepest(k);
@@ -176,51 +176,69 @@ class Product {
     }
   }
 
-  // b's panels of the squares, at column j.
-  void pack_b(int64_t j, int64_t num_columns) {
-    acc_t* panel = packed_b_;
-    for (Square& square : squares_) {
-      if constexpr (std::is_same_v<b_t, acc_t>) {
-        if (in_place_) {
-          square.panel_b = b_.at(j, square.p);
-          square.stride_b = b_.stride;
-          continue;
-        }
+  // b's panel of the square, at column j: where it starts and its stride.
+  std::pair<const acc_t*, int64_t> panel_b(const Square& square, int64_t j, int64_t num_columns) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      if (in_place_) return {b_.at(j, square.p), b_.stride};
+    }
+    pack_panel(kernels_.pairs, b_, j, square.p, num_columns, square.depth, square.num_words, width_,
+               /*by_columns=*/false, packed_b_);
+    return {packed_b_, width_};
+  }
+
+  // The columns of c by the panel of b at column j in the square.
+  void panel_of_b(int64_t j, Write write, acc_t* c) {
+    const Square& square = squares_.front();
+    const int64_t num_columns = std::min(n_ - j, width_);
+    const bool finishing = last_ && !kernels_.pairs;
+    const auto [panel, stride] = panel_b(square, j, num_columns);
+    Prefetch next = prefetch(square.p, j);
+    for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
+      const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
+      Out<acc_t> out{c + first(i) * n_, n_};
+      if (write == Write::kAdd) {
+        out.add = out.c;
+        out.stride_add = n_;
       }
-      pack_panel(kernels_.pairs, b_, j, square.p, num_columns, square.depth, square.num_words,
-                 width_, /*by_columns=*/false, panel);
-      square.panel_b = panel;
-      square.stride_b = width_;
-      panel += square.num_words * width_;
+      if (finishing && beside_.prepare) beside_.prepare(region);
+      tile(i, panel_a(square, i), square.num_words, panel, stride, num_columns, out,
+           i < 1 << next.slowness ? next : none_);
+      if (finishing && beside_.finish) beside_.finish(region);
     }
   }
 
-  // The columns of c by the panel of b at column j. What does not stay in the caches is summed
-  // apart.
-  void panel_of_b(int64_t j, Write write, acc_t* c) {
-    const int64_t num_columns = std::min(n_ - j, width_);
-    const bool apart = squares_.size() > 1 && is_whole(num_columns);  // only if it streams
-    const bool finishing = last_ && !kernels_.pairs;
-    pack_b(j, num_columns);
-    for (const Square& square : squares_) {
-      const bool starts = &square == &squares_.front(), ends = &square == &squares_.back();
-      Prefetch next = prefetch(square.p, j);
-      for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
-        const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
-        acc_t *const final = c + first(i) * n_, *const sums = tiles_ + i * tile_size();
-        const bool to_sums = apart && !ends;
-        Out<acc_t> out{to_sums ? sums : final, to_sums ? width_ : n_};
-        if (!starts || write == Write::kAdd) {
-          out.add = apart ? sums : final;
-          out.stride_add = apart ? width_ : n_;
+  // All of c, past the caches. b is read where it is, some columns at a time.
+  void stream(acc_t* c) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      const int64_t bytes_of_column = k_ * static_cast<int64_t>(sizeof(acc_t));
+      const int64_t columns = std::max(kBytesAlong / bytes_of_column / width_, int64_t{1}) * width_;
+      for (int64_t begin = 0; begin < n_; begin += columns) {
+        const int64_t end = std::min(n_, begin + columns);
+        for (int64_t i = 0; i < num_panels_; ++i) {
+          for (int64_t j = begin; j < end; j += width_) {
+            stream_tile(i, j, std::min(end - j, width_), c + first(i) * n_ + j);
+          }
         }
-        out.stream = ends && write == Write::kStream;
-        if (finishing && starts && beside_.prepare) beside_.prepare(region);
-        tile(i, panel_a(square, i), square.num_words, square.panel_b, square.stride_b, num_columns,
-             out, i < 1 << next.slowness ? next : none_);
-        if (finishing && ends && beside_.finish) beside_.finish(region);
       }
     }
+  }
+
+  // The rows of panel i of a times the columns of b at j.
+  void stream_tile(int64_t i, int64_t j, int64_t num_columns, acc_t* c) {
+    const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
+    if (beside_.prepare) beside_.prepare(region);
+    for (const Square& square : squares_) {
+      const bool ends = &square == &squares_.back();
+      Out<acc_t> out = ends ? Out<acc_t>{c, n_} : Out<acc_t>{tile_, width_};
+      if (&square != &squares_.front()) {
+        out.add = tile_;
+        out.stride_add = width_;
+      }
+      out.stream = ends;
+      tile(i, panel_a(square, i), square.num_words, b_.at(j, square.p), b_.stride, num_columns, out,
+           none_);
+    }
+    if (beside_.finish) beside_.finish(region);
   }
 
   // All of c by rows of b in the square, read where they are, one after the other. What is added to
@@ -288,10 +306,10 @@ class Product {
     if (is_whole(num_columns)) {
       return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch);
     }
-    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tiles_, width_}, prefetch);
+    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tile_, width_}, prefetch);
     for (int64_t r = 0; r < num_rows(i); ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
-        const acc_t sum = tiles_[r * width_ + l];
+        const acc_t sum = tile_[r * width_ + l];
         out.c[r * out.stride + l] =
             out.add == nullptr ? sum : out.add[r * out.stride_add + l] + sum;
       }
@@ -308,14 +326,16 @@ class Product {
   const int64_t m_, n_, k_;
   const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
-  // Where few panels of a meet it, b is read where it is; where few rows do, it is read by rows.
-  const bool in_place_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
-                         num_panels_ <= 8 && n_ % kernels_.lanes == 0;
+  // Whether b can be read where it is. It is where few panels of a meet it, or c streams; where
+  // few rows do, it is read by rows.
+  const bool readable_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
+                         n_ % kernels_.lanes == 0;
+  const bool in_place_ = readable_ && num_panels_ <= 8;
   const bool by_rows_ = in_place_ && m_ <= kMaxFewRows;
   const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
-  bool last_ = false;   // of the depth
-  acc_t* const tiles_;  // sums apart, of every panel of a; or a tile at the edge of c
+  bool last_ = false;  // of the depth
+  acc_t* const tile_;  // sums apart, or a tile at the edge of c
   acc_t* const sums_;
   acc_t* const packed_b_;
   acc_t* const packed_a_;
