@@ -102,6 +102,7 @@ class Product {
     const bool streams =
         write == Write::kStream && readable_ && !by_rows_ && k_ <= kMaxSquares * depth_;
     if (write == Write::kStream && !streams) write = Write::kReplace;
+    if (few_ && transposable_) return columns_of_b(write, c);
     if (kernels_.start != nullptr) kernels_.start();
     const int64_t at_a_time = streams ? kMaxSquares * depth_ : depth_;
     for (int64_t p = 0; p < k_; p += at_a_time, write = Write::kAdd) {
@@ -269,6 +270,28 @@ class Product {
     }
   }
 
+  // The same of a transposed b by its columns, all the squares of some of them after each other.
+  void columns_of_b(Write write, acc_t* c) {
+    if constexpr (std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t>) {
+      for (int64_t begin = 0; begin < n_; begin += kMaxColumns) {
+        const Region region{first_row_, m_, begin, std::min(n_ - begin, kMaxColumns)};
+        if (beside_.prepare) beside_.prepare(region);
+        for (int64_t j = begin; j < begin + region.num_columns; j += kernels_.lanes) {
+          const bool last = j + kernels_.lanes >= n_;
+          const acc_t* ahead = !last ? b_.at(j + kernels_.lanes, 0) : next_.data;
+          if (ahead == nullptr) ahead = b_.at(j, 0);
+          for (int64_t p = 0; p < k_; p += depth_) {
+            const bool starts = p == 0 && write != Write::kAdd;
+            kernels_.few_rows_transposed[m_ - 1](std::min(k_ - p, depth_), a_.at(0, p), a_.stride,
+                                                 b_.at(j, p), b_.stride, ahead + p * kernels_.lanes,
+                                                 starts, c + j, n_);
+          }
+        }
+        if (beside_.finish) beside_.finish(region);
+      }
+    }
+  }
+
   // What is fetched while the rows of b at (p, j) are in use.
   const b_t* ahead(int64_t p, int64_t j) const {
     if (p + kRowsAhead < k_) return b_.at(j, p + kRowsAhead);
@@ -327,11 +350,15 @@ class Product {
   const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
   // Whether b can be read where it is. It is where few panels of a meet it, or c streams; where
-  // few rows do, it is read by rows.
+  // few rows do, it is read by rows, or by columns.
   const bool readable_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
                          n_ % kernels_.lanes == 0;
   const bool in_place_ = readable_ && num_panels_ <= 8;
-  const bool by_rows_ = in_place_ && m_ <= kMaxFewRows;
+  const bool transposable_ = std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t> &&
+                             !kernels_.pairs && a_.depth_contiguous && b_.depth_contiguous &&
+                             n_ % kernels_.lanes == 0 && k_ % kernels_.lanes == 0;
+  const bool few_ = m_ <= kMaxFewRows;
+  const bool by_rows_ = in_place_ && few_;
   const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;  // of the depth

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "pack.h"
 #include "vectorize.h"
 
 // Here, and only here, a product may be fused with the sum that it goes into.
@@ -160,6 +161,35 @@ MOE_EXT_KERNEL void multiply_few_rows(int64_t num_words, const acc_t* a, const a
   while (q < num_words) add(std::integral_constant<int, 1>());
 }
 
+// A vector's square of B at a time is transposed in registers.
+template <typename acc_t, typename Arithmetic, int kBytes, int kRows>
+MOE_EXT_KERNEL void multiply_few_rows_transposed(int64_t depth, const acc_t* a, int64_t stride_a,
+                                                 const acc_t* b, int64_t stride_b,
+                                                 const acc_t* ahead, bool starts, acc_t* c,
+                                                 int64_t stride_c) {
+  using Aligned = typename Vector<acc_t, kBytes>::Aligned;
+  using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
+  constexpr int kLanes = kBytes / sizeof(acc_t);
+  Aligned sum[kRows] = {};
+  for (int64_t p = 0; p < depth; p += kLanes, ahead += kLanes * kLanes) {
+    Aligned square[kLanes];
+    MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
+      __builtin_prefetch(ahead + l * kLanes, 0, 2);
+      square[l] = *reinterpret_cast<const Unaligned*>(b + l * stride_b + p);
+    }
+    Words<kBytes, acc_t>::transpose(square);
+    MOE_EXT_UNROLL for (int q = 0; q < kLanes; ++q) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        Arithmetic::multiply_add(a[r * stride_a + p + q], square[q], sum[r]);
+      }
+    }
+  }
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    auto& to = *reinterpret_cast<Unaligned*>(c + r * stride_c);
+    to = starts ? sum[r] : Aligned(to) + sum[r];
+  }
+}
+
 #define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, kDepth, ...)     \
   template <typename acc_t>                                                                        \
   struct Name {                                                                                    \
@@ -180,6 +210,15 @@ MOE_EXT_KERNEL void multiply_few_rows(int64_t num_words, const acc_t* a, const a
       multiply_few_rows<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kFewRows, kDepth>( \
           num_words, a, b, stride_b, num_columns, ahead, starts, c, stride_c);                     \
     }                                                                                              \
+    template <int kFewRows>                                                                        \
+    static __attribute__((__VA_ARGS__)) void few_rows_transposed(int64_t depth, const acc_t* a,    \
+                                                                 int64_t stride_a, const acc_t* b, \
+                                                                 int64_t stride_b,                 \
+                                                                 const acc_t* ahead, bool starts,  \
+                                                                 acc_t* c, int64_t stride_c) {     \
+      multiply_few_rows_transposed<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kFewRows>(            \
+          depth, a, stride_a, b, stride_b, ahead, starts, c, stride_c);                            \
+    }                                                                                              \
   }
 
 // As many rows as leave registers for vectors of B and a word of A; the depth is that of few rows.
@@ -198,19 +237,20 @@ constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {
 }
 
 template <typename acc_t, typename Set, int... kRow>
-constexpr void fill_few(FewRows<acc_t>* rows, std::integer_sequence<int, kRow...>) {
-  ((rows[kRow] = Set::template few_rows<kRow + 1>), ...);
+constexpr void fill_few(MicroKernels<acc_t>& kernels, std::integer_sequence<int, kRow...>) {
+  ((kernels.few_rows[kRow] = Set::template few_rows<kRow + 1>), ...);
+  ((kernels.few_rows_transposed[kRow] = Set::template few_rows_transposed<kRow + 1>), ...);
 }
 
 template <typename acc_t, typename Set, bool kPairs = false>
 constexpr MicroKernels<acc_t> kernels_of(const char* name) {
   MicroKernels<acc_t> kernels{
-      name, kPairs, false,   1,      Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t),
-      {},   {},     nullptr, nullptr};
+      name, kPairs, false, 1,       Set::kRows, Set::kPanelStride, Set::kBytes / sizeof(acc_t),
+      {},   {},     {},    nullptr, nullptr};
   fill<acc_t, Set, 1>(kernels.tile[0], std::make_integer_sequence<int, Set::kRows>());
   fill<acc_t, Set, 2>(kernels.tile[1], std::make_integer_sequence<int, Set::kRows>());
   if constexpr (!kPairs) {
-    fill_few<acc_t, Set>(kernels.few_rows, std::make_integer_sequence<int, kMaxFewRows>());
+    fill_few<acc_t, Set>(kernels, std::make_integer_sequence<int, kMaxFewRows>());
   }
   return kernels;
 }
@@ -280,7 +320,8 @@ struct Amx {
   }
 
   static constexpr MicroKernels<float> kernels() {
-    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows, kSide, {}, {}, start, stop};
+    MicroKernels<float> kernels{"AMX", true, true, kSide, kRows, kRows,
+                                kSide, {},   {},   {},    start, stop};
     fill<float, Amx, 1>(kernels.tile[0], std::make_integer_sequence<int, kRows>());
     fill<float, Amx, 2>(kernels.tile[1], std::make_integer_sequence<int, kRows>());
     return kernels;

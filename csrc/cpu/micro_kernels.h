@@ -48,6 +48,14 @@ using FewRows = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int6
                          int64_t num_columns, const acc_t* ahead, bool starts, acc_t* c,
                          int64_t stride_c);
 
+// The same of a transposed B, a vector of its columns, which are read where they are. Rows of A and
+// columns of B are contiguous, stride_a and stride_b apart, and depth in whole vectors; C is added
+// to unless it `starts`. As many numbers as are read are fetched from `ahead` on.
+template <typename acc_t>
+using FewRowsTransposed = void (*)(int64_t depth, const acc_t* a, int64_t stride_a, const acc_t* b,
+                                   int64_t stride_b, const acc_t* ahead, bool starts, acc_t* c,
+                                   int64_t stride_c);
+
 constexpr int kMaxFewRows = 8;
 
 // What there is for an instruction set and a type.
@@ -62,7 +70,8 @@ struct MicroKernels {
   int64_t lanes;         // words of a vector: B's panels are kMaxTileVectors wide
   Tile<acc_t> tile[kMaxTileVectors][kMaxTileRows];  // [vectors - 1][rows - 1]
   FewRows<acc_t> few_rows[kMaxFewRows];  // [rows - 1]; num_columns in whole vectors; not of pairs
-  void (*start)();                       // before a thread's tiles, and after; or null
+  FewRowsTransposed<acc_t> few_rows_transposed[kMaxFewRows];  // likewise
+  void (*start)();  // before a thread's tiles, and after; or null
   void (*stop)();
 };
 
