@@ -238,12 +238,14 @@ def shown(study: Study) -> str:
         for name, runs in study.results.items()
         if runs
     }
+    width = max(map(len, ["reference", *first]))
     lines = []
     evenly = torch.linspace(0, len(study.test) - 1, NUM_SHOWN, dtype=torch.float64)
     for index in evenly.round().long().tolist():
         source, reference = study.test[index]
-        lines += [f"    {'source':<15}  {source}", f"    {'reference':<15}  {reference}"]
-        lines += [f"    {name:<15}  {translations[index]}" for name, translations in first.items()]
+        all_of_it = {"source": source, "reference": reference}
+        all_of_it |= {name: translations[index] for name, translations in first.items()}
+        lines += [f"    {name:<{width}}  {sentence}" for name, sentence in all_of_it.items()]
         lines.append("")
     return "\n".join(lines)
 

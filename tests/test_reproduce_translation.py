@@ -57,7 +57,9 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     assert scores["none"] == bleu_of_test(runs / "none-seed1")["en-fr"].score
     assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
     page = (tmp_path / "docs" / "translation.md").read_text()
-    assert "python scripts/reproduce_translation.py steps=2 model.d_model=8 " in page
+    quoted = page.splitlines()[3]
+    assert quoted.startswith("python scripts/reproduce_translation.py steps=2 model.d_model=8 ")
+    assert quoted.endswith(" --seeds 1")
     assert page.count("    source           n") == 20 and "    none             frba" in page
     assert "moe-32 against dense, en-fr |  | not decided: fewer than two pairs" in page
     pooled = next(row for row in data["claims"] if row["compared"] == "moe-32 against dense, all")

@@ -28,6 +28,8 @@ from moe_ext.training.text import SentenceText, Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
+SEEDS = [1, 2, 3]  # of a study, if not given
+
 # Of the studies of configs/small: more words than there, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
@@ -44,7 +46,7 @@ def study_parser(
     """
     parser = make_parser(description)
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=SEEDS)
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
@@ -55,7 +57,8 @@ def study_parser(
 def command_of(name: str, options: argparse.Namespace) -> str:
     """The command of a study, as its page quotes it: without what cannot change the results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
-    return shlex.join(["python", f"scripts/reproduce_{name}.py", *changes])
+    seeds = [] if options.seeds == SEEDS else ["--seeds", *map(str, options.seeds)]
+    return shlex.join(["python", f"scripts/reproduce_{name}.py", *changes, *seeds])
 
 
 def run_study(
