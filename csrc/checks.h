@@ -342,6 +342,9 @@ inline void check_experts(const char* op, const Tensor& x, const OptionalTensor&
   }
   if (offsets) {
     check_argument(op, "offsets", *offsets, x, at::kLong, {num_experts + 1});
+    TORCH_CHECK_VALUE(num_experts > 0 || num_rows == 0, op,
+                      ": offsets must be of an expert at least where there are rows, got none for ",
+                      num_rows, " rows");
   } else {
     TORCH_CHECK_VALUE(num_experts > 0 && num_rows % num_experts == 0, op,
                       ": the number of rows must be a multiple of num_experts = ", num_experts,

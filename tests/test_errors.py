@@ -221,6 +221,12 @@ def test_offsets_run_from_0_to_the_number_of_rows(offsets):
         ops.experts(**{**arguments()["experts"], "offsets": torch.tensor(offsets)})
 
 
+def test_rows_need_an_expert():
+    arguments = dict(offsets=torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="^experts: offsets must .*, got none for 200 rows"):
+        ops.experts(torch.ones(200, 8), [torch.ones(0, 8, 8)], **arguments)
+
+
 @pytest.mark.parametrize("offsets", [[1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []])
 def test_group_offsets_run_from_0_to_the_number_of_tokens(offsets):
     offsets = torch.tensor(offsets, dtype=torch.int64)

@@ -209,15 +209,31 @@ def test_zero_rows(device):
             assert leaf.grad.shape == leaf.shape and torch.count_nonzero(leaf.grad) == 0
 
 
-@pytest.mark.parametrize("widths", [(4, 0, 4), (4, 0), (0, 4)])
-def test_layers_of_width_zero(device, widths):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(8, 0, 8), (8, 0), (0, 8)])
+def test_layers_of_width_zero(device, dtype, widths):
     counts = [3, 0]
-    x, weights, _ = make_experts(counts, widths, "relu", device)
+    x, weights, _ = make_experts(counts, widths, "relu", device, dtype)
     leaves = [tensor.requires_grad_() for tensor in (x, *weights)]
     y = ops.experts(x, weights, offsets=offsets_of(counts, device))
-    assert_exact(y, torch.zeros(3, widths[-1], dtype=torch.float64))
+    assert_exact(y, torch.zeros(3, widths[-1], dtype=dtype))
     for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
         assert_exact(gradient, torch.zeros_like(leaf, device="cpu"))
+
+
+def test_small_gates_do_not_vanish_in_half_precision(device):
+    """A loss is scaled for the range of half; gate times activation, 1e-8 here, is not in it."""
+    x = torch.full((1, 8), 1e-3, dtype=torch.half, device=device)
+    weight = torch.zeros(1, 8, 8, dtype=torch.half, device=device, requires_grad=True)
+    y = ops.experts(
+        x,
+        [weight],
+        offsets=offsets_of([1], device),
+        inverse=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        gates=torch.full((1, 1), 1e-5, device=device),
+    )
+    (gradient,) = torch.autograd.grad(y, weight, torch.full_like(y, 1e3))
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 1e-5), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("upstream", [1.0, math.inf])

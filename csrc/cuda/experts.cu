@@ -7,6 +7,7 @@
 //   in the last layer dZ = g dy: the gate g goes to A, the sum and P instead.
 #include <torch/library.h>
 
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -149,15 +150,14 @@ Tensor activate_backward(std::string_view activation, const Tensor& z, const Ten
   return grad_z;
 }
 
-// dG of a slot = <P, A> + <dy, b> of its row; then P and A times the gate, in place, and row_gates
-// where it is wanted. A warp has a token.
+// dG of a slot = <P, A> + <dy, b> of its row; then P and dy, which may be scaled for a half type's
+// range, times the gate, in place. A warp has a token.
 template <typename scalar_t, typename acc_t, int kSize>
-__global__ void gate_backward_kernel(scalar_t* __restrict__ p, scalar_t* __restrict__ a,
-                                     const scalar_t* __restrict__ dy,
-                                     const scalar_t* __restrict__ bias, Bounds bounds, Slots slots,
-                                     const acc_t* __restrict__ gates, int64_t fan_in,
-                                     int64_t columns, acc_t* __restrict__ grad_gates,
-                                     acc_t* __restrict__ row_gates) {
+__global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
+                                     scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
+                                     Bounds bounds, Slots slots, const acc_t* __restrict__ gates,
+                                     int64_t fan_in, int64_t columns,
+                                     acc_t* __restrict__ grad_gates) {
   using Packed = Pack<scalar_t, kSize>;
   const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
@@ -167,39 +167,43 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, scalar_t* __restr
     const int64_t row = slots.row(slot);
     const acc_t gate = gates[slot];
     auto* p_row = reinterpret_cast<Packed*>(p + row * fan_in);
-    auto* a_row = reinterpret_cast<Packed*>(a + row * fan_in);
+    auto* dy_row = reinterpret_cast<Packed*>(dy + row * columns);
+    const auto* a_row = reinterpret_cast<const Packed*>(a + row * fan_in);
+    const scalar_t* expert_bias =
+        bias == nullptr ? nullptr : bias + bounds.expert_of(row) * columns;
     acc_t product = 0;
     for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
-      Packed ps = p_row[i], as = a_row[i];
+      Packed ps = p_row[i];
+      const Packed as = a_row[i];
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
-        const acc_t p_value = static_cast<acc_t>(ps.values[d]);
-        const acc_t a_value = static_cast<acc_t>(as.values[d]);
-        product = std::fma(p_value, a_value, product);
-        ps.values[d] = static_cast<scalar_t>(gate * p_value);
-        as.values[d] = static_cast<scalar_t>(gate * a_value);
+        const acc_t value = static_cast<acc_t>(ps.values[d]);
+        product = std::fma(value, static_cast<acc_t>(as.values[d]), product);
+        ps.values[d] = static_cast<scalar_t>(gate * value);
       }
       p_row[i] = ps;
-      a_row[i] = as;
     }
-    if (bias != nullptr) {
-      const scalar_t* expert_bias = bias + bounds.expert_of(row) * columns;
-      for (int64_t c = lane; c < columns; c += kWarp) {
-        product = std::fma(static_cast<acc_t>(dy[t * columns + c]),
-                           static_cast<acc_t>(expert_bias[c]), product);
+    for (int64_t i = lane; i < columns / kSize; i += kWarp) {
+      Packed dys = dy_row[i];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) {
+        const acc_t value = static_cast<acc_t>(dys.values[d]);
+        if (expert_bias != nullptr) {
+          product = std::fma(value, static_cast<acc_t>(expert_bias[i * kSize + d]), product);
+        }
+        dys.values[d] = static_cast<scalar_t>(gate * value);
       }
-      if (lane == 0) row_gates[row] = gate;
+      dy_row[i] = dys;
     }
     product = warp_sum(product);
     if (lane == 0) grad_gates[slot] = product;
   }
 }
 
-// out[e, c] = the sum of rows[r, c], times weights[r] where there are any, over the rows of expert
-// e, in groups as long sums of small numbers want it. A thread has a column.
+// out[e, c] = the sum of rows[r, c] over the rows of expert e, in groups as long sums of small
+// numbers want it. A thread has a column.
 template <typename scalar_t, typename acc_t>
-__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows,
-                                     const acc_t* __restrict__ weights, Bounds bounds,
+__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows, Bounds bounds,
                                      int64_t columns, int64_t column_blocks,
                                      scalar_t* __restrict__ out) {
   constexpr int64_t kGroup = 32;
@@ -212,8 +216,7 @@ __global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows,
   for (int64_t first = begin; first < end; first += kGroup) {
     acc_t group = 0;
     for (int64_t r = first; r < min(end, first + kGroup); ++r) {
-      const acc_t weight = weights != nullptr ? weights[r] : acc_t(1);
-      group = std::fma(weight, static_cast<acc_t>(rows[r * columns + column]), group);
+      group += static_cast<acc_t>(rows[r * columns + column]);
     }
     sum += group;
   }
@@ -260,40 +263,39 @@ class Experts {
     return cuda::activate_backward(activation_, z, grad);
   }
 
-  // The gates' gradients, and with a bias the gate of each row; p = dL/dA of the last layer and its
-  // input a get their gates. dy [T, columns] is that of the tokens.
-  std::tuple<Tensor, Tensor> gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
-                                           const Tensor& gates) const {
+  // The gates' gradients; p = dL/dA of the last layer, whose input is a, and dy of the rows
+  // [R, columns] get their gates.
+  Tensor gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
+                       const Tensor& gates) const {
     Tensor grad_gates = at::empty(gates.sizes(), gates.options());
     const Tensor last_bias = bias(num_layers() - 1);
-    Tensor row_gates = has_bias() ? at::empty({num_rows_}, gates.options()) : Tensor();
+    const int64_t fan_in = p.size(1), columns = dy.size(1);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "experts", [&] {
       using acc_t = at::opmath_type<scalar_t>;
       auto* p_data = p.mutable_data_ptr<scalar_t>();
-      auto* a_data = a.mutable_data_ptr<scalar_t>();
-      with_pack_size<scalar_t>(p.size(1), {p_data, a_data}, [&](auto size) {
-        launch(gate_backward_kernel<scalar_t, acc_t, size>,
-               grid(ceil_div(slots().num_tokens * kWarp, kThreads)), kThreads, 0, p_data, a_data,
-               dy.const_data_ptr<scalar_t>(),
-               has_bias() ? last_bias.const_data_ptr<scalar_t>() : nullptr, bounds(), slots(),
-               gates.const_data_ptr<acc_t>(), p.size(1), dy.size(1),
-               grad_gates.mutable_data_ptr<acc_t>(),
-               has_bias() ? row_gates.mutable_data_ptr<acc_t>() : nullptr);
-      });
+      const auto* a_data = a.const_data_ptr<scalar_t>();
+      auto* dy_data = dy.mutable_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(
+          std::gcd(fan_in, columns), {p_data, a_data, dy_data}, [&](auto size) {
+            launch(gate_backward_kernel<scalar_t, acc_t, size>,
+                   grid(ceil_div(slots().num_tokens * kWarp, kThreads)), kThreads, 0, p_data,
+                   a_data, dy_data, has_bias() ? last_bias.const_data_ptr<scalar_t>() : nullptr,
+                   bounds(), slots(), gates.const_data_ptr<acc_t>(), fan_in, columns,
+                   grad_gates.mutable_data_ptr<acc_t>());
+          });
     });
-    return {grad_gates, row_gates};
+    return grad_gates;
   }
 
-  // [E, columns]; weights in the accumulation type, or undefined.
-  Tensor sum_by_expert(const Tensor& rows, const Tensor& weights) const {
+  // [E, columns].
+  Tensor sum_by_expert(const Tensor& rows) const {
     const int64_t columns = rows.size(1), column_blocks = ceil_div(columns, kThreads);
     Tensor out = at::empty({num_experts_, columns}, rows.options());
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "experts", [&] {
       using acc_t = at::opmath_type<scalar_t>;
       launch(sum_by_expert_kernel<scalar_t, acc_t>, grid(num_experts_ * column_blocks), kThreads, 0,
-             rows.const_data_ptr<scalar_t>(),
-             weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr, bounds(), columns,
-             column_blocks, out.mutable_data_ptr<scalar_t>());
+             rows.const_data_ptr<scalar_t>(), bounds(), columns, column_blocks,
+             out.mutable_data_ptr<scalar_t>());
     });
     return out;
   }
@@ -358,17 +360,14 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
   const Tensor dy = grad_y.contiguous();
   Tensor grad = gates ? rows_of_slots(dy, experts.slots()) : dy;  // of the rows, without gates
   Tensor grad_gates = at::empty({0}, x.options().dtype(type));
-  Tensor row_gates;  // of the last layer
   std::vector<Tensor> grad_weights(weights.size()), grad_biases(biases.size());
   for (int64_t l = last; l >= 0; --l) {
     Tensor grad_in = experts.products().transposed(grad, experts.weight(l));
     if (l == last && gates) {
-      std::tie(grad_gates, row_gates) =
-          experts.gate_backward(grad_in, inputs[l], dy, gates->to(type).contiguous());
+      grad_gates = experts.gate_backward(grad_in, inputs[l], grad, gates->to(type).contiguous());
     }
     grad_weights[l] = experts.products().of_rows(inputs[l], grad);
-    if (experts.has_bias())
-      grad_biases[l] = experts.sum_by_expert(grad, l == last ? row_gates : Tensor());
+    if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
   }
   if (inverse) grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());

@@ -312,23 +312,25 @@ class GroupedProducts {
     return ends_;
   }
 
-  // Half types in lines of whole chunks of 16 bytes, from the first on. A single row is contiguous
-  // with any stride, but torch looks at it.
+  // Half types in lines of whole chunks of 16 bytes, from the first on. A single row or matrix is
+  // contiguous with any stride, but torch looks at it.
   static bool tensor_cores_take(const Tensor& one, const Tensor& other) {
     const auto fits = [](const Tensor& matrices) {
       bool fits = reinterpret_cast<uintptr_t>(matrices.const_data_ptr()) % 16 == 0;
       for (int64_t d = 1; d < matrices.dim(); ++d)
         fits &= matrices.size(d) % tensor_core::kChunk == 0;
-      return fits && (matrices.dim() != 2 || matrices.stride(0) == matrices.size(1));
+      return fits && (matrices.dim() == 2 ? matrices.stride(0) == matrices.size(1)
+                                          : matrices.stride(0) % tensor_core::kChunk == 0);
     };
     return at::isReducedFloatingType(one.scalar_type()) && fits(one) && fits(other);
   }
 
   bool torch_takes(const Tensor& one, const Tensor& other) const {
-    constexpr int64_t kMostExperts = 1023;
+    constexpr int64_t kMostExperts = 1023, kMostRows = INT32_MAX;
     const int major = at::cuda::getCurrentDeviceProperties()->major;
-    return one.scalar_type() == at::kBFloat16 && (major == 9 || major == 10) && num_rows_ > 0 &&
-           num_experts_ <= kMostExperts && tensor_cores_take(one, other);
+    return one.scalar_type() == at::kBFloat16 && (major == 9 || major == 10) && one.numel() > 0 &&
+           other.numel() > 0 && num_rows_ <= kMostRows && num_experts_ <= kMostExperts &&
+           tensor_cores_take(one, other);
   }
 
   template <bool kTransposed>
