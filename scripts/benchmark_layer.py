@@ -320,7 +320,7 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
         except torch.OutOfMemoryError:
             skipped = {(name, which): "out of memory" for which in PASSES}
-        except RuntimeError as error:  # what it does not support
+        except Exception as error:  # what a peer does not support, in its own words
             skipped = {(name, which): f"fails: {first_line(error)}" for which in PASSES}
         remarks |= skipped
     return Candidates(functions, seconds, remarks, peak_mib)
@@ -838,6 +838,8 @@ def main(arguments: list[str] | None = None) -> int:
                 record["memory"].append(kept_memory(name, problem, options))
             else:
                 record["results"] += map(asdict, benchmark(name, problem, options))
+            if args.json:
+                write_json(args.json, record)
             if args.profile:
                 with args.profile.open("a") as file:
                     print(what, profile(problem, options), sep="\n", file=file)
@@ -846,8 +848,6 @@ def main(arguments: list[str] | None = None) -> int:
         problem = None
         if not on_cpu:
             torch.cuda.empty_cache()
-        if args.json:
-            write_json(args.json, record)
     if args.json:
         write_json(args.json, record)
     results = report(record)

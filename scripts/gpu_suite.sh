@@ -18,9 +18,13 @@ step=${2:-all}
 case $step in build | test | sanitize | benchmark | all) ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
 output=$(cd "$1" && pwd)
-python=${3:-python3}
+python=$(command -v "${3:-python3}") || { echo "there is no ${3:-python3}" >&2; exit 2; }
+bin=$(cd "$(dirname "$python")" && pwd)
+python=$bin/$(basename "$python")
 cd "$(dirname "$0")/.."
-export PYTHONUNBUFFERED=1 TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # float32 is float32
+export PATH="$bin:$PATH"  # of ninja
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # float32 is float32
 say() { printf '\n== %s\n' "$*"; }
 has() { "$python" -c "import $1" 2> /dev/null; }
 
@@ -34,7 +38,7 @@ END
 
 build() {
   say "build"
-  has ninja || echo "no ninja: one file is compiled after the other"
+  command -v ninja > /dev/null || echo "no ninja: one file is compiled after the other"
   local capability
   capability=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability}
@@ -56,7 +60,7 @@ tests() {
   for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
     has "$package" || echo "no $package: tests that need it fail to load, and are left out"
   done
-  timeout -s INT 480 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
+  timeout -k 15 -s INT 480 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |
     tee "$output/tests.log" | grep -v ' PASSED '
 }
@@ -67,7 +71,7 @@ sanitize() {
     echo "left out: there is no compute-sanitizer" | tee "$output/sanitizer.log"
     return 0
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT 240 compute-sanitizer --error-exitcode 99 \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 15 -s INT 240 compute-sanitizer --error-exitcode 99 \
     --report-api-errors no "$python" -m pytest -v -x -m cuda -p no:cacheprovider \
     -k "zero or empty or nan or one_expert or any_layout" tests/test_dispatch.py \
     tests/test_combine.py tests/test_experts.py > "$output/sanitizer.log" 2>&1
@@ -81,7 +85,7 @@ benchmark() {
   for each in "bfloat16 5" "float32 2"; do
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
-    timeout -s INT $((60 * minutes + 45)) "$python" scripts/benchmark_layer.py \
+    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmark_layer.py \
       --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
       --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
       "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \

@@ -71,7 +71,8 @@ def move_thresholds(gate, by=0.02):
     with torch.no_grad():
         for name, parameter in gate.named_parameters():
             if "threshold" in name:
-                parameter.add_(by * torch.randn_like(parameter))
+                shift = torch.randn(parameter.shape, dtype=parameter.dtype)  # of any device
+                parameter.add_(by * shift.to(parameter.device))
 
 
 def dense(gating, num_experts):
