@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import setup
 
 VERSION = "0.1.0"
@@ -25,6 +26,8 @@ except ImportError:
     )
 
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(f"moe_ext is built with setuptools 77 or later, this is {setuptools.__version__}")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     sys.exit(f"moe_ext needs torch 2.11 or later, this is {torch.__version__}")
 
