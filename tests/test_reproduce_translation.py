@@ -121,7 +121,14 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
         "single/en-de-seed1": {"en-de"},
     }
     page = (tmp_path / "docs" / "multilingual.md").read_text()
-    assert page.count("| and than a model of these languages alone | en-") == 2
+    figures, compared = data["figures"], data["comparisons"]["moe against single"]
+    french, german = (
+        figures["moe"][pair]["nll"] - figures["single"][pair]["nll"] for pair in ("en-fr", "en-de")
+    )
+    assert compared["difference"]["mean"] == pytest.approx((french + german) / 2, abs=1e-12)
+    assert compared["num_pairs"] == 2
+    assert compared["lower_perplexity"] == (french < 0) + (german < 0)
+    assert page.count("| moe against ") == 2 and "| moe-oversampled against moe |" in page
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
