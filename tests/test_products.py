@@ -85,6 +85,13 @@ def test_any_number_of_rows(dtype, D, F):
     check_linear([*range(35), 512, 513, 639, 640, 641, 642], D, F, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_large_gradients(dtype):
+    """Together more than 8 MiB, they go past the caches: sums of one to three squares, of more in
+    float64, and their columns in several parts, the last of half a tile."""
+    check_linear([3, 200, 300, 700], 260, 2064, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layout_changes_nothing(dtype):
     counts, D, F = [5, 0, 30], 33, 48
