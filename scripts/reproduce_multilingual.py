@@ -234,17 +234,19 @@ def sizes_of_models(study: Study) -> str:
         if not runs:
             continue
         result = next(iter(runs.values()))
-        steps = read_metrics(result.run, "train")[-1]["step"]
-        cost = result.cost
+        config = read_config(result.run / "config.toml", [], TranslationConfig)
         rows.append(
             [
                 arm,
-                *size_cells(cost),
-                f"{steps:,}",
+                *size_cells(result.cost),
+                f"{config.steps:,}",
+                f"{config.optimizer.learning_rate:g}",
                 len(runs),
             ]
         )
-    return markdown_table(["model", "ops/timestep", "parameters", "steps", "seeds"], rows)
+    return markdown_table(
+        ["model", "ops/timestep", "parameters", "steps", "highest rate", "seeds"], rows
+    )
 
 
 def least_text(text: PairText) -> list[str]:
