@@ -159,17 +159,17 @@ def study(options: argparse.Namespace) -> Study:
 
 def figures(study: Study) -> dict[str, dict[str, Figures]]:
     """By model and language pair; of runs that are finished."""
+    nll_of = {
+        run.run: by_language_pair(run.sentence_nll, study.text.test)
+        for runs in study.results.values()
+        for run in runs.values()
+    }
     found: dict[str, dict[str, Figures]] = {arm: {} for arm in ARMS}
     for arm, languages in product(ARMS, study.config.data.pairs):
         runs = [*(study.single[languages] if arm == SINGLE else study.results[arm]).values()]
         if not runs:
             continue
-        nll = [
-            run.test_nll
-            if arm == SINGLE
-            else by_language_pair(run.sentence_nll, study.text.test)[languages].nll
-            for run in runs
-        ]
+        nll = [run.test_nll if arm == SINGLE else nll_of[run.run][languages].nll for run in runs]
         bleu = [study.bleu[run.run][languages].score for run in runs]
         found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu))
     return found
