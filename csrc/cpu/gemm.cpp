@@ -19,11 +19,13 @@ namespace {
 
 // An element of C is a sum of the sums of squares of B, kSquare words deep at most, all about the
 // same. A panel of B in a square, packed, stays in the first cache level while it meets the panels
-// of A, of kMaxRows rows; those stay in the second. Few panels of A are not worth packing B.
+// of A, of kMaxRows rows; those stay in the second. Where B's rows are contiguous the first panel
+// of A packs it on the way; few panels of A are not worth packing it.
 template <typename acc_t>
 constexpr int64_t kSquare = 1024 / sizeof(acc_t);
 constexpr int64_t kDepthStep = 32;  // of all instruction sets, so that their sums are the same
 constexpr int64_t kMaxRows = 640;
+constexpr int64_t kFewPanels = 8;
 
 // C that streams past the caches is written in the order of its rows, which memory likes, with all
 // squares of an element in work at a time: so many. So many bytes of B stay in the second cache
@@ -177,10 +179,10 @@ class Product {
     }
   }
 
-  // b's panel of the square, at column j: where it starts and its stride.
+  // b's panel of the square, at column j, as it is or packed: where it starts and its stride.
   std::pair<const acc_t*, int64_t> panel_b(const Square& square, int64_t j, int64_t num_columns) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
-      if (in_place_) return {b_.at(j, square.p), b_.stride};
+      if (readable_) return {b_.at(j, square.p), b_.stride};
     }
     pack_panel(kernels_.pairs, b_, j, square.p, num_columns, square.depth, square.num_words, width_,
                /*by_columns=*/false, packed_b_);
@@ -192,7 +194,8 @@ class Product {
     const Square& square = squares_.front();
     const int64_t num_columns = std::min(n_ - j, width_);
     const bool finishing = last_ && !kernels_.pairs;
-    const auto [panel, stride] = panel_b(square, j, num_columns);
+    auto [panel, stride] = panel_b(square, j, num_columns);
+    acc_t* packed = readable_ && num_panels_ > kFewPanels ? packed_b_ : nullptr;
     Prefetch next = prefetch(square.p, j);
     for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
       const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
@@ -203,7 +206,11 @@ class Product {
       }
       if (finishing && beside_.prepare) beside_.prepare(region);
       tile(i, panel_a(square, i), square.num_words, panel, stride, num_columns, out,
-           i < 1 << next.slowness ? next : none_);
+           i < 1 << next.slowness ? next : none_, packed);
+      if (packed != nullptr) {
+        panel = std::exchange(packed, nullptr);
+        stride = width_;
+      }
       if (finishing && beside_.finish) beside_.finish(region);
     }
   }
@@ -322,14 +329,14 @@ class Product {
 
   // The rows of panel i of a times a panel of b.
   void tile(int64_t i, const acc_t* panel_a, int64_t num_words, const acc_t* panel_b,
-            int64_t stride_b, int64_t num_columns, const Out<acc_t>& out,
-            const Prefetch& prefetch) {
+            int64_t stride_b, int64_t num_columns, const Out<acc_t>& out, const Prefetch& prefetch,
+            acc_t* packed = nullptr) {
     const int64_t vectors = at::ceil_div(num_columns, kernels_.lanes);
     const auto multiply = kernels_.tile[vectors - 1][num_rows(i) - 1];
     if (is_whole(num_columns)) {
-      return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch);
+      return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch, packed);
     }
-    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tile_, width_}, prefetch);
+    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tile_, width_}, prefetch, packed);
     for (int64_t r = 0; r < num_rows(i); ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
         const acc_t sum = tile_[r * width_ + l];
@@ -349,16 +356,15 @@ class Product {
   const int64_t m_, n_, k_;
   const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
-  // Whether b can be read where it is. It is where few panels of a meet it, or c streams; where
-  // few rows do, it is read by rows, or by columns.
+  // Whether b can be read where it is. Where few rows of a meet it, it is read by rows, or by
+  // columns.
   const bool readable_ = std::is_same_v<b_t, acc_t> && !kernels_.pairs && !b_.depth_contiguous &&
                          n_ % kernels_.lanes == 0;
-  const bool in_place_ = readable_ && num_panels_ <= 8;
   const bool transposable_ = std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t> &&
                              !kernels_.pairs && a_.depth_contiguous && b_.depth_contiguous &&
                              n_ % kernels_.lanes == 0 && k_ % kernels_.lanes == 0;
   const bool few_ = m_ <= kMaxFewRows;
-  const bool by_rows_ = in_place_ && few_;
+  const bool by_rows_ = readable_ && few_;
   const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;  // of the depth

@@ -59,7 +59,7 @@ template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int
           int kVectors>
 MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
                              const acc_t* __restrict b, int64_t stride_b, const Out<acc_t>& out,
-                             const Prefetch& prefetch) {
+                             const Prefetch& prefetch, acc_t* __restrict packed) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
   constexpr int kLanes = kBytes / sizeof(acc_t);
@@ -75,24 +75,30 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
     stride_wanted = 0;
   }
   const Prefetch later = prefetch;  // in registers
-  for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
-    fetch<kMaxTileVectors * kBytes>(later, q);
-    __builtin_prefetch(a + 16 * kPanelStride);
-    // One line in 8 words: as many at once would keep a and b waiting.
-    __builtin_prefetch(wanted + q / 16 * stride_wanted + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
-    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      __builtin_prefetch(b + 4 * stride_b + v * kLanes);
-    }
-    Aligned column[kVectors];
-    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-      column[v] = *reinterpret_cast<const Unaligned*>(b + v * kLanes);
-    }
-    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+  const auto run = [&](auto packs) __attribute__((always_inline)) {
+    for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
+      fetch<kMaxTileVectors * kBytes>(later, q);
+      __builtin_prefetch(a + 16 * kPanelStride);
+      // One line in 8 words: as many at once would keep a and b waiting.
+      __builtin_prefetch(wanted + q / 16 * stride_wanted + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
-        Arithmetic::multiply_add(a[r], column[v], sum[r][v]);
+        __builtin_prefetch(b + 4 * stride_b + v * kLanes);
+      }
+      Aligned column[kVectors];
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        column[v] = *reinterpret_cast<const Unaligned*>(b + v * kLanes);
+        if constexpr (packs()) {
+          *reinterpret_cast<Aligned*>(packed + (q * kMaxTileVectors + v) * kLanes) = column[v];
+        }
+      }
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          Arithmetic::multiply_add(a[r], column[v], sum[r][v]);
+        }
       }
     }
-  }
+  };
+  packed != nullptr ? run(std::true_type()) : run(std::false_type());
   if (out.add != nullptr) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -197,10 +203,10 @@ MOE_EXT_KERNEL void multiply_few_rows_transposed(int64_t depth, const acc_t* a, 
     template <int kTileRows, int kVectors>                                                         \
     static __attribute__((__VA_ARGS__)) void tile(int64_t num_words, const acc_t* a,               \
                                                   const acc_t* b, int64_t stride_b,                \
-                                                  const Out<acc_t>& out,                           \
-                                                  const Prefetch& prefetch) {                      \
+                                                  const Out<acc_t>& out, const Prefetch& prefetch, \
+                                                  acc_t* packed) {                                 \
       multiply<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kTileRows, kVectors>(       \
-          num_words, a, b, stride_b, out, prefetch);                                               \
+          num_words, a, b, stride_b, out, prefetch, packed);                                       \
     }                                                                                              \
     template <int kFewRows>                                                                        \
     static __attribute__((__VA_ARGS__)) void few_rows(int64_t num_words, const acc_t* a,           \
@@ -278,7 +284,7 @@ struct Amx {
   template <int kTileRows, int kVectors>
   static __attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void tile(
       int64_t num_words, const float* a, const float* b, int64_t stride_b, const Out<float>& out,
-      const Prefetch& prefetch) {
+      const Prefetch& prefetch, float* /*packed*/) {
     constexpr bool kTwoRows = kTileRows > kSide, kTwoColumns = kVectors > 1;
     constexpr int64_t kBytesA = 4 * kSide;
     const int64_t bytes_b = 4 * stride_b;
