@@ -264,6 +264,49 @@ def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == out
 
 
+def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
+    def figures(ms):
+        return {"rounds": 1, "ms": [ms - 1, ms, ms + 1], "gflops": 8 / ms} | {
+            "share_of_limit": [0, 0.5 / ms, 1],
+            "ratio_to_ours": [0, ms / 10, 9],
+        }
+
+    paths = []
+    for number, (ours, peer) in enumerate([(10, 12), (14, None), (11, 22)]):
+        found = {"ours": {which: figures(ours) for which in layer.PASSES}}
+        if peer:
+            found["mask loop"] = {layer.BOTH: figures(peer)}
+        result = {"name": "e4", "shape": [8, 4, 1, 2, 2, "uniform"], "activation": "relu"} | {
+            "hidden": 2, "used_experts": 4, "dtype": "float32", "threads": 1,
+            "gemm_gflops": 100 + number, "stream_gbytes": 10 - number, "figures": found,
+            "limit_ms": dict.fromkeys(layer.PASSES, number), "remarks": {}, "peak_mib": {},
+        }  # fmt: skip
+        record = {"environment": f"machine {number // 2}", "versions": "", "arguments": {}}
+        record |= {"results": [result], "memory": [], "routing": []}
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(record | {"left_out": [f"problem {number}"]}))
+    path = tmp_path / "all.json"
+    assert layer.main(["--report", *map(str, paths), "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "machine 0; machine 1" in out and "up to 3 occasions" in out and "- problem 2" in out
+    assert "11 (10-14)" in out and "(1.70) | 1.70" in out
+    record = json.loads(path.read_text())
+    (result,) = record["results"]
+    assert (result["gemm_gflops"], result["stream_gbytes"]) == (101, 9)
+    assert result["limit_ms"] == dict.fromkeys(layer.PASSES, 1)
+    assert result["figures"]["ours"][layer.BOTH] == {
+        "rounds": 3,
+        "ms": [10, 11, 14],
+        "gflops": 8 / 11,
+        "share_of_limit": [0.5 / 14, 0.5 / 11, 0.05],
+        "ratio_to_ours": [1, 1.1, 1.4],
+    }
+    assert result["figures"]["mask loop"][layer.BOTH]["ms"] == [12, 17, 22]
+    # One report of several is as good as they are.
+    assert layer.main(["--report", str(path)]) == 0
+    assert capsys.readouterr().out == out
+
+
 def test_a_problem_that_does_not_fit_ends_nothing(monkeypatch, capsys, tmp_path):
     def problem(shape, *arguments):
         if shape.tokens == 48:
