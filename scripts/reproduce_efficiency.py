@@ -293,7 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
             f"{environment()}, {options.threads} thread{'s' if options.threads > 1 else ''}, "
             f"float32; medians over {options.rounds} interleaved rounds."
         )
-    command = f"python scripts/reproduce_efficiency.py --threads {options.threads}"
+    command = (
+        f"python scripts/reproduce_efficiency.py --threads {options.threads} "
+        f"--rounds {options.rounds}"
+    )
     page = as_markdown(rows, setting, command, width)
     data = {"setting": setting, "rows": [asdict(row) for row in rows]}
     write_report(options.output, "efficiency", page, data, plot(rows))
