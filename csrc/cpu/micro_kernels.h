@@ -32,9 +32,9 @@ struct Out {
 };
 
 // C [rows, columns] = A B by panels that are num_words deep. Each element of A B is one chain of
-// multiply-adds in the order of the depth, whatever the other rows and columns are. `packed`, if
-// not null nor of pairs, becomes a copy of B's panel, with rows kMaxTileVectors vectors apart,
-// aligned.
+// multiply-adds in the order of the depth, whatever the other rows and columns are. Where `packed`
+// is not null, B's panel is copied there on the way, in rows of kMaxTileVectors vectors, aligned;
+// pairs are packed before.
 template <typename acc_t>
 using Tile = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b,
                       const Out<acc_t>& out, const Prefetch& prefetch, acc_t* packed);
