@@ -395,11 +395,11 @@ def over_occasions(occasions: Sequence[Result]) -> Result:
     """One problem's results on several occasions as one; one occasion's stay as they are."""
     if len(occasions) == 1:
         return occasions[0]
-    figures: dict[str, dict[str, list[Figures]]] = {}
+    figures: dict[Key, list[Figures]] = {}
     for result in occasions:
         for name, found in result.figures.items():
             for which, each in found.items():
-                figures.setdefault(name, {}).setdefault(which, []).append(each)
+                figures.setdefault((name, which), []).append(each)
     return replace(
         occasions[0],
         gemm_gflops=statistics.median(result.gemm_gflops for result in occasions),
@@ -408,10 +408,7 @@ def over_occasions(occasions: Sequence[Result]) -> Result:
             which: statistics.median(result.limit_ms[which] for result in occasions)
             for which in PASSES
         },
-        figures={
-            name: {which: median_figures(each) for which, each in found.items()}
-            for name, found in figures.items()
-        },
+        figures=by_pass({key: median_figures(each) for key, each in figures.items()}),
         occasions=sum(result.occasions for result in occasions),
     )
 
