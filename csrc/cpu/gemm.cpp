@@ -34,9 +34,9 @@ constexpr int64_t kMaxSquares = 3;
 constexpr int64_t kBytesAlong = 512 << 10;
 
 // Where B is read by rows, so many columns of C are in work at a time, so that they stay in the
-// first cache level, and B's rows are fetched so far ahead.
+// first cache level, and B's rows are fetched there so far ahead.
 constexpr int64_t kMaxColumns = 1024;
-constexpr int64_t kRowsAhead = 16;
+constexpr int64_t kRowsAhead = 4;
 
 // A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
 template <typename T>

@@ -135,11 +135,19 @@ MOE_EXT_KERNEL void add_rows(const acc_t* __restrict a, const acc_t* __restrict 
                              acc_t* __restrict c, int64_t stride_c) {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, kBytes>::Unaligned;
-  for (int64_t j = 0; j < num_columns; j += kBytes / sizeof(acc_t)) {
+  constexpr int kLanes = kBytes / sizeof(acc_t);
+  int64_t left = num_columns;  // of the row to be fetched
+  for (int64_t j = 0; j < num_columns; j += kLanes) {
     Aligned row[kDepth];
     MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
-      __builtin_prefetch(ahead + q * stride_b + j, 0, 2);
+      __builtin_prefetch(ahead + q * kLanes);
       row[q] = *reinterpret_cast<const Unaligned*>(b + q * stride_b + j);
+    }
+    ahead += kDepth * kLanes;
+    left -= kDepth * kLanes;
+    if (left <= 0) {
+      left += num_columns;
+      ahead += stride_b - num_columns;
     }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       auto& to = *reinterpret_cast<Unaligned*>(c + r * stride_c + j);
@@ -152,10 +160,13 @@ MOE_EXT_KERNEL void add_rows(const acc_t* __restrict a, const acc_t* __restrict 
   }
 }
 
-template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows, int kDepth>
+// Memory likes few rows of B at a time; more of them spare reading and writing C.
+template <typename acc_t, typename Arithmetic, int kBytes, int kPanelStride, int kRows>
 MOE_EXT_KERNEL void multiply_few_rows(int64_t num_words, const acc_t* a, const acc_t* b,
                                       int64_t stride_b, int64_t num_columns, const acc_t* ahead,
                                       bool starts, acc_t* c, int64_t stride_c) {
+  constexpr int kStores = kRows * 64 / kBytes;  // with a line of a row of B
+  constexpr int kDepth = kStores <= 3 ? 1 : kStores <= 6 ? 2 : 4;
   int64_t q = 0;
   const auto add = [&](auto depth) __attribute__((always_inline)) {
     add_rows<acc_t, Arithmetic, kBytes, kPanelStride, kRows, depth()>(
@@ -196,7 +207,7 @@ MOE_EXT_KERNEL void multiply_few_rows_transposed(int64_t depth, const acc_t* a, 
   }
 }
 
-#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, kDepth, ...)     \
+#define MOE_EXT_INSTRUCTION_SET(Name, Arithmetic, kBytes_, kRows_, kPanelStride_, ...)             \
   template <typename acc_t>                                                                        \
   struct Name {                                                                                    \
     static constexpr int kBytes = kBytes_, kRows = kRows_, kPanelStride = kPanelStride_;           \
@@ -213,7 +224,7 @@ MOE_EXT_KERNEL void multiply_few_rows_transposed(int64_t depth, const acc_t* a, 
                                                       const acc_t* b, int64_t stride_b,            \
                                                       int64_t num_columns, const acc_t* ahead,     \
                                                       bool starts, acc_t* c, int64_t stride_c) {   \
-      multiply_few_rows<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kFewRows, kDepth>( \
+      multiply_few_rows<acc_t, Arithmetic<acc_t, kBytes>, kBytes, kPanelStride, kFewRows>(         \
           num_words, a, b, stride_b, num_columns, ahead, starts, c, stride_c);                     \
     }                                                                                              \
     template <int kFewRows>                                                                        \
@@ -227,15 +238,15 @@ MOE_EXT_KERNEL void multiply_few_rows_transposed(int64_t depth, const acc_t* a, 
     }                                                                                              \
   }
 
-// As many rows as leave registers for vectors of B and a word of A; the depth is that of few rows.
+// As many rows as leave registers for vectors of B and a word of A.
 #if defined(__x86_64__)
-MOE_EXT_INSTRUCTION_SET(Avx512, Numbers, 64, 14, 16, 8, noinline,
+MOE_EXT_INSTRUCTION_SET(Avx512, Numbers, 64, 14, 16, noinline,
                         target("arch=x86-64-v4,prefer-vector-width=512"));
-MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, 64, 14, 16, 8, noinline,
+MOE_EXT_INSTRUCTION_SET(Avx512Bf16, Bf16Pairs, 64, 14, 16, noinline,
                         target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512"));
-MOE_EXT_INSTRUCTION_SET(Avx2, Numbers, 32, 6, 8, 4, noinline, target("arch=x86-64-v3"));
+MOE_EXT_INSTRUCTION_SET(Avx2, Numbers, 32, 6, 8, noinline, target("arch=x86-64-v3"));
 #endif
-MOE_EXT_INSTRUCTION_SET(Portable, Numbers, 16, 6, 8, 4, noinline);
+MOE_EXT_INSTRUCTION_SET(Portable, Numbers, 16, 6, 8, noinline);
 
 template <typename acc_t, typename Set, int kVectors, int... kRow>
 constexpr void fill(Tile<acc_t>* tiles, std::integer_sequence<int, kRow...>) {

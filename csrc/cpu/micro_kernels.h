@@ -44,7 +44,7 @@ constexpr int kMaxTileVectors = 2;
 
 // C [rows, num_columns] = A B in the same chains, which go on in C unless it `starts`. B is read
 // row after row, for an A so small that reading B is what takes time. `ahead` are the rows to be
-// fetched into the cache meanwhile, stride_b apart.
+// fetched into the cache meanwhile, stride_b apart, one after the other.
 template <typename acc_t>
 using FewRows = void (*)(int64_t num_words, const acc_t* a, const acc_t* b, int64_t stride_b,
                          int64_t num_columns, const acc_t* ahead, bool starts, acc_t* c,
