@@ -34,9 +34,10 @@ constexpr int64_t kMaxSquares = 3;
 constexpr int64_t kBytesAlong = 512 << 10;
 
 // Where B is read by rows, so many columns of C are in work at a time, so that they stay in the
-// first cache level, and B's rows are fetched there so far ahead.
+// first cache level, and B's rows are fetched there so far ahead, some at a time.
 constexpr int64_t kMaxColumns = 1024;
-constexpr int64_t kRowsAhead = 4;
+constexpr int64_t kBytesAhead = 16 << 10;
+constexpr int64_t kRowsAtATime = 4;
 
 // A factor as a stack of panels: element (i, p) of it, i across the panels and p in their depth.
 template <typename T>
@@ -259,8 +260,8 @@ class Product {
         const int64_t num_columns = std::min(n_ - j, kMaxColumns);
         acc_t* sums = apart ? sums_ : c + j;
         const int64_t stride = apart ? num_columns : n_;
-        for (int64_t q = 0; q < square.depth; q += kRowsAhead) {
-          const int64_t num_words = std::min(square.depth - q, kRowsAhead);
+        for (int64_t q = 0; q < square.depth; q += rows_ahead_) {
+          const int64_t num_words = std::min(square.depth - q, rows_ahead_);
           for (int64_t i = 0; i < num_panels_; ++i) {
             kernels_.few_rows[num_rows(i) - 1](
                 num_words, panel_a(square, i) + q * kernels_.panel_stride, b_.at(j, square.p + q),
@@ -301,7 +302,7 @@ class Product {
 
   // What is fetched while the rows of b at (p, j) are in use.
   const b_t* ahead(int64_t p, int64_t j) const {
-    if (p + kRowsAhead < k_) return b_.at(j, p + kRowsAhead);
+    if (p + rows_ahead_ < k_) return b_.at(j, p + rows_ahead_);
     return next_.data == nullptr ? b_.at(j, p) : next_.at(j, 0);
   }
 
@@ -365,6 +366,8 @@ class Product {
                              n_ % kernels_.lanes == 0 && k_ % kernels_.lanes == 0;
   const bool few_ = m_ <= kMaxFewRows;
   const bool by_rows_ = readable_ && few_;
+  const int64_t rows_ahead_ =
+      at::round_up(at::ceil_div(kBytesAhead, bytes(std::min(n_, kMaxColumns))), kRowsAtATime);
   const int64_t depth_ = at::round_up(at::ceil_div(k_, num_squares()), kDepthStep);  // of a square
   c10::SmallVector<Square, kMaxSquares> squares_;
   bool last_ = false;  // of the depth

@@ -58,7 +58,7 @@ using FewRowsTransposed = void (*)(int64_t depth, const acc_t* a, int64_t stride
                                    int64_t stride_b, const acc_t* ahead, bool starts, acc_t* c,
                                    int64_t stride_c);
 
-constexpr int kMaxFewRows = 8;
+constexpr int kMaxFewRows = 10;
 
 // What there is for an instruction set and a type.
 template <typename acc_t>
