@@ -76,11 +76,8 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
   }
   const Prefetch later = prefetch;  // in registers
   const auto run = [&](auto packs) __attribute__((always_inline)) {
-    for (int64_t q = 0; q < num_words; ++q, a += kPanelStride, b += stride_b) {
-      fetch<kMaxTileVectors * kBytes>(later, q);
+    const auto word = [&](int64_t q) __attribute__((always_inline)) {
       __builtin_prefetch(a + 16 * kPanelStride);
-      // One line in 8 words: as many at once would keep a and b waiting.
-      __builtin_prefetch(wanted + q / 16 * stride_wanted + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
         __builtin_prefetch(b + 4 * stride_b + v * kLanes);
       }
@@ -96,7 +93,20 @@ MOE_EXT_KERNEL void multiply(int64_t num_words, const acc_t* __restrict a,
           Arithmetic::multiply_add(a[r], column[v], sum[r][v]);
         }
       }
+      a += kPanelStride;
+      b += stride_b;
+    };
+    // Two words at a time: the second often fetches what the first does.
+    int64_t q = 0;
+    for (; q + 1 < num_words; q += 2) {
+      fetch<kMaxTileVectors * kBytes>(later, q);
+      word(q);
+      if (later.slowness == 0) fetch<kMaxTileVectors * kBytes>(later, q + 1);
+      // One line in 8 words: as many at once would keep a and b waiting.
+      __builtin_prefetch(wanted + q / 16 * stride_wanted + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
+      word(q + 1);
     }
+    if (q < num_words) word(q);
   };
   packed != nullptr ? run(std::true_type()) : run(std::false_type());
   if (out.add != nullptr) {
