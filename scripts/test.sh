@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
 say "style and types"
-"$venv/bin/clang-format" --dry-run -Werror csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/cuda/*
+find csrc tests/emulation -type f -exec "$venv/bin/clang-format" --dry-run -Werror {} +
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy

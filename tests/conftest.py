@@ -7,6 +7,7 @@ import pathlib
 import random
 import re
 
+import emulated
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,9 @@ def instruction_sets():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line(
+        "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -49,7 +53,19 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         has_gpu = moe_ext._C.cuda_version is not None and torch.cuda.is_available()
         gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
-        metafunc.parametrize("device", ["cpu", *gpu])
+        marker = metafunc.definition.get_closest_marker("emulated")
+        also = ["emulated"] if marker and (not marker.args or marker.args[0]) else []
+        metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
+
+
+@pytest.fixture
+def device(request):
+    """Where a test's tensors are; the CPU if CUDA's kernels are emulated."""
+    if request.param == "emulated":
+        with emulated.kernels():
+            yield "cpu"
+    else:
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -139,9 +155,9 @@ def assert_same_bits(actual, expected):
 
 
 def assert_same_products(actual, expected):
-    """The same bits on the CPU; on a GPU, where products of equal factors need not be added in one
-    order, nearly the same numbers."""
-    if actual.is_cuda and actual.is_floating_point():
+    """The same bits by the CPU's kernels; by CUDA's, where products of equal factors need not be
+    added in one order, nearly the same numbers."""
+    if (actual.is_cuda or emulated.active) and actual.is_floating_point():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     else:
         assert_same_bits(actual, expected)

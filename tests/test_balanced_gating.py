@@ -17,6 +17,8 @@ from conftest import (
 
 from moe_ext import ops
 
+pytestmark = pytest.mark.emulated
+
 SHAPES = [(1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)]
 
 
@@ -303,6 +305,7 @@ def test_gates_are_deterministic(threads):
     assert_deterministic(function, threads)
 
 
+@pytest.mark.emulated(False)  # takes too long
 @pytest.mark.parametrize("T", [65_535, 65_536, 200_000])
 def test_many_tokens(device, T):
     """As in plain torch, where no scores are equal: no limit in a kernel."""

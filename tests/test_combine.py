@@ -17,6 +17,8 @@ from conftest import (
 
 from moe_ext import ops
 
+pytestmark = pytest.mark.emulated
+
 SHAPES = [(1, 1, 1), (3, 2, 1), (7, 8, 1), (7, 8, 2), (7, 8, 7), (7, 8, 8), (40, 5, 3), (0, 4, 2)]
 
 

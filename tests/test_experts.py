@@ -21,6 +21,8 @@ from conftest import (
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
 
+pytestmark = pytest.mark.emulated
+
 COUNTS = [[1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9]
 ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu", "geglu", "reglu"]
 GATED = {"swiglu", "geglu", "reglu"}

@@ -17,6 +17,8 @@ from conftest import (
 
 from moe_ext import ops
 
+pytestmark = pytest.mark.emulated
+
 NU = 1e-2
 SHAPES = [  # T, E, k
     (1, 1, 1),
@@ -437,6 +439,7 @@ def test_deterministic(threads):
 MANY = [65_535, 65_536, 200_000]
 
 
+@pytest.mark.emulated(False)  # takes too long
 @pytest.mark.parametrize("T", MANY)
 def test_many_tokens(device, T):
     """Gating, load and importance, forward and backward, as in plain torch: no limit in a kernel.

@@ -19,6 +19,8 @@ from conftest import (
 import moe_ext
 from moe_ext import ops
 
+pytestmark = pytest.mark.emulated
+
 NU = 1e-2
 SHAPES = [(1, 1, 1), (3, 2, 1), (3, 2, 2), (7, 8, 1), (7, 8, 2), (7, 8, 7), (7, 8, 8), (40, 5, 3)]
 

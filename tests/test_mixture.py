@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import FeedForwardExperts, MoE, ops
 
+pytestmark = pytest.mark.emulated
+
 # The experts of each token, in the order of its slots.
 ROUTES = {
     "two each": [[0, 2], [4, 0], [2, 1], [1, 0], [0, 4]],

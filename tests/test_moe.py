@@ -655,6 +655,8 @@ HASHES = """
 import hashlib, math, torch
 from moe_ext import NoisyTopKGate, ops
 
+pytestmark = pytest.mark.emulated
+
 def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
 

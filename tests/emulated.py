@@ -1,0 +1,110 @@
+"""The operators' CUDA kernels on the CPU: so they are tested where there is no GPU.
+
+csrc/cuda is compiled as C++ with what emulation/ has in the place of CUDA, into operators of CPU
+tensors, moe_ext_emulated::noisy_topk_gating and so on. It shows whether the kernels compute what
+they should, whoever is first: not how fast, and nothing of streams, graphs and waiting.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import load
+
+ROOT = Path(__file__).parents[1]
+EMULATION = ROOT / "tests" / "emulation"
+BUILD = ROOT / "build" / "emulation"
+
+# What is no C++, and where the kernels are registered.
+CHANGES = [
+    (r"kernel<<<(.*)>>>\(", r"emulation::launch<Parameters...>(kernel, \1, "),
+    (
+        r"extern __shared__ __align__\(\d+\) unsigned char shared_space\[\];",
+        "unsigned char* const shared_space = emulation::shared_memory();",
+    ),
+    (r"TORCH_LIBRARY_IMPL\(moe_ext, CUDA, m\)", "TORCH_LIBRARY_IMPL(moe_ext_emulated, CPU, m)"),
+    (r"DispatchKey::AutocastCUDA", "DispatchKey::AutocastCPU"),
+]
+
+
+def write_sources():
+    """Writes csrc with the changes into BUILD and returns what is to be compiled. A file that is
+    there already is left alone, so that it is not compiled again."""
+    sources, used = [], set()
+    for path in (ROOT / "csrc").glob("**/*.*"):
+        text = path.read_text()
+        to = BUILD / path.relative_to(ROOT)
+        if path.parent.name == "cpu" or (path.parent.name == "csrc" and path.suffix == ".cpp"):
+            continue
+        if path.parent.name == "cuda":
+            if (EMULATION / path.name).exists():
+                text = (EMULATION / path.name).read_text()
+            for pattern, replacement in CHANGES:
+                text, count = re.subn(pattern, replacement, text)
+                used |= {pattern} if count else set()
+        if path.suffix == ".cu":
+            to = to.with_suffix(".cpp")
+            sources.append(str(to))
+        if not to.exists() or to.read_text() != text:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_text(text)
+    assert used == {pattern for pattern, _ in CHANGES}, "csrc/cuda has changed"
+    return sorted(sources)
+
+
+@functools.cache
+def operators():
+    """The names of the operators, once their kernels are there."""
+    schemas = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, short = name.partition("::")
+        if namespace == "moe_ext" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+            schemas[short] = str(getattr(torch.ops.moe_ext, short).default._schema)
+    library = torch.library.Library("moe_ext_emulated", "DEF")
+    for short, schema in schemas.items():
+        library.define(schema.removeprefix("moe_ext::"))
+        library.impl(short, torch.library.fallthrough_kernel, "Autograd")
+    operators.library = library  # they are there as long as it is
+    (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+    path = os.environ["PATH"]
+    try:  # ninja is beside this Python
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+        load(
+            "moe_ext_emulated",
+            [*write_sources(), str(EMULATION / "broken_kernels.cpp")],
+            extra_cflags=[
+                *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+                *("-include", str(EMULATION / "emulation.h")),
+            ],
+            extra_include_paths=[str(EMULATION), str(EMULATION / "include")],
+            build_directory=str(BUILD / "objects"),
+            is_python_module=False,
+        )
+    finally:
+        os.environ["PATH"] = path
+    return list(schemas)
+
+
+active = False  # within kernels()
+
+
+@contextlib.contextmanager
+def kernels():
+    """The operators of CPU tensors run their CUDA kernels."""
+    global active
+    names = operators()
+    with torch.library._scoped_library("moe_ext", "IMPL") as library:
+        with warnings.catch_warnings(action="ignore"):  # that there are kernels already
+            for name in names:
+                kernel = getattr(torch.ops.moe_ext_emulated, name).default
+                library.impl(name, kernel, "CPU", allow_override=True)
+        active = True
+        try:
+            yield
+        finally:
+            active = False

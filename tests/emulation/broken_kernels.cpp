@@ -1,0 +1,81 @@
+// Kernels with one mistake each, which the emulation must not let pass; and the same without it.
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty_like.h>
+#include <cuda_pipeline.h>
+#include <torch/library.h>
+
+#include <cub/block/block_scan.cuh>
+
+namespace {
+
+using at::Tensor;
+
+constexpr int kThreads = 256;
+
+template <bool kBroken>
+__global__ void barrier_kernel(const float* in, float* out) {
+  __shared__ float values[kThreads];
+  values[threadIdx.x] = in[threadIdx.x];
+  if (!kBroken) __syncthreads();
+  out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
+}
+
+// A thread that is ahead overwrites what another has yet to add.
+template <bool kBroken>
+__global__ void reuse_kernel(const float* in, float* out) {
+  using Scan = cub::BlockScan<float, kThreads>;
+  __shared__ Scan::TempStorage space;
+  float before = 0, of_zeros = 0;
+  Scan(space).ExclusiveSum(in[threadIdx.x], before);
+  if (!kBroken) __syncthreads();
+  Scan(space).ExclusiveSum(0, of_zeros);
+  out[threadIdx.x] = before + of_zeros;
+}
+
+template <bool kBroken>
+__global__ void copy_kernel(const float* in, float* out) {
+  __shared__ float values[kThreads];
+  values[threadIdx.x] = 0;
+  __pipeline_memcpy_async(values + threadIdx.x, in + threadIdx.x, sizeof(float));
+  __pipeline_commit();
+  __pipeline_wait_prior(kBroken ? 1 : 0);
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
+template <bool kBroken>
+__global__ void lanes_kernel(const float* in, float* out) {
+  if (kBroken && threadIdx.x == 5) return;
+  out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 1);
+}
+
+template <bool kBroken>
+__global__ void branch_kernel(const float* in, float* out) {
+  out[threadIdx.x] = in[threadIdx.x];
+  if (kBroken && threadIdx.x < 32) {
+    __syncthreads_or(0);
+  } else {
+    __syncthreads();
+  }
+}
+
+Tensor run(const Tensor& in, const std::string& kernel, bool broken) {
+  const std::map<std::string, std::array<void (*)(const float*, float*), 2>> kernels{
+      {"barrier", {barrier_kernel<false>, barrier_kernel<true>}},
+      {"reuse", {reuse_kernel<false>, reuse_kernel<true>}},
+      {"copy", {copy_kernel<false>, copy_kernel<true>}},
+      {"lanes", {lanes_kernel<false>, lanes_kernel<true>}},
+      {"branch", {branch_kernel<false>, branch_kernel<true>}},
+  };
+  Tensor out = at::empty_like(in);
+  emulation::launch<const float*, float*>(kernels.at(kernel)[broken], 1, kThreads, 0, nullptr,
+                                          in.const_data_ptr<float>(),
+                                          out.mutable_data_ptr<float>());
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_ext_emulated, m) {
+  m.def("broken_kernel(Tensor input, str kernel, bool broken) -> Tensor", &run);
+}

@@ -1,0 +1,332 @@
+// CUDA's kernels on the CPU: what of the language and its runtime csrc/cuda uses.
+//
+// The threads of a block take turns on one thread of the processor, each on a stack of its own,
+// from one wait for the others to the next. Whose turn comes when is drawn, so that a kernel that
+// relies on an order, as one with a barrier missing does, gives other results than it should.
+// Blocks run one after the other.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static  // of the one block that runs
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using std::max;
+using std::min;
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
+
+namespace emulation {
+
+constexpr unsigned kWarp = 32;
+constexpr unsigned kMostThreads = 1024;
+constexpr size_t kMostShared = 227 << 10;  // of an H200's block
+constexpr size_t kMostSharedByDefault = 48 << 10;
+constexpr size_t kStackBytes = 64 << 10;
+
+// Of what is undefined on a GPU, or would hang it.
+[[noreturn]] inline void fail(const std::string& what) {
+  throw std::logic_error("emulated kernel: " + what);
+}
+
+// Where threads wait for each other.
+struct Barrier {
+  unsigned num_threads = 0;
+  unsigned num_waiting = 0;
+  uint64_t num_passed = 0;
+  const char* function = nullptr;  // in which they wait
+};
+
+// What a thread has begun to copy with cp.async.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t num_bytes, num_zeros;
+
+  void run() const {
+    std::memcpy(to, from, num_bytes);
+    std::memset(static_cast<char*>(to) + num_bytes, 0, num_zeros);
+  }
+};
+
+struct Thread {
+  const std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  bool started = false;  // its stack is in use, if only to wait for a kernel
+  jmp_buf turn;          // where its next turn begins
+  bool alive = false;
+  const Barrier* waits_for = nullptr;  // until it has been passed that often
+  uint64_t until = 0;
+  unsigned num_exchanges = 0, num_votes = 0;
+  std::vector<std::vector<Copy>> copies;  // of the groups that it committed, and of the open one
+};
+
+struct Warp {
+  Barrier barrier{kWarp};
+  // What the lanes give each other, of two exchanges in turn: no lane is further ahead.
+  std::array<std::array<uint64_t, kWarp>, 2> values;
+};
+
+// The one multiprocessor, with one block at a time.
+struct Machine {
+  std::mutex mutex;  // of the launches
+  std::minstd_rand random;
+  std::map<const void*, size_t> most_shared;  // of the kernels for which that was set
+
+  const std::function<void()>* kernel = nullptr;
+  std::vector<Thread> threads = std::vector<Thread>(kMostThreads);
+  std::vector<Warp> warps;
+  Barrier barrier;
+  std::vector<char> votes;  // the outcome of each
+  alignas(128) std::array<unsigned char, kMostShared> shared;
+
+  unsigned current = 0;  // thread
+  jmp_buf scheduler;
+  std::exception_ptr error;
+
+  Thread& thread() { return threads[current]; }
+  Warp& warp() { return warps[current / kWarp]; }
+};
+
+inline Machine& machine() {
+  static Machine machine;
+  return machine;
+}
+
+inline unsigned char* shared_memory() { return machine().shared.data(); }
+
+inline void end_turn(Thread& thread) {
+  if (_setjmp(thread.turn) == 0) _longjmp(machine().scheduler, 1);
+}
+
+inline void wait(Barrier& barrier, const char* function) {
+  if (barrier.num_waiting == 0) barrier.function = function;
+  if (std::strcmp(barrier.function, function) != 0) {
+    fail(std::string("some threads are in ") + barrier.function + ", others in " + function);
+  }
+  if (++barrier.num_waiting == barrier.num_threads) {
+    barrier.num_waiting = 0;
+    ++barrier.num_passed;
+    return;
+  }
+  Thread& self = machine().thread();
+  self.waits_for = &barrier;
+  self.until = barrier.num_passed + 1;
+  end_turn(self);
+}
+
+// The values of all lanes of a warp.
+template <typename T>
+std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  Warp& warp = machine().warp();
+  if (lanes != 0xffffffffu || warp.barrier.num_threads != kWarp) {
+    fail(std::string(function) + " without all lanes of the warp");
+  }
+  auto& values = warp.values[machine().thread().num_exchanges++ % 2];
+  std::memcpy(&values[threadIdx.x % kWarp], &value, sizeof(T));
+  wait(warp.barrier, function);
+  std::array<T, kWarp> all;
+  for (unsigned lane = 0; lane < kWarp; ++lane) std::memcpy(&all[lane], &values[lane], sizeof(T));
+  return all;
+}
+
+// What goes on on a stack: one kernel after the other.
+inline void run_kernels() {
+  Machine& m = machine();
+  while (true) {
+    try {
+      (*m.kernel)();
+      if (m.barrier.num_waiting > 0 || m.warp().barrier.num_waiting > 0) {
+        fail("a thread has ended, and others wait for it");
+      }
+    } catch (...) {
+      m.error = std::current_exception();
+    }
+    m.thread().alive = false;
+    --m.barrier.num_threads;
+    --m.warp().barrier.num_threads;
+    end_turn(m.thread());
+  }
+}
+
+// A thread's turn.
+inline void resume(Thread& thread) {
+  if (_setjmp(machine().scheduler) != 0) return;  // it is over
+  if (std::exchange(thread.started, true)) _longjmp(thread.turn, 1);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = thread.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  makecontext(&context, run_kernels, 0);
+  setcontext(&context);
+}
+
+// A turn for every thread that waits for nothing, in an order that is drawn; some warps, drawn too,
+// are left out if others can go on. Says whether any thread had one.
+inline bool give_turns(unsigned num_threads, bool leave_out) {
+  Machine& m = machine();
+  constexpr unsigned kSteps[] = {1, 37, 41, 43, 47, 53, 59, 61};  // have no divisor of num_threads
+  const unsigned left_out = leave_out ? m.random() : 0;
+  const unsigned first = m.random() % num_threads, step = kSteps[m.random() % 8] % num_threads;
+  const bool upwards = m.random() % 2 == 0;
+  bool any = false;
+  for (unsigned i = 0; i < num_threads; ++i) {
+    const unsigned t = (first + (upwards ? i : num_threads - i) * step) % num_threads;
+    Thread& thread = m.threads[t];
+    const Barrier* barrier = thread.waits_for;
+    const bool waits = barrier != nullptr && barrier->num_passed < thread.until;
+    if (!thread.alive || waits || left_out >> t / kWarp & 1) continue;
+    any = true;
+    thread.waits_for = nullptr;
+    m.current = t;
+    threadIdx = dim3(t, 0, 0);
+    resume(thread);
+    if (m.error) return any;
+  }
+  return any;
+}
+
+inline void run_block(unsigned num_threads, size_t shared_bytes) {
+  Machine& m = machine();
+  m.barrier = Barrier{num_threads};
+  m.warps.assign(num_threads / kWarp, Warp());
+  m.votes.clear();
+  std::fill_n(m.shared.data(), shared_bytes, 0xFF);  // NaN
+  for (unsigned t = 0; t < num_threads; ++t) {
+    Thread& thread = m.threads[t];
+    thread.alive = true;
+    thread.waits_for = nullptr;
+    thread.num_exchanges = thread.num_votes = 0;
+    thread.copies.assign(1, {});
+  }
+  bool leave_out = false;
+  while (m.barrier.num_threads > 0) {
+    const bool any = give_turns(num_threads, leave_out);
+    if (m.error) {
+      for (Thread& thread : m.threads) thread.started = false;  // their stacks are left as they are
+      std::rethrow_exception(std::exchange(m.error, nullptr));
+    }
+    if (!any && !leave_out) fail("the threads of a block wait for each other");
+    leave_out = any && num_threads > kWarp;
+  }
+}
+
+// kernel<<<blocks, num_threads, shared_bytes, stream>>>(arguments...).
+template <typename... Parameters>
+void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, size_t shared_bytes,
+            cudaStream_t, Parameters... arguments) {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  const auto set = m.most_shared.find(reinterpret_cast<const void*>(kernel));
+  if (shared_bytes > (set == m.most_shared.end() ? kMostSharedByDefault : set->second)) {
+    fail("its block has no " + std::to_string(shared_bytes) + " bytes of shared memory");
+  }
+  if (num_threads == 0 || num_threads > kMostThreads || num_threads % kWarp != 0) {
+    fail("a block of " + std::to_string(num_threads) + " threads");
+  }
+  if (blocks.x > INT32_MAX || blocks.y > UINT16_MAX || blocks.z > UINT16_MAX) fail("a large grid");
+  const std::function<void()> body = [&] { kernel(arguments...); };
+  m.kernel = &body;
+  gridDim = blocks;
+  blockDim = dim3(num_threads);
+  for (unsigned z = 0; z < blocks.z; ++z) {
+    for (unsigned y = 0; y < blocks.y; ++y) {
+      for (unsigned x = 0; x < blocks.x; ++x) {
+        blockIdx = dim3(x, y, z);
+        run_block(num_threads, shared_bytes);
+      }
+    }
+  }
+}
+
+}  // namespace emulation
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+template <typename... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute, int value) {
+  if (value < 0 || static_cast<size_t>(value) > emulation::kMostShared) {
+    return cudaErrorInvalidValue;
+  }
+  emulation::machine().most_shared[reinterpret_cast<const void*>(kernel)] = value;
+  return cudaSuccess;
+}
+
+inline void __syncthreads() { emulation::wait(emulation::machine().barrier, __func__); }
+
+inline int __syncthreads_or(int predicate) {
+  emulation::Machine& m = emulation::machine();
+  const unsigned vote = m.thread().num_votes++;
+  if (m.votes.size() <= vote) m.votes.resize(vote + 1);
+  m.votes[vote] |= predicate != 0;
+  emulation::wait(m.barrier, __func__);
+  return m.votes[vote];
+}
+
+inline void __syncwarp(unsigned lanes = 0xffffffffu) { emulation::exchange(lanes, 0, __func__); }
+
+template <typename T>
+T __shfl_sync(unsigned lanes, T value, int lane) {
+  return emulation::exchange(lanes, value, __func__)[lane % emulation::kWarp];
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned lanes, T value, int mask) {
+  return emulation::exchange(lanes, value, __func__)[(threadIdx.x ^ mask) % emulation::kWarp];
+}
+
+template <typename T>
+T __reduce_max_sync(unsigned lanes, T value) {
+  static_assert(std::is_integral_v<T> && sizeof(T) == 4);
+  const auto all = emulation::exchange(lanes, value, __func__);
+  return *std::max_element(all.begin(), all.end());
+}
+
+template <typename T>
+T __reduce_min_sync(unsigned lanes, T value) {
+  static_assert(std::is_integral_v<T> && sizeof(T) == 4);
+  const auto all = emulation::exchange(lanes, value, __func__);
+  return *std::min_element(all.begin(), all.end());
+}
+
+inline unsigned __reduce_or_sync(unsigned lanes, unsigned value) {
+  unsigned any = 0;
+  for (const unsigned each : emulation::exchange(lanes, value, __func__)) any |= each;
+  return any;
+}
+
+template <typename T>
+T atomicAdd(T* sum, T value) {
+  return std::exchange(*sum, *sum + value);
+}
