@@ -33,17 +33,14 @@ CHANGES = [
 
 
 def write_sources():
-    """Writes csrc with the changes into BUILD and returns what is to be compiled. A file that is
-    there already is left alone, so that it is not compiled again."""
+    """Writes csrc/cuda with the changes, and what it includes, into BUILD; returns the files to be
+    compiled. One that is there already is left alone, so that it is not compiled again."""
     sources, used = [], set()
-    for path in (ROOT / "csrc").glob("**/*.*"):
-        text = path.read_text()
+    for path in [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/math/*"), *ROOT.glob("csrc/cuda/*")]:
+        instead = EMULATION / path.name
+        text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)
-        if path.parent.name == "cpu" or (path.parent.name == "csrc" and path.suffix == ".cpp"):
-            continue
         if path.parent.name == "cuda":
-            if (EMULATION / path.name).exists():
-                text = (EMULATION / path.name).read_text()
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
                 used |= {pattern} if count else set()
