@@ -32,6 +32,8 @@ from moe_ext import (
     ops,
 )
 
+pytestmark = pytest.mark.emulated
+
 D, E = 6, 5
 
 
@@ -654,8 +656,6 @@ def test_deterministic(threads, dtype):
 HASHES = """
 import hashlib, math, torch
 from moe_ext import NoisyTopKGate, ops
-
-pytestmark = pytest.mark.emulated
 
 def wide(dtype):
     return torch.promote_types(dtype, torch.float32)
