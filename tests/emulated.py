@@ -92,10 +92,11 @@ active = False  # within kernels()
 
 
 @contextlib.contextmanager
-def kernels():
-    """The operators of CPU tensors run their CUDA kernels."""
+def kernels(major=8):
+    """The operators of CPU tensors run their CUDA kernels, as on a device of this architecture."""
     global active
     names = operators()
+    torch.ops.moe_ext_emulated.set_device(major)
     with torch.library._scoped_library("moe_ext", "IMPL") as library:
         with warnings.catch_warnings(action="ignore"):  # that there are kernels already
             for name in names:

@@ -7,12 +7,10 @@ namespace at::cuda {
 inline cudaStream_t getCurrentCUDAStream() { return nullptr; }
 
 struct DeviceProperties {
-  int major = 8;  // the newest without a grouped product of torch's
+  int major;  // 8: the newest without a grouped product of torch's
 };
 
-inline const DeviceProperties* getCurrentDeviceProperties() {
-  static const DeviceProperties properties;
-  return &properties;
-}
+inline DeviceProperties device_properties{8};
+inline const DeviceProperties* getCurrentDeviceProperties() { return &device_properties; }
 
 }  // namespace at::cuda
