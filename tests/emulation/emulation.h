@@ -192,12 +192,11 @@ inline void resume(Thread& thread) {
   setcontext(&context);
 }
 
-// A turn for every thread that waits for nothing, in an order that is drawn; some warps, drawn too,
-// are left out if others can go on. Says whether any thread had one.
-inline bool give_turns(unsigned num_threads, bool leave_out) {
+// A turn for every thread that waits for nothing, in an order that is drawn, but for some warps (a
+// bit for each). Says whether any thread had one.
+inline bool give_turns(unsigned num_threads, unsigned left_out) {
   Machine& m = machine();
   constexpr unsigned kSteps[] = {1, 37, 41, 43, 47, 53, 59, 61};  // have no divisor of num_threads
-  const unsigned left_out = leave_out ? m.random() : 0;
   const unsigned first = m.random() % num_threads, step = kSteps[m.random() % 8] % num_threads;
   const bool upwards = m.random() % 2 == 0;
   bool any = false;
@@ -230,15 +229,16 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
     thread.num_exchanges = thread.num_votes = 0;
     thread.copies.assign(1, {});
   }
-  bool leave_out = false;
+  unsigned left_out = 0;  // for a while: so the others get ahead
   while (m.barrier.num_threads > 0) {
-    const bool any = give_turns(num_threads, leave_out);
+    if (m.random() % 64 == 0) left_out = m.random();
+    const bool any = give_turns(num_threads, left_out);
     if (m.error) {
       for (Thread& thread : m.threads) thread.started = false;  // their stacks are left as they are
       std::rethrow_exception(std::exchange(m.error, nullptr));
     }
-    if (!any && !leave_out) fail("the threads of a block wait for each other");
-    leave_out = any && num_threads > kWarp;
+    if (!any && left_out == 0) fail("the threads of a block wait for each other");
+    if (!any) left_out = 0;
   }
 }
 
