@@ -12,9 +12,9 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
-from torch.utils.cpp_extension import load
 
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
@@ -43,7 +43,8 @@ def write_sources():
         if path.parent.name == "cuda":
             for pattern, replacement in CHANGES:
                 text, count = re.subn(pattern, replacement, text)
-                used |= {pattern} if count else set()
+                if count:
+                    used.add(pattern)
         if path.suffix == ".cu":
             to = to.with_suffix(".cpp")
             sources.append(str(to))
@@ -54,26 +55,31 @@ def write_sources():
     return sorted(sources)
 
 
+def operators_of_the_cpu():
+    """The names of the operators that have a CPU kernel, without moe_ext::."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ext::")]
+    return sorted(name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU"))
+
+
 @functools.cache
 def operators():
     """The names of the operators, once their kernels are there."""
-    schemas = {}
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, short = name.partition("::")
-        if namespace == "moe_ext" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-            schemas[short] = str(getattr(torch.ops.moe_ext, short).default._schema)
+    from torch.utils.cpp_extension import load  # not for tests that need no compiler
+
+    names = operators_of_the_cpu()
     library = torch.library.Library("moe_ext_emulated", "DEF")
-    for short, schema in schemas.items():
+    for name in names:
+        schema = str(getattr(torch.ops.moe_ext, name).default._schema)
         library.define(schema.removeprefix("moe_ext::"))
-        library.impl(short, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operators.library = library  # they are there as long as it is
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
-    path = os.environ["PATH"]
-    try:  # ninja is beside this Python
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with mock.patch.dict(os.environ, PATH=path):  # ninja is beside this Python
         load(
             "moe_ext_emulated",
-            [*write_sources(), str(EMULATION / "broken_kernels.cpp")],
+            [*write_sources(), str(EMULATION / "operators.cpp")],
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
                 "-U_FORTIFY_SOURCE",  # whose longjmp may not lead to another stack
@@ -83,9 +89,7 @@ def operators():
             build_directory=str(BUILD / "objects"),
             is_python_module=False,
         )
-    finally:
-        os.environ["PATH"] = path
-    return list(schemas)
+    return names
 
 
 active = False  # within kernels()

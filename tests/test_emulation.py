@@ -4,33 +4,33 @@ import pytest
 import torch
 from emulated import operators
 
+EXPECTED = {
+    "barrier": lambda values: values.flip(0),
+    "reuse": lambda values: values.cumsum(0) - values,
+    "copy": lambda values: values,
+    "lanes": lambda values: values.view(-1, 2).flip(1).flatten(),
+    "branch": lambda values: values,
+}
 
-def run(kernel, broken):
+
+@pytest.fixture
+def values():
+    return torch.rand(256)
+
+
+def run(values, kernel, broken):
     operators()
-    torch.manual_seed(0)
-    return torch.ops.moe_ext_emulated.broken_kernel(torch.rand(256), kernel, broken)
+    return torch.ops.moe_ext_emulated.broken_kernel(values, kernel, broken)
 
 
-def expected(kernel):
-    torch.manual_seed(0)
-    values = torch.rand(256)
-    return {
-        "barrier": values.flip(0),
-        "reuse": values.cumsum(0) - values,
-        "copy": values,
-        "lanes": values.view(-1, 2).flip(1).flatten(),
-        "branch": values,
-    }[kernel]
-
-
-@pytest.mark.parametrize("kernel", ["barrier", "reuse", "copy", "lanes", "branch"])
-def test_a_right_kernel_runs(kernel):
-    torch.testing.assert_close(run(kernel, broken=False), expected(kernel))
+@pytest.mark.parametrize("kernel", EXPECTED)
+def test_a_right_kernel_runs(values, kernel):
+    torch.testing.assert_close(run(values, kernel, broken=False), EXPECTED[kernel](values))
 
 
 @pytest.mark.parametrize("kernel", ["barrier", "reuse", "copy"])
-def test_a_missing_wait_shows_in_the_values(kernel):
-    wrong = run(kernel, broken=True) != run(kernel, broken=False)
+def test_a_missing_wait_shows_in_the_values(values, kernel):
+    wrong = run(values, kernel, broken=True) != run(values, kernel, broken=False)
     assert wrong.sum() > 20
 
 
@@ -41,7 +41,7 @@ def test_a_missing_wait_shows_in_the_values(kernel):
         ("branch", "some threads are in __syncthreads(_or)?, others in __syncthreads(_or)?"),
     ],
 )
-def test_threads_that_wait_for_each_other_in_vain(kernel, message):
+def test_threads_that_wait_for_each_other_in_vain(values, kernel, message):
     with pytest.raises(RuntimeError, match=message):
-        run(kernel, broken=True)
-    run(kernel, broken=False)
+        run(values, kernel, broken=True)
+    run(values, kernel, broken=False)

@@ -50,6 +50,7 @@ constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
 namespace emulation {
 
 constexpr unsigned kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr unsigned kMostThreads = 1024;
 constexpr size_t kMostShared = 227 << 10;  // of an H200's block
 constexpr size_t kMostSharedByDefault = 48 << 10;
@@ -150,7 +151,7 @@ template <typename T>
 std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   Warp& warp = machine().warp();
-  if (lanes != 0xffffffffu || warp.barrier.num_threads != kWarp) {
+  if (lanes != kAllLanes || warp.barrier.num_threads != kWarp) {
     fail(std::string(function) + " without all lanes of the warp");
   }
   auto& values = warp.values[machine().thread().num_exchanges++ % 2];
@@ -294,7 +295,9 @@ inline int __syncthreads_or(int predicate) {
   return m.votes[vote];
 }
 
-inline void __syncwarp(unsigned lanes = 0xffffffffu) { emulation::exchange(lanes, 0, __func__); }
+inline void __syncwarp(unsigned lanes = emulation::kAllLanes) {
+  emulation::exchange(lanes, 0, __func__);
+}
 
 template <typename T>
 T __shfl_sync(unsigned lanes, T value, int lane) {

@@ -8,12 +8,10 @@
 
 namespace moe_ext::cuda {
 
-constexpr unsigned kEveryLane = 0xffffffffu;
-
 template <bool kTransposed>
 void load_matrices(uint32_t (&matrices)[4], const void* row) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulation::fail("ldmatrix between 16 bytes");
-  const auto rows = emulation::exchange(kEveryLane, row, "ldmatrix");
+  const auto rows = emulation::exchange(emulation::kAllLanes, row, "ldmatrix");
   const unsigned lane = threadIdx.x % emulation::kWarp;
   for (unsigned matrix = 0; matrix < 4; ++matrix) {
     uint16_t pair[2];
@@ -30,7 +28,8 @@ void load_matrices(uint32_t (&matrices)[4], const void* row) {
 template <typename scalar_t>
 std::array<std::array<float, 2>, emulation::kWarp> numbers(uint32_t mine) {
   constexpr bool kIsBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;
-  const auto all = emulation::exchange(kEveryLane, mine, kIsBFloat16 ? "mma.bf16" : "mma.f16");
+  const auto all =
+      emulation::exchange(emulation::kAllLanes, mine, kIsBFloat16 ? "mma.bf16" : "mma.f16");
   std::array<std::array<float, 2>, emulation::kWarp> result;
   for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
     for (unsigned i = 0; i < 2; ++i) {

@@ -1,4 +1,5 @@
-// Kernels with one mistake each, which the emulation must not let pass; and the same without it.
+// The emulation's own operators: which device it is, and kernels with one mistake each, which it
+// must not let pass, and the same without it.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
@@ -46,7 +47,7 @@ __global__ void copy_kernel(const float* in, float* out) {
 template <bool kBroken>
 __global__ void lanes_kernel(const float* in, float* out) {
   if (kBroken && threadIdx.x == 5) return;
-  out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 1);
+  out[threadIdx.x] = __shfl_xor_sync(emulation::kAllLanes, in[threadIdx.x], 1);
 }
 
 template <bool kBroken>
