@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import Config, read_config
+from moe_ext.training.device import set_up_torch
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
@@ -37,10 +38,11 @@ from moe_ext.training.study import (
     difference,
     mean_perplexity,
     paired,
-    run_arms,
+    run_study,
     study_parser,
     verdict,
 )
+from moe_ext.training.text import load_text
 
 _ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
@@ -152,11 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             [*SETTINGS, *options.overrides, *weights],
             Config,
         )
-    _, results = run_arms(configs, options)
+    config = configs[USUAL]
+    set_up_torch(config.device, config.num_threads, config.autocast)
+    train = () if options.report else options.arms
+    text = load_text(config.data)
+    results = run_study(configs, options.seeds, text, options.runs, train=train)
     if not all(results.values()):
         print("nothing to report yet: a run of each setting must be finished")
         return results
-    config = configs[USUAL]
     facts = {
         "corpus": config.data.corpus,
         "steps": config.steps,

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from moe_ext.training import results as results_module
 from moe_ext.training.config import ConfigError, config_from_dict
+from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import evaluate
 from moe_ext.training.report import markdown_table
 from moe_ext.training.results import Result, finished, train_and_test
@@ -178,24 +179,44 @@ def run_script(script, corpus, tmp_path, *options):
 
 def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
-    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "--arms", "moe-16")
+
+    def study(*options):
+        rates = "--rates", "0.001", "0.1"
+        return run_script(reproduce_capacity, corpus, tmp_path, *rates, *options)
+
+    study("--seeds", "1", "--arms", "moe-16")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
     mixtures = ["--arms", *reproduce_capacity.MIXTURES]
-    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", *mixtures)
+    study("--seeds", "1", *mixtures)
     assert (
         "not decided: fewer than two pairs" in page.read_text() and picture.stat().st_size > 10_000
     )
-    results = run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "2", *mixtures)
+    results = study("--seeds", "1", "2", *mixtures)
     text = page.read_text()
     gap = difference(results["moe-64"], results["moe-4"])
     assert f"moe-64 against moe-4 | {as_change(gap)} | {verdict(gap)} |" in text
     data = json.loads((tmp_path / "results" / "capacity.json").read_text())
     assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
     assert data["claims"][0]["difference"]["mean"] == gap.mean
+    for name in reproduce_capacity.MIXTURES:  # the first seed decides
+        nll = data["dev_nll"][name]
+        best = min(nll, key=nll.get)
+        assert len(nll) == 2 and len(set(nll.values())) == 2
+        folders = [run.run.name for run in results[name].values()]
+        assert folders == [f"{name}-{best}-seed1", f"{name}-{best}-seed2"]
+        assert read_metrics(results[name][1].run, "dev")[-1]["nll"] == nll[best]
+        others = {rate for rate in nll if (tmp_path / "runs" / f"{name}-{rate}-seed2").exists()}
+        assert others == {best}
     before = page.read_bytes()
     page.unlink()
-    run_script(reproduce_capacity, corpus, tmp_path, "--seeds", "1", "2", "--report")
+    study("--seeds", "1", "2", "--report")
     assert page.read_bytes() == before
+
+
+def test_the_rate_of_a_capacity_study_is_chosen(corpus, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_script(reproduce_capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
+    assert "optimizer.learning_rate is chosen from --rates" in capsys.readouterr().err
 
 
 def test_losses_are_reported(corpus, tmp_path):

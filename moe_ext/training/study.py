@@ -18,13 +18,12 @@ from filelock import FileLock, Timeout
 
 from moe_ext.analysis import Cost
 from moe_ext.training.command import add_overrides, at_least, make_parser
-from moe_ext.training.config import AnyConfig, Config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.config import AnyConfig
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table
 from moe_ext.training.results import Result, finished, train_and_test
 from moe_ext.training.statistics import Interval, mean_difference
-from moe_ext.training.text import SentenceText, Text, load_text
+from moe_ext.training.text import Text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
@@ -114,17 +113,6 @@ def run_study(
         if result is not None:
             results[name][seed] = result
     return results
-
-
-def run_arms(
-    arms: Mapping[str, Config], options: argparse.Namespace, shares: Sequence[float] = ()
-) -> tuple[SentenceText, Results]:
-    """`run_study` of language models, as the options of `study_parser` ask for, on their text."""
-    config = next(iter(arms.values()))
-    set_up_torch(config.device, config.num_threads, config.autocast)
-    text = load_text(config.data)
-    train = () if options.report else options.arms
-    return text, run_study(arms, options.seeds, text, options.runs, shares, train)
 
 
 class Claim(NamedTuple):
