@@ -8,19 +8,22 @@
 Trains the models of configs/small on 10.7 million words with each of the peak learning rates, for
 the first seed, and with the rate that was the best on the dev part for the other seeds; tests them
 after a quarter and after all of the steps, and writes OUTPUT/capacity.md, .json and .png (OUTPUT is
-docs/results if not given). That is 45 runs of 5 to 20 minutes on one processor. Started several
-times with the same --runs, the processes share them; with --report nothing is trained.
+docs/results if not given). That is 45 runs of 5 to 20 minutes on one processor; --arms and --rates
+ask for some of them, and the page has what is there. Started several times with the same --runs,
+the processes share them; with --report nothing is trained.
 
 Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
 goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
 sentence.
 """
 
+import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from matplotlib.figure import Figure
 
@@ -58,10 +61,41 @@ SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to choose from, if not given
 QUARTER = 0.25
 
+Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
+
 
 def at_rate(name: str, rate: float) -> str:
     """What a model is called when trained with a peak learning rate."""
     return f"{name}-{rate:g}"
+
+
+def runs_at_best_rates(
+    configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
+) -> tuple[Results, dict[str, dict[float, float]]]:
+    """The runs of each model at the best peak rate, and nats of the dev part by model and rate."""
+    asked = [] if options.report else options.arms
+
+    def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
+        arms = {at_rate(*model): configs[model] for model in models}
+        names = [at_rate(*model) for model in train]
+        return run_study(arms, seeds, text, options.runs, [QUARTER], names)
+
+    trials = itertools.product(asked, options.rates)
+    first_runs = runs_of(configs, options.seeds[:1], trials)
+    dev_nll = {
+        name: {
+            rate: read_metrics(run.run, "dev")[-1]["nll"]
+            for rate in RATES
+            for run in first_runs[at_rate(name, rate)].values()
+        }
+        for name in ARMS
+    }
+    best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
+    # What other processes are still trying they will also train with the other seeds.
+    tried = [name for name in asked if dev_nll[name].keys() >= set(options.rates)]
+    runs = runs_of(best.items(), options.seeds, [(name, best[name]) for name in tried])
+    results = {name: runs[at_rate(name, best[name])] if name in best else {} for name in ARMS}
+    return results, dev_nll
 
 
 def claims(results: Results) -> list[Claim]:
@@ -134,13 +168,12 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ],
         rows,
     )  # fmt: skip
-    tried = facts["dev_nll"]
     rates = markdown_table(
-        ["model", *(f"{rate:g}" for rate in tried[FIRST])],
+        ["model", *(f"{rate:g}" for rate in RATES)],
         [
-            [name, *(f"{perplexity(nll):.2f}" for nll in tried[name].values())]
-            for name, runs in results.items()
-            if runs
+            [name, *(f"{perplexity(nll[rate]):.2f}" if rate in nll else "" for rate in RATES)]
+            for name, nll in facts["dev_nll"].items()
+            if nll
         ],
     )
     verdicts = claims_table(claims(results))
@@ -156,7 +189,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         "runs of one seed with their 95% t interval.\n\n"
         f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
         "Each model has the peak learning rate with which its first seed ends with the least "
-        f"perplexity of the dev part:\n\n{rates}\n"
+        f"perplexity of the dev part (blank: not tried):\n\n{rates}\n"
         "A claim is reproduced where the interval lies below zero, reversed where above, else not "
         f"seen.\n\n{verdicts}"
     )
@@ -189,7 +222,7 @@ def plot(results: Results) -> Figure:
 def main(arguments: Sequence[str] | None = None) -> Results:
     parser = study_parser(__doc__, "capacity", ARMS)
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=RATES, help="peak learning rates to choose from"
+        "--rates", type=float, nargs="+", choices=RATES, default=RATES, help="try only these"
     )
     options = parser.parse_intermixed_args(arguments)
     if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
@@ -202,38 +235,14 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             Config,
         )
         for name in ARMS
-        for rate in options.rates
+        for rate in RATES
     }
     config = next(iter(configs.values()))
     set_up_torch(config.device, config.num_threads, config.autocast)
     text = load_text(config.data)
-
-    def runs_of(arms: Iterable[tuple[str, float]], seeds: Sequence[int]) -> Results:
-        """The runs of models at peak rates, by `at_rate`; those asked for are trained."""
-        planned = {at_rate(*arm): configs[arm] for arm in arms}
-        asked = () if options.report else options.arms
-        train = [at_rate(*arm) for arm in arms if arm[0] in asked]
-        return run_study(planned, seeds, text, options.runs, [QUARTER], train)
-
-    first_runs = runs_of(configs, options.seeds[:1])
-    dev_nll = {
-        name: {
-            rate: read_metrics(run.run, "dev")[-1]["nll"]
-            for rate in options.rates
-            for run in first_runs[at_rate(name, rate)].values()
-        }
-        for name in ARMS
-    }
-    # Other processes may still be at some of a model's rates: its other seeds are then theirs.
-    best = {
-        name: min(nll, key=nll.__getitem__)
-        for name, nll in dev_nll.items()
-        if len(nll) == len(options.rates)
-    }
-    runs = runs_of(best.items(), options.seeds)
-    results = {name: runs[at_rate(name, best[name])] if name in best else {} for name in ARMS}
+    results, dev_nll = runs_at_best_rates(configs, options, text)
     if not results[FIRST]:
-        print(f"nothing to report yet: the runs of {FIRST} at all rates must be finished")
+        print(f"nothing to report yet: a run of {FIRST} must be finished")
         return results
     seen_tokens = config.steps * config.data.tokens_per_batch
     facts = {
@@ -245,10 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "test_tokens": text.test.num_tokens,
         "vocabulary": len(text.vocabulary),
     }
-    command = command_of("capacity", options)
-    if options.rates != RATES:
-        command += " --rates " + " ".join(map(str, options.rates))
-    page = as_markdown(results, facts, command)
+    page = as_markdown(results, facts, command_of("capacity", options))
     data = {
         **facts,
         "models": as_data(results),

@@ -181,7 +181,7 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
 
     def study(*options):
-        rates = "--rates", "0.001", "0.1"
+        rates = "--rates", "4e-3", "1.6e-2"
         return run_script(reproduce_capacity, corpus, tmp_path, *rates, *options)
 
     study("--seeds", "1", "--arms", "moe-16")
