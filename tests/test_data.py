@@ -346,6 +346,13 @@ def test_corpus_errors(tmp_path):
         load_corpus(tmp_path / "empty.txt", dev_share=0.5, test_share=0.5)
 
 
+def test_a_byte_order_mark_is_not_of_the_first_word(tmp_path):
+    text = tmp_path / "marked.txt"
+    text.write_text("\ufeffthe end\n\ufeffof\n", "utf-8")
+    corpus = load_corpus(text, parts=["all"])
+    assert list(corpus.all) == [["the", "end"], ["\ufeffof"]]
+
+
 def test_unreadable_text_is_named_with_its_line(tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("\n".join(NUMBERS).encode() + b"\nCaf\xe9\n")

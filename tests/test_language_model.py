@@ -25,6 +25,8 @@ from moe_ext.models import (
     LanguageModel,
     LanguageModelConfig,
     MoEConfig,
+    SampledSoftmax,
+    evaluating,
     linear_cross_entropy,
     linear_nll,
 )
@@ -90,6 +92,50 @@ def test_linear_cross_entropy_survives_large_logits():
     assert loss.item() == pytest.approx(2000.0)
     loss.backward()
     assert hidden.grad.item() == pytest.approx(20.0)
+
+
+def test_linear_cross_entropy_of_many_rows_in_float16():
+    """The gradient of their mean is in its range where that of the sum is not."""
+    rows, classes = 4000, 8192
+    hidden, bias = torch.full((rows, 1), 50.0).half(), torch.zeros(classes).half()
+    weight, targets = bias[:, None].clone().requires_grad_(), torch.zeros(rows, dtype=torch.int64)
+    (linear_cross_entropy(hidden, weight, bias, targets) / rows).backward()
+    assert weight.grad.dtype == torch.float16
+    assert weight.grad[0].item() == pytest.approx(-50, rel=1e-2)
+    assert weight.grad[1:].sum().item() == pytest.approx(50, rel=1e-2)
+
+
+def test_linear_cross_entropy_without_gradient_makes_none(monkeypatch):
+    monkeypatch.setattr(torch, "zeros_like", None)  # where a gradient would be added up
+    weight = torch.randn(7, 4, requires_grad=True)
+    arguments = torch.randn(5, 4), weight, torch.zeros(7), torch.randint(7, (5,))
+    with torch.no_grad():
+        loss = linear_cross_entropy(*arguments)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, linear_nll(*arguments).sum(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("target", [-100, 7])
+def test_targets_that_are_no_class(target):
+    hidden, weight, bias = torch.randn(2, 4), torch.randn(7, 4), torch.zeros(7)
+    softmax = SampledSoftmax(4, 7, 3)
+    targets = torch.tensor([3, target])
+    with pytest.raises(
+        ValueError, match=r"^linear_cross_entropy: targets must be in \[0, 7\), got"
+    ):
+        linear_cross_entropy(hidden, weight, bias, targets)
+    with pytest.raises(
+        ValueError, match=r"^sampled_cross_entropy: targets must .*, got .*(7|-100)"
+    ):
+        softmax.loss(hidden, targets)
+
+
+def test_evaluating_leaves_each_modules_mode():
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_linear_cross_entropy_under_autocast():

@@ -1,5 +1,6 @@
 """Text as sentences: where the training, development and test sentences of a corpus come from."""
 
+import codecs
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -327,6 +328,8 @@ def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
                     break
                 number += 1
                 position += len(line)
+                if position == len(line):  # the file's first
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 words = line.decode("utf-8").split()
                 if words:
                     yield words

@@ -141,10 +141,11 @@ class EncodedPairs:
         return EncodedPairs(source, target, self.pair[kept], self.names)
 
     def report(self) -> str:
-        """A line on each language pair: how many lines were kept, and what was skipped and why."""
+        """A line on each language pair: how many lines were kept, and what was skipped and why;
+        nothing of pairs that were made without `counts`, as those of `first`."""
         return "\n".join(
             f"{name}: {describe(counts)}"
-            for name, counts in zip(self.names, self.counts, strict=True)
+            for name, counts in zip(self.names, self.counts, strict=False)
         )
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 """Parallel text: where pairs of a sentence and its translation come from."""
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,6 @@ _DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
 _TEST = ("test*", "newstest2014*")
 _OLD = ("dev200*", "devtest200*", "test200*")
 _LINES_FOR_COLUMNS = 100  # of a table, whose first line may be a bad one
-_BOM = b"\xef\xbb\xbf"
 
 KEPT = "kept"
 COLUMNS = "wrong number of columns"
@@ -461,6 +461,6 @@ def _lines(file: Path) -> Iterator[bytes]:
         with open_plain(file) as lines:
             for line in lines:
                 number += 1
-                yield (line.removeprefix(_BOM) if number == 1 else line).rstrip(b"\r\n")
+                yield (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip(b"\r\n")
     except READ_ERRORS as error:
         raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error

@@ -17,6 +17,7 @@ from moe_ext.models.parts import (
     ffn_layer,
     gate_layer,
     moe_layer,
+    require_lstm_units,
     sigmoid_of,
     word_embedding,
     word_softmax,
@@ -72,12 +73,7 @@ class LanguageModelConfig:
             self.layers,
         )
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
-        require(
-            self.lstm_units == 0 or self.lstm_units >= self.d_model,
-            "lstm_units",
-            f"be 0 or at least d_model = {self.d_model}",
-            self.lstm_units,
-        )
+        require_lstm_units(self.lstm_units, self.d_model)
         require(self.dtype in DTYPES, "dtype", f"be one of {', '.join(DTYPES)}", self.dtype)
         require(
             "moe_lstm" not in self.layers or self.moe.gate != "balanced",

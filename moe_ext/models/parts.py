@@ -25,6 +25,15 @@ def _require_activation(name: str) -> None:
     require(name in ACTIVATIONS, "activation", f"be one of {', '.join(ACTIVATIONS)}", name)
 
 
+def require_lstm_units(lstm_units: int, d_model: int) -> None:
+    require(
+        lstm_units == 0 or lstm_units >= d_model,
+        "lstm_units",
+        f"be 0 or at least d_model = {d_model}",
+        lstm_units,
+    )
+
+
 @dataclass
 class MoEConfig:
     """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
@@ -249,10 +258,11 @@ class WordModel(nn.Module):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while."""
-    training = model.training
+    """The model in evaluation mode for a while; then each of its modules as it was."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training

@@ -17,6 +17,7 @@ from moe_ext.models.softmax import (
     linear_cross_entropy,
     linear_nll,
     logits_of,
+    require_classes,
     row_blocks,
     to_product_dtype,
 )
@@ -123,8 +124,12 @@ def sampled_cross_entropy(
         log_expected_target: [T], ln E of each target.
 
     Returns:
-        Nats, a float32 scalar.
+        Nats, a scalar in float32, or float64 for hidden of that type.
+
+    Raises:
+        ValueError: a target on the CPU is not in [0, V).
     """
+    require_classes("sampled_cross_entropy", targets, len(weight))
     return _SampledCrossEntropy.apply(
         hidden, weight, bias, targets, classes, log_expected_class, log_expected_target
     )
@@ -244,7 +249,7 @@ class SampledSoftmax(nn.Linear):
             self.sampler = LogUniformSampler(num_classes, num_sampled, generator)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of nats over hidden [T, D] with targets [T] int64, a float32 scalar."""
+        """The sum of nats over hidden [T, D] with targets [T] int64, a scalar."""
         if self.sampler is None or not self.training:
             return linear_cross_entropy(hidden, self.weight, self.bias, targets)
         classes, num_tries = self.sampler.draw()
@@ -255,5 +260,5 @@ class SampledSoftmax(nn.Linear):
         )
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """-ln p of each target under the full softmax: [T] float32, nats; no gradient."""
+        """-ln p of each target under the full softmax: [T], nats; no gradient."""
         return linear_nll(hidden, self.weight, self.bias, targets)

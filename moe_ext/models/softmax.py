@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_ext.checks import require
 from moe_ext.ops.dtypes import accumulation_dtype
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], in nats: a float32 scalar.
+    """Sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], in nats: a scalar in float32,
+    or float64 for hidden of that type.
 
     Under autocast the matrix products are in its dtype and the rest in float32.
 
@@ -25,13 +27,20 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
         weight: [V, D].
         bias: [V].
         targets: [T] int64, in [0, V).
+
+    Raises:
+        ValueError: a target on the CPU is not.
     """
+    require_classes("linear_cross_entropy", targets, len(weight))
+    learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
+    if not (learns and torch.is_grad_enabled()):
+        return linear_nll(hidden, weight, bias, targets).sum()
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 
 @torch.no_grad()
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Each term of the sum of `linear_cross_entropy`: [T] float32, nats; no gradient."""
+    """Each term of the sum of `linear_cross_entropy`: [T], nats; no gradient."""
     nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
     weight, dtype = to_product_dtype(weight, hidden)
     for rows in row_blocks(len(targets), weight):
@@ -43,8 +52,6 @@ def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) ->
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        if not any(ctx.needs_input_grad):
-            return linear_nll(hidden, weight, bias, targets).sum()
         full = accumulation_dtype(hidden)
         total = torch.zeros((), dtype=full, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
@@ -71,14 +78,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), h)
                 else:
                     grad_weight += grad.t() @ h
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype))
+        # The sum's gradients, that of a mean is within a half type's range when this one is not.
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (grad_output * grad for grad in ctx.saved_tensors)
-        return *(g.to(s.dtype) for g, s in zip(grads, ctx.saved_tensors, strict=True)), None
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((grad_output * grad).to(dtype) for grad, dtype in grads), None
+
+
+def require_classes(name: str, targets: Tensor, num_classes: int) -> None:
+    """Raises ValueError if a target is none of the classes; on a GPU the kernels do."""
+    if targets.device.type == "cpu" and len(targets) and not torch.compiler.is_compiling():
+        least, most = (int(value) for value in targets.aminmax())
+        holds = least >= 0 and most < num_classes
+        require(holds, f"{name}: targets", f"be in [0, {num_classes})", (least, most))
 
 
 def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -18,6 +18,7 @@ from moe_ext.models.parts import (
     WordModel,
     ffn_layer,
     moe_layer,
+    require_lstm_units,
     sigmoid_of,
     word_embedding,
     word_softmax,
@@ -63,12 +64,7 @@ class TranslationModelConfig:
     def __post_init__(self) -> None:
         require_at_least(1, d_model=self.d_model)
         require_at_least(0, attention_units=self.attention_units)
-        require(
-            self.lstm_units == 0 or self.lstm_units >= self.d_model,
-            "lstm_units",
-            f"be 0 or at least d_model = {self.d_model}",
-            self.lstm_units,
-        )
+        require_lstm_units(self.lstm_units, self.d_model)
         for name, kinds in (
             ("encoder", ENCODER_KINDS),
             ("attention", ATTENTION_KINDS),
@@ -312,7 +308,7 @@ class TranslationModel(WordModel):
             state: of N translations after the words before that.
 
         Returns:
-            log_probs: [N, V] float32, nats.
+            log_probs: [N, V], nats.
             attention: [N, S], the weights of the source's tokens.
             state: after `tokens`.
         """
