@@ -6,10 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.distributed.parameters import expert_parameters
+from moe_ext.ops.dtypes import accumulation_dtype
+from moe_ext.processes import Layout
 
 
 @torch.no_grad()
@@ -62,8 +66,11 @@ def clip_grad_norm_(
 
 def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
     """Of their gradients, where there are any; of whole ones, if they are shards."""
-    norm = get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+    # Of no elements there is no largest.
+    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
+    norm = get_total_norm(grads, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = norm.to(accumulation_dtype(norm))  # a power of it would overflow in a half type
     return norm.to(params[0].device) if params else norm
 
 
@@ -72,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: as torch's.
-        process_group: of all of them; None is the default group.
+        process_group: all of them, or their mesh; None is the default group.
         options: the others of torch's, by name.
     """
 
@@ -80,11 +87,11 @@ class GradScaler(torch.amp.GradScaler):
         self,
         device: str = "cuda",
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
-        self._process_group = process_group
+        self._process_group = Layout.of(process_group).world.group
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*arguments)
