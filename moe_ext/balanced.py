@@ -137,6 +137,8 @@ class _StrictlyBalancedGate(Gate):
         batchwise: choose by the batchwise mask in evaluation, too.
     """
 
+    of_batch = True
+
     def __init__(self, num_experts: int, k: int, detach_scores: bool) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -163,7 +165,6 @@ class _StrictlyBalancedGate(Gate):
         """
         num_rows, num_experts = scores.shape
         num_groups = threshold.numel() // num_experts
-        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         if self.processes.size > 1:
             if group_sizes is None:
                 group_sizes = torch.tensor([num_rows], device=scores.device)
@@ -171,9 +172,8 @@ class _StrictlyBalancedGate(Gate):
             if self.training and mth_score is not None:
                 _initialize(threshold, initialized, mth_score)
             group = columns_of(group_sizes.unsqueeze(0), num_rows)
-            agreement = _agreement(
-                scores.unsqueeze(1), bound.index_select(0, group), mask.unsqueeze(1)
-            )
+            bound = threshold.to(scores.dtype).view(num_groups, num_experts).index_select(0, group)
+            agreement = _agreement(scores.unsqueeze(1), bound, mask.unsqueeze(1))
             return _Mask(*_experts_of_rows(mask), agreement)
 
         num_rows //= num_groups
@@ -183,6 +183,7 @@ class _StrictlyBalancedGate(Gate):
         if self.training and num_rows > 0:
             _initialize(threshold, initialized, mth_score)
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
+        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         agreement = _agreement(scores, bound, mask)
         if num_rows == 0:
             return _Mask(row_index.new_zeros(0), row_index.new_zeros(1), agreement)
@@ -221,7 +222,7 @@ class _StrictlyBalancedGate(Gate):
             importance,
             load,
             token_offsets,
-            equal_load=len(agreements) > 0,
+            equal_load=len(agreements) > 0 and self.processes.size == 1,
             loss=loss,
             metrics=metrics,
         )

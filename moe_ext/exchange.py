@@ -7,6 +7,7 @@ to be summed. Only rows travel, never weights (Sec. 3.2).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
-from moe_ext.experts import mixture
+from moe_ext.experts import FeedForwardExperts, mixture
 from moe_ext.processes import Processes, Transfer, blocks, columns_of, scale_grad
 
 EXCHANGES = ("rows", "tokens")  # the units of an `Exchange`
+_HOST = torch.device("cpu")
 _Sender = Callable[[int], Transfer]  # of a chunk
 
 
@@ -47,6 +49,8 @@ class Placement:
 
     def experts_of(self, rank: int) -> range:
         """The experts of one process; if there are fewer than processes, some have none."""
+        rule = f"be in [0, {self.num_processes})"
+        require(0 <= rank < self.num_processes, "Placement.experts_of: rank", rule, rank)
         size = self.experts_per_group
         groups = blocks(range(self.num_experts // size), self.num_processes)[rank]
         return range(groups.start * size, groups.stop * size)
@@ -58,6 +62,8 @@ class Placement:
 
     def owner(self, expert: int) -> int:
         """The rank of the process that has an expert."""
+        rule = f"be in [0, {self.num_experts})"
+        require(0 <= expert < self.num_experts, "Placement.owner: expert", rule, expert)
         return next(r for r in range(self.num_processes) if expert in self.experts_of(r))
 
 
@@ -75,6 +81,23 @@ class _Copies(NamedTuple):
     token_offsets: Tensor | None
     num_copies: Tensor
     of_row: Tensor | None
+
+
+class _Order(NamedTuple):
+    """Where the rows of all experts go: sorted by destination, a pair (chunk, process).
+
+    Attributes:
+        position: [E], of each expert among all.
+        bounds: [destinations + 1], the positions of each destination.
+        destination: [E], by position.
+        message: what to tell each process: the counts of its experts, then, numbered from E on, the
+            numbers of copies for its chunks.
+    """
+
+    position: Tensor
+    bounds: Tensor
+    destination: Tensor
+    message: Tensor
 
 
 class Exchange(nn.Module):
@@ -102,11 +125,6 @@ class Exchange(nn.Module):
         num_chunks: into how many the experts of each process are divided, at least 1.
     """
 
-    position: Tensor
-    bounds: Tensor
-    destination: Tensor
-    message: Tensor
-
     def __init__(
         self,
         placement: Placement,
@@ -115,36 +133,32 @@ class Exchange(nn.Module):
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
+        size = processes.size
         self.placement = placement
         self.processes = processes
         self.unit = unit
         self.num_chunks = num_chunks
-        # The destinations are (chunk, process), the chunk outside; rows are sorted by them.
         ranks = range(processes.size)
         chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in ranks]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in ranks]
         self.chunk_sizes = [len(experts) for experts in chunks[processes.rank]]
-        sizes = torch.tensor([len(experts) for experts in destinations])
-        order = torch.tensor([expert for experts in destinations for expert in experts])
-        # To each process the counts of its experts, then the numbers of copies for its chunks.
         first = placement.num_experts
         message = [
-            torch.cat(
-                [
-                    torch.tensor(placement.experts_of(rank), dtype=torch.int64),
-                    torch.arange(first + rank, first + len(destinations), processes.size),
-                ]
-            )
+            [*placement.experts_of(rank), *range(first + rank, first + len(destinations), size)]
             for rank in ranks
         ]
         self.message_sizes = [len(part) for part in message]
-        for name, buffer in {
-            "position": order.argsort(),  # of each expert among the rows
-            "bounds": F.pad(sizes.cumsum(0), (1, 0)),  # the positions of each destination
-            "destination": torch.arange(len(destinations)).repeat_interleave(sizes),  # by position
-            "message": torch.cat(message),
-        }.items():
-            self.register_buffer(name, buffer, persistent=False)
+        with _HOST:  # a layer can be made on the meta device
+            sizes = torch.tensor([len(experts) for experts in destinations])
+            # Constants: neither buffers, which `to_empty` would leave undefined, nor in the state.
+            self._order = {
+                _HOST: _Order(
+                    torch.tensor([*chain(*destinations)]).argsort(),
+                    F.pad(sizes.cumsum(0), (1, 0)),
+                    torch.arange(len(destinations)).repeat_interleave(sizes),
+                    torch.tensor([*chain(*message)]),
+                )
+            }
 
     def forward(
         self,
@@ -163,19 +177,21 @@ class Exchange(nn.Module):
             experts: of this process.
             recompute: see `moe_ext.ops.experts`.
         """
-        if torch.is_autocast_enabled(x.device.type):
+        autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        if autocast and isinstance(experts, FeedForwardExperts):
             # The experts' type is what travels.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        size, num_chunks, num_experts = self.processes.size, self.num_chunks, len(self.position)
+        order = self._order_on(x.device)
+        size, num_chunks = self.processes.size, self.num_chunks
         num_local = sum(self.chunk_sizes)
         # Between here and y gradients are those of the mean of the losses, as the experts need.
         x, gates = scale_grad(x, size), scale_grad(gates, size)
 
-        plan = ops.dispatch_plan(self.position[expert_index], num_experts)
-        tokens_per_expert = plan.tokens_per_expert[self.position]
-        copies = self._copies(expert_index, token_offsets, plan)
+        plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
+        tokens_per_expert = plan.tokens_per_expert[order.position]
+        copies = self._copies(expert_index, token_offsets, plan, order)
         numbers = Transfer(
-            torch.cat([tokens_per_expert, copies.num_copies])[self.message],
+            torch.cat([tokens_per_expert, copies.num_copies])[order.message],
             self.processes,
             self.message_sizes,
             [num_local + num_chunks] * size,
@@ -188,7 +204,7 @@ class Exchange(nn.Module):
         host = [
             copies.num_copies,
             received[:, num_local:].T.reshape(-1),
-            plan.offsets[self.bounds].diff(),
+            plan.offsets[order.bounds].diff(),
             torch.cat([counts.sum(1) for counts in received_by_chunk]),
         ]
         copies_out, copies_in, rows_out, rows_in = (
@@ -232,19 +248,28 @@ class Exchange(nn.Module):
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
         return scale_grad(y, 1 / size), tokens_per_expert
 
+    def _order_on(self, device: torch.device) -> _Order:
+        if device not in self._order:
+            self._order[device] = _Order(*(value.to(device) for value in self._order[_HOST]))
+        return self._order[device]
+
     def _copies(
-        self, expert_index: Tensor, token_offsets: Tensor | None, plan: ops.DispatchPlan
+        self,
+        expert_index: Tensor,
+        token_offsets: Tensor | None,
+        plan: ops.DispatchPlan,
+        order: _Order,
     ) -> _Copies:
         if self.unit == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
-            return _Copies(plan.inverse, token_offsets, plan.offsets[self.bounds].diff(), None)
-        num_destinations = len(self.bounds) - 1
+            return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
+        num_destinations = len(order.bounds) - 1
         if token_offsets is None:
             num_slots = torch.full_like(expert_index[:, 0], expert_index.shape[1])
         else:
             num_slots = token_offsets.diff()
         num_tokens = len(num_slots)
         token = columns_of(num_slots.unsqueeze(0), expert_index.numel())
-        destination = self.destination[self.position[expert_index]].reshape(-1)
+        destination = order.destination[order.position[expert_index]].reshape(-1)
         needed = torch.zeros(
             num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
+from moe_ext.ops.dtypes import accumulation_dtype
 from moe_ext.processes import Processes
 
 
@@ -49,7 +51,7 @@ def _matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """x in float32 at least: once for all matrices of a gate."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(accumulation_dtype(x))
 
 
 def logits(
@@ -88,9 +90,8 @@ def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -
 
 
 def require_k(module: str, k: int, num_experts: int) -> None:
-    require(
-        1 <= k <= num_experts, f"{module}: k", f"be between 1 and num_experts = {num_experts}", k
-    )
+    rule = f"be a whole number between 1 and num_experts = {num_experts}"
+    require(isinstance(k, int) and 1 <= k <= num_experts, f"{module}: k", rule, k)
 
 
 class Gate(nn.Module):
@@ -102,14 +103,23 @@ class Gate(nn.Module):
         num_experts: E.
         k: experts per token; on average where tokens differ.
         processes: those whose tokens make up the batch that is balanced; set by the layer.
+        of_batch: what it chooses depends on the other tokens, and what it learns of them would
+            differ between processes that balance by themselves.
     """
 
     num_experts: int
     k: int
+    of_batch = False
 
     def __init__(self) -> None:
         super().__init__()
         self.processes = Processes()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As at the start, for a gate that was made on the meta device: all at zero."""
+        for value in chain(self.parameters(), self.buffers()):
+            value.zero_()
 
 
 class SoftmaxGate(Gate):
@@ -168,7 +178,10 @@ class TopKGate(Gate):
         self.num_experts = num_experts
         self.k = k
         self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
-        nn.init.normal_(self.w_gate, std=0.1 * d_model**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w_gate, std=0.1 * len(self.w_gate) ** -0.5)
 
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k kept gates of each token, in order of decreasing logit."""

@@ -1,5 +1,6 @@
 """The hierarchical mixture of experts, Appendix B."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ def k_of_levels(
     """
     sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
     require_at_least(1, name, d_model=d_model, **sizes)
-    require(isinstance(k, int) or len(k) == 2, f"{name}: k", "be a number or a pair", k)
-    k1, k2 = (k, k) if isinstance(k, int) else k
+    k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
+    whole = isinstance(k1, int) and isinstance(k2, int)
+    require(whole, f"{name}: k", "be a whole number or a pair of them", k)
     for level, chosen, choices, limit in (
         ("first", k1, num_groups, "num_groups"),
         ("second", k2, experts_per_group, "experts_per_group"),

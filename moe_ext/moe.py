@@ -103,7 +103,8 @@ class MoE(nn.Module):
             two dimensions has copies of the experts along the first, and shares them along the
             second; of one, it is its group.
         balance: "global": importance and load are summed over the processes before the losses;
-            "local": every process balances its own tokens.
+            "local": every process balances its own tokens, by these losses (a strictly balanced
+            gate's thresholds would be different in each).
         exchange: "rows" or "tokens", what travels by itself; see `moe_ext.exchange.Exchange`.
         num_chunks: see there.
 
@@ -175,6 +176,15 @@ class MoE(nn.Module):
         sharing = self.layout.expert_parallel
         self.placement = Placement(num_experts, sharing.size, getattr(gate, "experts_per_group", 1))
         local = self.placement.experts_of(sharing.rank)
+        one_by_one = isinstance(experts, ModuleExperts | nn.ModuleList | Sequence)
+        if one_by_one and sharing.size > 1:
+            require(
+                min(self.placement.counts) >= num_chunks,
+                "MoE: num_experts",
+                f"be at least {sharing.size * num_chunks} where experts are modules, one for each "
+                "chunk of each process",
+                num_experts,
+            )
         if experts is None:
             hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
             experts = FeedForwardExperts(
@@ -195,6 +205,14 @@ class MoE(nn.Module):
         ):
             given = getattr(module, size, expected)
             require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
+        require(
+            balance == "global"
+            or self.layout.world.size == 1
+            or not getattr(gate, "of_batch", False),
+            "MoE: balance",
+            'be "global" with a strictly balanced gate',
+            balance,
+        )
         if balance == "global" and self.layout.world.size > 1:
             require(
                 isinstance(gate, Gate),

@@ -287,6 +287,14 @@ def test_thresholds_start_at_the_first_batch(device, kind):
     assert_same_bits(again.token_offsets, first.token_offsets)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_batch_meets_the_thresholds_it_starts(device, dtype):
+    """Not those from before it: in half a type the thresholds are rounded, and so nearly agree."""
+    gate, x = make_gate("flat", device).to(dtype), make_x(400, device=device).to(dtype)
+    disagreement = gate(x).metrics["mask_disagreement"]
+    assert disagreement <= (0 if dtype == torch.float32 else 0.05)
+
+
 def test_evaluation_before_training(device):
     """Thresholds of 0: every expert for every token, as the softmax gate. Nothing starts them."""
     gate, x = make_gate(device=device).eval(), make_x(9, device=device)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import assert_exact, assert_same_bits
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import moe_ext.gates
@@ -435,8 +435,28 @@ def test_clipping_refuses_infinity_everywhere(workers):
     workers.run(2, clip_infinity)
 
 
-def scaled_step(group, rank, bad_rank):
+def clip_few(group, rank):
+    """One expert for two processes, in a type whose greatest number is 65,504."""
+    layer = MoE(D, 1, 1, hidden_sizes=(5,), dtype=torch.float16, process_group=group)
+    for param in layer.experts.parameters():
+        param.grad = torch.zeros_like(param)
+    if rank == 0:
+        layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([3000.0, 4000.0])
+    norms = clip_grad_norm_(layer, 1e9, math.inf), clip_grad_norm_(layer, 1.0)
+    return norms, layer.experts.weights[0].grad
+
+
+def test_clipping_half_types_and_processes_without_experts(workers):
+    (norms, grad), (others, empty) = workers.run(2, clip_few)
+    assert [float(norm) for norm in norms] == [float(norm) for norm in others] == [4000, 5000]
+    torch.testing.assert_close(grad[0, 0, :2].float(), torch.tensor([0.6, 0.8]), rtol=1e-3, atol=0)
+    assert empty.numel() == 0
+
+
+def scaled_step(group, rank, bad_rank, as_mesh):
     layer = MoE(D, 2, 1, process_group=group)
+    if as_mesh:
+        group = DeviceMesh.from_group(group, "cpu")
     scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     before = layer.experts.weights[0].detach().clone()
@@ -450,9 +470,9 @@ def scaled_step(group, rank, bad_rank):
     return before - layer.experts.weights[0].detach(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("bad_rank", [None, 0, 1])
-def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank):
-    for change, scale in workers.run(2, scaled_step, bad_rank):
+@pytest.mark.parametrize("bad_rank, as_mesh", [(None, False), (0, True), (1, False)])
+def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh):
+    for change, scale in workers.run(2, scaled_step, bad_rank, as_mesh):
         torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
         assert scale == (8 if bad_rank is None else 4)
 
@@ -469,6 +489,13 @@ def test_placement(num_experts, num_processes, experts_per_group, counts):
     for rank in range(num_processes):
         mine = [expert for expert in range(num_experts) if owners[expert] == rank]
         assert mine == list(placement.experts_of(rank))
+    for wrong in (-1, num_experts):
+        with pytest.raises(
+            ValueError, match=rf"expert must be in \[0, {num_experts}\), got {wrong}"
+        ):
+            placement.owner(wrong)
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_processes}\), got -1"):
+        placement.experts_of(-1)
 
 
 def initial_values(group, rank, num_experts):
@@ -517,6 +544,14 @@ def options_refused(group, rank):
         ({"balance": "all"}, "MoE: balance must be one of global, local, got 'all'"),
         ({"experts": [nn.Identity()] * 4}, "MoE: experts must be for num_experts = 1, got 4"),
         ({"gate": nn.Identity()}, "MoE: gate must derive from moe_ext.Gate .*got 'Identity'"),
+        (
+            {"experts": [nn.Identity()], "num_chunks": 2},
+            "MoE: num_experts must be at least 8 where experts are modules, .*got 4",
+        ),
+        (
+            {"gate": BalancedGate(D, 4, 2), "balance": "local"},
+            "MoE: balance must be \"global\" with a strictly balanced gate, got 'local'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             MoE(D, 4, 2, process_group=group, **options)
@@ -564,6 +599,85 @@ def test_any_modules_as_experts(workers, num_chunks):
     assert together.keys() == grads.keys()
     for name, grad in grads.items():
         assert_exact(2 * together[name], grad)  # the mean of two losses, there their sum
+
+
+def under_autocast(group, rank, kind, dtype):
+    torch.manual_seed(4)
+    modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)) for _ in range(2)]
+    if kind == "modules":
+        options = {"experts": modules if group is None else [modules[rank]]}
+    else:
+        options = {"hidden_sizes": (7,)}
+    layer = MoE(D, 2, 2, process_group=group, **options).to(dtype).eval()
+    x = 100 * tokens_of([4, 5])[0].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach()
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("modules", torch.float32), ("weights", torch.float32), ("weights", torch.float64)],
+)
+def test_autocast_equals_one_process(workers, kind, dtype):
+    expected = under_autocast(None, 0, kind, dtype)
+    assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
+
+
+def copies_of_the_experts(group, rank):
+    """A mesh along which nothing is shared: the balanced gate's mask is of all tokens."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    y, aux = layer_of("balanced", mesh)(tokens_of([7, 8])[0].split([7, 8])[rank])
+    return y.detach(), aux.tokens_per_expert
+
+
+def test_balanced_gate_over_copies_of_the_experts(workers):
+    expected, aux = layer_of("balanced")(tokens_of([7, 8])[0])
+    parts = workers.run(2, copies_of_the_experts)
+    assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
+    assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
+    assert len(parts[0][1].unique()) > 1  # equal only together
+
+
+def made_without_memory(group, rank):
+    """On the meta device, then given memory and values, as large models are."""
+    with torch.device("meta"):
+        layers = [
+            MoE(D, 5, 2, hidden_sizes=(7,), num_chunks=2, exchange="tokens", process_group=group),
+            MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
+            HierarchicalMoE(D, 3, 4, 2, process_group=group),
+        ]
+    x = tokens_of([4, 5])[0].float().split([4, 5])[rank]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for value in (*layer.parameters(), *layer.buffers()):
+            value.detach().fill_(3)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        y, aux = layer(x)
+        assert y.isfinite().all() and aux.loss.isfinite()
+        assert not any(param.any() for param in layer.gate.parameters() if param.dim() == 2)
+
+
+def test_layers_made_on_the_meta_device(workers):
+    workers.run(2, made_without_memory)
+
+
+def shards_of_process(group, rank):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
+    model[1].running_mean.fill_(rank + 1)
+    first = [model[0].weight.detach().clone(), model[1].running_mean.clone()]
+    parallelize(model, group, dense="fsdp")
+    return first, [model[0].weight.full_tensor().detach(), model[1].running_mean]
+
+
+def test_shards_begin_with_the_first_processes_values(workers):
+    parts = workers.run(2, shards_of_process)
+    for _, values in parts:
+        for value, expected in zip(values, parts[0][0], strict=True):
+            assert_same_bits(value, expected)
 
 
 def local_balance(group, rank):

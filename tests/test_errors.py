@@ -272,6 +272,7 @@ def layer(**changes):
     "make, pattern",
     [
         (lambda: layer(k=0), r"k must .*got 0"),
+        (lambda: layer(k=2.0), r"k must be a whole number .*got 2.0"),
         (lambda: layer(k=E + 1), r"k must .*5.*got .*6"),
         (lambda: gate(k=0), r"k must .*got 0"),
         (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),

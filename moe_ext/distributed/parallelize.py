@@ -1,5 +1,7 @@
 """The model around the experts: replicas that average their gradients (Sec. 3.1)."""
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
 from moe_ext.distributed.parameters import expert_parameters, expert_state
-from moe_ext.exchange import Exchange
 from moe_ext.optim import split_parameters
 from moe_ext.processes import Layout, Processes
 
@@ -59,16 +60,14 @@ def parallelize(
         for param in thresholds:
             _average(param, world)
         whole = {*thresholds, *(entry.param for entry in experts.values())}
+        of_experts = expert_state(model)
+        for name, value in chain(model.named_parameters(), model.named_buffers()):
+            if name not in of_experts:
+                dist.broadcast(value.detach(), group_src=0, group=world.group)
         fully_shard(model, mesh=mesh, ignored_params=whole)
         return model
-    constants = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, Exchange)
-        for name, _ in module.named_buffers()
-    ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*expert_state(model), *constants]
+        model, [*expert_state(model)]
     )
     return DistributedDataParallel(model, process_group=world.group)
 
