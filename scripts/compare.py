@@ -1,6 +1,6 @@
 """MoE against a dense model of equal operations, or any two options, over paired seeds.
 
-    python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 data.corpus=path/to/text
+    python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
     python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
         --against optimizer.experts=adam
@@ -95,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
     options = parser.parse_intermixed_args(arguments)
+    changes = [*options.overrides, *(options.against or [])]
+    if any(change.startswith("seed=") for change in changes):
+        raise ConfigError("seed must be given as --seeds")
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 

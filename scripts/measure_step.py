@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_overrides(parser)
     parser.add_argument("--steps", type=at_least(1), default=3)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     config = read_config(options.config, options.overrides, Config)
     config.log = replace(config.log, tensorboard=False, progress=False)
     with tempfile.TemporaryDirectory() as folder:

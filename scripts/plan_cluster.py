@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
     parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
     plans = []

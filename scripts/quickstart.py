@@ -118,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     )
     runs = run_study(arms(config), [config.seed], text, output)
     if not all(runs.values()):
-        raise ConfigError(f"{output} must be left to one process, but another one trains there")
+        raise ConfigError(
+            f"{output} must hold both runs, but another process trains one, or it diverged"
+        )
     results = {arm: by_seed[config.seed] for arm, by_seed in runs.items()}
     trained = load_run(results["moe"].run)
     routing = collect_routing(trained.model, text.train, num_positions=100_000)

@@ -1,8 +1,8 @@
 """More experts at equal operations (Figures 2-left and 3, Table 7 of the paper, in small).
 
     python scripts/reproduce_capacity.py data.corpus=path/to/text
-    python scripts/reproduce_capacity.py --seeds 1 2 --arms moe-4 moe-64 data.corpus=path/to/text
-    python scripts/reproduce_capacity.py --rates 4e-3 8e-3 data.corpus=path/to/text
+    python scripts/reproduce_capacity.py data.corpus=path/to/text --seeds 1 2 --arms moe-4 moe-64
+    python scripts/reproduce_capacity.py data.corpus=path/to/text --rates 4e-3 8e-3
     python scripts/reproduce_capacity.py --report data.corpus=path/to/text
 
 Trains the models of configs/small on 10.7 million words with each of the peak learning rates, for
@@ -44,6 +44,7 @@ from moe_ext.training.study import (
     claims_table,
     command_of,
     difference,
+    has_diverged,
     mean_perplexity,
     run_study,
     size_cells,
@@ -90,10 +91,19 @@ def runs_at_best_rates(
         }
         for name in ARMS
     }
+
+    def tried(name: str, rate: float) -> bool:
+        folder = Path(options.runs) / f"{at_rate(name, rate)}-seed{options.seeds[0]}"
+        return rate in dev_nll[name] or has_diverged(folder)
+
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
     # What other processes are still trying they will also train with the other seeds.
-    tried = [name for name in asked if dev_nll[name].keys() >= set(options.rates)]
-    runs = runs_of(best.items(), options.seeds, [(name, best[name]) for name in tried])
+    train = [
+        (name, best[name])
+        for name in asked
+        if name in best and all(tried(name, rate) for rate in options.rates)
+    ]
+    runs = runs_of(best.items(), options.seeds, train)
     results = {name: runs[at_rate(name, best[name])] if name in best else {} for name in ARMS}
     return results, dev_nll
 
@@ -189,7 +199,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         "runs of one seed with their 95% t interval.\n\n"
         f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
         "Each model has the peak learning rate with which its first seed ends with the least "
-        f"perplexity of the dev part (blank: not tried):\n\n{rates}\n"
+        f"perplexity of the dev part (blank: not tried, or it diverged):\n\n{rates}\n"
         "A claim is reproduced where the interval lies below zero, reversed where above, else not "
         f"seen.\n\n{verdicts}"
     )

@@ -1,7 +1,7 @@
 """The balancing losses' weights (Table 6 of the paper, in small).
 
     python scripts/reproduce_losses.py data.corpus=path/to/text
-    python scripts/reproduce_losses.py --seeds 1 2 --arms 0,0 0.1,0.1 data.corpus=path/to/text
+    python scripts/reproduce_losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
     python scripts/reproduce_losses.py --report data.corpus=path/to/text
 
 Trains configs/small/moe-32.toml with six settings of w_importance,w_load on 3.1 million words for

@@ -1,7 +1,7 @@
 """One model for twelve language pairs (Table 5 of the paper, in small).
 
     python scripts/reproduce_multilingual.py data.corpus=path/to/parallel/text
-    python scripts/reproduce_multilingual.py --arms moe dense --seeds 1 data.corpus=PATH
+    python scripts/reproduce_multilingual.py data.corpus=PATH --arms moe dense --seeds 1
     python scripts/reproduce_multilingual.py --report data.corpus=PATH
 
 Trains the models of configs/mt/small-multilingual-*.toml on all their language pairs at once: with

@@ -1,7 +1,7 @@
 """Mixtures of experts in translation (Figure 4 and Tables 2 to 4 of the paper, in small).
 
     python scripts/reproduce_translation.py data.corpus=path/to/parallel/text
-    python scripts/reproduce_translation.py --pairs en-fr --seeds 1 --arms none data.corpus=PATH
+    python scripts/reproduce_translation.py data.corpus=PATH --pairs en-fr --seeds 1 --arms none
     python scripts/reproduce_translation.py --report data.corpus=PATH
 
 For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, by

@@ -1,8 +1,13 @@
 """The examples that are shown do what they say."""
 
 import doctest
+import importlib
 import re
+import shlex
+from argparse import ArgumentParser
 from pathlib import Path
+
+import pytest
 
 import moe_ext.moe
 
@@ -34,6 +39,44 @@ def test_files_named_in_the_readme_exist():
     text = README.read_text()
     for name in ("scripts/quickstart.sh", "scripts/test.sh", "docs/equations.md"):
         assert name in text and (README.parent / name).exists()
+
+
+def commands_that_are_shown():
+    """(file, script, its arguments) of every command with arguments, continued lines joined."""
+    root = README.parent
+    for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "scripts/*.py"):
+        for file in root.glob(place):
+            text = re.sub(r"\\+\n[\s#]*", "", file.read_text())
+            of_line = r"^[\s#]*(?:[A-Z_]+=\S+ )*python scripts/(\w+)\.py ([^`\n|#<]+)"
+            within_text = r"(?:`python |\| `)scripts/(\w+)\.py ([^`<]+)`"
+            found = re.findall(of_line, text, re.M) + re.findall(within_text, text)
+            for script, arguments in found:
+                yield file.relative_to(root), script, shlex.split(arguments)
+
+
+def test_commands_that_are_shown_can_be_parsed(monkeypatch):
+    class Parsed(Exception):
+        pass
+
+    def parsing(parse):
+        def parsed(*arguments):
+            parse(*arguments)
+            raise Parsed
+
+        return parsed
+
+    # parse_intermixed_args calls the first of these
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(ArgumentParser, name, parsing(getattr(ArgumentParser, name)))
+    commands = list(commands_that_are_shown())
+    assert len(commands) > 80
+    for file, script, arguments in commands:
+        try:
+            importlib.import_module(script).main(arguments)
+        except Parsed:
+            continue
+        except SystemExit:
+            pytest.fail(f"{file}: scripts/{script}.py {shlex.join(arguments)}")
 
 
 def test_documents_that_are_named_exist():

@@ -26,6 +26,7 @@ import torch
 import train
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
+from moe_ext.distributed.checkpoint import CheckpointError
 from moe_ext.training.checkpoint import checkpoints_of
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError, read_config
@@ -169,6 +170,7 @@ def test_how_a_script_ends(capsys):
         "error: file/x: Not a directory\n",
     )
     assert ends_with(OSError("disk full")) == (2, "error: disk full\n")
+    assert ends_with(CheckpointError("saving step 5")) == (2, "error: saving step 5\n")
     assert ends_with(FloatingPointError("diverged")) == (1, "error: diverged\n")
     assert ends_with(KeyboardInterrupt()) == (130, "interrupted\n")
 
@@ -290,7 +292,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     status, error = status_and_error(capsys, "compare", *arguments, "--against", "log.log_every=2")
     assert status == 2 and "must differ in some option" in error
     status, error = status_and_error(capsys, "compare", *arguments, "--against", "seed=5")
-    assert status == 2 and "must differ in some option" in error  # --seeds decides
+    assert status == 2 and "seed must be given as --seeds" in error
     status, error = status_and_error(
         capsys, "compare", *arguments, "--against", "data.vocab_size=20"
     )

@@ -11,6 +11,7 @@ import torch
 from filelock import FileLock
 
 from moe_ext.training import results as results_module
+from moe_ext.training import study as study_module
 from moe_ext.training.config import ConfigError, config_from_dict
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import evaluate
@@ -21,6 +22,7 @@ from moe_ext.training.study import (
     as_change,
     as_data,
     difference,
+    has_diverged,
     run_study,
     verdict,
     widening,
@@ -122,6 +124,27 @@ def test_a_study_trains_what_is_missing(config, tmp_path):
     )  # 2 · 2,048 + 128 + 2,048
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         run_study({"a": replace(config, steps=9)}, [1], text, runs)
+
+
+def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
+    text = load_text(config.data)
+    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
+    runs = tmp_path / "runs"
+    calls = []
+
+    def train(config, *arguments):
+        calls.append(config.output)
+        if "a-seed1" in config.output:
+            raise FloatingPointError("the loss of step 3 is not finite")
+        return train_and_test(config, *arguments)
+
+    monkeypatch.setattr(study_module, "train_and_test", train)
+    with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; started again"):
+        run_study(arms, [1, 2], text, runs)
+    assert len(calls) == 4 and has_diverged(runs / "a-seed1")
+    results = run_study(arms, [1, 2], text, runs)
+    assert len(calls) == 7  # the three others, which are read
+    assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
 
 
 def result(nll, earlier=0.0):

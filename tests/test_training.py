@@ -417,6 +417,16 @@ def test_divergence_is_said_and_not_saved(table, children):
     assert not checkpoints_of(trainer.folder).steps()
 
 
+def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
+    """Clipped it would be NaN, in the weights and in the checkpoint of this step."""
+    trainer = Trainer(merged(table, steps=3, optimizer={"clip_norm": 1.0}, log={"save_every": 1}))
+    weight = trainer.model.softmax.weight
+    weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is not finite"):
+        trainer.run()
+    assert weight.isfinite().all() and checkpoints_of(trainer.folder).steps()[-1] == 2
+
+
 def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
     moe, dense = merged(table), dense_counterpart(merged(table))
     trainers = [Trainer(config) for config in (moe, dense)]
@@ -447,6 +457,8 @@ def test_a_run_is_never_overwritten(table):
         Trainer(merged(table, resume=True, model={"dropout": 0.3}))
     with pytest.raises(ConfigError, match="there is no run in .* leave out resume=true"):
         Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
+    with pytest.raises(ConfigError, match="steps must be at least 2, which the run in .*, got 1"):
+        Trainer(merged(table, resume=True, steps=1))
     for below in ("config.toml", "config.toml/a/b"):
         with pytest.raises(ConfigError, match="output must be a folder, .*config.toml is a file"):
             Trainer(merged(table, output=str(folder / below)))

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from moe_ext.distributed.checkpoint import CheckpointError
 from moe_ext.training.config import ConfigError
 
 
@@ -16,7 +17,8 @@ def exit_status(main: Callable[[], object]) -> int:
         0: done. `scripts/train.py` is also done when Ctrl-C or SIGTERM came while it trained: it
             has saved and says how to go on.
         1: training diverged (FloatingPointError).
-        2: a ConfigError or OSError, whose sentence is on stderr; argparse ends with 2 as well.
+        2: a ConfigError, CheckpointError or OSError, whose sentence is on stderr; argparse ends
+            with 2 as well.
         130: Ctrl-C, or SIGTERM during training. `scripts/compare.py` and `scripts/quickstart.py`
             end so in training too, because their report is not there: what was trained is saved,
             and the same command goes on from it.
@@ -29,7 +31,7 @@ def exit_status(main: Callable[[], object]) -> int:
         # What is left in the buffer has nowhere to go when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -85,7 +85,7 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
     the relative change of the perplexity is e^difference - 1. The balance is the first arm's.
 
     Raises:
-        ConfigError: there is no such seed, as other processes are at the runs.
+        ConfigError: there is no such seed, as other processes are at the runs or they diverged.
     """
     lengths = text.test.lengths
     first, second = results.values()
@@ -106,7 +106,10 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
             }
         )
     if not rows:
-        raise ConfigError("--output must hold a pair of finished runs; other processes are at them")
+        raise ConfigError(
+            "--output must hold a pair of finished runs; other processes are at them, or they "
+            "diverged"
+        )
     interval = difference(first, second)
     return {
         "difference": asdict(interval) if interval else None,

@@ -220,7 +220,8 @@ class Trainer:
             True if that was reached, False if a signal stopped it.
 
         Raises:
-            FloatingPointError: the loss is not finite; the last checkpoint stays as it is.
+            FloatingPointError: the loss, or with clip_norm the gradient, is not finite; the last
+                checkpoint stays as it is.
         """
         config, steps = self.config, self.config.steps
         log = None
@@ -268,7 +269,7 @@ class Trainer:
         """One optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
-            FloatingPointError: the loss is not finite; weights and averages are as they were.
+            FloatingPointError: as `run`; weights and averages are as they were.
         """
         window = _Window() if window is None else window
         self.model.train()
@@ -286,12 +287,18 @@ class Trainer:
                 loss = nll + size / num_tokens * parts.aux_loss
             loss.backward()
             window.add(parts, processes)
+        gradient_is_finite = True
         if self.config.optimizer.clip_norm:
-            clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
-        if self._any(not window.is_finite()):
+            norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
+            gradient_is_finite = bool(norm.isfinite())
+        loss_is_finite = not self._any(not window.is_finite())
+        if not (loss_is_finite and gradient_is_finite):
+            what, then = "gradient", ""
+            if not loss_is_finite:
+                what, then = "loss", " or set optimizer.clip_norm=1"
             raise FloatingPointError(
-                f"the loss of step {self.step + 1} is not finite; lower optimizer.learning_rate or "
-                "set optimizer.clip_norm=1, and start again or resume from the last checkpoint"
+                f"the {what} of step {self.step + 1} is not finite; lower optimizer.learning_rate"
+                f"{then}, and start again or resume from the last checkpoint"
             )
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
@@ -378,7 +385,15 @@ class Trainer:
                 f"{', '.join(changed)} must stay as in {written} when a run is resumed; "
                 "set it back, or start a new run in another folder"
             )
-        return load_states(self._checkpoints, folder) if self._checkpoints.steps() else None
+        if not self._checkpoints.steps():
+            return None
+        earlier = load_states(self._checkpoints, folder)
+        if earlier.step > config.steps:
+            raise ConfigError(
+                f"steps must be at least {earlier.step}, which the run in {folder} has made, "
+                f"got {config.steps}; give another folder with output=... for a shorter run"
+            )
+        return earlier
 
     def _save(self) -> None:
         state = {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from moe_ext.analysis import Cost
+from moe_ext.files import write_text
 from moe_ext.training.command import add_overrides, at_least, make_parser
 from moe_ext.training.config import AnyConfig
 from moe_ext.training.metrics import perplexity
@@ -31,6 +32,14 @@ SEEDS = [1, 2, 3]  # of a study, if not given
 
 # Of the studies of configs/small: more words than there, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
+
+
+_DIVERGED = "diverged.txt"  # in the folder of a run
+
+
+def has_diverged(run: Path) -> bool:
+    """Whether `run_study` has found a run's loss to be infinite or NaN."""
+    return (run / _DIVERGED).is_file()
 
 
 def study_parser(
@@ -72,7 +81,8 @@ def run_study(
     """Train and test every arm with every seed, in RUNS/ARM-seedN, seed after seed.
 
     Finished runs are not repeated, interrupted ones go on. Several processes that are started with
-    the same folder share the work: each takes a run that no other one is at.
+    the same folder share the work: each takes a run that no other one is at. A run that diverges
+    says so in a file of its folder, stops no other one, and is left as it is from then on.
 
     Args:
         arms: the models by name; their `data` must be the text's.
@@ -88,8 +98,10 @@ def run_study(
 
     Raises:
         ConfigError: a folder holds something else.
+        FloatingPointError: runs diverged; called again, this goes on without them.
         KeyboardInterrupt: a signal stopped a run, which is saved.
     """
+    diverged = []
     planned = {
         (name, seed): replace(config, seed=seed, output=str(Path(runs) / f"{name}-seed{seed}"))
         for seed in seeds
@@ -102,11 +114,18 @@ def run_study(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(folder / ".lock", timeout=0):
+                if has_diverged(folder):
+                    continue
                 train_and_test(config, text, shares)
                 if then is not None:
                     then(folder)
+        except FloatingPointError as error:
+            write_text(folder / _DIVERGED, f"{error}\n")
+            diverged.append(f"{folder}: {error}")
         except Timeout:
             continue
+    if diverged:
+        raise FloatingPointError("; ".join([*diverged, "started again, the study goes on without"]))
     results: Results = {name: {} for name in arms}
     for (name, seed), config in planned.items():
         result = finished(config, text)
