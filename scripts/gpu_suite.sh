@@ -8,8 +8,9 @@
 # sanitize and benchmark end after 8, 4 and 9. OUTPUT gets device.txt, build.log, info.txt,
 # tests.log, sanitizer.log, and of the benchmark for each type a log, a JSON file that grows with
 # every problem, its tables in Markdown, and our kernels by their time: a step that is ended leaves
-# what it had. The status is that of the build and the tests. The build's result is in OUTPUT too:
-# on another machine of this kind `cp OUTPUT/_C*.so moe_ext/` does instead of that step.
+# what it had. The status is that of the build, the memory checks and the tests. The build's result
+# is in OUTPUT too: on another machine of this kind `cp OUTPUT/_C*.so moe_ext/` does instead of that
+# step.
 set -uo pipefail
 
 usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }

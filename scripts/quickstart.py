@@ -7,7 +7,7 @@ The models are configs/small/moe-32.toml and its dense counterpart, moe-1-wide.t
 the same batches of the built-in corpus with equal operations per word. Prints the test perplexity
 of both, how evenly the experts are used, and what three of them specialise in; writes
 OUTPUT/quickstart.png with the learning curves and the load of the experts over time. Expect: test
-perplexity 62.4, dense 63.2, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
+perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
 
 Run it again when done and it prints the report at once. Ctrl-C or SIGTERM saves and ends the script
 with status 130, because there is no report yet; the same command goes on. Status 1: training

@@ -13,6 +13,7 @@ the same command goes on. Status 1: training diverged; 2: an option, file or fol
 used, in one sentence.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,12 +116,12 @@ def as_markdown(report: dict[str, Any]) -> str:
 # Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
 
 ```
-python scripts/reproduce_balanced.py {" ".join(report["overrides"])}
+{shlex.join(["python", "scripts/reproduce_balanced.py", *report["overrides"]])}
 ```
 
 {report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
 {report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}. Each expert got \
-exactly m tokens in all of the {report["checked_batches"]:,} training batches checked.
+exactly m tokens in all of the {report["checked_batches"]:,} training batches since the last start.
 
 ![perplexity and masks against steps](balanced.png)
 

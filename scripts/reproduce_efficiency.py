@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         )
     command = (
         f"python scripts/reproduce_efficiency.py --threads {options.threads} "
-        f"--rounds {options.rounds}"
+        f"--rounds {options.rounds} --tokens {' '.join(map(str, options.tokens))} --width {width}"
     )
     page = as_markdown(rows, setting, command, width)
     data = {"setting": setting, "rows": [asdict(row) for row in rows]}

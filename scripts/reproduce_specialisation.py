@@ -1,6 +1,6 @@
 """What experts specialise in, in contexts and in numbers (Table 9 of the paper).
 
-    python scripts/reproduce_specialisation.py runs/capacity/moe-64-seed*
+    python scripts/reproduce_specialisation.py runs/capacity/moe-64-0.008-seed*
     python scripts/reproduce_specialisation.py runs/moe-64 --positions 50000 --permutations 200
     python scripts/reproduce_specialisation.py runs/moe-64 --domains prose=text/a technical=text/b
 
@@ -20,6 +20,7 @@ import html
 import json
 import random
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -339,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"measuring {run}", flush=True)
         runs.append(measured(run, trained, asked))
     facts = {
-        "command": " ".join(arguments if arguments is not None else sys.argv[1:]),
+        "command": shlex.join(arguments if arguments is not None else sys.argv[1:]),
         **asked,
         "k": config.model.moe.experts_per_token,
         "steps": runs[0]["asked"]["step"],

@@ -18,6 +18,7 @@ sentence.
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -319,7 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Study]:
     if not studies:
         print("nothing to report yet: a run must be finished")
         return studies
-    page = as_markdown(studies, command_of("translation", options))
+    command = command_of("translation", options)
+    if tuple(options.pairs) != PAIRS:
+        command += f" --pairs {shlex.join(options.pairs)}"
+    page = as_markdown(studies, command)
     data = {
         "claims": claims_data(claims(studies)),
         "languages": {
