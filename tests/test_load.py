@@ -222,6 +222,22 @@ def test_vanishing_noise(device):
         assert torch.count_nonzero(gradient) == 0
 
 
+def test_gradient_below_the_least_noise(device):
+    """There P is that of a deviation of 1e-6, whatever it is: it has no derivative by it."""
+    _, _, threshold, index = op_arguments(4, 6, 2, device)
+    clean = threshold[:, :1] + 1e-6 * make(4, 6, device)[0]
+    stddev = torch.full_like(clean, 4e-7)
+    leaves = [x.requires_grad_() for x in (clean, stddev, threshold)]
+    actual = ops.load(*leaves, index)
+    at_least = ops.load(clean, torch.full_like(stddev, 1e-6), threshold, index)
+    weight = torch.randn_like(actual)
+    of_clean, of_stddev, of_threshold = torch.autograd.grad(actual, leaves, weight)
+    assert torch.count_nonzero(of_stddev) == 0 and torch.count_nonzero(of_clean) > 6
+    expected = torch.autograd.grad(at_least, (clean, threshold), weight)
+    assert_same_bits(of_clean, expected[0])
+    assert_same_bits(of_threshold, expected[1])
+
+
 def test_lower_tail_keeps_its_digits(device):
     """0.5 (1 + erf) has no digit left below z = -6. An error of a few roundings in z changes P by
     z² times as much, which is the tolerance."""
