@@ -3,7 +3,15 @@
 namespace moe_ext::autograd {
 namespace {
 
-// A step has no derivative. Whoever saved the weights for backward finds out that they are others.
+using Step = void(Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, double,
+                  double, double, bool);
+
+const auto& factored_step_op() {
+  static const auto op = find_operator<Step>("moe_ext::factored_step_");
+  return op;
+}
+
+// A step has no derivative.
 void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
                    const Tensor& correction, double decay, double gain, double eps,
                    bool mean_of_roots) {
@@ -12,15 +20,23 @@ void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& colum
                 "factored_step_: a tensor that requires a gradient must be used under "
                 "torch.no_grad(), got gradients enabled");
   }
+  const at::AutoDispatchBelowAutograd guard;
+  factored_step_op().call(param, grad, row, column, lr, correction, decay, gain, eps,
+                          mean_of_roots);
+}
+
+// Whoever saved the weights for backward finds out that they are others: in inference mode, too,
+// which knows no autograd.
+void factored_step_in_place(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                            const Tensor& lr, const Tensor& correction, double decay, double gain,
+                            double eps, bool mean_of_roots) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op =
-        find_operator<void(Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&,
-                           double, double, double, bool)>("moe_ext::factored_step_");
-    op.call(param, grad, row, column, lr, correction, decay, gain, eps, mean_of_roots);
+    factored_step_op().call(param, grad, row, column, lr, correction, decay, gain, eps,
+                            mean_of_roots);
   }
   for (const Tensor& changed : {param, row, column}) {
-    torch::autograd::impl::bump_version(changed);
+    if (!changed.is_inference()) torch::autograd::impl::bump_version(changed);
   }
 }
 
@@ -29,4 +45,8 @@ void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& colum
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
   m.impl("factored_step_", &moe_ext::autograd::factored_step);
+}
+
+TORCH_LIBRARY_IMPL(moe_ext, ADInplaceOrView, m) {
+  m.impl("factored_step_", &moe_ext::autograd::factored_step_in_place);
 }
