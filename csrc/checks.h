@@ -61,30 +61,33 @@ inline void check_argument(const char* op, const char* name, const Tensor& tenso
   check_shape(op, name, tensor, shape);
 }
 
-// Every element of a contiguous CPU tensor of indices must lie in [0, limit): memory depends on it.
-inline void check_index_range(const char* op, const char* name, const Tensor& index,
-                              int64_t limit) {
+// Every element of a contiguous CPU tensor of indices must lie in [least, limit): memory depends on
+// it.
+inline void check_index_range(const char* op, const char* name, const Tensor& index, int64_t limit,
+                              int64_t least = 0) {
   const auto* data = index.const_data_ptr<int64_t>();
   const int64_t size = index.numel();
   bool valid = true;
-  for (int64_t i = 0; i < size; ++i) {
-    valid &= static_cast<uint64_t>(data[i]) < static_cast<uint64_t>(limit);
-  }
+  for (int64_t i = 0; i < size; ++i) valid &= data[i] >= least && data[i] < limit;
   if (valid) return;
-  const auto* wrong =
-      std::find_if(data, data + size, [&](int64_t value) { return value < 0 || value >= limit; });
-  TORCH_CHECK_INDEX(false, op, ": ", name, " must be at least 0 and below ", limit, ", got ",
-                    *wrong);
+  const auto* wrong = std::find_if(data, data + size,
+                                   [&](int64_t value) { return value < least || value >= limit; });
+  TORCH_CHECK_INDEX(false, op, ": ", name, " must be at least ", least, " and below ", limit,
+                    ", got ", *wrong);
 }
 
 // A contiguous CPU tensor [n + 1] of the bounds of n groups of rows.
 inline void check_offsets(const char* op, const char* name, const Tensor& offsets,
                           int64_t num_rows) {
   const at::IntArrayRef bounds(offsets.const_data_ptr<int64_t>(), offsets.numel());
-  TORCH_CHECK_VALUE(bounds.front() == 0 && bounds.back() == num_rows &&
-                        std::is_sorted(bounds.begin(), bounds.end()),
-                    op, ": ", name, " must ascend from 0 to the number of rows ", num_rows,
-                    ", got ", bounds);
+  const auto rule = [&] {
+    return c10::str(op, ": ", name, " must ascend from 0 to the number of rows ", num_rows,
+                    ", got ");
+  };
+  const auto* sorted = std::is_sorted_until(bounds.begin(), bounds.end());
+  TORCH_CHECK_VALUE(sorted == bounds.end(), rule(), *sorted, " after ", sorted[-1]);
+  TORCH_CHECK_VALUE(bounds.front() == 0 && bounds.back() == num_rows, rule(), bounds.front(),
+                    " to ", bounds.back());
 }
 
 // A contiguous CPU tensor of indices must hold each of 0 ... size - 1 once: what is written through
@@ -126,11 +129,10 @@ inline at::ScalarType accumulate_type(const Tensor& tensor) {
   return at::toOpMathType(tensor.scalar_type());
 }
 
-inline void check_noisy_topk_gating(const Tensor& clean_logits,
+inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
                                     const OptionalTensor& raw_noise_stddev,
                                     const OptionalTensor& noise, const c10::SymInt& k,
                                     double noise_epsilon) {
-  constexpr auto op = "noisy_topk_gating";
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
   const auto num_experts = clean_logits.sym_size(1);
@@ -149,8 +151,7 @@ inline void check_noisy_topk_gating(const Tensor& clean_logits,
   }
 }
 
-// Returns k.
-inline int64_t check_noisy_topk_gating_backward(
+inline void check_noisy_topk_gating_backward(
     const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
     const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
     const Tensor& threshold_index, const Tensor& clean_logits,
@@ -158,7 +159,7 @@ inline int64_t check_noisy_topk_gating_backward(
   constexpr auto op = "_noisy_topk_gating_backward";
   check_dim(op, "gates", gates, 2);
   const auto k = gates.sym_size(1);
-  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, 0);
+  check_noisy_topk_gating(op, clean_logits, raw_noise_stddev, noise, k, 0);
   const auto num_tokens = clean_logits.sym_size(0);
   const auto real = accumulate_type(clean_logits);
   const auto check = [&](const char* name, const OptionalTensor& tensor, at::ScalarType type,
@@ -171,13 +172,11 @@ inline int64_t check_noisy_topk_gating_backward(
   check("gates", gates, real, k);
   check("expert_index", expert_index, at::kLong, k);
   check("threshold_index", threshold_index, at::kLong, 2);
-  return gates.size(1);
 }
 
-inline void check_load(const Tensor& clean_logits, const Tensor& noise_stddev,
+inline void check_load(const char* op, const Tensor& clean_logits, const Tensor& noise_stddev,
                        const Tensor& threshold, const Tensor& expert_index,
                        const OptionalTensor& group_offsets) {
-  constexpr auto op = "load";
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
   const auto type = accumulate_type(clean_logits);
@@ -197,6 +196,15 @@ inline c10::SymDimVector load_shape(const Tensor& clean_logits,
   return {group_offsets->sym_size(0) - 1, clean_logits.sym_size(1)};
 }
 
+inline void check_load_backward(const Tensor& grad_load, const Tensor& clean_logits,
+                                const Tensor& noise_stddev, const Tensor& threshold,
+                                const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  constexpr auto op = "_load_backward";
+  check_load(op, clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  check_argument(op, "grad_load", grad_load, clean_logits, accumulate_type(clean_logits),
+                 load_shape(clean_logits, group_offsets));
+}
+
 inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m,
                                  const c10::SymInt& first_expert,
                                  const std::optional<c10::SymInt>& num_experts) {
@@ -207,7 +215,7 @@ inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m,
   TORCH_CHECK_VALUE(m >= 0 && m <= num_rows, op,
                     ": m must be between 0 and the number of rows = ", num_rows, ", got ", m);
   const auto all = num_experts.value_or(scores.sym_size(2));
-  TORCH_CHECK_VALUE(first_expert >= 0 && first_expert + scores.sym_size(2) <= all, op,
+  TORCH_CHECK_VALUE(first_expert >= 0 && first_expert <= all - scores.sym_size(2), op,
                     ": first_expert must be at least 0 and leave ", scores.sym_size(2), " of ", all,
                     " experts, got ", first_expert);
 }
@@ -231,6 +239,7 @@ inline void check_selected_softmax_backward(const Tensor& grad_gates, const Tens
                                             const c10::SymInt& num_experts) {
   constexpr auto op = "_selected_softmax_backward";
   check_dim(op, "gates", gates, 1);
+  check_floating(op, "gates", gates);
   check_type(op, "gates", gates, accumulate_type(gates));
   check_argument(op, "grad_gates", grad_gates, gates, gates.scalar_type(), gates.sym_sizes());
   check_argument(op, "expert_index", expert_index, gates, at::kLong, gates.sym_sizes());
@@ -275,16 +284,26 @@ inline c10::SymInt check_dispatch_backward(const Tensor& grad_rows, const Tensor
   return num_tokens;
 }
 
-inline void check_combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
-                          const OptionalTensor& token_offsets) {
-  constexpr auto op = "combine";
+// Returns T.
+inline c10::SymInt check_combine(const char* op, const Tensor& expert_output, const Tensor& gates,
+                                 const Tensor& inverse, const OptionalTensor& token_offsets) {
   check_dim(op, "expert_output", expert_output, 2);
   check_floating(op, "expert_output", expert_output);
   check_device(op, "gates", gates, expert_output);
   check_floating(op, "gates", gates);
-  check_slots(op, inverse, token_offsets, expert_output);
+  const auto num_tokens = check_slots(op, inverse, token_offsets, expert_output);
   check_shape(op, "gates", gates, inverse.sym_sizes());
   check_shape(op, "expert_output", expert_output, {inverse.sym_numel(), expert_output.sym_size(1)});
+  return num_tokens;
+}
+
+inline void check_combine_backward(const Tensor& grad_y, const Tensor& expert_output,
+                                   const Tensor& gates, const Tensor& inverse,
+                                   const OptionalTensor& token_offsets) {
+  constexpr auto op = "_combine_backward";
+  const auto num_tokens = check_combine(op, expert_output, gates, inverse, token_offsets);
+  check_argument(op, "grad_y", grad_y, expert_output, expert_output.scalar_type(),
+                 {num_tokens, expert_output.sym_size(1)});
 }
 
 // Returns whether the activation is a gated one, which takes twice its width.
@@ -359,9 +378,12 @@ inline c10::SymInt experts_num_outputs(const Tensor& x, const OptionalTensor& in
 }
 
 inline void check_experts_backward(const Tensor& grad_y, const Tensor& x,
-                                   const OptionalTensor& inverse, const OptionalTensor& gates,
-                                   at::TensorList weights, at::TensorList hidden) {
+                                   const OptionalTensor& offsets, const OptionalTensor& inverse,
+                                   const OptionalTensor& token_offsets, const OptionalTensor& gates,
+                                   at::TensorList weights, at::TensorList biases,
+                                   at::TensorList hidden, std::string_view activation) {
   constexpr auto op = "_experts_backward";
+  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
   const auto type = x.scalar_type();
   check_argument(op, "grad_y", grad_y, x, type,
                  {experts_num_outputs(x, inverse, gates), weights.back().sym_size(2)});
@@ -401,7 +423,8 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {
     TORCH_CHECK_VALUE(value >= 0, op, ": ", name, " must be at least 0, got ", value);
   }
-  TORCH_CHECK_VALUE(eps > 0, op, ": eps must be positive, got ", eps);
+  const double in_type = type == at::kDouble ? eps : static_cast<float>(eps);
+  TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the type of row, got ", eps);
 }
 
 }  // namespace moe_ext

@@ -14,7 +14,8 @@ Tensor like(const Tensor& tensor) { return tensor.new_empty_symint(tensor.sym_si
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_meta(
     const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
     c10::SymInt k, double noise_epsilon) {
-  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
+                          noise_epsilon);
   const auto T = clean_logits.sym_size(0);
   const auto E = clean_logits.sym_size(1);
   const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
@@ -25,23 +26,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_meta(
 }
 
 std::tuple<Tensor, Tensor> noisy_topk_gating_backward_meta(
-    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-    const Tensor&, const Tensor&, const Tensor& clean_logits, const OptionalTensor&,
-    const OptionalTensor& noise) {
+    const OptionalTensor& grad_gates, const OptionalTensor& grad_threshold,
+    const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
+    const Tensor& threshold_index, const Tensor& clean_logits,
+    const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
+  check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
+                                   expert_index, threshold_index, clean_logits, raw_noise_stddev,
+                                   noise);
   const auto T = noise ? clean_logits.sym_size(0) : c10::SymInt(0);
   return {like(clean_logits), clean_logits.new_empty_symint({T, clean_logits.sym_size(1)})};
 }
 
 Tensor load_meta(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
                  const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  check_load("load", clean_logits, noise_stddev, threshold, expert_index, group_offsets);
   return noise_stddev.new_empty_symint(load_shape(clean_logits, group_offsets));
 }
 
-std::tuple<Tensor, Tensor, Tensor> load_backward_meta(const Tensor&, const Tensor& clean_logits,
-                                                      const Tensor& noise_stddev,
-                                                      const Tensor& threshold, const Tensor&,
-                                                      const OptionalTensor&) {
+std::tuple<Tensor, Tensor, Tensor> load_backward_meta(
+    const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
+    const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  check_load_backward(grad_load, clean_logits, noise_stddev, threshold, expert_index,
+                      group_offsets);
   return {like(clean_logits), like(noise_stddev), like(threshold)};
 }
 
@@ -95,14 +101,14 @@ Tensor dispatch_backward_meta(const Tensor& grad_rows, const Tensor& inverse,
 
 Tensor combine_meta(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                     const OptionalTensor& token_offsets) {
-  check_combine(expert_output, gates, inverse, token_offsets);
-  const auto T = check_slots("combine", inverse, token_offsets, expert_output);
+  const auto T = check_combine("combine", expert_output, gates, inverse, token_offsets);
   return expert_output.new_empty_symint({T, expert_output.sym_size(1)});
 }
 
-std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor&, const Tensor& expert_output,
-                                                 const Tensor& gates, const Tensor&,
-                                                 const OptionalTensor&) {
+std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor& grad_y, const Tensor& expert_output,
+                                                 const Tensor& gates, const Tensor& inverse,
+                                                 const OptionalTensor& token_offsets) {
+  check_combine_backward(grad_y, expert_output, gates, inverse, token_offsets);
   return {like(expert_output), like(gates)};
 }
 
@@ -121,9 +127,12 @@ std::tuple<Tensor, std::vector<Tensor>> experts_meta(
 }
 
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_meta(
-    const Tensor&, const Tensor& x, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, const OptionalTensor& gates, at::TensorList weights,
-    at::TensorList biases, at::TensorList, c10::string_view) {
+    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
+    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
+    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    c10::string_view activation) {
+  check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
+                         activation);
   const auto like_each = [](at::TensorList tensors) {
     std::vector<Tensor> each;
     for (const Tensor& tensor : tensors) each.push_back(like(tensor));

@@ -148,6 +148,70 @@ def test_lengths_that_do_not_fit(op, name):
     refuses(op, ValueError, r"\w+ must", **{name: tensor[:-1]})
 
 
+def backward_arguments():
+    """Of the operators that autograd calls, which look at what they are given as well."""
+    call = arguments()
+    load, combine, experts = (call[op] for op in ("load", "combine", "experts"))
+    clean, raw, noise, k = call["noisy_topk_gating"].values()
+    gates, index, _, limits, _ = torch.ops.moe_ext.noisy_topk_gating(clean, raw, noise, k, 0.01)
+    return {
+        "_noisy_topk_gating_backward": dict(
+            grad_gates=gates, grad_threshold=None, grad_noise_stddev=None, gates=gates,
+            expert_index=index, threshold_index=limits, clean_logits=clean, raw_noise_stddev=raw,
+            noise=noise,
+        ),
+        "_load_backward": dict(grad_load=torch.randn(2, E), **load),
+        "_combine_backward": dict(grad_y=torch.randn(T, D), token_offsets=None, **combine),
+        "_experts_backward": dict(
+            grad_y=torch.randn(T * K, F), inverse=None, token_offsets=None, gates=None, hidden=[],
+            activation="relu", **experts,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("_noisy_topk_gating_backward", "grad_gates"),
+        ("_noisy_topk_gating_backward", "noise"),
+        ("_load_backward", "grad_load"),
+        ("_load_backward", "threshold"),
+        ("_combine_backward", "grad_y"),
+        ("_combine_backward", "gates"),
+        ("_experts_backward", "grad_y"),
+        ("_experts_backward", "offsets"),
+    ],
+)
+def test_backward_operators_look_at_their_arguments(op, name, place):
+    def there(value):
+        if isinstance(value, list):
+            return [there(each) for each in value]
+        return value.to(place) if isinstance(value, torch.Tensor) else value
+
+    call = {key: there(value) for key, value in backward_arguments()[op].items()}
+    operator = getattr(torch.ops.moe_ext, op)
+    operator(**call)
+    with pytest.raises(ValueError, match=rf"^{op}: {name} must have shape .*, got "):
+        operator(**call | {name: call[name][:-1]})
+
+
+@pytest.mark.parametrize("wrong", [-2, E])
+def test_threshold_indices_out_of_range(wrong):
+    call = backward_arguments()["_noisy_topk_gating_backward"]
+    call["threshold_index"][1, 1] = wrong
+    message = f"threshold_index must be at least -1 and below {E}, got {wrong}"
+    with pytest.raises(IndexError, match=f"^_noisy_topk_gating_backward: {message}"):
+        torch.ops.moe_ext._noisy_topk_gating_backward(**call)
+
+
+@pytest.mark.parametrize(
+    "offsets, got", [([0, 5, 3, 9, 10, 10], "3 after 5"), ([0, 1, 2, 3, 4, 5], "0 to 5")]
+)
+def test_offsets_that_do_not_fit(offsets, got):
+    refuses("experts", ValueError, f"offsets must .*, got {got}", offsets=torch.tensor(offsets))
+
+
 @pytest.mark.parametrize("k", [-1, 0, E + 1, 1000])
 def test_k_out_of_range(k):
     """Both numbers, k and the number of experts, are named."""

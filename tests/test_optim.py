@@ -377,11 +377,12 @@ def test_weights_that_require_a_gradient_are_changed_under_no_grad_alone():
     assert (call["param"] != before).any()
 
 
-def test_a_step_between_forward_and_backward_is_noticed():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_between_forward_and_backward_is_noticed(mode):
     call = operator_arguments((3, 4))
     weight = call["param"].requires_grad_()
     loss = weight.square().sum()
-    with torch.no_grad():
+    with mode():
         step_(**call)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -404,6 +405,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
         ({"decay": -0.1}, ValueError, "decay must be at least 0"),
         ({"gain": math.nan}, ValueError, "gain must be at least 0"),
         ({"eps": 0.0}, ValueError, "eps must be positive"),
+        ({"eps": 1e-50}, ValueError, "eps must be positive in the type of row"),
     ],
 )
 def test_operator_errors(changes, error, message):

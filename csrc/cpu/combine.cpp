@@ -16,7 +16,7 @@ namespace {
 
 Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                    const OptionalTensor& token_offsets) {
-  check_combine(expert_output, gates, inverse, token_offsets);
+  check_combine("combine", expert_output, gates, inverse, token_offsets);
   return sum_of_rows(expert_output.contiguous(), Slots("combine", inverse, token_offsets),
                      gates.to(accumulate_type(expert_output)).contiguous());
 }
@@ -38,12 +38,9 @@ struct ScaleAndDot {
 std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tensor& expert_output,
                                                 const Tensor& gates, const Tensor& inverse,
                                                 const OptionalTensor& token_offsets) {
-  constexpr auto op = "_combine_backward";
-  check_combine(expert_output, gates, inverse, token_offsets);
-  const Slots slots(op, inverse, token_offsets);
+  check_combine_backward(grad_y, expert_output, gates, inverse, token_offsets);
+  const Slots slots("_combine_backward", inverse, token_offsets);
   const int64_t width = expert_output.size(1);
-  check_argument(op, "grad_y", grad_y, expert_output, expert_output.scalar_type(),
-                 {slots.num_tokens(), width});
   const Tensor grad = grad_y.contiguous();
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();

@@ -657,8 +657,8 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
     c10::string_view activation) {
   constexpr auto op = "_experts_backward";
-  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
-  check_experts_backward(grad_y, x, inverse, gates, weights, hidden);
+  check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
+                         activation);
   const auto type = accumulate_type(x);
   Tensor grad_x;
   Tensor grad_gates =

@@ -3,7 +3,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -187,7 +186,8 @@ void gating_kernel(const Tensor& clean_logits, const Tensor& raw_noise_stddev, c
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
     const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
     int64_t k, double noise_epsilon) {
-  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
+                          noise_epsilon);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
@@ -300,7 +300,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
   const Tensor chosen = expert_index.contiguous();
   const Tensor limits = threshold_index.contiguous();
   check_index_range(op, "expert_index", chosen, clean_logits.size(1));
-  check_index_range(op, "threshold_index", at::add(limits, 1), clean_logits.size(1) + 1);
+  check_index_range(op, "threshold_index", limits, clean_logits.size(1), /*least=*/-1);
   const auto contiguous = [](const OptionalTensor& tensor) {
     return tensor ? tensor->contiguous() : Tensor();
   };

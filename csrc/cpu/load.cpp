@@ -47,7 +47,7 @@ std::vector<int64_t> group_bounds(const char* op, const OptionalTensor& group_of
 
 Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
                 const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  check_load("load", clean_logits, noise_stddev, threshold, expert_index, group_offsets);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const int64_t k = expert_index.size(1);
@@ -110,9 +110,8 @@ struct ProbRowBackward {
 std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
     const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
     const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
-  check_argument("_load_backward", "grad_load", grad_load, clean_logits,
-                 accumulate_type(clean_logits), load_shape(clean_logits, group_offsets));
+  check_load_backward(grad_load, clean_logits, noise_stddev, threshold, expert_index,
+                      group_offsets);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const int64_t k = expert_index.size(1);

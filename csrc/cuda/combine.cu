@@ -10,7 +10,7 @@ namespace {
 
 Tensor combine_cuda(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                     const OptionalTensor& token_offsets) {
-  check_combine(expert_output, gates, inverse, token_offsets);
+  check_combine("combine", expert_output, gates, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
   const Tensor row_of = inverse.contiguous();
   const OptionalTensor bounds = contiguous(token_offsets);
@@ -57,14 +57,12 @@ __global__ void combine_backward_kernel(const scalar_t* __restrict__ grad_y,
 std::tuple<Tensor, Tensor> combine_backward_cuda(const Tensor& grad_y, const Tensor& expert_output,
                                                  const Tensor& gates, const Tensor& inverse,
                                                  const OptionalTensor& token_offsets) {
-  check_combine(expert_output, gates, inverse, token_offsets);
+  check_combine_backward(grad_y, expert_output, gates, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
   const Tensor row_of = inverse.contiguous();
   const OptionalTensor bounds = contiguous(token_offsets);
   const Slots slots = slots_of(row_of, bounds);
   const int64_t width = expert_output.size(1);
-  check_argument("_combine_backward", "grad_y", grad_y, expert_output, expert_output.scalar_type(),
-                 {slots.num_tokens, width});
   const Tensor grad = grad_y.contiguous();
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();

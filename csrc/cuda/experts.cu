@@ -342,8 +342,8 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
     c10::string_view activation) {
   constexpr auto op = "_experts_backward";
-  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
-  check_experts_backward(grad_y, x, inverse, gates, weights, hidden);
+  check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
+                         activation);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   // A backward pass within autocast would have torch's products cast to its type.
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);

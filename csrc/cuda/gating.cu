@@ -104,7 +104,8 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
     const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
     int64_t k, double noise_epsilon) {
-  check_noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
+                          noise_epsilon);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   check_countable("noisy_topk_gating", "clean_logits", num_experts);
@@ -205,9 +206,10 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
     const OptionalTensor& grad_noise_stddev, const Tensor& gates, const Tensor& expert_index,
     const Tensor& threshold_index, const Tensor& clean_logits,
     const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise) {
-  const int64_t k = check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev,
-                                                     gates, expert_index, threshold_index,
-                                                     clean_logits, raw_noise_stddev, noise);
+  check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
+                                   expert_index, threshold_index, clean_logits, raw_noise_stddev,
+                                   noise);
+  const int64_t k = gates.size(1);
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());

@@ -86,7 +86,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
 
 Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
                  const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+  check_load("load", clean_logits, noise_stddev, threshold, expert_index, group_offsets);
   const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
@@ -165,9 +165,8 @@ __global__ void load_backward_kernel(
 std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
     const Tensor& grad_load, const Tensor& clean_logits, const Tensor& noise_stddev,
     const Tensor& threshold, const Tensor& expert_index, const OptionalTensor& group_offsets) {
-  check_load(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
-  check_argument("_load_backward", "grad_load", grad_load, clean_logits,
-                 accumulate_type(clean_logits), load_shape(clean_logits, group_offsets));
+  check_load_backward(grad_load, clean_logits, noise_stddev, threshold, expert_index,
+                      group_offsets);
   const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
