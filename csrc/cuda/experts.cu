@@ -341,7 +341,6 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
     c10::string_view activation) {
-  constexpr auto op = "_experts_backward";
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
