@@ -138,7 +138,7 @@ class Exchange(nn.Module):
         self.processes = processes
         self.unit = unit
         self.num_chunks = num_chunks
-        ranks = range(processes.size)
+        ranks = range(size)
         chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in ranks]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in ranks]
         self.chunk_sizes = [len(experts) for experts in chunks[processes.rank]]

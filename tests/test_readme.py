@@ -65,7 +65,6 @@ def test_commands_that_are_shown_can_be_parsed(monkeypatch):
 
         return parsed
 
-    # parse_intermixed_args calls the first of these
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(ArgumentParser, name, parsing(getattr(ArgumentParser, name)))
     commands = list(commands_that_are_shown())

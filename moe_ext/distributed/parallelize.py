@@ -67,7 +67,7 @@ def parallelize(
         fully_shard(model, mesh=mesh, ignored_params=whole)
         return model
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*expert_state(model)]
+        model, list(expert_state(model))
     )
     return DistributedDataParallel(model, process_group=world.group)
 

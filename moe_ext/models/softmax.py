@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), h)
                 else:
                     grad_weight += grad.t() @ h
-        # The sum's gradients, that of a mean is within a half type's range when this one is not.
+        # Not yet in a half type: the gradients of the sum may be out of its range, a mean's within.
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype
         return total
