@@ -46,6 +46,7 @@ from moe_ext.training.study import (
     difference,
     has_diverged,
     mean_perplexity,
+    run_folder,
     run_study,
     size_cells,
     study_parser,
@@ -93,7 +94,7 @@ def runs_at_best_rates(
     }
 
     def tried(name: str, rate: float) -> bool:
-        folder = Path(options.runs) / f"{at_rate(name, rate)}-seed{options.seeds[0]}"
+        folder = run_folder(options.runs, at_rate(name, rate), options.seeds[0])
         return rate in dev_nll[name] or has_diverged(folder)
 
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}

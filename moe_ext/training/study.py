@@ -37,6 +37,11 @@ SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 _DIVERGED = "diverged.txt"  # in the folder of a run
 
 
+def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
+    """Where `run_study` has the run of an arm with a seed."""
+    return Path(runs) / f"{arm}-seed{seed}"
+
+
 def has_diverged(run: Path) -> bool:
     """Whether `run_study` has found a run's loss to be infinite or NaN."""
     return (run / _DIVERGED).is_file()
@@ -103,7 +108,7 @@ def run_study(
     """
     diverged = []
     planned = {
-        (name, seed): replace(config, seed=seed, output=str(Path(runs) / f"{name}-seed{seed}"))
+        (name, seed): replace(config, seed=seed, output=str(run_folder(runs, name, seed)))
         for seed in seeds
         for name, config in arms.items()
     }
