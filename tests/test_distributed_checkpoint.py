@@ -579,7 +579,8 @@ def test_killed_at_any_moment(tmp_path):
     for _ in moments:
         assert here.poll(120), "no answer"
         steps = here.recv()
-        assert len(steps) <= 2 and steps[-1] > newest
+        assert len(steps) <= 3  # the third until the save that made the newest has deleted it
+        assert steps[-1] > newest
         newest = steps[-1]
     process.join(10)
     assert process.exitcode == 0
