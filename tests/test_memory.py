@@ -10,11 +10,12 @@ import torch
 from conftest import assert_same_bits
 
 from moe_ext import _C, ops
+from moe_ext.analysis.memory import peak_allocated_mib
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reused on Linux only")
 
 E, D, F = 6, 512, 512
-COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert with partial sums, two without rows
+COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert of several blocks, two without rows
 MIB = 1 << 20
 
 
@@ -168,3 +169,19 @@ def test_a_large_output_is_a_tensor_as_any_other(problem, expected):
     storage.resize_(size)
     y.copy_(expected[0].repeat(2, 1))
     assert_same_bits(y[T:], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
+    """Its blocks of rows have no gradients of their own, but add to the expert's."""
+
+    def backward_mib(num_rows):
+        x = torch.zeros(num_rows, D, dtype=dtype, requires_grad=True)
+        weights = [torch.zeros(1, D, D, dtype=dtype, requires_grad=True) for _ in range(2)]
+        y = ops.experts(x, weights, recompute=True)
+        return peak_allocated_mib(lambda: torch.autograd.grad(y, [x, *weights], x.detach()))
+
+    num_rows = 640 * 10
+    more = backward_mib(2 * num_rows) - backward_mib(num_rows)
+    of_rows = num_rows * D * dtype.itemsize / MIB  # their gradient's
+    assert more == pytest.approx(of_rows, rel=0.1)

@@ -34,15 +34,14 @@ namespace {
 // Sizes in a workspace are multiples of a cache line.
 inline int64_t whole_lines(int64_t size) { return at::round_up<int64_t>(size, 16); }
 
-// Consecutive rows of one expert. The gradients of its weights are sums over its blocks: where
-// there are several, each has a partial sum of its own.
+// Consecutive rows of one expert. The gradients of its weights are sums over its blocks.
 struct Block {
   int64_t expert;
   int64_t first_row;
   int64_t num_rows;
-  int64_t part;     // which of the expert's blocks
-  bool last;        // of the expert's blocks
-  int64_t partial;  // which partial sum; -1 for the only block of its expert
+  int part;        // which of the expert's blocks
+  bool last;       // of the expert's blocks
+  int64_t shared;  // which of the experts with several blocks; -1 for the only block of one
 };
 
 // How many rows a block has at most: enough for the products to reach their full rate. It does not
@@ -54,23 +53,24 @@ std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t
   const int64_t each = num_rows / std::max<int64_t>(1, num_experts);
   std::vector<Block> blocks;
   blocks.reserve(num_experts + num_rows / kMaxBlock);
-  int64_t num_partial = 0;
+  int64_t num_shared = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t first = bound ? bound[expert] : expert * each;
     const int64_t count = bound ? bound[expert + 1] - first : each;
-    const int64_t parts = std::max<int64_t>(1, at::ceil_div(count, kMaxBlock));
-    for (int64_t part = 0; part < parts; ++part) {
+    const int parts = static_cast<int>(std::max<int64_t>(1, at::ceil_div(count, kMaxBlock)));
+    const int64_t shared = parts > 1 ? num_shared++ : -1;
+    for (int part = 0; part < parts; ++part) {
       const int64_t begin = part * count / parts;
       const int64_t end = (part + 1) * count / parts;
-      blocks.push_back({expert, first + begin, end - begin, part, part == parts - 1,
-                        parts > 1 ? num_partial++ : -1});
+      blocks.push_back({expert, first + begin, end - begin, part, part == parts - 1, shared});
     }
   }
   return blocks;
 }
 
 // Calls body(block, workspace) for every block, each thread with a workspace of its own for
-// `workspace_size` numbers and taking the next block when it is done with one.
+// `workspace_size` numbers and taking the next block when it is done with one: those before a block
+// are done or under way, so that it may wait for them.
 template <typename acc_t, typename Body>
 void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t workspace_size,
                     const at::TensorOptions& options, const Body& body) {
@@ -79,7 +79,9 @@ void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t wor
   const int64_t num_blocks = static_cast<int64_t>(blocks.size());
   const int64_t num_threads =
       std::clamp<int64_t>(flops / kMinFlops, 1, torch::stable::get_num_threads());
-  const int64_t at_once = std::max<int64_t>(1, num_blocks / (32 * num_threads));
+  const bool may_wait = std::any_of(blocks.begin(), blocks.end(),
+                                    [](const Block& block) { return block.shared >= 0; });
+  const int64_t at_once = may_wait ? 1 : std::max<int64_t>(1, num_blocks / (32 * num_threads));
   Tensor workspaces = empty_rows({num_threads, workspace_size}, options);
   auto* workspace = workspaces.mutable_data_ptr<acc_t>();
   std::atomic<int64_t> next{0};
@@ -138,7 +140,7 @@ class Experts {
     blocks_ = blocks_of(offsets_, weights[0].size(0), num_rows_);
     for (const Block& block : blocks_) {
       most_rows_ = std::max(most_rows_, block.num_rows);
-      num_partial_ += block.partial >= 0;
+      num_shared_ = std::max(num_shared_, block.shared + 1);
     }
   }
 
@@ -153,7 +155,7 @@ class Experts {
   int64_t token_of(int64_t row) const { return token_of_[row]; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
-  int64_t num_partial() const { return num_partial_; }
+  int64_t num_shared() const { return num_shared_; }
   int64_t widest() const { return widest_; }
 
   // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
@@ -302,7 +304,7 @@ class Experts {
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;
-  int64_t most_rows_ = 0, num_partial_ = 0;
+  int64_t most_rows_ = 0, num_shared_ = 0;
 };
 
 template <typename scalar_t>
@@ -343,12 +345,12 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
   return rows;
 }
 
-// One parameter's gradient for all experts, and its place in a partial sum.
+// One parameter's gradient for all experts.
 template <typename scalar_t>
 struct ParameterGradient {
   scalar_t* data;
   int64_t size;    // of one expert
-  int64_t offset;  // in a partial sum
+  int64_t offset;  // among all gradients of one expert
 };
 
 // What the backward passes of all blocks share: what comes in, and where the gradients go.
@@ -369,36 +371,54 @@ class Gradients {
     for (const Tensor& each : grad_parameters) {
       const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
       largest_ = std::max(largest_, size);
-      parameters_.push_back({each.mutable_data_ptr<scalar_t>(), size, partial_size_});
-      partial_size_ += whole_lines(size);
+      parameters_.push_back({each.mutable_data_ptr<scalar_t>(), size, size_});
+      size_ += whole_lines(size);
     }
     // Gradients that do not fit into the caches are not read again soon.
     constexpr int64_t kLarge = 8 << 20;
-    const bool large = partial_size_ * experts.num_experts() * sizeof(acc_t) > kLarge;
+    const bool large = size_ * experts.num_experts() * sizeof(acc_t) > kLarge;
     if (large) write_ = Write::kStream;
-    partial_ = empty_rows({experts.num_partial(), partial_size_}, wide_options());
+    if (!kSame) sums_ = empty_rows({experts.num_shared(), size_}, wide_options());
+    num_added_ = std::vector<std::atomic<int>>(experts.num_shared() * parameters_.size());
   }
 
   at::TensorOptions wide_options() const {
     return rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   }
 
-  // The numbers of the largest gradient of one expert.
-  int64_t largest() const { return largest_; }
+  // The room that `write` needs: for the largest gradient of one expert, if it can't be computed in
+  // its place.
+  int64_t space_size() const { return kSame && experts.num_shared() == 0 ? 0 : largest_; }
 
-  // Calls compute(target, write) with the place of a block's share of a parameter's gradient and
-  // how to write there; `space` is for the largest one.
+  // Adds a block's share of a parameter's gradient, which compute(target, how) writes. Shares are
+  // added in the order of the expert's blocks, whichever is there first.
   template <typename Compute>
   void write(const Block& block, int64_t index, acc_t* space, const Compute& compute) const {
     const auto& parameter = parameters_[index];
     scalar_t* whole = parameter.data + block.expert * parameter.size;
-    if (block.partial >= 0) {
-      compute(partial_data() + block.partial * partial_size_ + parameter.offset, write_);
-    } else if constexpr (Experts<scalar_t>::kSame) {
-      compute(whole, write_);
+    const bool shared = block.shared >= 0;
+    acc_t* sum = space;
+    if constexpr (kSame) {
+      sum = whole;
+    } else if (shared) {
+      sum = sums_.mutable_data_ptr<acc_t>() + block.shared * size_ + parameter.offset;
+    }
+    if (block.part == 0) {
+      compute(sum, sum == space ? Write::kReplace : write_);
     } else {
       compute(space, Write::kReplace);
-      vectorized<Convert>(static_cast<const acc_t*>(space), parameter.size, whole);
+    }
+    if (shared) {
+      auto& num_added = num_added_[block.shared * parameters_.size() + index];
+      for (int added; (added = num_added.load()) != block.part;) num_added.wait(added);
+      if (block.part > 0) {
+        vectorized<Add>(static_cast<const acc_t*>(space), parameter.size, sum);
+      }
+      num_added.store(block.part + 1);
+      num_added.notify_all();
+    }
+    if (!kSame && block.last) {
+      vectorized<Convert>(static_cast<const acc_t*>(sum), parameter.size, whole);
     }
   }
 
@@ -409,20 +429,6 @@ class Gradients {
     }
   }
 
-  // The partial sums of an expert, in the order of its blocks whoever adds them.
-  void add_partial_sums() const {
-    constexpr int64_t kChunk = 1024;
-    const int64_t num_partial = experts.num_partial();
-    const int64_t num_chunks = num_partial == 0 ? 0 : at::ceil_div(partial_size_, kChunk);
-    parallel_for(num_chunks, kChunk * num_partial, [&](int64_t begin, int64_t end) {
-      for (const auto& parameter : parameters_) {
-        const int64_t first = std::max(kChunk * begin, parameter.offset);
-        const int64_t size = std::min(kChunk * end, parameter.offset + parameter.size) - first;
-        if (size > 0) add_partial_sums(parameter, first, size);
-      }
-    });
-  }
-
   const Experts<scalar_t>& experts;
   const Tensor rows;                    // of the input rows
   const std::vector<scalar_t*> hidden;  // z of each hidden layer, if kept
@@ -431,31 +437,13 @@ class Gradients {
   acc_t* const grad_gates;
 
  private:
-  acc_t* partial_data() const { return partial_.mutable_data_ptr<acc_t>(); }
-
-  // Of some numbers of a parameter's, which are at `first` in a partial sum.
-  void add_partial_sums(const ParameterGradient<scalar_t>& parameter, int64_t first,
-                        int64_t size) const {
-    acc_t* sum = nullptr;
-    for (const Block& block : experts.blocks()) {
-      if (block.partial < 0) continue;
-      acc_t* summand = partial_data() + block.partial * partial_size_ + first;
-      if (block.part == 0) {
-        sum = summand;
-      } else {
-        vectorized<Add>(static_cast<const acc_t*>(summand), size, sum);
-      }
-      if (block.last) {
-        vectorized<Convert>(
-            static_cast<const acc_t*>(sum), size,
-            parameter.data + block.expert * parameter.size + first - parameter.offset);
-      }
-    }
-  }
+  static constexpr bool kSame = Experts<scalar_t>::kSame;
 
   std::vector<ParameterGradient<scalar_t>> parameters_;
-  Tensor partial_;  // [blocks of experts with several, partial_size_]
-  int64_t partial_size_ = 0, largest_ = 0;
+  int64_t size_ = 0, largest_ = 0;  // of all gradients of one expert, and of its largest
+  Tensor sums_;  // [experts with several blocks, size_], where acc_t is wider than scalar_t
+  // How many blocks are in each of their gradients.
+  mutable std::vector<std::atomic<int>> num_added_;
   Write write_ = Write::kReplace;
 };
 
@@ -480,7 +468,7 @@ class BlockBackward {
       grad_gate_ = experts_.take(workspace, kLanes * experts_.rows_size(1));
     }
     bias_ = experts_.take(workspace, experts_.widest());
-    parameter_ = experts_.take(workspace, kSame ? 0 : gradients.largest());
+    parameter_ = experts_.take(workspace, gradients.space_size());
   }
 
   static int64_t workspace_size(const Gradients<scalar_t>& gradients) {
@@ -489,7 +477,7 @@ class BlockBackward {
            experts.rows_size(experts.columns(experts.num_layers() - 1)) +
            3 * experts.rows_size(experts.widest()) +
            (gradients.gates != nullptr ? (1 + kLanes) * experts.rows_size(1) : 0) +
-           whole_lines(experts.widest()) + (kSame ? 0 : whole_lines(gradients.largest()));
+           whole_lines(experts.widest()) + whole_lines(gradients.space_size());
   }
 
   void run() const {
@@ -526,6 +514,8 @@ class BlockBackward {
     const int64_t width_z = l > 0 ? experts_.columns(l - 1) : width;
     const scalar_t* z = l > 0 ? a_.z[l - 1] : nullptr;
     const bool gated_sum = l == last_ && has_gates();
+    // A half type's activations are of the rounded z here, whether it was kept or not.
+    const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
     scalar_t* grad_rows =
         gradients_.rows.template mutable_data_ptr<scalar_t>() + block_.first_row * width;
     acc_t* grad_before = grad_z_[l % 2];
@@ -542,7 +532,7 @@ class BlockBackward {
       if (width_z != width) experts_.fetch(z, in_z(region), width_z);
     };
     const auto finish = [&](const Region& region) {
-      if (l > 0) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
+      if (!activated) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
       if (gated_sum) {
         vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
                               grad_gate_);
@@ -607,7 +597,7 @@ class BlockBackward {
   acc_t* gate_ = nullptr;       // of each row
   acc_t* grad_gate_ = nullptr;  // kLanes sums of each row
   acc_t* bias_;                 // a group's sum
-  acc_t* parameter_;            // the gradient of one, where acc_t is wider than its type
+  acc_t* parameter_;            // a share of a parameter's gradient
 };
 
 // The gradients of the parameters and of the gates, in their tensors; and of the input rows, which
@@ -623,7 +613,6 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                           if (block.num_rows == 0) return gradients.write_zeros(block);
                           BlockBackward<scalar_t>(gradients, block, workspace).run();
                         });
-  gradients.add_partial_sums();
   return gradients.rows;
 }
 
