@@ -130,15 +130,17 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
-    c10::string_view activation) {
+    c10::string_view activation, bool needs_x, bool needs_parameters) {
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
-  const auto like_each = [](at::TensorList tensors) {
+  const auto like_each = [&](at::TensorList tensors) {
     std::vector<Tensor> each;
+    if (!needs_parameters) return each;
     for (const Tensor& tensor : tensors) each.push_back(like(tensor));
     return each;
   };
-  return {like(x), gates ? like(*gates) : x.new_empty({0}, x.options().dtype(accumulate_type(x))),
+  return {needs_x ? like(x) : x.new_empty({0}),
+          gates ? like(*gates) : x.new_empty({0}, x.options().dtype(accumulate_type(x))),
           like_each(weights), like_each(biases)};
 }
 

@@ -95,11 +95,13 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor[] weights, Tensor[] biases, str activation, bool keep_hidden) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
-  // Computes hidden again where it was not kept.
+  // Computes hidden again where it was not kept. A gradient that is not needed is empty: x's of
+  // shape [0], and no parameters'.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[] biases, Tensor[] hidden, "
-      "str activation) -> (Tensor, Tensor, Tensor[], Tensor[])",
+      "str activation, bool needs_x, bool needs_parameters) "
+      "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
       tags);
 
   // App. D: row <- decay row + gain mean_j(grad^2), column likewise over i, and then

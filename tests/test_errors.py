@@ -164,7 +164,7 @@ def backward_arguments():
         "_combine_backward": dict(grad_y=torch.randn(T, D), token_offsets=None, **combine),
         "_experts_backward": dict(
             grad_y=torch.randn(T * K, F), inverse=None, token_offsets=None, gates=None, hidden=[],
-            activation="relu", **experts,
+            activation="relu", needs_x=True, needs_parameters=True, **experts,
         ),
     }  # fmt: skip
 
@@ -433,7 +433,8 @@ def test_backward_operators_check_what_memory_depends_on():
 
     def experts_backward(grad, offsets, inverse=None, token_offsets=None, gates=None, hidden=()):
         routing = (offsets, inverse, token_offsets, gates)
-        return op._experts_backward(grad, rows, *routing, [weight], [], hidden, "relu")
+        layers = ([weight], [], hidden, "relu")
+        return op._experts_backward(grad, rows, *routing, *layers, True, True)
 
     for error, call in (
         (ValueError, lambda: experts_backward(grad, torch.empty(0).long())),

@@ -185,3 +185,11 @@ def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
     more = backward_mib(2 * num_rows) - backward_mib(num_rows)
     of_rows = num_rows * D * dtype.itemsize / MIB  # their gradient's
     assert more == pytest.approx(of_rows, rel=0.1)
+
+
+def test_frozen_experts_have_no_gradients():
+    x = torch.zeros(8, D, requires_grad=True)
+    weights = [torch.zeros(E, D, D) for _ in range(2)]
+    y = ops.experts(x, weights, offsets=torch.tensor([0, 1, 1, 2, 4, 4, 8]))
+    mib = peak_allocated_mib(lambda: y.sum().backward())
+    assert mib < sum(weight.nbytes for weight in weights) / MIB / 4

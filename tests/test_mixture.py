@@ -184,7 +184,7 @@ def long_routing(num_rows, device="cpu"):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_with_many_rows(device, dtype, bias):
-    """The gradients of their weights are sums of partial sums."""
+    """The gradients of their weights are sums over several blocks of them."""
     routing = long_routing(2600, device)
     inputs = make(routing, (8, 12, 4), "relu", bias, dtype, device)
 
@@ -223,6 +223,52 @@ def test_experts_with_many_rows(device, dtype, bias):
             assert_exact(actual.detach(), exact.detach())
         else:
             assert_as_accurate(actual, at_this_precision, exact)
+
+
+LEARNED = ["x", "gates", "parameters", "x gates", "x parameters", "gates parameters"]
+
+
+def leaves_with(learned, inputs):
+    """The leaves, of which those not learned are frozen."""
+    leaves = leaves_of(*inputs)
+    kinds = ["x", "gates", *["parameters"] * (len(leaves) - 2)]
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        leaf.requires_grad_(kind in learned.split())
+    return leaves
+
+
+@pytest.mark.parametrize("learned", LEARNED)
+@pytest.mark.parametrize("widths", [(4, 3), (4, 6, 5, 3)])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_inputs(device, learned, widths, recompute, dtype):
+    """What is learned gets the same gradients, and what is frozen none."""
+    routing = long_routing(1500, device)
+    inputs = make(routing, widths, "gelu", True, dtype, device)
+    cotangent = normal(1500, widths[-1], device=device, dtype=dtype)
+    found = {}
+    for each in ("x gates parameters", learned):
+        leaves = leaves_with(each, inputs)
+        num_layers = len(widths) - 1
+        y = mixture(*regroup(leaves, num_layers), "gelu", routing, recompute=recompute)
+        y.backward(cotangent)
+        found[each] = [leaf.grad for leaf in leaves]
+        assert [g is not None for g in found[each]] == [leaf.requires_grad for leaf in leaves]
+    for grad, of_all in zip(found[learned], found["x gates parameters"], strict=True):
+        if grad is not None:
+            assert_same_bits(grad, of_all)
+
+
+@pytest.mark.parametrize("learned", LEARNED)
+def test_frozen_inputs_opcheck(device, learned):
+    routing = Routing(ROUTES["any number"], device=device)
+    inputs = make(routing, (4, 6, 3), "reglu", True, torch.float32, device)
+
+    def function():
+        leaves = leaves_with(learned, inputs)
+        mixture(*regroup(leaves, 2), "reglu", routing).sum().backward()
+
+    opcheck_all(function, {"experts", "_experts_backward"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "function.h"
 
 namespace moe_ext::autograd {
@@ -30,6 +32,10 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["num_layers"] = static_cast<int64_t>(weights.size());
     ctx->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
     ctx->saved_data["activation"] = activation;
+    const auto needs_grad = [](const Tensor& tensor) { return tensor.requires_grad(); };
+    ctx->saved_data["needs_x"] = x.requires_grad();
+    ctx->saved_data["needs_parameters"] = std::any_of(weights.begin(), weights.end(), needs_grad) ||
+                                          std::any_of(biases.begin(), biases.end(), needs_grad);
     ctx->mark_non_differentiable(hidden);
     ctx->set_materialize_grads(false);  // no zeros of hidden's size
     variable_list outputs{y};
@@ -48,12 +54,16 @@ struct Experts : torch::autograd::Function<Experts> {
     static const auto op = find_operator<std::tuple<Tensor, Tensor, Hidden, Hidden>(
         const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
         const OptionalTensor&, const OptionalTensor&, at::TensorList, at::TensorList,
-        at::TensorList, c10::string_view)>("moe_ext::_experts_backward");
+        at::TensorList, c10::string_view, bool, bool)>("moe_ext::_experts_backward");
     const auto activation = ctx->saved_data["activation"].toStringRef();
-    const auto [grad_x, grad_gates, grad_weights, grad_biases] =
-        op.call(grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]),
-                if_defined(saved[3]), if_defined(saved[4]), weights, biases, hidden, activation);
-    variable_list out{grad_x, Tensor(), Tensor(), Tensor(),
+    const bool needs_x = ctx->saved_data["needs_x"].toBool();
+    const bool needs_parameters = ctx->saved_data["needs_parameters"].toBool();
+    auto [grad_x, grad_gates, grad_weights, grad_biases] = op.call(
+        grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]), if_defined(saved[3]),
+        if_defined(saved[4]), weights, biases, hidden, activation, needs_x, needs_parameters);
+    grad_weights.resize(num_layers);
+    grad_biases.resize(num_biases);
+    variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
                       saved[4].defined() ? grad_gates : Tensor()};
     out.insert(out.end(), grad_weights.begin(), grad_weights.end());
     out.insert(out.end(), grad_biases.begin(), grad_biases.end());

@@ -359,11 +359,15 @@ class Gradients {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  // Those of the parameters, of the weights first, and of the gates get into the tensors given.
+  // Those of the parameters, of the weights first, and of the gates get into the tensors given. No
+  // parameters: theirs are not needed.
   Gradients(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
-            at::TensorList hidden, at::TensorList grad_parameters, const Tensor& grad_gates)
+            at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
+            const Tensor& grad_gates)
       : experts(experts),
-        rows(empty_rows({experts.num_rows(), experts.fan_in(0)}, grad.options())),
+        rows(empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options())),
+        needs_x(needs_x),
+        needs_parameters(!grad_parameters.empty()),
         hidden(data_of<scalar_t>(hidden)),
         out(grad.const_data_ptr<scalar_t>()),
         gates(gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr),
@@ -430,7 +434,8 @@ class Gradients {
   }
 
   const Experts<scalar_t>& experts;
-  const Tensor rows;                    // of the input rows
+  const Tensor rows;  // of the input rows, if needed
+  const bool needs_x, needs_parameters;
   const std::vector<scalar_t*> hidden;  // z of each hidden layer, if kept
   const scalar_t* const out;            // of y, or of the rows that came out
   const acc_t* const gates;             // of each slot; null without gates
@@ -484,9 +489,13 @@ class BlockBackward {
     take_output_gradient();
     const acc_t* grad_z = grad_out_;
     for (int64_t l = last_; l >= 0; --l) {
-      const acc_t* grad_before = input_gradient(l, grad_z);
-      if (l == last_ && has_gates()) gate_gradient();
-      parameter_gradients(l, grad_z);
+      const bool needs_rest = gradients_.needs_x || (gradients_.needs_parameters && l > 0);
+      const bool needs_gates = l == last_ && has_gates();
+      const acc_t* grad_before = nullptr;
+      if (needs_rest || needs_gates) grad_before = input_gradient(l, grad_z);
+      if (needs_gates) gate_gradient();
+      if (gradients_.needs_parameters) parameter_gradients(l, grad_z);
+      if (!needs_rest) return;
       grad_z = grad_before;
     }
   }
@@ -516,12 +525,14 @@ class BlockBackward {
     const bool gated_sum = l == last_ && has_gates();
     // A half type's activations are of the rounded z here, whether it was kept or not.
     const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
-    scalar_t* grad_rows =
-        gradients_.rows.template mutable_data_ptr<scalar_t>() + block_.first_row * width;
+    scalar_t* grad_rows = nullptr;
+    if (l == 0 && gradients_.needs_x) {
+      grad_rows = gradients_.rows.template mutable_data_ptr<scalar_t>() + block_.first_row * width;
+    }
     acc_t* grad_before = grad_z_[l % 2];
     acc_t* grad_a = l > 0 && width_z == width ? grad_before : grad_a_;
     if constexpr (kSame) {
-      if (l == 0) grad_a = grad_rows;
+      if (grad_rows != nullptr) grad_a = grad_rows;
     }
     const auto in_z = [&](Region region) {  // in its second half, if it has two
       region.column += width_z - width;
@@ -540,7 +551,7 @@ class BlockBackward {
       }
       if (l > 0) {
         experts_.activate_backward(z, grad_a, region, width, grad_before);
-      } else if (!kSame) {
+      } else if (!kSame && grad_rows != nullptr) {
         vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
       }
     };
@@ -604,9 +615,11 @@ class BlockBackward {
 // it returns.
 template <typename scalar_t>
 Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
-                at::TensorList hidden, at::TensorList grad_parameters, const Tensor& grad_gates) {
+                at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
+                const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  const Gradients<scalar_t> gradients(experts, grad, gates, hidden, grad_parameters, grad_gates);
+  const Gradients<scalar_t> gradients(experts, grad, gates, hidden, needs_x, grad_parameters,
+                                      grad_gates);
   const int64_t workspace_size = BlockBackward<scalar_t>::workspace_size(gradients);
   for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(), workspace_size,
                         gradients.wide_options(), [&](const Block& block, acc_t* workspace) {
@@ -644,7 +657,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
-    c10::string_view activation) {
+    c10::string_view activation, bool needs_x, bool needs_parameters) {
   constexpr auto op = "_experts_backward";
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
@@ -652,25 +665,32 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
   Tensor grad_x;
   Tensor grad_gates =
       at::empty(gates ? gates->sizes() : at::IntArrayRef({0}), x.options().dtype(type));
-  std::vector<Tensor> grads;
-  for (const auto& parameters : {weights, biases}) {
+  const auto like_each = [&](at::TensorList parameters) {
+    std::vector<Tensor> each;
+    if (!needs_parameters) return each;
     for (const Tensor& parameter : parameters) {
-      grads.push_back(empty_rows(parameter.sizes(), x.options()));
+      each.push_back(empty_rows(parameter.sizes(), x.options()));
     }
-  }
+    return each;
+  };
+  const auto grad_weights = like_each(weights), grad_biases = like_each(biases);
+  auto grad_parameters = grad_weights;
+  grad_parameters.insert(grad_parameters.end(), grad_biases.begin(), grad_biases.end());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
                                     activation);
     std::vector<Tensor> kept;
     for (const Tensor& layer : hidden) kept.push_back(layer.contiguous());
     grad_x = backward(experts, grad_y.contiguous(), gates ? gates->to(type).contiguous() : Tensor(),
-                      kept, grads, grad_gates);
-    if (inverse) grad_x = sum_of_rows(grad_x, *experts.slots(), /*weights=*/Tensor());
+                      kept, needs_x, grad_parameters, grad_gates);
+    if (!needs_x) {
+      grad_x = at::empty({0}, x.options());
+    } else if (inverse) {
+      grad_x = sum_of_rows(grad_x, *experts.slots(), /*weights=*/Tensor());
+    }
   });
-  const auto first_bias = grads.begin() + static_cast<int64_t>(weights.size());
-  return {grad_x, gates ? grad_gates.to(gates->scalar_type()) : grad_gates,
-          std::vector<Tensor>(grads.begin(), first_bias),
-          std::vector<Tensor>(first_bias, grads.end())};
+  return {grad_x, gates ? grad_gates.to(gates->scalar_type()) : grad_gates, grad_weights,
+          grad_biases};
 }
 
 }  // namespace

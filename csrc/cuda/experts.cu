@@ -340,7 +340,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
     at::TensorList weights, at::TensorList biases, at::TensorList hidden,
-    c10::string_view activation) {
+    c10::string_view activation, bool needs_x, bool needs_parameters) {
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
@@ -359,17 +359,30 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
   const Tensor dy = grad_y.contiguous();
   Tensor grad = gates ? rows_of_slots(dy, experts.slots()) : dy;  // of the rows, without gates
   Tensor grad_gates = at::empty({0}, x.options().dtype(type));
-  std::vector<Tensor> grad_weights(weights.size()), grad_biases(biases.size());
+  std::vector<Tensor> grad_weights(needs_parameters ? weights.size() : 0);
+  std::vector<Tensor> grad_biases(needs_parameters ? biases.size() : 0);
   for (int64_t l = last; l >= 0; --l) {
-    Tensor grad_in = experts.products().transposed(grad, experts.weight(l));
-    if (l == last && gates) {
+    const bool needs_rest = needs_x || (needs_parameters && l > 0);
+    const bool needs_gates = l == last && gates;
+    Tensor grad_in;
+    if (needs_rest || needs_gates) {
+      grad_in = experts.products().transposed(grad, experts.weight(l));
+    }
+    if (needs_gates) {
       grad_gates = experts.gate_backward(grad_in, inputs[l], grad, gates->to(type).contiguous());
     }
-    grad_weights[l] = experts.products().of_rows(inputs[l], grad);
-    if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
+    if (needs_parameters) {
+      grad_weights[l] = experts.products().of_rows(inputs[l], grad);
+      if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
+    }
+    if (!needs_rest) break;
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
   }
-  if (inverse) grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());
+  if (!needs_x) {
+    grad = at::empty({0}, x.options());
+  } else if (inverse) {
+    grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());
+  }
   return {grad, gates ? grad_gates.to(gates->scalar_type()) : grad_gates, grad_weights,
           grad_biases};
 }
