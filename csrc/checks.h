@@ -4,6 +4,7 @@
 // SymInt). Values are checked only on the CPU, where reading them costs nothing.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
@@ -418,6 +419,12 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   check_argument(op, "row", row, param, type, shape);
   shape.back() = num_columns;
   check_argument(op, "column", column, param, type, shape);
+  for (const auto& [name, tensor] :
+       {std::pair{"param", &param}, {"row", &row}, {"column", &column}}) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, op, ": ", name,
+                      " must have a place in memory for each element, got strides ",
+                      tensor->sym_strides());
+  }
   check_scalar(op, "lr", lr, param);
   check_scalar(op, "correction", correction, param);
   for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {

@@ -23,9 +23,8 @@ def cv_squared(values: Tensor) -> Tensor:
     require(len(shape) == 1 and shape[0] > 0, "cv_squared: values", "have shape [E], E > 0", shape)
     values = values.to(accumulation_dtype(values))
     mean = values.mean()
-    variance = (values - mean).square().mean()
-    square = mean.square()
-    return variance / torch.where(square > 0, square, torch.ones_like(square))
+    deviation = (values - mean) / torch.where(mean > 0, mean, 1)
+    return deviation.square().mean()
 
 
 def importance_loss(importance: Tensor, weight: float) -> Tensor:

@@ -73,9 +73,14 @@ class MoELSTMCell(nn.Module):
             noise_epsilon=noise_epsilon,
             generator=generator,
         )
-        self.bias = nn.Parameter(torch.zeros(4 * d_hidden))
+        self.bias = nn.Parameter(torch.empty(4 * d_hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The bias as at first; gate and experts have a method of this name of their own."""
         with torch.no_grad():
-            self.bias[d_hidden : 2 * d_hidden] = 1
+            self.bias.zero_()
+            self.bias[self.d_hidden : 2 * self.d_hidden] = 1
 
     def initial_state(self, x: Tensor, batch_size: int) -> State:
         """Zeros, h and c [B, U], of the type that the cell computes in for such x."""

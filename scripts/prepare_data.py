@@ -126,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     options = parser.parse_args(arguments)
     if options.name == "text" and options.source is None:
         parser.error("text needs --from")
+    if options.name != "text" and options.vocab_size is not None:
+        parser.error(f"--vocab-size is for text, {options.name} has its own")
     if options.source and not options.source.exists() and options.name != "text":
         raise ConfigError(f"--from must be a file or folder, there is none at {options.source}")
     output = options.output or Path("data") / options.name

@@ -399,6 +399,7 @@ def test_a_step_between_forward_and_backward_is_noticed(mode):
         ({"row": torch.zeros(3, 70).double()}, TypeError, "row must be of type Float"),
         ({"column": torch.zeros(40)}, ValueError, "column must have shape"),
         ({"column": torch.zeros(3, 40, device="meta")}, ValueError, "column must be on cpu"),
+        ({"row": torch.zeros(70).expand(3, 70)}, ValueError, "row must have a place in memory"),
         ({"lr": torch.zeros(())}, TypeError, "lr must be of type Double"),
         ({"lr": torch.zeros(2).double()}, ValueError, "lr must have 0 dimensions"),
         ({"correction": torch.zeros(()).long()}, TypeError, "correction must be of type Double"),
@@ -409,8 +410,11 @@ def test_a_step_between_forward_and_backward_is_noticed(mode):
     ],
 )
 def test_operator_errors(changes, error, message):
+    call = operator_arguments() | changes
+    before = call["param"].clone()
     with pytest.raises(error, match=f"^factored_step_: {message}.*, got "):
-        step_(**{**operator_arguments(), **changes})
+        step_(**call)
+    assert_same_bits(call["param"], before)
 
 
 # As an optimizer of torch
