@@ -427,6 +427,16 @@ def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
     assert weight.isfinite().all() and checkpoints_of(trainer.folder).steps()[-1] == 2
 
 
+def test_weights_beyond_bounds_are_said_and_not_saved(table):
+    """Without clipping nobody looks at the gradient."""
+    trainer = Trainer(merged(table, steps=4, log={"save_every": 1}))
+    weight = trainer.model.softmax.weight
+    weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
+    with pytest.raises(FloatingPointError, match="the weights after step 3 are not finite; lower"):
+        trainer.run()
+    assert checkpoints_of(trainer.folder).steps()[-1] == 2
+
+
 def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
     moe, dense = merged(table), dense_counterpart(merged(table))
     trainers = [Trainer(config) for config in (moe, dense)]

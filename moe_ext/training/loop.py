@@ -220,8 +220,8 @@ class Trainer:
             True if that was reached, False if a signal stopped it.
 
         Raises:
-            FloatingPointError: the loss, or with clip_norm the gradient, is not finite; the last
-                checkpoint stays as it is.
+            FloatingPointError: the loss, with clip_norm the gradient, or what is to be saved is not
+                finite; the last checkpoint stays as it is.
         """
         config, steps = self.config, self.config.steps
         log = None
@@ -292,20 +292,23 @@ class Trainer:
             norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
             gradient_is_finite = bool(norm.isfinite())
         loss_is_finite = not self._any(not window.is_finite())
-        if not (loss_is_finite and gradient_is_finite):
-            what, then = "gradient", ""
-            if not loss_is_finite:
-                what, then = "loss", " or set optimizer.clip_norm=1"
-            raise FloatingPointError(
-                f"the {what} of step {self.step + 1} is not finite; lower optimizer.learning_rate"
-                f"{then}, and start again or resume from the last checkpoint"
-            )
+        if not loss_is_finite:
+            raise self._diverged(f"the loss of step {self.step + 1} is")
+        if not gradient_is_finite:
+            raise self._diverged(f"the gradient of step {self.step + 1} is")
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
         self.step += 1
         self.tokens += num_tokens
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        clip = "" if self.config.optimizer.clip_norm else " or set optimizer.clip_norm=1"
+        return FloatingPointError(
+            f"{what} not finite; lower optimizer.learning_rate{clip}, "
+            "and start again or resume from the last checkpoint"
+        )
 
     def _evaluate(self) -> dict[str, float]:
         """Perplexity of the dev part; with strictly balanced gates perplexity_batchwise as well,
@@ -396,6 +399,8 @@ class Trainer:
         return earlier
 
     def _save(self) -> None:
+        if self._any(not all(param.isfinite().all() for param in self.model.parameters())):
+            raise self._diverged(f"the weights after step {self.step} are")
         state = {
             "tokens": self.tokens,
             "epoch": self.epoch,
