@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.checks import require_at_least
+from moe_ext.checks import require_sizes
 from moe_ext.gates import Gate, Gating, count, logits, require_k, widened
 from moe_ext.hierarchical import k_of_levels
 from moe_ext.losses import batchwise_loss
@@ -56,8 +56,11 @@ def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
 
 
 def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
-    """M_threshold(x, T)_i = 1 where x_i > T_i, for scores [N, E]; waits for the device to count."""
-    return _Mask(*_experts_of_rows(scores > threshold))
+    """M_threshold(x, T)_i = 1 where x_i > T_i, for scores [N, E]; waits for the device to count.
+
+    And where x_i is NaN: a row without an expert would be 0.
+    """
+    return _Mask(*_experts_of_rows(~(scores <= threshold)))
 
 
 def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +125,14 @@ def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> No
     """Thresholds just below the first batch's m-th scores, where the two masks agree: by some
     roundings, as on CUDA another product than training's makes the scores of evaluation.
 
-    The flag's value is not waited for: every batch writes, the same thresholds after the first.
+    Of a batch whose scores are not finite they stay as they are, and wait for the next. The flag's
+    value is not waited for: every batch writes, the same thresholds after the first.
     """
+    finite = mth_score.isfinite().all()
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # below 0, too
-    threshold.copy_(torch.where(initialized, threshold, start.view_as(threshold)))
-    initialized.fill_(True)
+    threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
+    initialized.logical_or_(finite)
 
 
 class _StrictlyBalancedGate(Gate):
@@ -203,7 +208,7 @@ class _StrictlyBalancedGate(Gate):
         parts = [
             ops.importance(*slots, self.num_experts),
             count(*slots, self.num_experts),
-            gates.new_full((), len(token_offsets) - 1),
+            gates.new_full((), token_offsets.shape[0] - 1),
             (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
         ]
         for column in zip(*agreements, strict=True):
@@ -244,6 +249,11 @@ class BalancedGate(_StrictlyBalancedGate):
     all experts for every token. They live on the scale of a softmax over E experts: give them a
     learning rate of their own, well below 1 / E.
 
+    That first batch writes the parameter in place: where another tensor stands for it, as under
+    `torch.func.functional_call` and `fully_shard`, the start is lost. Each process starts at its
+    own batch unless the layer has a process_group: DistributedDataParallel, which averages
+    gradients alone, keeps that difference. `moe_ext.distributed.parallelize` sees to both.
+
     W_g starts at zero. Then all scores are equal, and each expert gets tokens of its own by a fixed
     pseudo-random choice (`moe_ext.ops.batchwise_topm`).
 
@@ -269,7 +279,7 @@ class BalancedGate(_StrictlyBalancedGate):
     def __init__(
         self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
     ) -> None:
-        require_at_least(1, "BalancedGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("BalancedGate", d_model=d_model, num_experts=num_experts)
         require_k("BalancedGate", k, num_experts)
         super().__init__(num_experts, k, detach_scores)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
@@ -393,8 +403,8 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         first = experts.row_offsets[:-1].index_select(0, plan.inverse)
         num_experts = experts.row_offsets.diff().index_select(0, plan.inverse)
         slot_offsets = F.pad(num_experts.cumsum(0), (1, 0))
-        slot = torch.repeat_interleave(num_experts, output_size=len(secondary_gates))
-        place = torch.arange(len(slot), device=x.device)
+        slot = torch.repeat_interleave(num_experts, output_size=secondary_gates.shape[0])
+        place = torch.arange(slot.shape[0], device=x.device)
         source = place + (first - slot_offsets[:-1]).index_select(0, slot)
         primary_gates = ops.dispatch(primary_gates.unsqueeze(1), place, slot_offsets).squeeze(1)
         gates = primary_gates * secondary_gates.index_select(0, source)

@@ -222,7 +222,8 @@ class _StoredStates(torch.autograd.Function):
                 "or create_graph"
             )
         plan: _Plan = ctx.plan
-        parameters, inputs, state = plan.split(ctx.saved_tensors)
+        tensors = ctx.saved_tensors  # once: a hook may allow no second time
+        parameters, inputs, state = plan.split(tensors)
         needed = plan.split(ctx.needs_input_grad[1:])
         parameters = _leaves(parameters, needed[0])
         # Going back a second time (retain_graph) starts from the first state alone.
@@ -231,7 +232,7 @@ class _StoredStates(torch.autograd.Function):
         # Set around the evaluations alone: gradients are computed as they are elsewhere.
         autocast = [
             then
-            for then, now in zip(ctx.autocast, _autocast_options(ctx.saved_tensors), strict=True)
+            for then, now in zip(ctx.autocast, _autocast_options(tensors), strict=True)
             if then != now
         ]
 

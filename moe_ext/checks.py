@@ -36,6 +36,21 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
         require(value is None or value >= minimum, prefix + name, f"be at least {minimum}", value)
 
 
+def require_sizes(owner: str, **values: int) -> None:
+    """Every value is a whole number of at least 1.
+
+    Args:
+        owner: the class whose arguments the values are.
+        values: by name.
+
+    Raises:
+        ValueError: "<owner>: <name> must be <rule>, got <value>".
+    """
+    for name, value in values.items():
+        require(isinstance(value, int), f"{owner}: {name}", "be a whole number", value)
+    require_at_least(1, owner, **values)
+
+
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     """Raises TypeError or ValueError if a mask is not of type bool or of another shape."""
     if mask.dtype != torch.bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_sizes
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
@@ -84,7 +84,7 @@ class FeedForwardExperts(nn.Module):
             "be at least 1",
             list(hidden_sizes),
         )
-        require_at_least(1, "FeedForwardExperts", d_model=d_model, d_output=d_output)
+        require_sizes("FeedForwardExperts", d_model=d_model, d_output=d_output)
         numbers = {"num_experts": num_experts, "first_expert": first_expert}
         require_at_least(0, "FeedForwardExperts", **numbers)
         require(

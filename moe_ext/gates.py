@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_sizes
 from moe_ext.ops.dtypes import accumulation_dtype
 from moe_ext.processes import Processes
 
@@ -135,7 +135,7 @@ class SoftmaxGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int) -> None:
         super().__init__()
-        require_at_least(1, "SoftmaxGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -173,7 +173,7 @@ class TopKGate(Gate):
 
     def __init__(self, d_model: int, num_experts: int, k: int) -> None:
         super().__init__()
-        require_at_least(1, "TopKGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("TopKGate", d_model=d_model, num_experts=num_experts)
         require_k("TopKGate", k, num_experts)
         self.num_experts = num_experts
         self.k = k
@@ -232,7 +232,7 @@ class NoisyTopKGate(Gate):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, "NoisyTopKGate", d_model=d_model, num_experts=num_experts)
+        require_sizes("NoisyTopKGate", d_model=d_model, num_experts=num_experts)
         require_k("NoisyTopKGate", k, num_experts)
         require_at_least(0, "NoisyTopKGate", noise_epsilon=noise_epsilon)
         self.num_experts = num_experts

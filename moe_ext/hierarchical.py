@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_sizes
 from moe_ext.gates import (
     Gate,
     Gating,
@@ -32,7 +32,7 @@ def k_of_levels(
     `name`, the module's, begins the error messages.
     """
     sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
-    require_at_least(1, name, d_model=d_model, **sizes)
+    require_sizes(name, d_model=d_model, **sizes)
     k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
     whole = isinstance(k1, int) and isinstance(k2, int)
     require(whole, f"{name}: k", "be a whole number or a pair of them", k)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_mask
+from moe_ext.checks import require, require_at_least, require_mask, require_sizes
 from moe_ext.exchange import EXCHANGES, Exchange, Placement
 from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
 from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
@@ -64,6 +65,10 @@ class MoEAux(NamedTuple):
             } | {name: value.item() for name, value in self.gate_metrics.items()}
 
 
+# So that torch.export can save a layer.
+_register_namedtuple(MoEAux, serialized_type_name="moe_ext.MoEAux")
+
+
 class MoE(nn.Module):
     """y = Σ_i G(x)_i E_i(x) (Eq. 1), with only the k chosen experts of each token evaluated.
 
@@ -94,9 +99,10 @@ class MoE(nn.Module):
             any modules, one for each expert; None is FeedForwardExperts, with hidden_sizes,
             activation and bias. With a process_group, those of this process alone (`Placement`).
         recompute: compute the experts again in the backward pass instead of keeping anything of
-            them: one more product of rows and weights for each hidden layer, the same bits.
-        dtype: of the experts' weights and of their computation, whatever x is; None is torch's
-            default for the weights, and x has to be of it.
+            them: one more product of rows and weights for each hidden layer, the same bits (and
+            running averages of experts given, as BatchNorm's, updated twice).
+        dtype: of the experts' weights, to which the tokens are cast for the experts, whatever it
+            becomes later (`layer.float()`); None is torch's default, and x has to be of it.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
         process_group: the processes that share the experts; None is this one alone. A DeviceMesh of
@@ -147,7 +153,7 @@ class MoE(nn.Module):
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        require_at_least(1, "MoE", d_model=d_model, num_experts=num_experts, num_chunks=num_chunks)
+        require_sizes("MoE", d_model=d_model, num_experts=num_experts, num_chunks=num_chunks)
         require_k("MoE", k, num_experts)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
@@ -165,7 +171,7 @@ class MoE(nn.Module):
         self.num_experts = num_experts
         self.k = k
         self.recompute = recompute
-        self.dtype = dtype
+        self.casts_tokens = dtype is not None
         self.w_importance = w_importance
         self.w_load = w_load
         if gate is None:
@@ -251,6 +257,8 @@ class MoE(nn.Module):
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
                 f"got shape {tuple(x.shape)}"
             )
+        if not x.is_floating_point():
+            raise TypeError(f"MoE: x must be of a floating type, got {x.dtype}")
         tokens = x.reshape(-1, self.d_model)
         if mask is not None:
             require_mask("MoE", mask, tuple(x.shape[:-1]))
@@ -258,8 +266,8 @@ class MoE(nn.Module):
             tokens = tokens.index_select(0, position)
 
         gating = Gating(*self.gate(tokens))
-        if self.dtype is not None:
-            tokens = tokens.to(self.dtype)
+        if self.casts_tokens:
+            tokens = tokens.to(next(self.experts.parameters()).dtype)
         y, tokens_per_expert = self._mixture(tokens, gating)
         y = y.to(x.dtype)
 
@@ -280,7 +288,10 @@ class MoE(nn.Module):
             gating.metrics,
             gating.load_factors,
         )
-        return y.view(*x.shape[:-1], y.shape[-1]), aux
+        if x.dim() != 2:
+            # As matmul does: no view in the eyes of autograd, so that it may be changed in place.
+            y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return y, aux
 
     def _mixture(self, tokens: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
         """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from moe_ext.bptt import Tensors, unroll
-from moe_ext.checks import require, require_at_least, require_mask
+from moe_ext.checks import require, require_at_least, require_mask, require_sizes
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -56,7 +56,7 @@ class MoELSTMCell(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, "MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
+        require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
         require(0 <= dropout < 1, "MoELSTMCell: dropout", "be in [0, 1)", dropout)
         self.d_input = d_input
         self.d_hidden = d_hidden
@@ -102,8 +102,8 @@ class MoELSTMCell(nn.Module):
                 f"MoELSTMCell: x must have shape [B, d_input = {self.d_input}], "
                 f"got {tuple(x.shape)}"
             )
-        h, c = self.initial_state(x, len(x)) if state is None else state
-        _require_state("MoELSTMCell", (h, c), (len(x), self.d_hidden))
+        h, c = self.initial_state(x, x.shape[0]) if state is None else state
+        _require_state("MoELSTMCell", (h, c), (x.shape[0], self.d_hidden))
         x = F.dropout(x, self.dropout, self.training)
         z, aux = self.moe(torch.cat([x, h], 1))
         i, f, j, o = (z + self.bias).chunk(4, 1)
@@ -129,7 +129,7 @@ class MoELSTM(nn.Module):
         num_experts, k, dropout, gate, noise_epsilon, generator: see `MoELSTMCell`. A gate of one's
             own must choose k experts for every row, draw random numbers from torch's generators or
             one in its attribute `generator`, and change its buffers in place only; with
-            memory_slots, not at all.
+            memory_slots, not at all, and nothing but its own parameters gets a gradient through it.
         w_importance, w_load: the weights of the two losses.
         memory_slots: how many states to keep, the initial one included; None keeps all that the
             steps compute.
@@ -315,7 +315,7 @@ class _CellStep:
 
         def spread(values: Tensor) -> Tensor:
             """One row for each of the batch, so that all steps have the same shape."""
-            zeros = values.new_zeros(len(mask), *values.shape[1:])
+            zeros = values.new_zeros(mask.shape[0], *values.shape[1:])
             return zeros.index_copy(0, rows, values)
 
         chosen = tuple(s.index_select(0, rows) for s in state)

@@ -42,7 +42,7 @@ def top_k(v, k, priority=None):
 
     Ties go to the smaller priority, if there is one, then to the lower index.
     """
-    v = [float(v_i) for v_i in v]
+    v = [float(torch.as_tensor(v_i).detach()) for v_i in v]
     first = [0] * len(v) if priority is None else priority.tolist()
     return sorted(range(len(v)), key=lambda i: (math.isnan(v[i]), -v[i], first[i], i))[:k]
 

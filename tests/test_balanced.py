@@ -295,6 +295,30 @@ def test_the_first_batch_meets_the_thresholds_it_starts(device, dtype):
     assert disagreement <= (0 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.parametrize("kind", GATES)
+def test_thresholds_do_not_start_at_a_batch_of_nan(device, kind):
+    gate, x = make_gate(kind, device), make_x(30, device=device)
+    gate(torch.full_like(x, math.nan))
+    thresholds = [p for n, p in gate.named_parameters() if "threshold" in n]
+    assert not any(torch.count_nonzero(threshold) for threshold in thresholds)
+    assert gate(x).metrics["mask_disagreement"] == 0
+    assert all(threshold.isfinite().all() for threshold in thresholds)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_nan_is_seen_in_evaluation(device, kind):
+    """Its rows have all experts rather than none, which would be an output of 0."""
+    layer, x = make_layer(kind, device), make_x(20, device=device)
+    layer(x)
+    layer.eval()
+    clean, _ = layer(x)
+    x[3, 1] = math.nan
+    y, _ = layer(x)
+    assert y[3].isnan().all()
+    rest = torch.arange(20, device=device) != 3
+    assert_exact(y[rest].detach(), clean[rest].detach())
+
+
 def test_evaluation_before_training(device):
     """Thresholds of 0: every expert for every token, as the softmax gate. Nothing starts them."""
     gate, x = make_gate(device=device).eval(), make_x(9, device=device)

@@ -1,11 +1,13 @@
 """torch.compile and torch.export: whole graphs, any number of tokens, any routing."""
 
+import io
+
 import pytest
 import torch
 from conftest import assert_same_bits, gradients, recorded_ops, tensors_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_ext import MoE, ops
+from moe_ext import BalancedGate, MoE, MoEAux, MoELSTM, ops
 
 D, E = 6, 5
 
@@ -194,6 +196,34 @@ def test_export_keeps_the_ops(device):
     assert {"moe_ext.noisy_topk_gating.default", "moe_ext.experts.default"} <= names
     other = torch.randn(14, D, device=device)
     assert_same_bits(program.module()(other)[0], layer(other)[0])
+
+
+def test_an_exported_layer_can_be_saved():
+    layer, x = make_layer().eval(), torch.randn(9, D)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    file.seek(0)
+    y, aux = torch.export.load(file).module()(x)
+    assert isinstance(aux, MoEAux)
+    assert_same_bits(y, layer(x)[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        (lambda: make_layer(), (9, D)),
+        (lambda: MoE(D, E, 2, gate=BalancedGate(D, E, 2), w_load=0), (9, D)),
+        (lambda: MoELSTM(D, 4, E, 2), (9, 3, D)),
+    ],
+    ids=["noisy", "balanced", "recurrent"],
+)
+def test_export_leaves_the_batch_free(make, shape, strict):
+    layer, x = make().eval(), torch.randn(shape)
+    free = ({0: torch.export.Dim("batch", min=2)},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=free, strict=strict)
+    other = torch.randn(14, *shape[1:])
+    torch.testing.assert_close(program.module()(other)[0], layer(other)[0])
 
 
 def test_compiled_autograd_equals_eager():

@@ -338,6 +338,8 @@ def layer(**changes):
         (lambda: layer(k=0), r"k must .*got 0"),
         (lambda: layer(k=2.0), r"k must be a whole number .*got 2.0"),
         (lambda: layer(k=E + 1), r"k must .*5.*got .*6"),
+        (lambda: layer(num_experts=4.0), "^MoE: num_experts must be a whole number, got 4.0$"),
+        (lambda: SoftmaxGate(8.5, E), "^SoftmaxGate: d_model must be a whole number, got 8.5$"),
         (lambda: gate(k=0), r"k must .*got 0"),
         (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),
         (lambda: gate(num_experts=0), r"must .*got"),

@@ -187,6 +187,15 @@ def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
     assert more == pytest.approx(of_rows, rel=0.1)
 
 
+def test_nothing_is_kept_that_nobody_differentiates():
+    """Gradients may be enabled all the same, as where only a part of a model is trained."""
+    x, weights = torch.zeros(4 * D, D), [torch.zeros(1, D, 8 * D), torch.zeros(1, 8 * D, D)]
+    without = peak_allocated_mib(lambda: ops.experts(x, weights))
+    x.requires_grad_()
+    hidden = peak_allocated_mib(lambda: ops.experts(x, weights)) - without
+    assert hidden == pytest.approx(4 * D * 8 * D * 4 / MIB, rel=0.1)
+
+
 def test_frozen_experts_have_no_gradients():
     x = torch.zeros(8, D, requires_grad=True)
     weights = [torch.zeros(E, D, D) for _ in range(2)]

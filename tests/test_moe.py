@@ -512,10 +512,34 @@ def test_experts_in_a_type_of_their_own(device):
     assert_same_bits(y, layer.experts(x.bfloat16(), plan.offsets, **routing).float())
     torch.manual_seed(0)
     layer.experts.float()
-    layer.dtype = None
     expected, expected_aux = layer(x)
     assert_same_bits(aux.gates, expected_aux.gates)
     assert (y - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+def test_experts_of_a_type_of_their_own_can_be_cast(device):
+    """The tokens follow: to float64 for gradcheck, or from half types to be exported."""
+    layer = MoE(D, E, 2, dtype=torch.bfloat16).to(device)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        y, aux = layer.to(dtype)(make_x(5, device=device, dtype=dtype))
+        assert y.dtype == dtype and y.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(D,), (5, D), (2, 3, D)])
+def test_the_output_may_be_changed_in_place(device, shape):
+    """It is no view, which wrappers such as FSDP2 would warn of."""
+    y, aux = make_layer(2, device)(make_x(*shape[:-1], device=device))
+    assert not y._is_view()
+    before = y.detach().clone()
+    y += 1
+    (y.square().sum() + aux.loss).backward()
+    assert_same_bits(y.detach(), before + 1)
+
+
+def test_whole_numbers_are_no_tokens(device):
+    layer = MoE(D, E, 2, dtype=torch.float32).to(device)
+    with pytest.raises(TypeError, match=r"^MoE: x must be of a floating type, got torch.int64$"):
+        layer(torch.ones(3, D, dtype=torch.int64, device=device))
 
 
 def test_activation_checkpointing(device):

@@ -7,6 +7,7 @@ import pytest
 import reference as ref
 import torch
 from conftest import assert_exact, assert_same_bits
+from torch.utils.checkpoint import checkpoint
 
 import moe_ext.hierarchical
 from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
@@ -292,6 +293,17 @@ def test_slots_with_parameters_in_the_modules_place():
         grads = torch.autograd.grad(y.square().sum(), list(others.values()), allow_unused=True)
         found.append((y, *grads))
     assert_all_same_bits(*found)
+
+
+def test_slots_within_activation_checkpointing():
+    """Which lets what was saved be looked at once."""
+    layer, (x, state) = make_layer(memory_slots=2).eval(), make_inputs()
+    results = []
+    for function in (layer, lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)):
+        leaf = x.detach().clone().requires_grad_()
+        y, _, aux = function(leaf, state)
+        results.append(torch.autograd.grad(y.square().sum() + aux.loss, leaf))
+    assert_all_same_bits(*results)
 
 
 def test_slots_need_the_same_mode_on_the_way_back():

@@ -65,7 +65,8 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
     """
-    keep_hidden = torch.is_grad_enabled() and not recompute
+    inputs = [x, *weights, *(biases or []), *([] if gates is None else [gates])]
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     y, _ = torch.ops.moe_ext.experts(
         x,
         offsets,
@@ -75,6 +76,6 @@ def experts(
         weights,
         biases or [],
         activation,
-        keep_hidden,
+        differentiated and not recompute,
     )
     return y
