@@ -402,6 +402,30 @@ def test_moe_configuration_errors():
         FeedForwardConfig(activation="rely")
 
 
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_options_reach_the_layers(num_groups):
+    moe = MoEConfig(
+        num_experts=4,
+        num_groups=num_groups,
+        k=2,
+        hidden_sizes=[6, 5],
+        activation="tanh",
+        w_importance=0.3,
+        w_load=0.7,
+        noise_epsilon=0.05,
+        recompute=True,
+    )
+    ffn = FeedForwardConfig(hidden_sizes=[7], activation="silu")
+    model = build(layers=["moe", "moe_lstm", "ffn"], memory_slots=3, moe=moe, ffn=ffn)
+    mixture, recurrent, dense = model.layers
+    for layer, gate in ((mixture, mixture.gate), (recurrent, recurrent.cell.moe.gate)):
+        assert (layer.w_importance, layer.w_load, gate.noise_epsilon) == (0.3, 0.7, 0.05)
+    assert [len(w[0]) for w in mixture.experts.weights] == [8, 6, 5]
+    assert mixture.experts.activation == "tanh" and mixture.recompute
+    assert recurrent.memory_slots == 3
+    assert [len(w[0]) for w in dense.weights] == [8, 7] and dense.activation == "silu"
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "k"),
     [

@@ -337,6 +337,24 @@ def test_gradients_reach_every_parameter(gate):
         assert torch.equal(rows, ids[mask].unique())
 
 
+@pytest.mark.parametrize("gate", ["noisy", "noisy hierarchical"])
+def test_options_reach_the_layers(gate):
+    moe = replace(
+        small_config(gate).moe,
+        activation="tanh",
+        w_importance=0.3,
+        w_load=0.7,
+        noise_epsilon=0.05,
+        recompute=True,
+    )
+    model = build(moe=moe)
+    for layer in (model.encoder_between, model.decoder_between):
+        assert (layer.w_importance, layer.w_load, layer.gate.noise_epsilon) == (0.3, 0.7, 0.05)
+        assert layer.experts.activation == "tanh" and layer.recompute
+    model = build(between="ffn", ffn=FeedForwardConfig(activation="silu"))
+    assert model.encoder_between.activation == model.decoder_between.activation == "silu"
+
+
 def test_models_of_one_seed_share_their_trunk():
     def start(**changes):
         torch.manual_seed(1)
