@@ -141,7 +141,7 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "sigmoid": lambda v: 1 / (1 + torch.exp(-v)),
 }
-GATED = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
+GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
 
 
 def activate(v, activation):

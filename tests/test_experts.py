@@ -24,8 +24,8 @@ from moe_ext import FeedForwardExperts, ModuleExperts, ops
 pytestmark = pytest.mark.emulated
 
 COUNTS = [[1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9]
-ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu", "geglu", "reglu"]
-GATED = {"swiglu", "geglu", "reglu"}
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
+ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", *GATED]
 
 
 def offsets_of(counts, device="cpu"):
@@ -373,8 +373,7 @@ def test_experts_lower_precision(device, activation, dtype):
         h = plain_linear(rows, w1, b1, counts)
         if activation in GATED:
             a, b = h.chunk(2, -1)
-            name = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}[activation]
-            h = getattr(torch.nn.functional, name)(a) * b
+            h = getattr(torch.nn.functional, GATED[activation])(a) * b
         elif activation != "identity":
             h = getattr(torch.nn.functional, activation)(h)
         return plain_linear(h, w2, b2, counts)
