@@ -18,6 +18,7 @@ from conftest import (
     poison_freed_memory,
     recorded_ops,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
 
@@ -465,6 +466,38 @@ def test_backward_makes_no_gradient_of_the_hidden_layers():
     other = normal(6, 3).requires_grad_()
     (_NoGradient.apply(ops.experts(other, weights)).sum() + other.sum()).backward()
     assert torch.equal(other.grad, torch.ones_like(other))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("learned", [(True, True), (True, False), (False, True)])
+def test_operations_are_counted(learned, recompute):
+    """As many as of torch's own products, and of the hidden layer's again."""
+    inputs = [normal(3 * 5, 4), normal(3, 4, 6), normal(3, 6, 2)]
+    for tensor, needed in zip(inputs, (learned[0], learned[1], learned[1]), strict=True):
+        tensor.requires_grad_(needed)
+    x, *weights = inputs
+
+    def batched():
+        hidden = torch.bmm(x.view(3, 5, 4), weights[0]).relu()
+        torch.bmm(hidden, weights[1]).sum().backward()
+
+    counted = []
+    for function in (
+        lambda: ops.experts(x, weights, recompute=recompute).sum().backward(),
+        batched,
+    ):
+        with FlopCounterMode(display=False) as counter:
+            function()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] + recompute * 2 * 15 * 4 * 6
+
+
+def test_operations_of_a_mixture_are_counted_by_its_slots():
+    x, weights, inverse = normal(7, 4), [normal(3, 4, 2)], torch.arange(14).view(7, 2)
+    gates = torch.rand(7, 2, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        ops.experts(x, weights, offsets=torch.tensor([0, 3, 3, 14]), inverse=inverse, gates=gates)
+    assert counter.get_total_flops() == 2 * 14 * 4 * 2
 
 
 def test_backward_work_does_not_grow_with_the_number_of_experts():

@@ -6,6 +6,7 @@ on the number of threads. A second derivative is refused with a RuntimeError (im
 linear, has one), and so are the gradients of torch.func, by torch itself.
 """
 
+from moe_ext.ops import flops as flops
 from moe_ext.ops.balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops.combine import combine
 from moe_ext.ops.dispatch import DispatchPlan, dispatch, dispatch_plan
