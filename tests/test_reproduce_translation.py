@@ -2,10 +2,12 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import reproduce_multilingual
 import reproduce_translation
+from test_study import result
 
 from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.text import load_text
@@ -34,6 +36,37 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
         (tmp_path / f"{part}.en-fr.tsv").write_text("\n".join([*lines, *left_out]) + "\n")
     text = load_text(ParallelDataConfig(str(tmp_path), vocab_size=42, max_ratio=6.0))
     assert len(text.train) == 3 and reproduce_translation.source_words(text) == 2 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("claim", "other", "gaps"),
+    [
+        ("mixtures of experts translate better than none", "none", (-0.7, -0.6)),
+        ("and better than dense layers of equal operations", "dense", (-0.3, -0.2)),
+    ],
+)
+def test_claims_are_of_what_they_name(claim, other, gaps):
+    """The gaps are twice as large in German."""
+    nll = {"moe-32": 1.0, "moe-32-balanced": 1.1, "dense": 1.3, "none": 1.7}
+    parts = {"en-fr": 1, "en-de": 2, "all": 1.5}
+    studies = {
+        languages: SimpleNamespace(
+            results={a: dict.fromkeys((1, 2), result(parts[languages] * nll[a])) for a in nll}
+        )
+        for languages in ("en-fr", "en-de")
+    }
+    found = {
+        each.compared: each.difference.mean
+        for each in reproduce_translation.claims(studies)
+        if each.claim == claim
+    }
+    assert found == pytest.approx(
+        {
+            f"{arm} against {other}, {part}": factor * gap
+            for arm, gap in zip(("moe-32", "moe-32-balanced"), gaps, strict=True)
+            for part, factor in parts.items()
+        }
+    )
 
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path):
@@ -132,6 +165,19 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
+
+
+def test_the_better_model_has_less_perplexity_and_more_bleu():
+    """Of the language pairs that both have; neither is better where they are equal."""
+    ours, theirs = (
+        {name: reproduce_multilingual.Figures(*each) for name, each in figures.items()}
+        for figures in (
+            {"a": (1.0, 20.0), "b": (1.0, 20.0), "c": (1.0, 20.0), "d": (3.0, 20.0), "e": (9, 9)},
+            {"d": (2.0, 20.0), "c": (2.0, 21.0), "b": (2.0, 21.0), "a": (2.0, 19.0)},
+        )
+    )
+    gap, *counts = reproduce_multilingual.comparison(ours, theirs)
+    assert gap.mean == -0.5 and counts == [4, 3, 1]
 
 
 @pytest.mark.parametrize("script", [reproduce_translation, reproduce_multilingual])

@@ -307,6 +307,11 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
     ]  # fmt: skip
     report = reproduce_balanced.main(arguments)
     assert report["checked_batches"] == 6 and [r["step"] for r in report["dev"]] == [3, 6]
+    last = report["dev"][-1]
+    assert report["final"] == {
+        "difference": last["perplexity"] / last["perplexity_batchwise"] - 1,
+        **{key: value for key, value in report["train"][-1].items() if key != "step"},
+    }
     page = (tmp_path / "results" / "balanced.md").read_text()
     assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
     assert json.loads((tmp_path / "results" / "balanced.json").read_text()) == report

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from filelock import FileLock
 
 from moe_ext.training import results as results_module
 from moe_ext.training import study as study_module
-from moe_ext.training.config import ConfigError, config_from_dict
+from moe_ext.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import evaluate
 from moe_ext.training.report import markdown_table
@@ -147,9 +148,21 @@ def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
     assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
 
 
-def result(nll, earlier=0.0):
-    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, balance={}, sentence_nll=None)
-    return Result(test_nll=nll, earlier_nll={0.25: earlier}, **unused)
+def test_balance_is_of_the_last_50_batches(config, monkeypatch):
+    """Of records of two batches and two layers each: 35 to 59, whose mean is 47, and one more."""
+    keys = [*reproduce_losses.COLUMNS]
+    records = [
+        {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}
+        for i in range(60)
+    ]
+    monkeypatch.setattr(results_module, "read_metrics", lambda *_: records)
+    found = train_and_test(replace(config, steps=1), load_text(config.data))
+    assert found.balance == {key: 47.5 + at for at, key in enumerate(keys)}
+
+
+def result(nll, earlier=0.0, **balance):
+    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, sentence_nll=None)
+    return Result(test_nll=nll, earlier_nll={0.25: earlier}, balance=balance, **unused)
 
 
 def test_differences_are_over_the_seeds_that_both_have():
@@ -179,6 +192,35 @@ def test_verdicts():
     assert as_change(None) == ""
     table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])
     assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
+
+
+def test_claims_of_capacity():
+    """Each model is better than the one before it by 0.1 at the end, by 0.05 after a quarter."""
+    study = reproduce_capacity
+    order = (*study.DENSE, *study.MIXTURES, study.LARGE)
+    found = study.claims(
+        {arm: dict.fromkeys((1, 2), result(-0.1 * at, -0.05 * at)) for at, arm in enumerate(order)}
+    )
+    assert [claim.difference.mean for claim in found] == pytest.approx(
+        [-0.2, *[-0.1] * 3, -0.6, -0.5, -0.4, -0.3, -0.2, -0.05, -0.1, -0.15]  # M1, M2, M1, M3, M4
+    )
+    assert [c.compared for c in found if c.claim.startswith("M2")] == [
+        "moe-16 against moe-4", "moe-64 against moe-16", "moe-256-h against moe-64",
+    ]  # fmt: skip
+
+
+def test_a_larger_w_load_is_to_lower_the_highest_load():
+    """Here it does, by as much as the weights differ, and everything else grows."""
+    results = {}
+    for arm in reproduce_losses.ARMS:
+        w_load = float(arm.partition(",")[2])
+        balance = dict.fromkeys(reproduce_losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
+        results[arm] = dict.fromkeys((1, 2), result(w_load, **balance))
+    assert [row[1:] for row in reproduce_losses.claims(results) if row[0].startswith("M6")] == [
+        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "reproduced"),
+        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "reproduced"),
+        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "reproduced"),
+    ]
 
 
 def run_script(script, corpus, tmp_path, *options):
@@ -248,5 +290,11 @@ def test_losses_are_reported(corpus, tmp_path):
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
     assert page.count("| M6:") == 3 and page.count("within 0.5% |") == 4
+    for arm, runs in results.items():
+        moe = read_config(runs[1].run / "config.toml").model.moe
+        assert arm == f"{moe.w_importance:g},{moe.w_load:g}"
+    assert "| w_importance | w_load | seeds |" in page
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
+    assert [",".join(row) for row in rows] == [*reproduce_losses.ARMS]
     data = json.loads((tmp_path / "results" / "losses.json").read_text())
     assert data["models"]["1,1"]["runs"][0]["balance"].keys() == reproduce_losses.COLUMNS.keys()
