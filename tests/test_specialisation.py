@@ -91,6 +91,14 @@ def test_experts_that_follow_the_label():
     assert found.p_purity == found.p_information == 1 / 100
 
 
+def test_information_is_of_the_expert_with_the_highest_gate():
+    """The other one, here always the same, does not count."""
+    labels = torch.arange(3).repeat(4)
+    slots = [slot for i, e in enumerate(labels.tolist()) for slot in ((i, 3, 0.25), (i, e, 0.75))]
+    found = specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)["label"]
+    assert found.information == pytest.approx(math.log(3), abs=1e-12) == found.entropy
+
+
 def test_experts_that_do_not():
     # Each label meets each expert as often: nothing is to be known, and shuffling can only add.
     labels = torch.arange(5).repeat(80)
@@ -197,6 +205,13 @@ def test_untrained_gates_without_thresholds_only():
     layer = MoE(8, 4, 2, gate=BalancedGate(8, 4, 2), w_load=0.0)
     with pytest.raises(ValueError, match="must have gates without thresholds"):
         untrained_gates(layer, 0).__enter__()
+
+
+def test_words_that_come_once_tell_experts_apart_by_chance_alone():
+    vocabulary = Vocabulary([*(f"w{i}" for i in range(8)), "<unk>", "</s>"])
+    routing = routing_of([(i, i % 2, 1.0) for i in range(8)], 2, words=range(8))
+    for report in expert_reports(routing, vocabulary):
+        assert report.information == pytest.approx(0, abs=1e-12)  # ln 2 less ln 2
 
 
 # Translation models

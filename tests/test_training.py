@@ -702,12 +702,19 @@ def test_a_given_vocabulary_and_counts_by_workers(tmp_path, corpus):
         load_text(DataConfig(corpus=str(corpus), vocabulary=str(path)))
 
 
-def test_dense_counterpart_has_the_same_operations(table):
-    config = merged(table)
+@pytest.mark.parametrize(
+    ("moe", "hidden", "gate"),
+    [
+        ({}, 2 * 16, 2 * 16 * 4),
+        ({"num_experts": 9, "num_groups": 3}, 2 * 2 * 16, 2 * 16 * (3 + 2 * 3)),
+    ],
+)
+def test_dense_counterpart_has_the_same_operations(table, moe, hidden, gate):
+    config = merged(table, model={"moe": {**table["model"]["moe"], **moe}})
     dense = dense_counterpart(config)
-    assert dense.model.layers == ["lstm", "ffn", "lstm"] and dense.model.ffn.hidden_sizes == [32]
+    assert dense.model.layers == ["lstm", "ffn", "lstm"]
+    assert dense.model.ffn.hidden_sizes == [hidden]
     moe_cost, dense_cost = (cost(LanguageModel(c.model, 60)) for c in (config, dense))
-    gate = 2 * 16 * 4
     assert moe_cost.ops_per_timestep == dense_cost.ops_per_timestep + gate
     with pytest.raises(ConfigError, match="model must have an MoE layer"):
         dense_counterpart(dense)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import evaluate as evaluate_script
 import inspect_experts
@@ -31,8 +32,8 @@ from moe_ext.training.loop import make_optimizers
 from moe_ext.training.metrics import by_language_pair, evaluate
 from moe_ext.training.model import make_model
 from moe_ext.training.results import train_and_test
-from moe_ext.training.text import load_part, load_text, training_batches
-from moe_ext.training.translation import bleu_of_test, translated_test
+from moe_ext.training.text import load_part, load_text, parallel_text, training_batches
+from moe_ext.training.translation import bleu_of_test, translated_test, translations_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -349,6 +350,18 @@ def test_translations_are_of_the_newest_model(table, monkeypatch):
     train(merged(table, steps=2, resume=True))
     (folder / "test-2.en-fr.txt").write_text("not made again\n")
     assert translated_test(folder) == {"en-fr": ["not made again"], "en-de": ["2 de"]}
+
+
+def test_translations_are_found_by_beam_search(table, monkeypatch):
+    """Into the language of the text."""
+
+    def make_translator(trained, search, into):
+        return lambda sources, title: [[SimpleNamespace(text=(search, into))] for _ in sources]
+
+    monkeypatch.setattr(training.translation, "make_translator", make_translator)
+    trained = SimpleNamespace(config=merged(table))
+    _, german = parallel_text(trained.config.data, "test")
+    assert translations_of(trained, german) == [(BeamSearch(), "de")] * 7
 
 
 def test_evaluation_of_a_run(table, tmp_path, capsys):
