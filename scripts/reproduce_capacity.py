@@ -218,11 +218,11 @@ def plot(results: Results) -> Figure:
         for x, runs in zip(experts, found, strict=True):
             values = [perplexity(result.nll_at(share)) for result in runs.values()]
             axes.plot([x] * len(values), values, ".", color="grey", ms=4)
-    for name in (*DENSE, LARGE):
-        if results[name]:
-            level = mean_perplexity(results[name])
-            axes.axhline(level, lw=0.8, ls="--", color="grey")
-            axes.annotate(name, (experts[0], level), fontsize=7, va="bottom")
+    others = [(mean_perplexity(results[name]), name) for name in (*DENSE, LARGE) if results[name]]
+    for place, (level, name) in enumerate(sorted(others)):  # side by side: levels may be near
+        axes.axhline(level, lw=0.8, ls="--", color="grey")
+        where = axes.get_yaxis_transform()
+        axes.annotate(name, (0.05 + 0.15 * place, level), xycoords=where, fontsize=7, va="bottom")
     axes.set_xscale("log", base=4)
     axes.set_xticks(experts, [str(n) for n in experts])
     axes.set(xlabel="experts", ylabel="test perplexity", title="equal operations a word")

@@ -629,6 +629,16 @@ def test_options_out_of_range(optimizer_class, options, message):
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_options_of_torchs_optimizers_are_not_passed_over(optimizer_class):
+    optimizer = optimizer_class([parameter(2, 2)])
+    message = rf"^{optimizer_class.__name__}: weight_decay must be left out, .*, got 0.1$"
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [parameter(2, 2)], "weight_decay": 0.1})
+    optimizer.add_param_group({"params": [parameter(2, 2)], "weight_decay": 0.0})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_complex_parameters_and_sparse_gradients_are_refused(optimizer_class):
     name = optimizer_class.__name__
     with pytest.raises(TypeError, match=f"^{name}: params must be .*, got torch.complex64"):

@@ -41,6 +41,9 @@ class _Factored(Optimizer):
         if not isinstance(lr, Tensor) or lr.device.type == "cpu":
             require(bool(lr >= 0), f"{name}: lr", "be at least 0", lr)
         require(options["eps"] > 0, f"{name}: eps", "be positive", options["eps"])
+        for other in ("weight_decay", "maximize"):  # of torch's: a group brought along may have it
+            value = options.get(other, 0)
+            require(not value, f"{name}: {other}", "be left out, as there is none", value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters with options of its own.
