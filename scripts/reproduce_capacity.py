@@ -188,13 +188,15 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ],
     )
     verdicts = claims_table(claims(results))
+    sampled = f"{facts['num_sampled']:,} sampled" if facts["num_sampled"] else "all"
     return (
         "# More experts at equal operations\n\n"
         f"```\n{command}\n```\n\n"
         f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
-        f"{facts['seen_tokens']:,}, each once; {facts['test_tokens']:,} in the test part; "
-        f"vocabulary {facts['vocabulary']:,}; in training the softmax over 1,024 sampled classes, "
-        "in the test over all. KN-5 is the modified Kneser-Ney 5-gram of the same text. "
+        f"{facts['seen_tokens']:,}; {facts['test_tokens']:,} in the test part; "
+        f"vocabulary {facts['vocabulary']:,}; in training the softmax over "
+        f"{sampled} classes, in the test over all. "
+        "KN-5 is the modified Kneser-Ney 5-gram of the same text. "
         "Operations and parameters are without embedding and softmax. "
         "Perplexities are exp of the mean over seeds of ln ppl, differences means over pairs of "
         "runs of one seed with their 95% t interval.\n\n"
@@ -264,8 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         "five_grams": five_grams(text, seen_tokens),
         "test_tokens": text.test.num_tokens,
         "vocabulary": len(text.vocabulary),
+        "num_sampled": config.model.num_sampled,
     }
-    page = as_markdown(results, facts, command_of("capacity", options))
+    command = command_of("capacity", options)
+    if options.rates != RATES:
+        command += f" --rates {' '.join(map(str, options.rates))}"
+    page = as_markdown(results, facts, command)
     data = {
         **facts,
         "models": as_data(results),
