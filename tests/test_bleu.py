@@ -113,6 +113,8 @@ def test_languages_without_spaces_are_cut_into_characters():
     """As one word none of it would match; six of seven characters do, in one piece of five."""
     translation, reference = ["猫が好きです。"], ["猫が好きだ。"]
     assert corpus_bleu(translation, reference).score < 20
+    assert "tok:char" in corpus_bleu(translation, reference, language="jpn").signature
+    assert "tok:zh" in corpus_bleu(translation, reference, language="zh_Hans-CN").signature
     found = corpus_bleu(translation, reference, language="ja")
     assert (found.num_tokens, found.num_reference_tokens) == (7, 6)
     assert found.precisions == pytest.approx([500 / 7, 300 / 6, 200 / 5, 100 / 4])

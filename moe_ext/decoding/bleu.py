@@ -1,5 +1,6 @@
 """BLEU of a corpus (Papineni et al. 2002), computed by sacreBLEU (Post 2018)."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,11 @@ class Bleu:
     signature: str
 
 
-# Of sacreBLEU, for languages without spaces between words.
-_TOKENIZERS = {"ja": "char", "th": "char", "zh": "zh"}
+# Of sacreBLEU, for languages without spaces between words, by their names in ISO 639.
+_TOKENIZERS = {
+    **dict.fromkeys(("ja", "jpn", "th", "tha"), "char"),
+    **dict.fromkeys(("zh", "zho", "chi", "cmn", "yue"), "zh"),
+}
 
 
 def corpus_bleu(
@@ -59,7 +63,7 @@ def corpus_bleu(
     Args:
         translations: a sentence each.
         references: one or several translations by people of all sentences, in the same order.
-        language: of the translations, such as "ja".
+        language: of the translations, such as "ja", "jpn" or "zh-CN".
         tokenized: whether the sentences are tokenized.
 
     Raises:
@@ -81,7 +85,8 @@ def corpus_bleu(
         references = tuple(map(_as_bytes, references))
         bleu = BLEU(tokenize="none", smooth_method="none", force=True)
     else:
-        bleu = BLEU(tokenize=_TOKENIZERS.get(language, "13a"))
+        name = re.split("[-_]", language.lower())[0]  # without script and country
+        bleu = BLEU(tokenize=_TOKENIZERS.get(name, "13a"))
     found = bleu.corpus_score(translations, references)
     return Bleu(
         found.score,
