@@ -111,6 +111,7 @@ def test_fingerprint_depends_on_words_and_order_only():
         ("</S>\n<S>\n<UNK>\nthe\n,", ("</s>", "<S>", "<unk>", "the", ",")),
         ("the 44\n<S> 30\n<UNK> 2\n", ("the", "</s>", "<unk>")),
         ("the\n</s>\n<unk>\n", ("the", "</s>", "<unk>")),
+        ("\ufeffthe\r\n</s>\r\n<unk>\r\n\r\n", ("the", "</s>", "<unk>")),
     ],
 )
 def test_vocabulary_files_of_the_billion_word_benchmark(tmp_path, text, words):
@@ -223,6 +224,13 @@ def test_billion_word_layout_with_a_missing_file(tmp_path):
     (tmp_path / "empty/training-monolingual.tokenized.shuffled").mkdir(parents=True)
     with pytest.raises(CorpusError, match="news.en-00001-of-00100"):
         load_corpus(tmp_path / "empty")
+
+
+def test_no_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match="^must be a name or path, got ''$"):
+        load_corpus("")
 
 
 def test_given_parts_as_a_folder_or_a_prefix(tmp_path):

@@ -172,6 +172,8 @@ def load_corpus(
         "be positive with a sum below 1",
         (dev_share, test_share),
     )
+    if not str(name_or_path):
+        raise CorpusError("must be a name or path, got ''")
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
         from moe_ext.data.builtin import builtin_sentences

@@ -1,5 +1,6 @@
 """The words a language model knows, numbered by decreasing frequency."""
 
+import codecs
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -156,7 +157,8 @@ class Vocabulary:
                 f"Vocabulary.load: {path} must be a vocabulary file, none there"
             )
         words: dict[str, int] = {}
-        for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), start=1):
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        for number, line in enumerate(content.rstrip(b"\r\n").split(b"\n"), start=1):
             try:
                 fields = line.decode("utf-8").split()
             except UnicodeDecodeError as error:
