@@ -16,6 +16,7 @@ published numbers of sentences and words. At the end stand the options for scrip
 import hashlib
 import http.client
 import os
+import shlex
 import sys
 import tarfile
 import tempfile
@@ -155,10 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         vocabulary = output / "vocabulary.txt"
         text.vocabulary.save(vocabulary)
     check(text, expected)
-    print(
-        f"python scripts/train.py CONFIG data.corpus={corpus} data.vocabulary={vocabulary} \\\n"
-        f"    data.encoded={config.encoded} data.num_workers=1"
-    )
+    values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}
+    found = shlex.join(f"data.{option}={value}" for option, value in values.items())
+    print(f"python scripts/train.py CONFIG data.num_workers=1 \\\n    {found}")
     return text
 
 

@@ -27,7 +27,7 @@ from moe_ext import MoEAux, batchwise_masks
 from moe_ext.balanced import rows_per_expert
 from moe_ext.moe import MoE
 from moe_ext.training.command import add_overrides, exit_status, make_parser
-from moe_ext.training.config import ConfigError, read_config
+from moe_ext.training.config import Config, ConfigError, read_config
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate
@@ -112,6 +112,10 @@ def as_markdown(report: dict[str, Any]) -> str:
             ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
         ],
     )
+    checked = ""
+    if report["checked_batches"]:  # none where the run had ended before
+        checked = f""" Each expert got exactly m tokens in all of the \
+{report["checked_batches"]:,} training batches since the last start."""
     return f"""\
 # Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
 
@@ -120,8 +124,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 ```
 
 {report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
-{report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}. Each expert got \
-exactly m tokens in all of the {report["checked_batches"]:,} training batches since the last start.
+{report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}.{checked}
 
 ![perplexity and masks against steps](balanced.png)
 
@@ -139,13 +142,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--output", type=Path, default=_ROOT / "docs" / "results")
     options = parser.parse_intermixed_args(arguments)
 
-    config = read_config(_CONFIG, options.overrides)
+    config = read_config(_CONFIG, options.overrides, Config)
     moe = config.model.moe
     if moe.gate != "balanced" or moe.num_groups:
         raise ConfigError(
             'model.moe must have gate = "balanced" and num_groups = 0, '
             f"got {moe.gate!r} and {moe.num_groups}"
         )
+    if "moe" not in config.model.layers:
+        raise ConfigError(f'model.layers must have a "moe", got {config.model.layers}')
     config = replace(config, resume=(Path(config.output) / "config.toml").exists())
     trainer = Trainer(config)
     checks = []

@@ -28,6 +28,7 @@ from moe_ext.training.command import exit_status
 from moe_ext.training.config import Config, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.report import markdown_table, write_report
+from moe_ext.training.results import BALANCE_BATCHES
 from moe_ext.training.statistics import Interval
 from moe_ext.training.study import (
     SMALL,
@@ -113,8 +114,9 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         "# The weights of the balancing losses\n\n"
         f"```\n{command}\n```\n\n"
         f"Table 6 of the paper with {k} of {n} experts, {facts['steps']:,} steps of {batch:,} "
-        "words and ends of sentences. The right half is a mean over the last 50 training batches, "
-        "as in the paper; CV(tokens) is that of the true numbers of tokens, which for uniform "
+        "words and ends of sentences. The right half is a mean over the last "
+        f"{min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper; "
+        "CV(tokens) is that of the true numbers of tokens, which for uniform "
         f"routing at random would be {floor:.3f} and for everything on {k} experts {ceiling:.2f}, "
         f"with max/mean {n / k:.0f}. Perplexities are exp of the mean over seeds of ln ppl, "
         "differences means over pairs of runs of one seed with their 95% t interval.\n\n"

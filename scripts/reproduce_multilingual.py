@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
-from moe_ext.training.config import TranslationConfig, read_config
+from moe_ext.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import by_language_pair, perplexity
@@ -125,6 +125,8 @@ def study(options: argparse.Namespace) -> Study:
         )
 
     first = config_of(MIXTURE)
+    if len(first.data.pairs) < 2:
+        raise ConfigError(f"data.pairs must be several, got {list(first.data.pairs)}")
     set_up_torch(first.device, first.num_threads, first.autocast)
     text = load_text(first.data)
     runs = Path(options.runs)
@@ -266,7 +268,7 @@ def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str
         f"of {config.data.vocab_size:,} wordpieces for all languages. The multilingual models see "
         "the language pairs mixed as they are, or (oversampled) all equally often; `single` is the "
         "dense model trained on one language pair alone, whose text every batch is then full of. "
-        "The rate ends at two thirds of its peak for all. Perplexity is by target piece of the "
+        "Perplexity is by target piece of the "
         "test part, exp of the mean over seeds of ln ppl; BLEU is sacreBLEU's, of Japanese by "
         "characters. Operations and parameters are without embedding and softmax.\n\n"
         f"{sizes_of_models(study)}\n{table(study, found)}\n"

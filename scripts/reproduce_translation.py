@@ -293,15 +293,18 @@ def plot(studies: dict[str, Study]) -> Figure:
     for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
         words_per_piece = each.source_words / each.text.train.num_tokens
         for name, runs in each.results.items():
-            records = [read_metrics(result.run, "dev") for result in runs.values()]
-            if not records:
-                continue
-            words = [record["tokens"] * words_per_piece / 1e6 for record in records[0]]
-            means = [
-                perplexity(statistics.fmean(record["nll"] for record in of_step))
-                for of_step in zip(*records, strict=True)
+            of_steps = defaultdict(list)
+            for result in runs.values():
+                for record in read_metrics(result.run, "dev"):
+                    of_steps[record["step"]].append(record)
+            # Where all were measured: each may have had a log.eval_every of its own.
+            common = [
+                of_steps[step] for step in sorted(of_steps) if len(of_steps[step]) == len(runs)
             ]
-            axes.plot(words, means, label=name, lw=1.2)
+            words = [of_step[0]["tokens"] * words_per_piece / 1e6 for of_step in common]
+            means = [perplexity(statistics.fmean(r["nll"] for r in of_step)) for of_step in common]
+            if runs:
+                axes.plot(words, means, label=name, lw=1.2)
         axes.set_yscale("log")
         axes.set(
             xlabel="source words processed, millions", ylabel="dev perplexity", title=languages

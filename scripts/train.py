@@ -2,7 +2,7 @@
 
     python scripts/train.py configs/small/moe-32.toml
     python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
-    python scripts/train.py configs/small/moe-32.toml resume=true      # continue where it stopped
+    python scripts/train.py runs/k2/config.toml resume=true            # continue where it stopped
     python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
     python scripts/train.py configs/mt/small-moe-32.toml data.corpus=path/to/parallel/text
     torchrun --standalone --nproc-per-node=2 scripts/train.py configs/small/moe-32.toml
@@ -12,8 +12,9 @@ Under torchrun the processes share the experts and the rows of every batch; a ru
 another number of them. When one dies, torchrun ends the others, and with --max-restarts starts all
 again: they go on from the last checkpoint. One that hangs is noticed after `timeout` seconds.
 
-Options are those of moe_ext/training/config.py, by dotted key. The run's folder (runs/NAME of the
-file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
+Options are those of moe_ext/training/config.py, and of the model those of its classes in
+moe_ext/models, by dotted key; a run's own config.toml has all of them. The run's folder (runs/NAME
+of the file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
 `tensorboard --logdir runs`.
 
 Ctrl-C or SIGTERM saves after the step in progress; the script then ends with status 0, as after the
@@ -68,11 +69,15 @@ def train(trainer: Trainer) -> None:
     if trainer.step:
         print(f"resume  from step {trainer.step} of {trainer.config.steps}")
     if trainer.run():
-        last = read_metrics(trainer.folder, "dev")[-1]
-        print(f"done    dev perplexity {last['perplexity']:.2f} after {last['step']} steps")
+        measured = read_metrics(trainer.folder, "dev")
+        dev = f"dev perplexity {measured[-1]['perplexity']:.2f} after " if measured else ""
+        print(f"done    {dev}{trainer.step} steps")
         print(f"next    python scripts/evaluate.py {trainer.folder}")
     else:
-        print(f"stopped step {trainer.step} is saved; continue with resume=true")
+        print(
+            f"stopped step {trainer.step} is saved; continue with "
+            f"scripts/train.py {trainer.folder / 'config.toml'} resume=true"
+        )
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ def test_sigterm_saves(config, tmp_path):
     os.kill(int(run.until("step 5 1")[0]), signal.SIGTERM)
     status, _ = run.end(60)
     assert status == 0, run.output
-    assert "is saved; continue with resume=true" in run.output
+    assert "config.toml resume=true" in run.output
     last = json.loads((Path(config.output) / "metrics.jsonl").read_text().splitlines()[-1])
     resumed = Run(replace(config, steps=last["step"] + 1), tmp_path, "resume=true")
     status, _ = resumed.end(60)

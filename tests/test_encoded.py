@@ -130,6 +130,24 @@ def test_the_first_sentences_and_builtin_lines_too(text, tmp_path, vocabulary):
     assert len(list(tmp_path.glob("part-*"))) == 2
 
 
+@pytest.mark.parametrize("number", [1000, 5_000_000])
+def test_fingerprints_tell_texts_apart(number):
+    ids = torch.randint(2, 100, (number + 1,), dtype=torch.int32)
+    starts = torch.tensor([0, number // 2, number])
+    same, *others = (
+        EncodedSentences.of_tensors(changed, where, eos_id=1)
+        for changed, where in (
+            (ids.clone(), starts),
+            (ids.flip(0), starts),
+            (ids[: number // 2 + 1], starts[:2]),
+            (ids, torch.tensor([0, number])),
+        )
+    )
+    found = EncodedSentences.of_tensors(ids, starts, eos_id=1).fingerprint()
+    assert same.fingerprint() == found
+    assert len({found, *(other.fingerprint() for other in others)}) == 4
+
+
 def test_encoded_once(text, tmp_path, vocabulary, monkeypatch):
     train = load_corpus(text).train
     first = encode_to_files(train, vocabulary, tmp_path, name="train")

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,14 @@ def test_train_says_what_it_did(run, corpus, capsys):
     ):
         assert part in out
     assert read_config(run / "config.toml").steps == 8
+
+
+def test_a_run_stopped_before_it_was_measured_is_done_without(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(line for line in lines if '"dev"' not in line))
+    train.main([str(folder / "config.toml"), f"output={folder}", "resume=true"])
+    assert "done    8 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,7 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
-    assert "continue with resume=true" in output
+    assert f"continue with scripts/train.py {folder / 'config.toml'} resume=true" in output
     step = checkpoints_of(folder).steps()[-1]
     assert step >= 1
     subprocess.run(
@@ -318,6 +327,9 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
     assert (tmp_path / "results" / "balanced.png").read_bytes().startswith(b"\x89PNG")
     again = reproduce_balanced.main(arguments)
     assert again == {**report, "checked_batches": 0}
+    assert "training batches since" not in (tmp_path / "results" / "balanced.md").read_text()
+    with pytest.raises(ConfigError, match=r'model.layers must have a "moe", got \[.lstm.\]'):
+        reproduce_balanced.main([*arguments, 'model.layers=["lstm"]'])
 
 
 def test_an_unequal_load_stops_the_run():

@@ -125,6 +125,9 @@ def test_a_study_trains_what_is_missing(config, tmp_path):
     )  # 2 · 2,048 + 128 + 2,048
     with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
         run_study({"a": replace(config, steps=9)}, [1], text, runs)
+    for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
+        with pytest.raises(ConfigError, match="the text of data.corpus must stay as in"):
+            run_study({"a": config}, [1], other, runs)
 
 
 def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):

@@ -619,6 +619,50 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
         )
 
 
+def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
+    """Neither at once nor one after the other, if both had begun when it was empty."""
+    first, second, third = (Trainer(merged(table)) for _ in range(3))
+    step = Trainer.train_step
+
+    def with_another(self, *arguments):
+        with pytest.raises(ConfigError, match="^another process is training in .*; wait until"):
+            second.run()
+        step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", with_another)
+    assert first.run()
+    monkeypatch.setattr(Trainer, "train_step", step)
+    metrics = (first.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+        third.run()
+    longer = replace(first.config, steps=14, resume=True)
+    ahead, behind = Trainer(longer), Trainer(longer)
+    assert ahead.run()
+    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+        behind.run()
+    assert (first.folder / "metrics.jsonl").read_bytes().startswith(metrics)
+
+
+def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
+    """Wherever that is now; the same words in another order make another text."""
+    moved = tmp_path / "moved"
+    shutil.copytree(corpus, moved)
+    config = train(merged(table, steps=2)).config
+    (pathlib.Path(config.output) / "vocabulary.txt").unlink()
+    there = {**table["data"], "corpus": str(moved)}
+    assert train(merged(table, steps=4, data=there, resume=True)).step == 4
+    assert load_run(config.output).step == 4  # with a vocabulary written again
+    lines = (moved / "train.txt").read_text().splitlines(keepends=True)
+    (moved / "train.txt").write_text("".join(reversed(lines)))
+    with pytest.raises(ConfigError, match="^the training text of .*moved is not the one the run"):
+        Trainer(merged(table, steps=6, data=there, resume=True))
+
+
+def test_options_that_do_not_fit_the_vocabulary(table):
+    with pytest.raises(ConfigError, match=r"^model: .*num_sampled must be in .*, got 1024$"):
+        Trainer(merged(table, model={"num_sampled": 1024}))
+
+
 def test_a_log_cut_short_by_a_crash_is_continued(table):
     config = merged(table, steps=6)
     folder = train(config).folder

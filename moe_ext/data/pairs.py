@@ -148,6 +148,10 @@ class EncodedPairs:
             for name, counts in zip(self.names, self.counts, strict=False)
         )
 
+    def fingerprint(self) -> str:
+        """Of the ids, as that of `EncodedSentences`."""
+        return f"{self.source.fingerprint()} {self.target.fingerprint()}"
+
     def __len__(self) -> int:
         return len(self.source)
 

@@ -5,6 +5,7 @@ written by several processes, a block each, and each reads its block, whatever b
 """
 
 import io
+import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -350,14 +351,18 @@ def _together(processes: Processes, doing: str, function: Callable[[], T]) -> T:
 
 
 def _write_tensors(processes: Processes, folder: Path, parts: Mapping[Key, Part]) -> None:
-    with _errors_of(processes.rank):
-        dcp.save(
-            flat(parts),
-            storage_writer=dcp.FileSystemWriter(folder),
-            planner=SavePlanner(parts),
-            process_group=processes.group,
-            no_dist=processes.size == 1,
-        )
+    try:
+        with _errors_of(processes.rank):
+            dcp.save(
+                flat(parts),
+                storage_writer=dcp.FileSystemWriter(folder),
+                planner=SavePlanner(parts),
+                process_group=processes.group,
+                no_dist=processes.size == 1,
+            )
+    except RuntimeError as error:  # torch's, of a write that failed, does not say why
+        free = shutil.disk_usage(folder).free
+        raise OSError(f"{error} ({free:,} bytes are free on its disk)") from error
 
 
 def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:

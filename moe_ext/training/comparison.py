@@ -108,7 +108,7 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
     if not rows:
         raise ConfigError(
             "--output must hold a pair of finished runs; other processes are at them, or they "
-            "diverged"
+            "diverged: then delete their folders, or give another --output"
         )
     interval = difference(first, second)
     return {

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
@@ -178,11 +179,18 @@ class Trainer:
             summary_writer()
         earlier = self._earlier()
         self.text = text or load_text(config.data)
+        self._train_text = self.text.train.fingerprint()
         if earlier is not None:
             check_vocabulary(self.text.vocabulary, earlier.state, config.data.corpus)
+            if earlier.state["text"] != self._train_text:
+                raise ConfigError(
+                    f"the training text of {config.data.corpus} is not the one the run was trained "
+                    "with; give the original text, or start a new run in another folder"
+                )
         self.device = torch.device(config.device)
 
-        self.step = 0 if earlier is None else earlier.step
+        self._newest = None if earlier is None else earlier.step  # the last checkpoint
+        self.step = self._newest or 0
         torch.manual_seed(self._seed("weights"))
         self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
         self.class_generator = torch.Generator("cpu")
@@ -222,42 +230,47 @@ class Trainer:
         Raises:
             FloatingPointError: the loss, with clip_norm the gradient, or what is to be saved is not
                 finite; the last checkpoint stays as it is.
+            ConfigError: another process trains in the folder, or has in the meantime.
         """
         config, steps = self.config, self.config.steps
-        log = None
-        if self.processes.rank == 0:
-            self._write_folder()
-            log = RunLog(
-                self.folder, config.log, start_step=self.step, steps=steps, title=self.folder.name
-            )
         window = _Window()
-        try:
-            with _stop_signal() as stopped, closing(self._batch_stream()) as batches:
-                while self.step < steps and not self._any(stopped()):
-                    started = time.perf_counter()
-                    self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
-                    window.seconds += time.perf_counter() - started
+        with ExitStack() as stack:
+            log = None
+            if self.processes.rank == 0:
+                stack.enter_context(self._no_other_run())
+                self._write_folder()
+                log = RunLog(
+                    self.folder,
+                    config.log,
+                    start_step=self.step,
+                    steps=steps,
+                    title=self.folder.name,
+                )
+                stack.callback(log.close)
+            stopped = stack.enter_context(_stop_signal())
+            batches = stack.enter_context(closing(self._batch_stream()))
+            while self.step < steps and not self._any(stopped()):
+                started = time.perf_counter()
+                self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
+                window.seconds += time.perf_counter() - started
+                if log:
+                    log.step_done()
+                end = self.step == steps
+                if end or _due(self.step, config.log.log_every):
+                    rate = self.optimizers[0].param_groups[0]["lr"]
+                    progress = {"tokens": self.tokens, "learning_rate": rate}
+                    values = window.summary(self.processes) | progress
                     if log:
-                        log.step_done()
-                    end = self.step == steps
-                    if end or _due(self.step, config.log.log_every):
-                        rate = self.optimizers[0].param_groups[0]["lr"]
-                        progress = {"tokens": self.tokens, "learning_rate": rate}
-                        values = window.summary(self.processes) | progress
-                        if log:
-                            log.write("train", self.step, values)
-                        window = _Window()
-                    if end or _due(self.step, config.log.eval_every):
-                        values = self._evaluate() | {"tokens": self.tokens}
-                        if log:
-                            log.write("dev", self.step, values)
-                    if end or _due(self.step, config.log.save_every):
-                        self._save()
-                if self.step < steps:
+                        log.write("train", self.step, values)
+                    window = _Window()
+                if end or _due(self.step, config.log.eval_every):
+                    values = self._evaluate() | {"tokens": self.tokens}
+                    if log:
+                        log.write("dev", self.step, values)
+                if end or _due(self.step, config.log.save_every):
                     self._save()
-        finally:
-            if log:
-                log.close()
+            if self.step < steps:
+                self._save()
         return self.step >= steps
 
     def _any(self, here: bool) -> bool:
@@ -307,7 +320,7 @@ class Trainer:
         clip = "" if self.config.optimizer.clip_norm else " or set optimizer.clip_norm=1"
         return FloatingPointError(
             f"{what} not finite; lower optimizer.learning_rate{clip}, "
-            "and start again or resume from the last checkpoint"
+            "and start again in another folder with output=..."
         )
 
     def _evaluate(self) -> dict[str, float]:
@@ -346,12 +359,37 @@ class Trainer:
                 yield batch
             self.epoch, self.batch = self.epoch + 1, 0
 
+    @contextmanager
+    def _no_other_run(self) -> Iterator[None]:
+        """For so long the folder is this run's alone.
+
+        Raises:
+            ConfigError: another process trains there, or has since this one read what is there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.folder / ".training.lock", timeout=0):
+                new = self._newest is None and not self.config.resume
+                begun = new and (self.folder / "config.toml").exists()
+                if begun or max(self._checkpoints.steps(), default=None) != self._newest:
+                    raise ConfigError(
+                        f"another process has trained in {self.folder} in the meantime; go on from "
+                        "there with resume=true, or give another folder with output=..."
+                    )
+                yield
+        except Timeout:
+            raise ConfigError(
+                f"another process is training in {self.folder}; wait until it ends, or give "
+                "another folder with output=..."
+            ) from None
+
     def _write_folder(self) -> None:
         """The configuration first: whatever ends the process after that, the run can be resumed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
-        if self.step == 0:
-            self.text.vocabulary.save(self.folder / vocabulary_file(self.config))
+        vocabulary = self.folder / vocabulary_file(self.config)
+        if self.step == 0 or not vocabulary.is_file():
+            self.text.vocabulary.save(vocabulary)
 
     def _earlier(self) -> Loaded | None:
         """What the newest checkpoint of the run to continue says; None to start.
@@ -380,8 +418,11 @@ class Trainer:
             raise ConfigError(
                 f"there is no run in {folder} to resume; leave out resume=true to start it"
             )
+        # A corpus may have moved: what is in it is compared.
         changed = [
-            key for key in config_differences(read_config(written), config) if key != "steps"
+            key
+            for key in config_differences(read_config(written), config)
+            if key not in ("steps", "data.corpus")
         ]
         if changed:
             raise ConfigError(
@@ -407,6 +448,7 @@ class Trainer:
             "batch": self.batch,
             "config": asdict(self.config),
             "vocabulary": self.text.vocabulary.fingerprint(),
+            "text": self._train_text,
             "schedules": [schedule.state_dict() for schedule in self.schedules],
         }
         generators = {
@@ -415,6 +457,7 @@ class Trainer:
             "noise_rng": self.noise_generator.get_state(),
         }
         self._checkpoints.save(self.step, self.model, self.optimizers, state, generators)
+        self._newest = self.step
 
     def _restore(self, earlier: Loaded) -> None:
         self._checkpoints.load(self.model, self.optimizers, step=earlier.step)

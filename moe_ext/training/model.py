@@ -10,6 +10,7 @@ from moe_ext.models import (
     TranslationModel,
     TranslationModelConfig,
 )
+from moe_ext.training.config import ConfigError
 
 
 def make_model(
@@ -23,15 +24,21 @@ def make_model(
     """The model, newly initialised; the arguments are those of the models.
 
     Only a language model draws classes.
+
+    Raises:
+        ConfigError: an option does not fit the vocabulary or the processes.
     """
-    if isinstance(config, TranslationModelConfig):
-        return TranslationModel(
-            config, vocab_size, process_group=process_group, noise_generator=noise_generator
+    try:
+        if isinstance(config, TranslationModelConfig):
+            return TranslationModel(
+                config, vocab_size, process_group=process_group, noise_generator=noise_generator
+            )
+        return LanguageModel(
+            config,
+            vocab_size,
+            process_group=process_group,
+            noise_generator=noise_generator,
+            class_generator=class_generator,
         )
-    return LanguageModel(
-        config,
-        vocab_size,
-        process_group=process_group,
-        noise_generator=noise_generator,
-        class_generator=class_generator,
-    )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error

@@ -22,7 +22,7 @@ from moe_ext.training.loop import Trainer
 from moe_ext.training.metrics import evaluate, mean_of, perplexity
 from moe_ext.training.text import Text
 
-_BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
+BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,14 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
         if steps == config.steps or not _test_file(run, steps).is_file():
             trainer = _train_to(steps, config, text)
     records = read_metrics(run, "train")
-    recent = records[-math.ceil(_BALANCE_BATCHES / config.log.log_every) :]
+    recent = records[-math.ceil(BALANCE_BATCHES / config.log.log_every) :]
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
     tests = {share: _measured(run, steps) for share, steps in stops.items()}
     nll = {share: float(test.sum()) / text.test.num_tokens for share, test in tests.items()}
     values = {
         "config": asdict(config),
         "vocabulary": text.vocabulary.fingerprint(),
+        "text": _fingerprints(text),
         "cost": asdict(cost(trainer.model)),
         "test_nll": nll.pop(1.0),
         "earlier_nll": nll,
@@ -114,7 +115,11 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
         return None
     values = json.loads((run / "result.json").read_text("utf-8"))
     changed = config_differences(config_from_dict(values["config"]), config)
-    if values["vocabulary"] != text.vocabulary.fingerprint():
+    changed = [key for key in changed if key != "data.corpus"]  # what is in it is compared
+    if (values["vocabulary"], values["text"]) != (
+        text.vocabulary.fingerprint(),
+        _fingerprints(text),
+    ):
         changed.append("the text of data.corpus")
     if changed:
         raise ConfigError(
@@ -131,6 +136,11 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
         balance=values["balance"],
         sentence_nll=_measured(run, config.steps),
     )
+
+
+def _fingerprints(text: Text) -> dict[str, str]:
+    """Of the parts that a result depends on."""
+    return {"train": text.train.fingerprint(), "test": text.test.fingerprint()}
 
 
 def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
