@@ -169,7 +169,8 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
             continue
         if (folder / data_set.corpus).is_dir():
             return folder / data_set.corpus
-    if source and source.is_dir() and not (source / data_set.archive.name).is_file():
+    downloads = [each.name for each in (data_set.archive, data_set.vocabulary) if each]
+    if source and source.is_dir() and not any((source / name).is_file() for name in downloads):
         if source.name == data_set.corpus:
             return source
         raise ConfigError(

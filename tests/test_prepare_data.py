@@ -186,6 +186,9 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
     for text in texts[1:]:
         assert list(text.train) == list(texts[0].train)
     assert not server.requests
+    (local / f"{LM1B}.tar.gz").unlink()  # the vocabulary alone: the rest is loaded
+    texts.append(prepare("lm1b", "--from", local, "--output", tmp_path / "d", "--workers", 0))
+    assert list(texts[-1].train) == list(texts[0].train) and len(server.requests) == 1
     with pytest.raises(ConfigError, match=f"must hold {LM1B}.tar.gz or the folder {LM1B}"):
         prepare("lm1b", "--from", tmp_path / "b2" / "encoded", "--output", tmp_path / "c")
     with pytest.raises(ConfigError, match="--from must be a file or folder"):
