@@ -236,6 +236,8 @@ class Exchange(nn.Module):
             index, gates_c, slots = _slots(counts, copies_in[c], rows_in[c], routing)
             plan_c = ops.dispatch_plan(index, counts.shape[1])
             y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
+            if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
+                y.requires_grad_()  # of frozen experts too: all go back together
             if going is not None:
                 returned.append(going.wait())
             going = Transfer(y, self.processes, copies_in[c], copies_out[c])

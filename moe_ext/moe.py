@@ -288,10 +288,8 @@ class MoE(nn.Module):
             gating.metrics,
             gating.load_factors,
         )
-        if x.dim() != 2:
-            # As matmul does: no view in the eyes of autograd, so that it may be changed in place.
-            y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-        return y, aux
+        # As matmul does: no view in the eyes of autograd, so that it may be changed in place.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
     def _mixture(self, tokens: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
         """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""

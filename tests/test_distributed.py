@@ -435,9 +435,9 @@ def test_clipping_refuses_infinity_everywhere(workers):
     workers.run(2, clip_infinity)
 
 
-def clip_few(group, rank):
-    """One expert for two processes, in a type whose greatest number is 65,504."""
-    layer = MoE(D, 1, 1, hidden_sizes=(5,), dtype=torch.float16, process_group=group)
+def clip_few(group, rank, dtype):
+    """One expert for two processes, in half a type whose greatest number is 65,504."""
+    layer = MoE(D, 1, 1, hidden_sizes=(5,), dtype=dtype, process_group=group)
     for param in layer.experts.parameters():
         param.grad = torch.zeros_like(param)
     if rank == 0:
@@ -446,8 +446,9 @@ def clip_few(group, rank):
     return norms, layer.experts.weights[0].grad
 
 
-def test_clipping_half_types_and_processes_without_experts(workers):
-    (norms, grad), (others, empty) = workers.run(2, clip_few)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_clipping_other_types_and_processes_without_experts(workers, dtype):
+    (norms, grad), (others, empty) = workers.run(2, clip_few, dtype)
     assert [float(norm) for norm in norms] == [float(norm) for norm in others] == [4000, 5000]
     torch.testing.assert_close(grad[0, 0, :2].float(), torch.tensor([0.6, 0.8]), rtol=1e-3, atol=0)
     assert empty.numel() == 0
@@ -599,6 +600,82 @@ def test_any_modules_as_experts(workers, num_chunks):
     assert together.keys() == grads.keys()
     for name, grad in grads.items():
         assert_exact(2 * together[name], grad)  # the mean of two losses, there their sum
+
+
+class Scaled(nn.Linear):
+    """An expert with a buffer that no state_dict has."""
+
+    def __init__(self, number):
+        super().__init__(D, D)
+        self.register_buffer("scale", torch.tensor(float(number)), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def experts_of_their_own(group, rank, num_experts, dense):
+    numbers = [*Placement(num_experts, 2).experts_of(rank)]
+    experts = [Scaled(number) for number in numbers]
+    layer = MoE(D, num_experts, 2, experts=experts, process_group=group)
+    model = parallelize(layer, group, dense=dense)
+    y, aux = model(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert [float(expert.scale) for expert in experts] == numbers
+
+
+@pytest.mark.parametrize("num_experts", [4, 5])
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_experts_keep_all_their_buffers(workers, num_experts, dense):
+    workers.run(2, experts_of_their_own, num_experts, dense)
+
+
+def some_frozen(group, rank):
+    """The experts of one process; the gate; everything that has copies."""
+    experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]
+    layer = MoE(D, 4, 2, experts=experts, process_group=group)
+    y, aux = parallelize(layer, group)(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert all((expert.weight.grad is not None) == (rank > 0) for expert in experts)
+    layer = MoE(D, 4, 2, process_group=group)
+    nn.init.normal_(layer.gate.requires_grad_(False).w_gate)
+    assert parallelize(layer, group) is layer
+    y, aux = layer(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    layer = MoE(D, 4, 2, process_group=mesh)
+    layer.experts.requires_grad_(False)
+    y, aux = parallelize(layer, mesh)(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    return layer.gate.w_gate.grad
+
+
+def test_parts_of_a_model_are_frozen(workers):
+    assert_same_bits(*workers.run(2, some_frozen))
+
+
+def without_noise(group, rank):
+    """Gradients are averaged, though W_noise has none, step after step."""
+    layer = MoE(D, 4, 2, process_group=group).eval()
+    nn.init.constant_(layer.gate.w_gate, 0.1)
+    model = parallelize(layer, group, find_unused_parameters=True)
+    for _ in range(2):
+        y, _ = model(rank_weight(rank) * torch.randn(4, D))
+        layer.zero_grad()
+        y.square().sum().backward()
+    return layer.gate.w_gate.grad
+
+
+def test_training_without_noise(workers):
+    assert_same_bits(*workers.run(2, without_noise))
+
+
+def in_place(group, rank):
+    y, _ = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
+    torch.relu_(y).sum().backward()
+
+
+def test_outputs_may_be_changed_in_place(workers):
+    workers.run(2, in_place)
 
 
 def under_autocast(group, rank, kind, dtype):

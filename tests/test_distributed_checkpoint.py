@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
+import moe_ext.distributed.checkpoint
 from moe_ext import HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import (
     CheckpointError,
@@ -326,6 +327,71 @@ def test_damaged_files_are_named(workers, tmp_path):
             assert str(folder) in message
     *_, message = workers.run(3, damaged, folder := tmp_path / "0 damaged")
     assert f"{folder}/step-00000002/.metadata is damaged" in message and "(process " in message
+
+
+def test_sums_cut_short_are_noticed(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model)
+    sums = tmp_path / "step-00000001" / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        sums.write_text("".join(lines[:count]))
+        with pytest.raises(CheckpointError, match="SHA256SUMS is damaged: it has no sum of "):
+            checkpoints.load(model)
+
+
+def without_its_group(group, rank, folder):
+    """Experts that are spread over processes, saved and loaded by one alone."""
+    model, alone = Model(group), Checkpoints(folder / f"of-{rank}")
+    message = "process_group must be that of the model's experts"
+    for call in (
+        lambda: alone.save(1, model),
+        lambda: alone.load(model),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            call()
+    with pytest.raises(ValueError, match=message):
+        full_state_dict(model, None)
+    if rank == 0:  # one that was written all the same
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moe_ext.distributed.checkpoint, "require_processes", lambda *_: None)
+            Checkpoints(folder / "part").save(1, model.flat)
+
+
+def test_a_part_of_the_experts_is_no_checkpoint(workers, tmp_path):
+    for rank in range(2):
+        Checkpoints(tmp_path / f"of-{rank}").save(0, nn.Linear(1, 1))
+    workers.run(2, without_its_group, tmp_path)
+    with pytest.raises(CheckpointError, match=r"not all of .*experts.weights.0 was saved"):
+        Checkpoints(tmp_path / "part").load(Model().flat)
+
+
+def test_states_that_are_no_tensors(tmp_path):
+    """Some optimizers count their steps in plain numbers."""
+    checkpoints = Checkpoints(tmp_path)
+    embeddings = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+    optimizers = [torch.optim.SparseAdam(each.parameters()) for each in embeddings]
+
+    def step(number):
+        embeddings[number](torch.tensor([1, 3])).sum().backward()
+        optimizers[number].step()
+
+    step(0)
+    checkpoints.save(1, embeddings[0], optimizers[:1])
+    checkpoints.load(embeddings[1], optimizers[1:])
+    for number in range(2):
+        embeddings[number].zero_grad()
+        step(number)
+    assert_same_bits(embeddings[0].weight.detach(), embeddings[1].weight.detach())
+
+
+def test_a_full_state_dict_is_a_copy():
+    model = nn.Linear(2, 2)
+    state = full_state_dict(model, None)
+    before = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    assert_same_bits(state["weight"], before)
 
 
 def test_what_does_not_fit_is_named(tmp_path):

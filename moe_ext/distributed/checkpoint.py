@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from moe_ext.checks import require_at_least
 from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
+from moe_ext.distributed.parameters import require_processes
 from moe_ext.distributed.planners import LoadPlanner, SavePlanner
 from moe_ext.distributed.state import (
     Key,
@@ -41,6 +42,7 @@ from moe_ext.distributed.state import (
     optimizer_parts,
     require_same_optimizers,
     require_same_shapes,
+    unwrapped,
     whole_shapes,
 )
 from moe_ext.files import atomic_file
@@ -195,7 +197,7 @@ class Checkpoints:
         step, path = self._intact(step, fallback)
         doing = f"loading {path}"
         parts = _together(
-            self._processes, doing, lambda: {} if model is None else model_parts(model)
+            self._processes, doing, lambda: {} if model is None else self._parts(model)
         )
         shapes = whole_shapes(parts, self._processes)
         state, rank_state = _together(
@@ -214,8 +216,10 @@ class Checkpoints:
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
         """The tensors of this process, and the contents of its other files."""
 
+        require_at_least(0, "Checkpoints", step=step)
+
         def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
-            parts = model_parts(model) | optimizer_parts(model, optimizers)
+            parts = self._parts(model) | optimizer_parts(model, optimizers)
             if copy:
                 stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy
                 values = stager.stage(flat(parts))
@@ -230,6 +234,10 @@ class Checkpoints:
             return parts, files
 
         return _together(self._processes, self._saving(step), collect)
+
+    def _parts(self, model: nn.Module) -> dict[Key, Part]:
+        require_processes(unwrapped(model), self._processes)
+        return model_parts(model)
 
     def _saving(self, step: int) -> str:
         return f"saving step {step} in {self._folder.path}"

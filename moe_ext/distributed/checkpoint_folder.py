@@ -105,7 +105,12 @@ def verify(folder: Path, share: int, shares: int) -> None:
         OSError: a file is missing, or cannot be read.
         ValueError: a file is not what was written.
     """
-    for line in (folder / SUMS).read_text().splitlines()[share::shares]:
+    lines = (folder / SUMS).read_text().splitlines()
+    written = {".metadata", *(p.name for p in folder.iterdir() if p.suffix in (".distcp", ".pt"))}
+    missing = written - {line.partition("  ")[2] for line in lines}
+    if missing:
+        raise ValueError(f"{folder / SUMS} is damaged: it has no sum of {', '.join(missing)}")
+    for line in lines[share::shares]:
         expected, _, name = line.partition("  ")
         if _sum(folder / name) != expected:
             raise ValueError(f"{folder / name} is damaged: its sum is not that of {SUMS}")

@@ -70,8 +70,9 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
     norm = get_total_norm(grads, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = norm.to(accumulation_dtype(norm))  # a power of it would overflow in a half type
-    return norm.to(params[0].device) if params else norm
+    # A power of it would overflow in a half type; all processes have the same one, with gradients
+    # or without.
+    return norm.to(params[0].device, accumulation_dtype(params[0])) if params else norm
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import expert_parameters, expert_state
+from moe_ext.distributed.parameters import expert_parameters, expert_tensors
 from moe_ext.optim import split_parameters
 from moe_ext.processes import Layout, Processes
 
@@ -19,7 +19,11 @@ DENSE = ("ddp", "fsdp")
 
 
 def parallelize(
-    model: nn.Module, process_group: ProcessGroup | DeviceMesh, *, dense: str = "ddp"
+    model: nn.Module,
+    process_group: ProcessGroup | DeviceMesh,
+    *,
+    dense: str = "ddp",
+    find_unused_parameters: bool = False,
 ) -> nn.Module:
     """Makes `model` one of the replicas that train together, each with its block of the experts.
 
@@ -32,10 +36,12 @@ def parallelize(
         process_group: all processes that train, or their mesh.
         dense: "ddp", copies of the dense parameters (`DistributedDataParallel`), or "fsdp", shards
             of them too (`fully_shard`), but for the thresholds of strictly balanced gates.
+        find_unused_parameters: see `DistributedDataParallel`: to be True where a dense parameter
+            has no gradient in some step, such as W_noise in evaluation mode.
 
     Returns:
         For "ddp" the wrapped model, which is to be called instead of `model`; for "fsdp", or where
-            there is one process, `model` itself.
+            there is one process or nothing dense is trained, `model` itself.
 
     Raises:
         ValueError: `dense` is something else.
@@ -60,22 +66,34 @@ def parallelize(
         for param in thresholds:
             _average(param, world)
         whole = {*thresholds, *(entry.param for entry in experts.values())}
-        of_experts = expert_state(model)
-        for name, value in chain(model.named_parameters(), model.named_buffers()):
-            if name not in of_experts:
-                dist.broadcast(value.detach(), group_src=0, group=world.group)
+        _start_from_the_first(model, world)
         fully_shard(model, mesh=mesh, ignored_params=whole)
         return model
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, list(expert_state(model))
+    of_experts = expert_tensors(model)
+    if not any(p.requires_grad for n, p in model.named_parameters() if n not in of_experts):
+        _start_from_the_first(model, world)
+        return model
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(of_experts))
+    return DistributedDataParallel(
+        model, process_group=world.group, find_unused_parameters=find_unused_parameters
     )
-    return DistributedDataParallel(model, process_group=world.group)
+
+
+def _start_from_the_first(model: nn.Module, processes: Processes) -> None:
+    """All but the experts."""
+    of_experts = expert_tensors(model)
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        if name not in of_experts:
+            dist.broadcast(value.detach(), group_src=0, group=processes.group)
 
 
 def _average(param: nn.Parameter, copies: Processes) -> None:
     """From now on the gradient is the mean over the copies, which start from the first one's."""
     with torch.no_grad():
         dist.broadcast(param, group_src=0, group=copies.group)
+
+    if not param.requires_grad:
+        return
 
     def average(param: torch.Tensor) -> None:
         assert param.grad is not None

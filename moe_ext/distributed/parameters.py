@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
 from moe_ext.moe import MoE
-from moe_ext.processes import Layout
+from moe_ext.processes import Layout, Processes
 
 
 class ExpertParameter(NamedTuple):
@@ -37,6 +38,26 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     """
     state = expert_state(model)
     return {name: state[name] for name, _ in model.named_parameters() if name in state}
+
+
+def expert_tensors(model: nn.Module) -> set[str]:
+    """The names of all their parameters and buffers, those that no state_dict has too."""
+    names = set(expert_state(model))
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, MoE) and layer.layout.world.size > 1:
+            prefix = f"{path}.experts." if path else "experts."
+            names |= {prefix + name for name, _ in layer.experts.named_buffers()}
+    return names
+
+
+def require_processes(model: nn.Module, processes: Processes) -> None:
+    """Raises ValueError if experts are spread over processes, and `processes` is this one alone."""
+    require(
+        processes.size > 1 or not expert_state(model),
+        "process_group",
+        "be that of the model's experts, which are spread over processes",
+        None,
+    )
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:

@@ -62,7 +62,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """Plans blocks of larger tensors, beside what the default one knows."""
 
     def __init__(self, parts: Mapping[Key, Part]) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = _blocks(parts)
 
     def create_local_plan(self) -> LoadPlan:
@@ -73,7 +73,10 @@ class LoadPlanner(DefaultLoadPlanner):
             if len(block.value):
                 saved = self.metadata.state_dict_metadata[name]
                 assert isinstance(saved, TensorStorageMetadata)
-                plan.items += create_read_items_for_chunk_list(name, saved, [_chunk(block)])
+                items = create_read_items_for_chunk_list(name, saved, [_chunk(block)])
+                if sum(item.lengths.numel() for item in items) < block.value.numel():
+                    raise ValueError(f"not all of {name} was saved")
+                plan.items += items
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

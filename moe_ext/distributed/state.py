@@ -16,7 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
+from moe_ext.distributed.parameters import (
+    ExpertParameter,
+    expert_parameters,
+    expert_state,
+    require_processes,
+)
 from moe_ext.processes import Layout, Processes
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
@@ -52,8 +57,12 @@ def full_state_dict(
     Args:
         model: with or without a wrapper of `parallelize`.
         process_group: all that train.
+
+    Raises:
+        ValueError: process_group is None, and experts are spread over processes.
     """
     processes = Layout.of(process_group).world
+    require_processes(unwrapped(model), processes)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(unwrapped(model)).values()}
@@ -62,7 +71,7 @@ def full_state_dict(
         if name in names:
             spread[name] = part._replace(value=value.cpu())
         elif processes.rank == 0:
-            state[name] = value.cpu()
+            state[name] = value.detach().to("cpu", copy=True)
     gathered: list[dict[str, Part]] | None = [spread]
     if processes.size > 1:
         gathered = [{}] * processes.size if processes.rank == 0 else None
