@@ -363,7 +363,7 @@ def test_a_part_of_the_experts_is_no_checkpoint(workers, tmp_path):
     for rank in range(2):
         Checkpoints(tmp_path / f"of-{rank}").save(0, nn.Linear(1, 1))
     workers.run(2, without_its_group, tmp_path)
-    with pytest.raises(CheckpointError, match=r"not all of .*experts.weights.0 was saved"):
+    with pytest.raises(CheckpointError, match=r"not all of .*experts\..* was saved"):
         Checkpoints(tmp_path / "part").load(Model().flat)
 
 

@@ -1,5 +1,6 @@
 """Blocks of experts for torch.distributed.checkpoint, whose own planners know even shards alone."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from moe_ext.distributed.state import Key, Part
 
@@ -73,10 +75,15 @@ class LoadPlanner(DefaultLoadPlanner):
             if len(block.value):
                 saved = self.metadata.state_dict_metadata[name]
                 assert isinstance(saved, TensorStorageMetadata)
-                items = create_read_items_for_chunk_list(name, saved, [_chunk(block)])
-                if sum(item.lengths.numel() for item in items) < block.value.numel():
-                    raise ValueError(f"not all of {name} was saved")
-                plan.items += items
+                plan.items += create_read_items_for_chunk_list(name, saved, [_chunk(block)])
+        found = Counter[str]()
+        for item in plan.items:
+            found[item.dest_index.fqn] += item.lengths.numel()
+        values = self.state_dict | {name: block.value for name, block in self._blocks.items()}
+        for name, value in values.items():
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if whole and found[name] < value.numel():
+                raise ValueError(f"not all of {name} was saved")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
