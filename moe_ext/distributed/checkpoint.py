@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from moe_ext.checks import require_at_least
 from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
-from moe_ext.distributed.parameters import require_processes
 from moe_ext.distributed.planners import LoadPlanner, SavePlanner
 from moe_ext.distributed.state import (
     Key,
@@ -40,9 +39,9 @@ from moe_ext.distributed.state import (
     new_optimizer_parts,
     optimizer_options,
     optimizer_parts,
+    require_processes,
     require_same_optimizers,
     require_same_shapes,
-    unwrapped,
     whole_shapes,
 )
 from moe_ext.files import atomic_file
@@ -130,6 +129,7 @@ class Checkpoints:
             rank_state: the same, of every process.
 
         Raises:
+            ValueError: step is below 0.
             CheckpointError: a process failed, now or in the `async_save` before; the other
                 checkpoints are as they were.
         """
@@ -215,7 +215,6 @@ class Checkpoints:
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
         """The tensors of this process, and the contents of its other files."""
-
         require_at_least(0, "Checkpoints", step=step)
 
         def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
@@ -236,7 +235,7 @@ class Checkpoints:
         return _together(self._processes, self._saving(step), collect)
 
     def _parts(self, model: nn.Module) -> dict[Key, Part]:
-        require_processes(unwrapped(model), self._processes)
+        require_processes(model, self._processes)
         return model_parts(model)
 
     def _saving(self, step: int) -> str:

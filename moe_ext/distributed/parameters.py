@@ -1,13 +1,13 @@
 """Which parameters of a model are spread over processes."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
 
-from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts, ModuleExperts
 from moe_ext.moe import MoE
-from moe_ext.processes import Layout, Processes
+from moe_ext.processes import Layout
 
 
 class ExpertParameter(NamedTuple):
@@ -43,30 +43,15 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
 def expert_tensors(model: nn.Module) -> set[str]:
     """The names of all their parameters and buffers, those that no state_dict has too."""
     names = set(expert_state(model))
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, MoE) and layer.layout.world.size > 1:
-            prefix = f"{path}.experts." if path else "experts."
-            names |= {prefix + name for name, _ in layer.experts.named_buffers()}
+    for prefix, layer in _spread_layers(model):
+        names |= {prefix + name for name, _ in layer.experts.named_buffers()}
     return names
-
-
-def require_processes(model: nn.Module, processes: Processes) -> None:
-    """Raises ValueError if experts are spread over processes, and `processes` is this one alone."""
-    require(
-        processes.size > 1 or not expert_state(model),
-        "process_group",
-        "be that of the model's experts, which are spread over processes",
-        None,
-    )
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     """The same of the state_dict: buffers as well, and all names of what has several."""
     found = {}
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, MoE) or layer.layout.world.size == 1:
-            continue
-        prefix = f"{path}.experts." if path else "experts."
+    for prefix, layer in _spread_layers(model):
         local = layer.placement.experts_of(layer.layout.expert_parallel.rank)
         for name, value in layer.experts.state_dict(keep_vars=True).items():
             bounds = None
@@ -83,3 +68,11 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
                 )
             found[prefix + name] = ExpertParameter(prefix + whole_name, value, layer.layout, bounds)
     return found
+
+
+def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """The layers whose experts are spread over processes, and what their experts' names begin with;
+    under all names of a layer that has several."""
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, MoE) and layer.layout.world.size > 1:
+            yield f"{path}.experts." if path else "experts.", layer

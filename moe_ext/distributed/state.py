@@ -16,12 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import (
-    ExpertParameter,
-    expert_parameters,
-    expert_state,
-    require_processes,
-)
+from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
 from moe_ext.processes import Layout, Processes
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
@@ -62,7 +57,7 @@ def full_state_dict(
         ValueError: process_group is None, and experts are spread over processes.
     """
     processes = Layout.of(process_group).world
-    require_processes(unwrapped(model), processes)
+    require_processes(model, processes)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(unwrapped(model)).values()}
@@ -150,6 +145,16 @@ def _text(shape: torch.Size | None) -> str:
 def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
     """The values by one name each."""
     return {".".join(key): part.value for key, part in parts.items()}
+
+
+def require_processes(model: nn.Module, processes: Processes) -> None:
+    """Raises ValueError if experts are spread over processes, and `processes` is this one alone."""
+    require(
+        processes.size > 1 or not expert_state(unwrapped(model)),
+        "process_group",
+        "be that of the model's experts, which are spread over processes",
+        None,
+    )
 
 
 def model_parts(model: nn.Module) -> dict[Key, Part]:

@@ -385,7 +385,6 @@ class Trainer:
 
     def _write_folder(self) -> None:
         """The configuration first: whatever ends the process after that, the run can be resumed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         vocabulary = self.folder / vocabulary_file(self.config)
         if self.step == 0 or not vocabulary.is_file():
