@@ -165,8 +165,9 @@ class FeedForwardExperts(nn.Module):
 class ModuleExperts(nn.Module):
     """Any modules as experts, one after the other; they may differ in kind.
 
-    Every module maps [n, D] to [n, d_output] and is called in each forward pass, with n = 0 when no
-    token chose it: so its parameters always have gradients. The split into experts needs the counts
+    Every module maps [n, D] to [n, d_output], of any floating type: the mixture is of x's. It is
+    called in each forward pass, with n = 0 when no token chose it: so its parameters always have
+    gradients. The split into experts needs the counts
     on the host, so that on CUDA the host waits for the device, and torch.compile breaks the graph.
 
     Args:
@@ -227,8 +228,9 @@ def mixture(
         )
 
     def in_steps(x: Tensor, gates: Tensor) -> Tensor:
-        rows = ops.dispatch(x, plan.inverse, token_offsets)
-        return ops.combine(experts(rows, plan.offsets), gates, plan.inverse, token_offsets)
+        rows = experts(ops.dispatch(x, plan.inverse, token_offsets), plan.offsets)
+        # What other processes make of theirs is of that type, too.
+        return ops.combine(rows.to(x.dtype), gates, plan.inverse, token_offsets)
 
     if recompute:
         return checkpoint(in_steps, x, gates, use_reentrant=False)

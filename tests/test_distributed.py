@@ -680,8 +680,9 @@ def test_outputs_may_be_changed_in_place(workers):
 
 def under_autocast(group, rank, kind, dtype):
     torch.manual_seed(4)
-    modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)) for _ in range(2)]
     if kind == "modules":
+        # Under autocast the first one's outputs are of another type than the second's.
+        modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)), nn.LayerNorm(D)]
         options = {"experts": modules if group is None else [modules[rank]]}
     else:
         options = {"hidden_sizes": (7,)}
