@@ -558,6 +558,12 @@ def options_refused(group, rank):
             MoE(D, 4, 2, process_group=group, **options)
     with pytest.raises(ValueError, match="dense must be one of ddp, fsdp, got 'dp'"):
         parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
+    shared = nn.Linear(D, D)
+    shared.num_experts = 1
+    with pytest.raises(
+        ValueError, match=r"experts\.weight must have a row for each .* 1, got \(6, 6"
+    ):
+        parallelize(MoE(D, 4, 2, experts=shared, process_group=group), group)
     with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
         MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
 
@@ -776,7 +782,7 @@ def test_balance_by_process(workers):
 
 def readme_example(group, rank, code, folder):
     with contextlib.chdir(folder):
-        exec(code.replace("dist.init_process_group()", ""), {})
+        exec(code.replace("init_process_group()", "dist.group.WORLD"), {"dist": dist})
 
 
 def test_the_readmes_example(workers, tmp_path):

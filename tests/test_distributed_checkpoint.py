@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -47,6 +48,22 @@ class Expert(nn.Module):
         return self.last(torch.tanh(self.first(x))) * self.scale
 
 
+class Stacked(nn.Module):
+    """A module of one's own that is all experts of a process at once."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.num_experts = len(numbers)
+        scale = torch.linspace(0.5, 2, 8)[list(numbers)]
+        self.scale = nn.Parameter(scale[:, None].repeat(1, D))
+        self.register_buffer("shift", scale / 3)
+
+    def forward(self, rows, offsets):
+        counts = offsets.diff()
+        shift = self.shift.repeat_interleave(counts)[:, None]
+        return rows * self.scale.repeat_interleave(counts, dim=0) + shift
+
+
 class Model(nn.Module):
     """Layers of all kinds, whose experts no number of processes divides."""
 
@@ -64,6 +81,7 @@ class Model(nn.Module):
         self.modules_layer = self._layer(
             num_experts, group, experts=modules[mine.start : mine.stop]
         )
+        self.stacked = self._layer(num_experts, group, experts=Stacked(mine))
         for name, param in self.named_parameters():
             if ".gate." in name:
                 nn.init.normal_(param).requires_grad_("noise" not in name)
@@ -75,7 +93,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         x, loss = self.dense(x), 0
-        for layer in (self.flat, self.few, self.groups, self.modules_layer):
+        for layer in (self.flat, self.few, self.groups, self.modules_layer, self.stacked):
             y, aux = layer(x)
             x, loss = x + y, loss + aux.loss
         return x, loss
@@ -124,7 +142,8 @@ def load_and_save(group, rank, source, target, kind):
     size = 1 if group is None else dist.get_world_size(group)
     x = batch(9).chunk(size)[rank]
     with torch.no_grad():
-        y = torch.cat([layer(x)[0] for layer in (model.flat, model.few, model.groups)], dim=1)
+        layers = model.flat, model.few, model.groups, model.stacked
+        y = torch.cat([layer(x)[0] for layer in layers], dim=1)
     return y, rank_state
 
 
@@ -660,8 +679,8 @@ def documented_example(group, rank, folder):
     (code,) = re.findall(r"```python\n(# torchrun .*?)```", text, re.S)
     names = {}
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_torchelastic_launched", lambda: group is not None)
-        patch.setattr(dist, "init_process_group", lambda backend: None)  # `workers` has
+        # `workers` has connected them
+        patch.setattr(moe_ext.distributed, "init_process_group", lambda backend: group)
         exec(code, names)
     return names["step"]
 
@@ -671,3 +690,35 @@ def test_the_documented_example(workers, tmp_path):
     assert documented_example(None, 0, tmp_path) == 10
     assert workers.run(2, documented_example, tmp_path) == [20] * 2
     assert documented_example(None, 0, tmp_path) == 30
+
+
+RESTARTED = """
+import os, sys, torch
+from moe_ext.distributed import Checkpoints, init_process_group
+
+group = init_process_group("gloo")
+torch.distributed.all_reduce(torch.ones(1))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(1)
+sys.stdout.write(f"process {torch.distributed.get_rank(group)} of {group.size()}\\n")
+Checkpoints(sys.argv[1], group).async_save(1, torch.nn.Linear(2, 2))
+"""
+
+
+def test_restarted_by_torchrun(tmp_path):
+    """The processes meet again; what a save that nobody waits for met with is told at the end."""
+    program, folder = tmp_path / "program.py", tmp_path / "no folder"
+    program.write_text(RESTARTED)
+    folder.touch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    done = subprocess.run(
+        [*command, program, folder],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert sorted(done.stdout.split("\n")) == ["", "process 0 of 2", "process 1 of 2"]
+    assert f"CheckpointError: saving step 1 in {folder}" in done.stderr

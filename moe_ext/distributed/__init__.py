@@ -2,6 +2,7 @@
 
 `MoE(..., process_group=group)` is all that a layer needs; here is what a model around it does.
 
+init_process_group  as torch's, after a restart by torchrun too
 parallelize         dense parameters averaged, experts left where they are
 clip_grad_norm_     by the norm of all gradients, wherever they are
 GradScaler          an overflow anywhere is one everywhere
@@ -15,6 +16,7 @@ from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
 from moe_ext.distributed.parallelize import parallelize
 from moe_ext.distributed.parameters import ExpertParameter, expert_parameters
 from moe_ext.distributed.state import full_state_dict, load_full_state_dict
+from moe_ext.distributed.torchrun import init_process_group
 from moe_ext.exchange import Placement
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parameters",
     "full_state_dict",
+    "init_process_group",
     "load_full_state_dict",
     "parallelize",
 ]

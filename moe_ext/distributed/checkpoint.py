@@ -4,6 +4,7 @@ The tensors have the names and shapes of the model of a single process. One of e
 written by several processes, a block each, and each reads its block, whatever blocks were written.
 """
 
+import atexit
 import io
 import shutil
 import warnings
@@ -148,7 +149,8 @@ class Checkpoints:
         """`save` that returns with a copy in memory, which a thread writes.
 
         At most one is under way: the next save or load waits for it and raises its error. So does
-        `wait`, which the last one needs before the process group is destroyed.
+        `wait`, which the last one needs before the process group is destroyed; at the process's
+        end it is too late, and an error is printed only.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
@@ -158,6 +160,7 @@ class Checkpoints:
                 ThreadPoolExecutor(1),
                 _same_processes(self._processes, self._timeout),
             )
+            atexit.register(self.wait)  # or nobody would hear that the last one failed
         thread, processes = self._background
         self._under_way = thread.submit(self._write, processes, step, parts, files)
 

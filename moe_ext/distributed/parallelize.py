@@ -20,7 +20,7 @@ DENSE = ("ddp", "fsdp")
 
 def parallelize(
     model: nn.Module,
-    process_group: ProcessGroup | DeviceMesh,
+    process_group: ProcessGroup | DeviceMesh | None,
     *,
     dense: str = "ddp",
     find_unused_parameters: bool = False,
@@ -33,7 +33,7 @@ def parallelize(
 
     Args:
         model: its MoE layers each made with a process_group, or a mesh, of the same processes.
-        process_group: all processes that train, or their mesh.
+        process_group: all processes that train, or their mesh; None is this one alone.
         dense: "ddp", copies of the dense parameters (`DistributedDataParallel`), or "fsdp", shards
             of them too (`fully_shard`), but for the thresholds of strictly balanced gates.
         find_unused_parameters: see `DistributedDataParallel`: to be True where a dense parameter
@@ -58,7 +58,8 @@ def parallelize(
         mesh = process_group
         if not isinstance(mesh, DeviceMesh):
             kind = next(model.parameters()).device.type
-            mesh = DeviceMesh.from_group(mesh, kind)
+            assert world.group is not None  # there are several
+            mesh = DeviceMesh.from_group(world.group, kind)
         elif mesh.ndim == 2:
             mesh = mesh._flatten()
         # The forward pass that starts the thresholds writes to them: to the parameters themselves.

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_ext.experts import FeedForwardExperts, ModuleExperts
+from moe_ext.checks import require
+from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
 from moe_ext.processes import Layout
 
@@ -30,11 +31,12 @@ class ExpertParameter(NamedTuple):
 def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     """The parameters of the experts that are spread over processes, by their names in `model`.
 
-    Those of `FeedForwardExperts` are blocks of a larger tensor; those of `ModuleExperts` belong to
-    one expert each. A model of a single process has none.
+    Those of `ModuleExperts` belong to one expert each; those of `FeedForwardExperts`, and of any
+    other module that is all experts at once, are blocks of a larger tensor. A model of a single
+    process has none.
 
     Raises:
-        TypeError: a layer spreads experts of another kind.
+        ValueError: a parameter or buffer of such a module has no row for each expert.
     """
     state = expert_state(model)
     return {name: state[name] for name, _ in model.named_parameters() if name in state}
@@ -54,18 +56,14 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
     for prefix, layer in _spread_layers(model):
         local = layer.placement.experts_of(layer.layout.expert_parallel.rank)
         for name, value in layer.experts.state_dict(keep_vars=True).items():
-            bounds = None
-            whole_name = name
-            if isinstance(layer.experts, FeedForwardExperts):
-                bounds = local.start, local.stop, layer.num_experts
-            elif isinstance(layer.experts, ModuleExperts):
+            if isinstance(layer.experts, ModuleExperts):
                 container, number, rest = name.split(".", 2)
-                whole_name = f"{container}.{local.start + int(number)}.{rest}"
+                whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
             else:
-                raise TypeError(
-                    "expert_parameters: experts must be FeedForwardExperts or ModuleExperts, "
-                    f"got {type(layer.experts).__name__}"
-                )
+                rule = f"have a row for each of this process's experts, {len(local)}"
+                shape = tuple(value.shape)
+                require(shape[:1] == (len(local),), f"{prefix}{name}", rule, shape)
+                whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
             found[prefix + name] = ExpertParameter(prefix + whole_name, value, layer.layout, bounds)
     return found
 

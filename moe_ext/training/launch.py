@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_ext.distributed import init_process_group
 from moe_ext.training.config import C
 
 
@@ -27,19 +28,9 @@ def processes_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     if config.device == "cuda":
         config = replace(config, device=f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(config.device)
-    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if restarts != "0":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         begun = (Path(config.output) / "config.toml").is_file()
         config = replace(config, resume=config.resume or begun)
-    timeout = timedelta(seconds=config.timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-        # The store outlives a restart: what the processes before it wrote must not be read.
-        store=dist.PrefixStore(f"restart-{restarts}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    yield config, dist.group.WORLD
+    backend = "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl"
+    yield config, init_process_group(backend, timeout=timedelta(seconds=config.timeout))
     dist.destroy_process_group()  # after an error the others might not come along
