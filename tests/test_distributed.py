@@ -473,7 +473,8 @@ def scaled_step(group, rank, bad_rank, as_mesh):
 
 @pytest.mark.parametrize("bad_rank, as_mesh", [(None, False), (0, True), (1, False)])
 def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh):
-    for change, scale in workers.run(2, scaled_step, bad_rank, as_mesh):
+    alone = scaled_step(None, 0, bad_rank and 0, as_mesh=False)
+    for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh)]:
         torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
         assert scale == (8 if bad_rank is None else 4)
 

@@ -372,6 +372,8 @@ def without_its_group(group, rank, folder):
             call()
     with pytest.raises(ValueError, match=message):
         full_state_dict(model, None)
+    with pytest.raises(ValueError, match=message):
+        load_full_state_dict(model, Model().state_dict(), None)
     if rank == 0:  # one that was written all the same
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moe_ext.distributed.checkpoint, "require_processes", lambda *_: None)

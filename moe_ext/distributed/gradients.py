@@ -80,7 +80,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: as torch's.
-        process_group: all of them, or their mesh; None is the default group.
+        process_group: all of them, or their mesh; None is this one alone.
         options: the others of torch's, by name.
     """
 
@@ -88,14 +88,15 @@ class GradScaler(torch.amp.GradScaler):
         self,
         device: str = "cuda",
         *,
-        process_group: ProcessGroup | DeviceMesh | None = None,
+        process_group: ProcessGroup | DeviceMesh | None,
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
-        self._process_group = Layout.of(process_group).world.group
+        self._processes = Layout.of(process_group).world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*arguments)
-        for found_inf in found.values():
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._process_group)
+        if self._processes.size > 1:
+            for found_inf in found.values():
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._processes.group)
         return found

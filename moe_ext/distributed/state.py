@@ -94,9 +94,11 @@ def load_full_state_dict(
         process_group: all that train.
 
     Raises:
-        ValueError: a name or a shape is not the model's; then nothing was changed.
+        ValueError: a name or a shape is not the model's, or process_group is None and experts are
+            spread over processes; then nothing was changed.
     """
     processes = Layout.of(process_group).world
+    require_processes(model, processes)
     parts = model_parts(model)
     shapes = {name: value.shape for name, value in state.items()}
     require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, processes))
