@@ -685,6 +685,20 @@ def test_outputs_may_be_changed_in_place(workers):
     workers.run(2, in_place)
 
 
+def compiled(group, rank):
+    """The graph breaks at what the processes send each other."""
+    layer = layer_of("topk", group)
+    x = tokens_of([4, 5])[0].split([4, 5])[rank]
+    (y, aux), (expected, aux_there) = torch.compile(layer, backend="eager")(x), layer(x)
+    assert_same_bits(y, expected)
+    assert_same_bits(aux.loss, aux_there.loss)
+    (y.square().sum() + aux.loss).backward()
+
+
+def test_compiled(workers):
+    workers.run(2, compiled)
+
+
 def under_autocast(group, rank, kind, dtype):
     torch.manual_seed(4)
     if kind == "modules":
