@@ -72,7 +72,10 @@ def unroll(
         require(memory_slots >= 1, "unroll: memory_slots", "be at least 1 or None", memory_slots)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             sizes = (len(parameters), len(inputs), len(state))
-            return _unroll_stored(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
+            run = _unroll_stored
+            if torch.compiler.is_compiling():
+                run = torch.compiler.disable(run)  # a decorator would import the compiler always
+            return run(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
     return _run(step, _views(parameters), tuple(inputs), tuple(state))
 
 
@@ -173,7 +176,6 @@ class _Stored(NamedTuple):
     random_state: list[Tensor]
 
 
-@torch.compiler.disable
 def _unroll_stored(plan: _Plan, tensors: Tensors) -> tuple[Tensors, Tensors]:
     results = _StoredStates.apply(plan, *tensors)
     num_states = plan.sizes[2]
