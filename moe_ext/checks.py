@@ -51,9 +51,15 @@ def require_sizes(owner: str, **values: int) -> None:
     require_at_least(1, owner, **values)
 
 
+def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
+    """Raises ValueError if a tensor, given by name, is of another shape."""
+    for name, value in values.items():
+        found = tuple(value.shape)
+        require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
+
+
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     """Raises TypeError or ValueError if a mask is not of type bool or of another shape."""
     if mask.dtype != torch.bool:
         raise TypeError(f"{owner}: mask must be of type torch.bool, got {mask.dtype}")
-    found = tuple(mask.shape)
-    require(found == shape, f"{owner}: mask", f"have shape {shape}", found)
+    require_shape(owner, shape, mask=mask)

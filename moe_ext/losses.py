@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_shape
 from moe_ext.ops.dtypes import accumulation_dtype
 
 
@@ -62,12 +62,8 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
         ValueError: the shapes do not fit.
     """
     shape = tuple(scores.shape)
-    for name, value, expected in (
-        ("threshold", threshold, shape[:-2] + shape[-1:]),
-        ("mask", mask, shape),
-    ):
-        found = tuple(value.shape)
-        require(found == expected, f"batchwise_loss: {name}", f"have shape {expected}", found)
+    require_shape("batchwise_loss", shape[:-2] + shape[-1:], threshold=threshold)
+    require_shape("batchwise_loss", shape, mask=mask)
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
 

@@ -29,6 +29,7 @@ from moe_ext.models import (
     evaluating,
     linear_cross_entropy,
     linear_nll,
+    sampled_cross_entropy,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,6 +129,32 @@ def test_targets_that_are_no_class(target):
         ValueError, match=r"^sampled_cross_entropy: targets must .*, got .*(7|-100)"
     ):
         softmax.loss(hidden, targets)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"targets": torch.tensor([1])}, r"targets must have shape \(2,\), got \(1,\)"),
+        ({"bias": torch.zeros(1)}, r"bias must have shape \(7,\), got \(1,\)"),
+        ({"hidden": torch.randn(2, 3)}, r"hidden must have shape \(2, 4\), got \(2, 3\)"),
+        ({"weight": torch.randn(7)}, r"weight must have shape \[V, D\], got \(7,\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_a_softmax(changed, message):
+    arguments = {
+        "hidden": torch.randn(2, 4),
+        "weight": torch.randn(7, 4),
+        "bias": torch.zeros(7),
+        "targets": torch.tensor([3, 1]),
+    } | changed
+    draw = torch.tensor([1, 2]), torch.zeros(2), torch.zeros(2)
+    for function, more in (
+        (linear_cross_entropy, ()),
+        (linear_nll, ()),
+        (sampled_cross_entropy, draw),
+    ):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
+            function(*arguments.values(), *more)
 
 
 def test_evaluating_leaves_each_modules_mode():

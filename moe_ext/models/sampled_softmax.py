@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from moe_ext.checks import require
 from moe_ext.models.softmax import (
+    check_arguments,
     linear_cross_entropy,
     linear_nll,
     logits_of,
-    require_classes,
     row_blocks,
     to_product_dtype,
 )
@@ -127,9 +127,9 @@ def sampled_cross_entropy(
         Nats, a scalar in float32, or float64 for hidden of that type.
 
     Raises:
-        ValueError: a target on the CPU is not in [0, V).
+        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
     """
-    require_classes("sampled_cross_entropy", targets, len(weight))
+    check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
     return _SampledCrossEntropy.apply(
         hidden, weight, bias, targets, classes, log_expected_class, log_expected_target
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_shape
 from moe_ext.ops.dtypes import accumulation_dtype
 
 
@@ -29,9 +29,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
         targets: [T] int64, in [0, V).
 
     Raises:
-        ValueError: a target on the CPU is not.
+        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
     """
-    require_classes("linear_cross_entropy", targets, len(weight))
+    check_arguments("linear_cross_entropy", hidden, weight, bias, targets)
     learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
     if not (learns and torch.is_grad_enabled()):
         return linear_nll(hidden, weight, bias, targets).sum()
@@ -41,6 +41,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
 @torch.no_grad()
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """Each term of the sum of `linear_cross_entropy`: [T], nats; no gradient."""
+    check_arguments("linear_nll", hidden, weight, bias, targets)
     nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
     weight, dtype = to_product_dtype(weight, hidden)
     for rows in row_blocks(len(targets), weight):
@@ -90,8 +91,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *((grad_output * grad).to(dtype) for grad, dtype in grads), None
 
 
-def require_classes(name: str, targets: Tensor, num_classes: int) -> None:
-    """Raises ValueError if a target is none of the classes; on a GPU the kernels do."""
+def check_arguments(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
+) -> None:
+    """Raises ValueError if shapes do not fit, or a target is none of the classes; that a target on
+    a GPU is, the kernels notice."""
+    require(weight.dim() == 2, f"{name}: weight", "have shape [V, D]", tuple(weight.shape))
+    num_classes, width = weight.shape
+    require_shape(name, (num_classes,), bias=bias)
+    rows = tuple(hidden.shape[:1])
+    require_shape(name, (*rows, width), hidden=hidden)
+    require_shape(name, rows, targets=targets)
     if targets.device.type == "cpu" and len(targets) and not torch.compiler.is_compiling():
         least, most = (int(value) for value in targets.aminmax())
         holds = least >= 0 and most < num_classes
