@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_sizes
 
 Tensors = tuple[Tensor, ...]
 Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -69,7 +69,7 @@ def unroll(
     )
     tensors = (*parameters, *inputs, *state)
     if memory_slots is not None:
-        require(memory_slots >= 1, "unroll: memory_slots", "be at least 1 or None", memory_slots)
+        require_sizes("unroll", memory_slots=memory_slots)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             sizes = (len(parameters), len(inputs), len(state))
             run = _unroll_stored

@@ -1,5 +1,7 @@
 """The form that all rules of options share."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -36,19 +38,25 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
         require(value is None or value >= minimum, prefix + name, f"be at least {minimum}", value)
 
 
-def require_sizes(owner: str, **values: int) -> None:
-    """Every value is a whole number of at least 1.
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, numpy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
+    """Every value is a whole number of at least `minimum`.
 
     Args:
         owner: the class whose arguments the values are.
+        minimum: the least.
         values: by name.
 
     Raises:
         ValueError: "<owner>: <name> must be <rule>, got <value>".
     """
     for name, value in values.items():
-        require(isinstance(value, int), f"{owner}: {name}", "be a whole number", value)
-    require_at_least(1, owner, **values)
+        require(is_whole(value), f"{owner}: {name}", "be a whole number", value)
+    require_at_least(minimum, owner, **values)
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
@@ -56,6 +64,12 @@ def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
     for name, value in values.items():
         found = tuple(value.shape)
         require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
+
+
+def require_floating(owner: str, x: Tensor) -> None:
+    """Raises TypeError if x is not of a floating type."""
+    if not x.is_floating_point():
+        raise TypeError(f"{owner}: x must be of a floating type, got {x.dtype}")
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_sizes
+from moe_ext.checks import is_whole, require, require_sizes
 from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS
 
 
@@ -71,22 +71,16 @@ class FeedForwardExperts(nn.Module):
     ) -> None:
         super().__init__()
         require(
-            isinstance(hidden_sizes, Sequence),
+            isinstance(hidden_sizes, Sequence)
+            and all(is_whole(width) and width >= 1 for width in hidden_sizes),
             "FeedForwardExperts: hidden_sizes",
-            "be a sequence of widths",
+            "be a sequence of whole numbers of at least 1",
             hidden_sizes,
         )
         d_output = d_model if d_output is None else d_output
         widths = [d_model, *hidden_sizes, d_output]
-        require(
-            min(hidden_sizes, default=1) >= 1,
-            "FeedForwardExperts: hidden_sizes",
-            "be at least 1",
-            list(hidden_sizes),
-        )
         require_sizes("FeedForwardExperts", d_model=d_model, d_output=d_output)
-        numbers = {"num_experts": num_experts, "first_expert": first_expert}
-        require_at_least(0, "FeedForwardExperts", **numbers)
+        require_sizes("FeedForwardExperts", 0, num_experts=num_experts, first_expert=first_expert)
         require(
             activation in ACTIVATIONS,
             "FeedForwardExperts: activation",

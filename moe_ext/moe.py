@@ -10,7 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_mask, require_sizes
+from moe_ext.checks import (
+    require,
+    require_at_least,
+    require_floating,
+    require_mask,
+    require_sizes,
+)
 from moe_ext.exchange import EXCHANGES, Exchange, Placement
 from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
 from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
@@ -257,8 +263,7 @@ class MoE(nn.Module):
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
                 f"got shape {tuple(x.shape)}"
             )
-        if not x.is_floating_point():
-            raise TypeError(f"MoE: x must be of a floating type, got {x.dtype}")
+        require_floating("MoE", x)
         tokens = x.reshape(-1, self.d_model)
         if mask is not None:
             require_mask("MoE", mask, tuple(x.shape[:-1]))
@@ -285,7 +290,7 @@ class MoE(nn.Module):
             gating.expert_index,
             tokens_per_expert,
             gating.token_offsets,
-            gating.metrics,
+            dict(gating.metrics),
             gating.load_factors,
         )
         # As matmul does: no view in the eyes of autograd, so that it may be changed in place.

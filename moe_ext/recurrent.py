@@ -10,7 +10,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from moe_ext.bptt import Tensors, unroll
-from moe_ext.checks import require, require_at_least, require_mask, require_sizes
+from moe_ext.checks import (
+    require,
+    require_at_least,
+    require_floating,
+    require_mask,
+    require_sizes,
+)
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -168,12 +174,8 @@ class MoELSTM(nn.Module):
     ) -> None:
         super().__init__()
         require_at_least(0, "MoELSTM", w_importance=w_importance, w_load=w_load)
-        require(
-            memory_slots is None or memory_slots >= 1,
-            "MoELSTM: memory_slots",
-            "be at least 1 or None",
-            memory_slots,
-        )
+        if memory_slots is not None:
+            require_sizes("MoELSTM", memory_slots=memory_slots)
         self.num_experts = num_experts
         self.w_importance = w_importance
         self.w_load = w_load
@@ -252,6 +254,7 @@ class MoELSTM(nn.Module):
             gates,
             expert_index,
             tokens_per_expert,
+            gate_metrics={},
             load_factors=load_factors,
         )
         return y.to(x.dtype), (h, c), aux
@@ -264,6 +267,7 @@ class MoELSTM(nn.Module):
                 f"MoELSTM: x must have shape [{axes}, d_input = {self.cell.d_input}] with S at "
                 f"least 1, got {tuple(x.shape)}"
             )
+        require_floating("MoELSTM", x)
         if mask is not None:
             require_mask("MoELSTM", mask, tuple(x.shape[:2]))
 

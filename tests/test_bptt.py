@@ -339,7 +339,7 @@ def test_changed_tensors_are_refused():
 
 def test_errors():
     parameters, inputs, state = arguments()
-    with pytest.raises(ValueError, match="memory_slots must be at least 1 or None, got 0"):
+    with pytest.raises(ValueError, match="memory_slots must be at least 1, got 0"):
         unroll(step, parameters, inputs, state, memory_slots=0)
     for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
         with pytest.raises(ValueError, match=r"inputs must have one number of time steps.*, got"):

@@ -500,8 +500,9 @@ def test_low_precision_is_summed_in_float32():
         ("max_length_ratio", INF, "be finite and not negative"),
         ("window", -1.0, "not be negative"),
         ("min_length_limit", 0, "be at least 1"),
-        ("num_best", 9, r"be in \[1, 8\]"),
-        ("num_best", 0, r"be in \[1, 8\]"),
+        ("num_best", 9, "be at most the beam, 8"),
+        ("num_best", 0, "be at least 1"),
+        ("beam", 1.5, "be a whole number"),
     ],
 )
 def test_options(option, value, rule):
@@ -514,9 +515,12 @@ def test_arguments():
     state, mask = model.start([(0, 3)])
     with pytest.raises(ValueError, match=r"^BeamSearch: source_mask must be bool \[B, S\]"):
         BeamSearch()(model, state, mask.float(), EOS)
-    with pytest.raises(ValueError, match=r"^BeamSearch: source_mask must .*, got .*\(1, 0\)"):
-        BeamSearch()(model, state, mask[:, :0], EOS)
-    with pytest.raises(ValueError, match=r"^BeamSearch: eos_id must be in \[0, 5\), got 5"):
+    for empty in (mask[:, :0], torch.zeros_like(mask)):
+        with pytest.raises(ValueError, match=r"^BeamSearch: source_mask must have a .*, got 0$"):
+            BeamSearch()(model, state, empty, EOS)
+    with pytest.raises(ValueError, match=r"^BeamSearch: eos_id must be at least 0, got -1$"):
+        BeamSearch()(model, state, mask, -1)
+    with pytest.raises(ValueError, match=r"^BeamSearch: eos_id must be below 5, got 5$"):
         BeamSearch()(model, state, mask, 5)
     model.log_probs[:, 2] = math.nan
     with pytest.raises(ValueError, match=r"^BeamSearch: log_probs must .*, got nan$"):

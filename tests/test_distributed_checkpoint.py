@@ -399,8 +399,8 @@ def test_states_that_are_no_tensors(tmp_path):
         optimizers[number].step()
 
     step(0)
-    checkpoints.save(1, embeddings[0], optimizers[:1])
-    checkpoints.load(embeddings[1], optimizers[1:])
+    checkpoints.save(1, embeddings[0], iter(optimizers[:1]))
+    checkpoints.load(embeddings[1], iter(optimizers[1:]))
     for number in range(2):
         embeddings[number].zero_grad()
         step(number)
@@ -441,8 +441,9 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="params must be of the model, got another"):
         checkpoints.save(2, model.dense, optimizers)
     assert checkpoints.steps() == [1]
-    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
-        Checkpoints(tmp_path, keep=0)
+    for keep, rule in ((0, "at least 1"), (None, "a whole number")):
+        with pytest.raises(ValueError, match=f"keep must be {rule}, got {keep}"):
+            Checkpoints(tmp_path, keep=keep)
 
 
 def test_a_newer_torch_is_named(tmp_path, monkeypatch):

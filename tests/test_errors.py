@@ -4,6 +4,7 @@
 
 import re
 
+import numpy
 import pytest
 import torch
 
@@ -339,6 +340,10 @@ def layer(**changes):
         (lambda: layer(k=2.0), r"k must be a whole number .*got 2.0"),
         (lambda: layer(k=E + 1), r"k must .*5.*got .*6"),
         (lambda: layer(num_experts=4.0), "^MoE: num_experts must be a whole number, got 4.0$"),
+        (lambda: layer(d_model=True), "^MoE: d_model must be a whole number, got True$"),
+        (lambda: FeedForwardExperts(1.5, D), r"num_experts must be a whole number, got 1\.5$"),
+        (lambda: FeedForwardExperts(E, D, "ab"), r"hidden_sizes must be a seq.*, got 'ab'$"),
+        (lambda: FeedForwardExperts(E, D, [8.0]), r"hidden_sizes must be a seq.*, got \[8\.0\]$"),
         (lambda: SoftmaxGate(8.5, E), "^SoftmaxGate: d_model must be a whole number, got 8.5$"),
         (lambda: gate(k=0), r"k must .*got 0"),
         (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),
@@ -348,9 +353,9 @@ def layer(**changes):
         (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
         (
             lambda: layer(hidden_sizes=8),
-            "^FeedForwardExperts: hidden_sizes must be a sequence of widths, got 8$",
+            "^FeedForwardExperts: hidden_sizes must be a sequence of whole numbers .*, got 8$",
         ),
-        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got .*\[0\]"),
+        (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got \(0,\)"),
         (
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
             r"activation must .*got '?rely",
@@ -368,6 +373,12 @@ def layer(**changes):
 def test_constructor_values(make, pattern):
     with pytest.raises(ValueError, match=pattern):
         make()
+
+
+def test_whole_numbers_of_numpy():
+    sizes = {"d_model": numpy.int64(D), "num_experts": numpy.int32(E)}
+    y, _ = layer(**sizes, hidden_sizes=[numpy.int64(3)])(torch.randn(4, D))
+    assert y.shape == (4, D)
 
 
 @pytest.mark.parametrize("shape", [(4, D + 1), (4, D - 1), (D + 1,)])

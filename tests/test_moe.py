@@ -581,6 +581,9 @@ def test_statistics(device):
     counts = counts.double()
     assert metrics["cv_tokens"] == pytest.approx(float(counts.std(correction=0) / counts.mean()))
     assert float(aux.importance.sum()) == pytest.approx(40)
+    aux.gate_metrics["mine"] = torch.ones(())
+    assert aux.metrics()["mine"] == 1
+    assert layer(make_x(40, device=device))[1].gate_metrics == {}
 
 
 # Gates and experts of one's own

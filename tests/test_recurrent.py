@@ -553,7 +553,7 @@ def test_slots_break_the_graph():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_slots": 0}, "MoELSTM: memory_slots must be at least 1 or None, got 0"),
+        ({"memory_slots": 0}, "MoELSTM: memory_slots must be at least 1, got 0"),
         ({"dropout": 1.0}, r"MoELSTMCell: dropout must be in \[0, 1\), got 1.0"),
         ({"w_load": -1}, "MoELSTM: w_load must be at least 0, got -1"),
         ({"gate": SoftmaxGate(D + U, E + 1)}, "MoE: gate must be for num_experts = 4, got 5"),
@@ -573,6 +573,8 @@ def test_call_errors():
     for bad in (x[0], x[..., :1], x[:, :0]):
         with pytest.raises(ValueError, match=r"x must have shape \[B, S, d_input = 2\].*, got"):
             layer(bad)
+    with pytest.raises(TypeError, match="^MoELSTM: x must be of a floating type, got torch.int64"):
+        layer(x.long())
     with pytest.raises(ValueError, match=r"state must be two tensors of shape \(3, 3\), got"):
         layer(x, (h, c[:1]))
     with pytest.raises(TypeError, match="mask must be of type torch.bool, got torch.float32"):

@@ -266,7 +266,7 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
     (tmp_path / "one.fr").write_text("frone\n")
     message = error(run, file, "--reference", tmp_path / "one.fr")
     assert "one.fr must have a line for each of the 6 to be translated" in message
-    assert "num_best must be in [1, 8], got 9" in error(run, file, "--n-best=9")
+    assert "num_best must be at most the beam, 8, got 9" in error(run, file, "--n-best=9")
     assert "length_penalty must be in [0, 10]" in error(run, file, "--length-penalty=1e300")
     assert "--n-best must be 1 with --greedy, got 2" in error(run, file, "--n-best=2", "--greedy")
     assert "device must be cpu or cuda, got 'meta'" in error(run, file, "--device=meta")

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_sizes
 
 
 class StepState(Protocol):
@@ -147,14 +147,14 @@ class BeamSearch:
         def check(name: str, holds: bool, rule: str) -> None:
             require(holds, f"BeamSearch: {name}", rule, getattr(self, name))
 
-        check("beam", self.beam >= 1, "be at least 1")
+        sizes = {"beam": self.beam, "num_best": self.num_best}
+        require_sizes("BeamSearch", **sizes, min_length_limit=self.min_length_limit)
         for name in ("length_penalty", "coverage_penalty"):
             check(name, 0 <= getattr(self, name) <= 10, "be in [0, 10]")  # where float32 suffices
         ratio = self.max_length_ratio
         check("max_length_ratio", 0 <= ratio < math.inf, "be finite and not negative")
         check("window", self.window >= 0, "not be negative")
-        check("min_length_limit", self.min_length_limit >= 1, "be at least 1")
-        check("num_best", 1 <= self.num_best <= self.beam, f"be in [1, {self.beam}]")
+        check("num_best", self.num_best <= self.beam, f"be at most the beam, {self.beam}")
 
     @classmethod
     def greedy(cls) -> Self:
@@ -201,20 +201,23 @@ class BeamSearch:
             For each source from 1 to num_best hypotheses, those with the highest score first.
 
         Raises:
-            ValueError: source_mask is not a matrix of bool with at least a column, eos_id is not
-                below V, or a row of log-probabilities has no largest number (NaN).
+            ValueError: source_mask is not a matrix of bool with a token in each row, eos_id is
+                negative or, where the model itself does not refuse that, not below V, or a row of
+                log-probabilities has no largest number (NaN).
         """
         require(
-            source_mask.dim() == 2
-            and source_mask.shape[1] >= 1
-            and source_mask.dtype == torch.bool,
+            source_mask.dim() == 2 and source_mask.dtype == torch.bool,
             "BeamSearch: source_mask",
-            "be bool [B, S] with S >= 1",
+            "be bool [B, S]",
             (source_mask.dtype, tuple(source_mask.shape)),
         )
+        require_sizes("BeamSearch", 0, eos_id=eos_id)
+        tokens = source_mask.sum(1)
+        least = min(tokens.tolist(), default=1)
+        require(least > 0, "BeamSearch: source_mask", "have a token in each row", least)
         if not len(source_mask):
             return []
-        limit = (source_mask.sum(1) * self.max_length_ratio).long().clamp(self.min_length_limit)
+        limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)
         live = self._start(source_mask, eos_id)
         parent = live.source
         finished = self._none_finished(source_mask)
@@ -222,9 +225,7 @@ class BeamSearch:
         while len(live.source):
             log_probs, attention, state = model.step(live.token, state)
             vocab_size = log_probs.shape[1]
-            require(
-                0 <= eos_id < vocab_size, "BeamSearch: eos_id", f"be in [0, {vocab_size})", eos_id
-            )
+            require(eos_id < vocab_size, "BeamSearch: eos_id", f"be below {vocab_size}", eos_id)
             steps.append(_Step(live.token, parent, attention))
             coverage = live.coverage + attention
             last = limit[live.source] == len(steps)

@@ -9,7 +9,7 @@ import io
 import shutil
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from moe_ext.checks import require_at_least
+from moe_ext.checks import require_sizes
 from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
 from moe_ext.distributed.planners import LoadPlanner, SavePlanner
 from moe_ext.distributed.state import (
@@ -84,7 +84,7 @@ class Checkpoints:
             and `load` it is the process group's.
 
     Raises:
-        ValueError: keep is below 1.
+        ValueError: keep is no whole number of at least 1.
 
     Example:
         >>> checkpoints = Checkpoints("run/checkpoints", group)
@@ -101,7 +101,7 @@ class Checkpoints:
         keep: int = 3,
         timeout: timedelta | None = None,
     ) -> None:
-        require_at_least(1, "Checkpoints", keep=keep)
+        require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
         self._processes = Layout.of(process_group).world
         self._timeout = timeout
@@ -116,7 +116,7 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Iterable[Optimizer] = (),
         state: Any = None,
         rank_state: Any = None,
     ) -> None:
@@ -130,7 +130,7 @@ class Checkpoints:
             rank_state: the same, of every process.
 
         Raises:
-            ValueError: step is below 0.
+            ValueError: step is no whole number of at least 0.
             CheckpointError: a process failed, now or in the `async_save` before; the other
                 checkpoints are as they were.
         """
@@ -142,7 +142,7 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Iterable[Optimizer] = (),
         state: Any = None,
         rank_state: Any = None,
     ) -> None:
@@ -177,7 +177,7 @@ class Checkpoints:
     def load(
         self,
         model: nn.Module | None = None,
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Iterable[Optimizer] = (),
         *,
         step: int | None = None,
         fallback: bool = False,
@@ -197,6 +197,7 @@ class Checkpoints:
                 Then nothing was changed.
         """
         self.wait()
+        optimizers = tuple(optimizers)
         step, path = self._intact(step, fallback)
         doing = f"loading {path}"
         parts = _together(
@@ -212,13 +213,14 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        optimizers: Iterable[Optimizer],
         state: Any,
         rank_state: Any,
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
         """The tensors of this process, and the contents of its other files."""
-        require_at_least(0, "Checkpoints", step=step)
+        require_sizes("Checkpoints", 0, step=step)
+        optimizers = tuple(optimizers)
 
         def collect() -> tuple[dict[Key, Part], dict[str, bytes]]:
             parts = self._parts(model) | optimizer_parts(model, optimizers)
