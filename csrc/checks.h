@@ -206,19 +206,22 @@ inline void check_load_backward(const Tensor& grad_load, const Tensor& clean_log
                  load_shape(clean_logits, group_offsets));
 }
 
-inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m,
-                                 const c10::SymInt& first_expert,
+inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_expert,
                                  const std::optional<c10::SymInt>& num_experts) {
   constexpr auto op = "batchwise_topm";
   check_dim(op, "scores", scores, 3);
   check_floating(op, "scores", scores);
-  const auto num_rows = scores.sym_size(1);
-  TORCH_CHECK_VALUE(m >= 0 && m <= num_rows, op,
-                    ": m must be between 0 and the number of rows = ", num_rows, ", got ", m);
   const auto all = num_experts.value_or(scores.sym_size(2));
   TORCH_CHECK_VALUE(first_expert >= 0 && first_expert <= all - scores.sym_size(2), op,
                     ": first_expert must be at least 0 and leave ", scores.sym_size(2), " of ", all,
                     " experts, got ", first_expert);
+}
+
+// Left to the kernels: of sizes that are not known yet it cannot be shown.
+inline void check_m(const Tensor& scores, int64_t m) {
+  TORCH_CHECK_VALUE(m >= 0 && m <= scores.size(1),
+                    "batchwise_topm: m must be between 0 and the number of rows = ", scores.size(1),
+                    ", got ", m);
 }
 
 inline void check_selected_softmax(const Tensor& logits, const Tensor& expert_index,

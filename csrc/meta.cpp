@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_meta(
 std::tuple<Tensor, Tensor> batchwise_topm_meta(const Tensor& scores, c10::SymInt m,
                                                c10::SymInt first_expert,
                                                std::optional<c10::SymInt> num_experts) {
-  check_batchwise_topm(scores, m, first_expert, num_experts);
+  check_batchwise_topm(scores, first_expert, num_experts);
   const auto G = scores.sym_size(0);
   const auto E = scores.sym_size(2);
   return {scores.new_empty_symint({G, E, m}, scores.options().dtype(at::kLong)),

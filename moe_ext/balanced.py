@@ -185,19 +185,18 @@ class _StrictlyBalancedGate(Gate):
         scores = scores.view(num_groups, num_rows, num_experts)
         m = rows_per_expert(k, num_rows, num_experts)
         row_index, mth_score = ops.batchwise_topm(scores.detach(), m)
-        if self.training and num_rows > 0:
+        if self.training:
             _initialize(threshold, initialized, mth_score)
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
         bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         agreement = _agreement(scores, bound, mask)
-        if num_rows == 0:
-            return _Mask(row_index.new_zeros(0), row_index.new_zeros(1), agreement)
         # From the rows of each expert to the experts of each row, by the counting sort that
         # otherwise goes the other way. An entry's place is (g·E + e)·m + i.
         first_row = num_rows * torch.arange(num_groups, device=scores.device)
         row = row_index + first_row[:, None, None]
         plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
-        return _Mask(plan.permutation // m % num_experts, plan.offsets, agreement)
+        expert_index = plan.permutation // torch.sym_max(m, 1) % num_experts
+        return _Mask(expert_index, plan.offsets, agreement)
 
     def _gating(
         self, gates: Tensor, expert_index: Tensor, token_offsets: Tensor, masks: list[_Mask]

@@ -680,8 +680,9 @@ def test_training_reads_no_values(kind):
         layer.eval()(x)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("kind", GATES)
-def test_training_compiles_to_a_whole_graph(device, kind):
+def test_training_compiles_to_a_whole_graph(device, kind, masked):
     """For any number of tokens, the batch that starts the thresholds among them."""
     torch._dynamo.reset()
     layer = make_layer(kind, device, torch.float32)
@@ -690,9 +691,10 @@ def test_training_compiles_to_a_whole_graph(device, kind):
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=counter)
     for T in (20, 33, 64):
         x, results = make_x(T, device=device, dtype=torch.float32), []
+        mask = (torch.rand(T) > 0.3).to(device) if masked else None
         for module, function in ((layer, layer), (twin, compiled)):
             leaf = x.clone().requires_grad_()
-            y, aux = function(leaf)
+            y, aux = function(leaf, mask)
             module.zero_grad()
             total(y, aux).backward()
             grads = [p.grad for p in module.parameters()]
