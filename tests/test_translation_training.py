@@ -176,6 +176,29 @@ def test_wordpieces_and_ids_are_made_once(table, tmp_path, monkeypatch):
     assert same_pairs(given.train, fresh.train)
 
 
+def test_wordpieces_of_a_text_that_changes_meanwhile_are_not_kept(table, tmp_path, monkeypatch):
+    for part in SIZES:
+        (tmp_path / f"{part}.en-fr.tsv").write_text("nba nda nga\tfrba frda frga\n" * 30)
+    data = {"corpus": str(tmp_path), "pairs": ["en-fr"], "vocab_size": 15}
+    data = merged(table, data=data | {"encoded": str(tmp_path / "ids")}).data
+    find = Wordpieces.train
+
+    def change(*arguments, **options):
+        found = find(*arguments, **options)
+        with (tmp_path / "train.en-fr.tsv").open("a") as file:
+            file.write("nka\tfrka\n")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wordpieces, "train", change)
+        message = "^data.corpus: the text of wordpieces changed while it was read; try again$"
+        with pytest.raises(ConfigError, match=message):
+            load_text(data)
+    assert [path.name for path in (tmp_path / "ids").iterdir()] == [".lock"]
+    fresh = load_text(replace(data, encoded=""))
+    assert load_text(data).vocabulary.fingerprint() == fresh.vocabulary.fingerprint()
+
+
 def test_parts_in_the_wordpieces_of_a_model(table, monkeypatch):
     data = merged(table).data
     text = load_text(data)

@@ -171,27 +171,31 @@ def encode_to_files(
     Raises:
         CorpusError: the text cannot be read, holds `</s>`, or changes while it is read.
     """
-    text = sentences.fingerprint()
 
     def make(made: Path) -> None:
         _encode_into(made, sentences, vocabulary, num_workers)
-        if sentences.fingerprint() != text:
-            raise CorpusError(f"the {name} part changed while it was read; try again")
 
-    key = f"1 {sys.byteorder} {vocabulary.fingerprint()} {text}"
-    return EncodedSentences.open(made_once(Path(folder), name, key, make))
+    recipe = f"1 {sys.byteorder} {vocabulary.fingerprint()}"
+    return EncodedSentences.open(made_once(Path(folder), name, recipe, sentences.fingerprint, make))
 
 
-def made_once(folder: Path, name: str, key: str, make: Callable[[Path], None]) -> Path:
+def made_once(
+    folder: Path, name: str, recipe: str, text: Callable[[], str], make: Callable[[Path], None]
+) -> Path:
     """A folder of files that is there whole or not at all; only the first who wants it makes it.
 
     Args:
         folder: where it is to be.
-        name: what it is to be called, beside a hash of the key.
-        key: of what decides what is in the files.
-        make: writes them into a folder that is there.
+        name: what it is to be called, beside a hash of the recipe and the text.
+        recipe: what else decides what is in the files.
+        text: fingerprint of what they are made of.
+        make: reads the text and writes them, into a folder that is there.
+
+    Raises:
+        CorpusError: the text changes while it is read.
     """
-    made = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    before = text()
+    made = folder / f"{name}-{hashlib.sha256(f'{recipe} {before}'.encode()).hexdigest()[:16]}"
     if not made.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
@@ -202,6 +206,10 @@ def made_once(folder: Path, name: str, key: str, make: Callable[[Path], None]) -
                     result = Path(temporary) / name
                     result.mkdir()
                     make(result)
+                    if text() != before:
+                        raise CorpusError(
+                            f"the text of {name} changed while it was read; try again"
+                        )
                     result.rename(made)
                 sync_folder(folder)
     return made

@@ -211,13 +211,16 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
 
     if not config.encoded:
         return found()
-    fingerprints = "\n".join(text.fingerprint() for text in once)
-    key = f"wordpieces 1 {config.vocab_size} {config.kind} {languages} {fingerprints}"
-    name = "wordpieces.model"
-    folder = made_once(
-        Path(config.encoded), "wordpieces", key, lambda made: found().save(made / name)
-    )
-    return Wordpieces.load(folder / name)
+
+    def fingerprint() -> str:
+        return "\n".join(text.fingerprint() for text in once)
+
+    def make(made: Path) -> None:
+        found().save(made / "wordpieces.model")
+
+    recipe = f"wordpieces 1 {config.vocab_size} {config.kind} {languages}"
+    made = made_once(Path(config.encoded), "wordpieces", recipe, fingerprint, make)
+    return Wordpieces.load(made / "wordpieces.model")
 
 
 def _encode_pairs(
