@@ -31,6 +31,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from moe_ext.checks import require_package
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.files import READ_ERRORS, atomic_file, open_plain
 from moe_ext.training.checkpoint import load_run
@@ -117,16 +118,13 @@ def attention_plot(translation: Translation) -> "Figure":
 def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
     """Where the plots go: those of all sentences, or that of the first one."""
     try:
-        from matplotlib.backends.backend_pdf import PdfPages
-    except ImportError:
-        raise ConfigError(
-            "matplotlib must be installed for --attention, which it is not; "
-            "pip install 'moe_ext[translation]'"
-        ) from None
+        pdf = require_package("--attention", "matplotlib.backends.backend_pdf", "translation")
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
     is_pdf = path.suffix.lower() == ".pdf"
     num_plots = 0
     no_glyphs = False
-    with output_file(path) as file, PdfPages(file) if is_pdf else nullcontext() as pages:
+    with output_file(path) as file, pdf.PdfPages(file) if is_pdf else nullcontext() as pages:
 
         def add(translation: Translation) -> None:
             nonlocal num_plots, no_glyphs

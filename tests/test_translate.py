@@ -186,7 +186,7 @@ def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_pdf", None)
     arguments = [run, file, "--attention", tmp_path / "a.png"]
     status, error = status_and_error(capsys, "translate", *arguments)
-    assert status == 2 and "matplotlib must be installed for --attention" in error
+    assert status == 2 and "--attention: matplotlib must be installed" in error
 
 
 def test_output_may_be_what_is_read(run, tmp_path, monkeypatch, capsys):

@@ -7,9 +7,10 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_at_least, require_package
 from moe_ext.files import atomic_file
 
 _SPACE = "\u2581"  # how a piece spells the space before a word
@@ -247,15 +248,8 @@ def _rule_of_size(message: str) -> str:
     return f"suit the text, of which sentencepiece says: {message}"
 
 
-def _sentencepiece() -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ImportError(
-            "Wordpieces: sentencepiece must be installed, which it is not; "
-            "pip install 'moe_ext[translation]'"
-        ) from error
-    return sentencepiece
+def _sentencepiece() -> ModuleType:
+    return require_package("Wordpieces", "sentencepiece", "translation")
 
 
 def _sample(items: Iterable[str], number: int) -> Iterator[str]:

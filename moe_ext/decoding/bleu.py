@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ext.checks import require
+from moe_ext.checks import require, require_package
 
 # Python splits words at these, multi-bleu.perl, which reads bytes, does not: there they are a part
 # of a word, as are here the symbols, without any meaning, that they become.
@@ -104,14 +104,7 @@ def import_bleu() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        from sacrebleu.metrics import BLEU
-    except ImportError:
-        raise ImportError(
-            "corpus_bleu: sacrebleu must be installed, which it is not; "
-            "pip install 'moe_ext[translation]'"
-        ) from None
-    return BLEU
+    return require_package("corpus_bleu", "sacrebleu.metrics", "translation").BLEU
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:

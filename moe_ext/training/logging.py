@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from moe_ext.checks import require_package
 from moe_ext.files import atomic_file
 from moe_ext.training.config import ConfigError, LogConfig
 
@@ -19,12 +20,11 @@ def summary_writer() -> Any:
         ConfigError: TensorBoard is not installed.
     """
     try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "TensorBoard is not installed; install it (pip install tensorboard) "
-            "or set log.tensorboard=false"
-        ) from None
+        require_package("log.tensorboard", "tensorboard", "train")
+    except ImportError as error:
+        raise ConfigError(f"{error}, or set log.tensorboard=false") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter
 
 
