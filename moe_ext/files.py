@@ -27,8 +27,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that replaces `path` at the end of the block: temporary, fsync, rename.
 
     Another process, or this one after a crash, sees the old file or the new one, whole. If the
-    block raises, the old file stays and the temporary one is removed.
+    block raises, the old file stays and the temporary one is removed. Of a link what it leads to is
+    replaced. What is there and is no file, as a pipe, is written to.
     """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -44,10 +50,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; what is there and is no file, as a pipe, is written to."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8")
-        return
+    """Writes a text by `atomic_file`."""
     with atomic_file(path) as file:
         file.write(text.encode())
 

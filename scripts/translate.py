@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -79,17 +79,11 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
     )
 
 
-@contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
+def output_file(path: Path) -> AbstractContextManager[BinaryIO]:
     """A file that is there as soon as it is whole, so that it may also be read meanwhile."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path} must be in a folder that exists, {path.parent} does not")
-    if path.exists() and not path.is_file():  # a pipe or a device, which nothing can replace
-        with path.open("wb") as file:
-            yield file
-    else:
-        with atomic_file(path.resolve()) as file:
-            yield file
+    return atomic_file(path)
 
 
 def attention_plot(translation: Translation) -> "Figure":

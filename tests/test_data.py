@@ -85,6 +85,22 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert order == ["fsync", "rename", "fsync"]
 
 
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for content in (b"made", b"replaced"):
+        with atomic_file(tmp_path / "link") as file:
+            file.write(content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "file").read_bytes() == content
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_file(pipe) as file:
+        file.write(b"through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)
+
+
 def test_a_vocabulary_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "vocabulary.txt"
     Vocabulary(["a", "</s>", "<unk>"]).save(path)
