@@ -1,12 +1,13 @@
 """Files that are written whole or not at all, and files that may be compressed."""
 
+import codecs
 import gzip
 import json
 import lzma
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -20,6 +21,18 @@ def open_plain(file: Path) -> IO[bytes]:
     if file.suffix == ".gz":
         return cast(IO[bytes], gzip.open(file))
     return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
+
+
+def plain_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """A file's lines without their ends, and without the byte order mark it may begin with."""
+    for number, line in enumerate(lines):
+        yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
+
+
+def file_fingerprint(file: Path) -> str:
+    """What changes with a file: its name, size and time."""
+    status = file.stat()
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}"
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from moe_ext.checks import require_package
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
-from moe_ext.files import READ_ERRORS, atomic_file, open_plain
+from moe_ext.files import READ_ERRORS, atomic_file, open_plain, plain_lines
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, TranslationConfig
@@ -61,9 +61,8 @@ def read_lines(file: str) -> Iterator[str]:
             lines = sys.stdin.buffer
             if file != STDIN:
                 lines = stack.enter_context(open_plain(Path(file)))
-            for number, line in enumerate(lines):
-                text = line.decode("utf-8", errors="replace").rstrip("\r\n")
-                yield text if number else text.removeprefix("\ufeff")
+            for line in plain_lines(lines):
+                yield line.decode("utf-8", errors="replace")
     except READ_ERRORS as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{file} cannot be read: {reason}") from error

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.files import READ_ERRORS, open_plain
+from moe_ext.files import READ_ERRORS, file_fingerprint, open_plain
 
 PARTS = ("train", "dev", "test")
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
@@ -61,8 +61,7 @@ class _FileRange(Shard):
         return f"{self.file} from byte {self.begin}"
 
     def fingerprint(self) -> str:
-        status = self.file.stat()
-        return f"{self.file.name} {status.st_size} {status.st_mtime_ns} {self.begin} {self.end}"
+        return f"{file_fingerprint(self.file)} {self.begin} {self.end}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Parallel text: where pairs of a sentence and its translation come from."""
 
-import codecs
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from moe_ext.checks import require, require_at_least
 from moe_ext.data.corpora import PARTS, CorpusError
-from moe_ext.files import READ_ERRORS, open_plain
+from moe_ext.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines
 
 Pair = tuple[str, str]
 
@@ -195,14 +194,10 @@ class ParallelText(Iterable[Pair]):
 
     def fingerprint(self) -> str:
         """Of the text: changes with it (name, size or time of a file) and with the filters."""
-        status = [
-            f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}"
-            for place in self.places
-            for file in place.files()
-        ]
+        files = [file_fingerprint(file) for place in self.places for file in place.files()]
         tables = [replace(p, file=Path()) for p in self.places if isinstance(p, TableFile)]
         rest = (self.source, self.target, self.lengths, self.drop, self.limit)
-        return "\n".join([*status, *map(repr, tables), repr(rest)])
+        return "\n".join([*files, *map(repr, tables), repr(rest)])
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.places))
@@ -459,8 +454,8 @@ def _lines(file: Path) -> Iterator[bytes]:
     number = 0
     try:
         with open_plain(file) as lines:
-            for line in lines:
+            for line in plain_lines(lines):
                 number += 1
-                yield (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip(b"\r\n")
+                yield line
     except READ_ERRORS as error:
         raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error
