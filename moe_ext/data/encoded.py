@@ -71,20 +71,18 @@ class EncodedSentences:
                 _STREAM: 4 * (about["num_tokens"] + 1),
                 _STARTS: 8 * (about["num_sentences"] + 1),
             }
-            for name, size in sizes.items():
-                found = (folder / name).stat().st_size
-                if found != size:
-                    raise CorpusError(
-                        f"{folder / name} must have {size} bytes, got {found}; delete {folder} "
-                        "to encode the text again"
-                    )
+            found = {name: (folder / name).stat().st_size for name in sizes}
         except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, CorpusError):
-                raise
             raise CorpusError(
                 f"{folder} must hold encoded sentences, got {error}; delete it to encode the text "
                 "again"
             ) from error
+        for name, size in sizes.items():
+            if found[name] != size:
+                raise CorpusError(
+                    f"{folder / name} must have {size} bytes, got {found[name]}; delete {folder} "
+                    "to encode the text again"
+                )
         stream, starts = (
             torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
             for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
