@@ -195,7 +195,7 @@ class _StrictlyBalancedGate(Gate):
         first_row = num_rows * torch.arange(num_groups, device=scores.device)
         row = row_index + first_row[:, None, None]
         plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
-        expert_index = plan.permutation // torch.sym_max(m, 1) % num_experts
+        expert_index = plan.permutation // max(m, 1) % num_experts
         return _Mask(expert_index, plan.offsets, agreement)
 
     def _gating(

@@ -1,9 +1,8 @@
 """The form that all rules share, of options and of what must be installed."""
 
 import importlib
-from types import ModuleType
-
 from numbers import Integral
+from types import ModuleType
 
 import torch
 from torch import Tensor
