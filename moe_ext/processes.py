@@ -47,7 +47,8 @@ class Processes:
             return values
         total = _Sum.apply(torch.cat([value.reshape(-1) for value in values]), self)
         parts = total.split([value.numel() for value in values])
-        return tuple(part.view_as(value) for part, value in zip(parts, values, strict=True))
+        # No views: wrappers such as FSDP2 warn of those in a module's outputs.
+        return tuple(p.view_as(value).clone() for p, value in zip(parts, values, strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """The values of every process, [size, ...]; no gradient."""

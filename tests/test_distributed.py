@@ -429,6 +429,8 @@ def clip_infinity(group, rank):
     layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
     with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
         clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
+        clip_grad_norm_(layer, 1.0, 0)
 
 
 def test_clipping_refuses_infinity_everywhere(workers):
@@ -677,8 +679,9 @@ def test_training_without_noise(workers):
 
 
 def in_place(group, rank):
-    y, _ = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
+    y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
     torch.relu_(y).sum().backward()
+    assert not any(value._is_view() for value in aux if isinstance(value, torch.Tensor))
 
 
 def test_outputs_may_be_changed_in_place(workers):

@@ -512,6 +512,7 @@ def test_large_matrices_in_bfloat16(middle, num_sampled):
         assert error <= 0.02 * q.grad.norm() + 1e-3, name
     nll = model.eval().token_nll(batch)
     assert nll.dtype == torch.float32 and len(nll) == 12
+    assert model.double().token_nll(batch).dtype == torch.float64
 
 
 def test_gradients_of_a_bfloat16_embedding_are_added_up_in_float32():

@@ -222,3 +222,8 @@ def test_arguments(translator, options, message):
     with pytest.raises(ValueError) as error:
         translator(**options)
     assert str(error.value) == f"Translator: {message}"
+
+
+def test_one_line_is_no_list_of_them(translator):
+    with pytest.raises(ValueError, match="^Translator: lines must be several, not one, got 'the'$"):
+        next(translator()("the"))

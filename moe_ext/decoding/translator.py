@@ -113,7 +113,11 @@ class Translator:
         Args:
             lines: read as they are needed.
             title: of the progress bar; None is no bar.
+
+        Raises:
+            ValueError: `lines` is a single one.
         """
+        require(not isinstance(lines, str), "Translator: lines", "be several, not one", lines)
         total = len(lines) if isinstance(lines, Sequence) else None
         translated = progress(self._as_they_come(lines), title, "sentences", total)
         waiting = {}

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from moe_ext.checks import require
 from moe_ext.distributed.parameters import expert_parameters
 from moe_ext.ops.dtypes import accumulation_dtype
 from moe_ext.processes import Layout
@@ -31,12 +32,14 @@ def clip_grad_norm_(
     Args:
         model: after the backward pass; with or without a wrapper of `parallelize`.
         max_norm: of the gradients, together.
-        norm_type: p of the p-norm; may be infinity.
+        norm_type: p of the p-norm, above 0; may be infinity.
         error_if_nonfinite: raise where the norm is infinite or NaN, in all processes alike.
 
     Raises:
+        ValueError: norm_type is not above 0.
         RuntimeError: see error_if_nonfinite.
     """
+    require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     shares = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     dense = [param for param in model.parameters() if param not in shares]
     by_kind: list[list[nn.Parameter]] = [

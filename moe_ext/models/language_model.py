@@ -23,6 +23,7 @@ from moe_ext.models.parts import (
     word_softmax,
 )
 from moe_ext.moe import MoEAux
+from moe_ext.ops.dtypes import accumulation_dtype
 from moe_ext.recurrent import MoELSTM
 
 LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
@@ -191,12 +192,13 @@ class LanguageModel(WordModel):
         return h, tuple(reports)
 
     def _embed(self, inputs: Tensor) -> Tensor:
-        """Where the embedding is bfloat16, float32: as all that is between the layers."""
+        """Where the embedding is of a half type, float32: as all that is between the layers."""
         if self.config.dtype == "float32":
             return self.embedding(inputs)
         # The gradients of a word's occurrences are added up in float32.
         words, place = inputs.unique(return_inverse=True)
-        return F.embedding(place, self.embedding(words).float())
+        table = self.embedding(words)
+        return F.embedding(place, table.to(accumulation_dtype(table)))
 
     def of_batch(self, batch: Batch) -> tuple[Tensor, tuple[MoEAux, ...]]:
         return self(batch.inputs, batch.mask)
