@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.analysis.routing import Routing
+from moe_ext.checks import require_sizes
 from moe_ext.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.progress import progress
 
@@ -169,9 +170,13 @@ def specialisation(
     Args:
         routing: N positions.
         labels: [N] int64 each, from 0 on.
-        num_permutations: P.
+        num_permutations: P, at least 1.
         seed: of the permutations, the same for all labels.
+
+    Raises:
+        ValueError: there is no permutation.
     """
+    require_sizes("specialisation", num_permutations=num_permutations)
     highest = routing.highest(PURITY_POSITIONS)
     highest = highest[highest[:, 0] >= 0]
     position, expert = routing.first_choice()

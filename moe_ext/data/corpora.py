@@ -165,6 +165,8 @@ def load_corpus(
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
+    kinds = *PARTS, "all"
+    require(set(parts) <= {*kinds}, "load_corpus: parts", f"be of {', '.join(kinds)}", parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,
         "load_corpus: dev_share and test_share",
