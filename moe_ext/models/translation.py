@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.data import PairBatch
 from moe_ext.models.attention import ATTENTION_KINDS, Attention
@@ -161,9 +162,9 @@ class AttentionLSTM(nn.Module):
             source: [N] int64, which of them each is a translation of.
         """
         # The translations of a source ask side by side, so that its vectors are read once for all.
-        counts = source.bincount(minlength=len(encoded.mask))
-        place = place_in_group(source, counts)
-        m = state.m.new_zeros(len(counts), max(counts.tolist(), default=0), state.m.shape[1])
+        plan = ops.dispatch_plan(source, len(encoded.mask))
+        place, counts = plan.inverse - plan.offsets[source], plan.tokens_per_expert.tolist()
+        m = state.m.new_zeros(len(counts), max(counts, default=0), state.m.shape[1])
         m[source, place] = state.m
         context, weights = (y[source, place] for y in self._attend(m, encoded))
         of_x, of_context = self._input_weights()
@@ -357,18 +358,3 @@ def reverse(x: Tensor, mask: Tensor) -> Tensor:
     place = torch.arange(mask.shape[1], device=mask.device)
     place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)
     return x.gather(1, place.unsqueeze(2).expand_as(x))
-
-
-def place_in_group(group: Tensor, counts: Tensor) -> Tensor:
-    """How many rows before each are of the same group: [N] int64.
-
-    Args:
-        group: [N] int64, of each row.
-        counts: [G] int64, of the rows of each group.
-    """
-    start = counts.cumsum(0) - counts
-    place = torch.empty_like(group)
-    place[group.argsort(stable=True)] = torch.arange(
-        len(group), device=group.device
-    ) - start.repeat_interleave(counts)
-    return place
