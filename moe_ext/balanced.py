@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.checks import require_sizes
-from moe_ext.gates import Gate, Gating, count, logits, require_k, widened
-from moe_ext.hierarchical import k_of_levels
+from moe_ext.gates import Gate, Gating, count, logits, require_k, require_k_of_levels, widened
 from moe_ext.losses import batchwise_loss
 from moe_ext.processes import Processes, Transfer, blocks, columns_of
 
@@ -339,7 +338,8 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         *,
         detach_scores: bool = True,
     ) -> None:
-        k1, k2 = k_of_levels("HierarchicalBalancedGate", k, d_model, num_groups, experts_per_group)
+        name = "HierarchicalBalancedGate"
+        k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
         super().__init__(num_groups * experts_per_group, k1 * k2, detach_scores)
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group

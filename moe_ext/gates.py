@@ -1,6 +1,6 @@
 """The gating networks, Section 2.1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import NamedTuple
@@ -92,6 +92,28 @@ def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -
 def require_k(module: str, k: int, num_experts: int) -> None:
     rule = f"be a whole number between 1 and num_experts = {num_experts}"
     require(isinstance(k, int) and 1 <= k <= num_experts, f"{module}: k", rule, k)
+
+
+def require_k_of_levels(
+    module: str,
+    k: int | tuple[int, int],
+    d_model: int,
+    num_groups: int,
+    experts_per_group: int,
+) -> tuple[int, int]:
+    """(k1, k2) of a k that is both or one for each level, after checks of all sizes."""
+    sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
+    require_sizes(module, d_model=d_model, **sizes)
+    k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
+    whole = isinstance(k1, int) and isinstance(k2, int)
+    require(whole, f"{module}: k", "be a whole number or a pair of them", k)
+    for level, chosen, choices, limit in (
+        ("first", k1, num_groups, "num_groups"),
+        ("second", k2, experts_per_group, "experts_per_group"),
+    ):
+        rule = f"be between 1 and {limit} = {choices} at the {level} level"
+        require(1 <= chosen <= choices, f"{module}: k", rule, k)
+    return k1, k2
 
 
 class Gate(nn.Module):

@@ -1,48 +1,23 @@
 """The hierarchical mixture of experts, Appendix B."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_sizes
+from moe_ext.checks import require_at_least
 from moe_ext.gates import (
     Gate,
     Gating,
     count,
     hierarchical_load,
     logits,
+    require_k_of_levels,
     standard_normal,
     widened,
 )
 from moe_ext.moe import MoE
-
-
-def k_of_levels(
-    name: str,
-    k: int | tuple[int, int],
-    d_model: int,
-    num_groups: int,
-    experts_per_group: int,
-) -> tuple[int, int]:
-    """(k1, k2) of a `k` that is both or one for each level, after checks of all sizes.
-
-    `name`, the module's, begins the error messages.
-    """
-    sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
-    require_sizes(name, d_model=d_model, **sizes)
-    k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
-    whole = isinstance(k1, int) and isinstance(k2, int)
-    require(whole, f"{name}: k", "be a whole number or a pair of them", k)
-    for level, chosen, choices, limit in (
-        ("first", k1, num_groups, "num_groups"),
-        ("second", k2, experts_per_group, "experts_per_group"),
-    ):
-        rule = f"be between 1 and {limit} = {choices} at the {level} level"
-        require(1 <= chosen <= choices, f"{name}: k", rule, k)
-    return k1, k2
 
 
 class HierarchicalNoisyTopKGate(Gate):
@@ -90,7 +65,7 @@ class HierarchicalNoisyTopKGate(Gate):
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group
         self.num_experts = num_groups * experts_per_group
-        self.k_of_levels = k_of_levels(name, k, d_model, num_groups, experts_per_group)
+        self.k_of_levels = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
         self.k = self.k_of_levels[0] * self.k_of_levels[1]
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
@@ -211,7 +186,7 @@ class HierarchicalMoE(MoE):
         **options: Any,
     ) -> None:
         name = "HierarchicalMoE"
-        k1, k2 = k_of_levels(name, k, d_model, num_groups, experts_per_group)
+        k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
         if gate is None:
             gate = HierarchicalNoisyTopKGate(
                 d_model,
