@@ -137,6 +137,14 @@ class Gate(nn.Module):
         super().__init__()
         self.processes = Processes()
 
+    def _summed(self, gates: Tensor, expert_index: Tensor, load: Tensor | None = None) -> Gating:
+        """With importance and load of all processes; load None is the number of tokens routed."""
+        if load is None:
+            load = count(gates, expert_index, self.num_experts)
+        importance = ops.importance(gates, expert_index, self.num_experts)
+        importance, load = self.processes.sum(importance, load)
+        return Gating(gates, expert_index, importance, load)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """As at the start, for a gate that was made on the meta device: all at zero."""
@@ -165,11 +173,7 @@ class SoftmaxGate(Gate):
         """x [T, D] to the gates of all E experts, in the experts' order."""
         gates = torch.softmax(logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
-        importance, load = self.processes.sum(
-            ops.importance(gates, expert_index, self.num_experts),
-            count(gates, expert_index, self.num_experts),
-        )
-        return Gating(gates, expert_index, importance, load)
+        return self._summed(gates, expert_index)
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
@@ -208,11 +212,7 @@ class TopKGate(Gate):
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
         kept = ops.noisy_topk_gating(logits(x, self.w_gate), None, None, self.k)
-        slots = kept.gates, kept.expert_index
-        importance, load = self.processes.sum(
-            ops.importance(*slots, self.num_experts), count(*slots, self.num_experts)
-        )
-        return Gating(*slots, importance, load)
+        return self._summed(kept.gates, kept.expert_index)
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
@@ -276,7 +276,7 @@ class NoisyTopKGate(Gate):
         kept = ops.noisy_topk_gating(
             clean_logits, raw_noise_stddev, noise, self.k, self.noise_epsilon
         )
-        importance = ops.importance(kept.gates, kept.expert_index, self.num_experts)
+        load = None
         if self.training:
             load = ops.load(
                 clean_logits,
@@ -285,10 +285,7 @@ class NoisyTopKGate(Gate):
                 kept.expert_index,
                 self.detach_threshold,
             )
-        else:
-            load = count(kept.gates, kept.expert_index, self.num_experts)
-        importance, load = self.processes.sum(importance, load)
-        return Gating(kept.gates, kept.expert_index, importance, load)
+        return self._summed(kept.gates, kept.expert_index, load)
 
     def extra_repr(self) -> str:
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"

@@ -10,7 +10,6 @@ from moe_ext.checks import require_at_least
 from moe_ext.gates import (
     Gate,
     Gating,
-    count,
     hierarchical_load,
     logits,
     require_k_of_levels,
@@ -107,20 +106,17 @@ class HierarchicalNoisyTopKGate(Gate):
         expert_index = expert_index + primary.expert_index.reshape(-1, 1) * self.experts_per_group
         gates, expert_index = gates.view(-1, self.k), expert_index.view(-1, self.k)
 
-        importance = ops.importance(gates, expert_index, self.num_experts)
-        if self.training:
-            load = ops.load(
-                clean,
-                primary.noise_stddev,
-                primary.threshold,
-                primary.expert_index,
-                self.detach_threshold,
-            )
-        else:
-            load = count(gates, expert_index, self.num_experts)
-        if not self.training or self.experts_per_group == 1:
-            importance, load = self.processes.sum(importance, load)
-            return Gating(gates, expert_index, importance, load)
+        if not self.training:
+            return self._summed(gates, expert_index)
+        load = ops.load(
+            clean,
+            primary.noise_stddev,
+            primary.threshold,
+            primary.expert_index,
+            self.detach_threshold,
+        )
+        if self.experts_per_group == 1:
+            return self._summed(gates, expert_index, load)
         load_of_group = ops.load(
             clean_rows,
             secondary.noise_stddev,
@@ -130,7 +126,10 @@ class HierarchicalNoisyTopKGate(Gate):
             plan.offsets,
         )
         importance, *factors = self.processes.sum(
-            importance, load, load_of_group, plan.tokens_per_expert.to(load.dtype)
+            ops.importance(gates, expert_index, self.num_experts),
+            load,
+            load_of_group,
+            plan.tokens_per_expert.to(load.dtype),
         )
         load = hierarchical_load(*factors)
         return Gating(gates, expert_index, importance, load, load_factors=tuple(factors))
