@@ -218,7 +218,63 @@ class TopKGate(Gate):
         return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
 
 
-class NoisyTopKGate(Gate):
+class NoisyGate(Gate):
+    """What the flat and the hierarchical gate with noise share: a level's choice and its load.
+
+    Attributes:
+        noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
+    """
+
+    noise_epsilon: float
+    detach_threshold: bool
+    generator: torch.Generator | None
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return standard_normal(like, self.generator)
+
+    def _choice(
+        self,
+        x: Tensor,
+        w_gate: Tensor,
+        w_noise: Tensor,
+        k: int,
+        plan: ops.DispatchPlan | None = None,
+    ) -> tuple[Tensor, ops.NoisyTopKGating]:
+        """The clean logits of each token of x, and the k gates that it keeps.
+
+        With a plan, those of each of its rows, by the matrices of the row's group.
+        """
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            if plan is None:
+                return _matmul(x, weight)
+            return ops.experts(x, [weight], offsets=plan.offsets, inverse=plan.inverse)
+
+        clean_logits = logits(x, w_gate, product)
+        raw_noise_stddev = noise = None
+        if self.training:
+            raw_noise_stddev, noise = logits(x, w_noise, product), self._noise(clean_logits)
+            if plan is not None:
+                # Drawn by slots: a token's noise does not depend on the groups of the others.
+                noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
+        kept = ops.noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, self.noise_epsilon)
+        return clean_logits, kept
+
+    def _load(
+        self, clean_logits: Tensor, kept: ops.NoisyTopKGating, group_offsets: Tensor | None = None
+    ) -> Tensor:
+        """Load(X) of a choice made in training; see `moe_ext.ops.load`."""
+        return ops.load(
+            clean_logits,
+            kept.noise_stddev,
+            kept.threshold,
+            kept.expert_index,
+            self.detach_threshold,
+            group_offsets,
+        )
+
+
+class NoisyTopKGate(NoisyGate):
     """Noisy top-k gating (Eqs. 3-5), with noise in training mode only.
 
     Both matrices start at zero ("no signal and some noise"): training begins with uniformly random
@@ -267,24 +323,8 @@ class NoisyTopKGate(Gate):
 
     def forward(self, x: Tensor) -> Gating:
         """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
-        x = widened(x)
-        clean_logits = logits(x, self.w_gate)
-        raw_noise_stddev = noise = None
-        if self.training:
-            raw_noise_stddev = logits(x, self.w_noise)
-            noise = standard_normal(clean_logits, self.generator)
-        kept = ops.noisy_topk_gating(
-            clean_logits, raw_noise_stddev, noise, self.k, self.noise_epsilon
-        )
-        load = None
-        if self.training:
-            load = ops.load(
-                clean_logits,
-                kept.noise_stddev,
-                kept.threshold,
-                kept.expert_index,
-                self.detach_threshold,
-            )
+        clean_logits, kept = self._choice(widened(x), self.w_gate, self.w_noise, self.k)
+        load = self._load(clean_logits, kept) if self.training else None
         return self._summed(kept.gates, kept.expert_index, load)
 
     def extra_repr(self) -> str:

@@ -7,19 +7,11 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require_at_least
-from moe_ext.gates import (
-    Gate,
-    Gating,
-    hierarchical_load,
-    logits,
-    require_k_of_levels,
-    standard_normal,
-    widened,
-)
+from moe_ext.gates import Gating, NoisyGate, hierarchical_load, require_k_of_levels, widened
 from moe_ext.moe import MoE
 
 
-class HierarchicalNoisyTopKGate(Gate):
+class HierarchicalNoisyTopKGate(NoisyGate):
     """Noisy top-k gating on two levels (Appendix B): k1 of a groups, k2 of each one's b experts.
 
     G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `NoisyTopKGate`, for the a · b experts
@@ -79,25 +71,11 @@ class HierarchicalNoisyTopKGate(Gate):
         """x [T, D] to the k1 · k2 gates of each token: by group, each in order of falling logit."""
         k1, k2 = self.k_of_levels
         x = widened(x)
-        clean = logits(x, self.w_gate)
-        raw = noise = None
-        if self.training:
-            raw, noise = logits(x, self.w_noise), self._noise(clean)
-        primary = ops.noisy_topk_gating(clean, raw, noise, k1, self.noise_epsilon)
-
+        clean, primary = self._choice(x, self.w_gate, self.w_noise, k1)
         # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
         plan = ops.dispatch_plan(primary.expert_index, self.num_groups)
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return ops.experts(x, [weight], offsets=plan.offsets, inverse=plan.inverse)
-
-        clean_rows = logits(x, self.w_gate_secondary, product)
-        raw_rows = noise_rows = None
-        if self.training:
-            raw_rows = logits(x, self.w_noise_secondary, product)
-            # Drawn by slots: a token's noise does not depend on the groups of the others.
-            noise_rows = ops.dispatch(self._noise(clean_rows), plan.inverse.reshape(-1, 1))
-        secondary = ops.noisy_topk_gating(clean_rows, raw_rows, noise_rows, k2, self.noise_epsilon)
+        secondary_weights = self.w_gate_secondary, self.w_noise_secondary
+        clean_rows, secondary = self._choice(x, *secondary_weights, k2, plan)
 
         # As in combine a row's output by its gate, here its secondary gates by the primary one.
         row_of_slot = plan.inverse.reshape(-1, 1)
@@ -108,27 +86,13 @@ class HierarchicalNoisyTopKGate(Gate):
 
         if not self.training:
             return self._summed(gates, expert_index)
-        load = ops.load(
-            clean,
-            primary.noise_stddev,
-            primary.threshold,
-            primary.expert_index,
-            self.detach_threshold,
-        )
+        load = self._load(clean, primary)
         if self.experts_per_group == 1:
             return self._summed(gates, expert_index, load)
-        load_of_group = ops.load(
-            clean_rows,
-            secondary.noise_stddev,
-            secondary.threshold,
-            secondary.expert_index,
-            self.detach_threshold,
-            plan.offsets,
-        )
         importance, *factors = self.processes.sum(
             ops.importance(gates, expert_index, self.num_experts),
             load,
-            load_of_group,
+            self._load(clean_rows, secondary, plan.offsets),
             plan.tokens_per_expert.to(load.dtype),
         )
         load = hierarchical_load(*factors)
@@ -137,7 +101,7 @@ class HierarchicalNoisyTopKGate(Gate):
     def _noise(self, like: Tensor) -> Tensor:
         if like.shape[1] == 1:
             return torch.zeros_like(like)
-        return standard_normal(like, self.generator)
+        return super()._noise(like)
 
     def extra_repr(self) -> str:
         return (

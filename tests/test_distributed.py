@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import moe_ext.gates
-import moe_ext.hierarchical
 from moe_ext import (
     BalancedGate,
     HierarchicalBalancedGate,
@@ -91,7 +90,6 @@ def fix_noise(patch, counts, rank=None, levels=2):
         return noise[first * per_token :][: number * per_token]
 
     patch.setattr(moe_ext.gates, "standard_normal", standard_normal)
-    patch.setattr(moe_ext.hierarchical, "standard_normal", standard_normal)
 
 
 def tokens_of(counts):

@@ -9,7 +9,7 @@ import torch
 from conftest import assert_exact, assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
-import moe_ext.hierarchical
+import moe_ext.gates
 from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
 from moe_ext.bptt import num_evaluations
 
@@ -149,7 +149,7 @@ def test_hierarchical_load_is_of_all_steps(monkeypatch, slots):
         draws.append(torch.randn_like(like))
         return draws[-1]
 
-    monkeypatch.setattr(moe_ext.hierarchical, "standard_normal", standard_normal)
+    monkeypatch.setattr(moe_ext.gates, "standard_normal", standard_normal)
     x, (h, c) = make_inputs()
     y, _, aux = layer(x, (h, c))
 
