@@ -27,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-from moe_ext import HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, cv_squared, ops
+from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
+from moe_ext.analysis import moe_ops
 from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
 from moe_ext.files import write_json
@@ -51,21 +52,6 @@ class Row:
     ratio: Ratio
     stage_us: dict[str, float]
     mib: float
-
-
-def gate_ops(layer: MoE) -> int:
-    """Multiply-adds of a token's logits."""
-    gate = layer.gate
-    logits = layer.num_experts
-    if isinstance(gate, HierarchicalNoisyTopKGate):
-        logits = gate.num_groups + gate.k_of_levels[0] * gate.experts_per_group
-    return 2 * layer.d_model * logits
-
-
-def expert_ops(layer: MoE) -> int:
-    """Multiply-adds of a token's experts."""
-    weights = sum(weight.numel() for weight in layer.experts.parameters())
-    return weights * layer.k // layer.num_experts
 
 
 def functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
@@ -121,7 +107,7 @@ def make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
         n = args.peer_experts
         size = f"{groups} x {n // groups}" if groups else f"{n}"
         layers[name] = size, layer(groups, n, args.hidden)
-        left = gate_ops(large) + expert_ops(large) - gate_ops(layers[name][1])
+        left = sum(moe_ops(large)) - moe_ops(layers[name][1]).gate
         hidden = max(1, round(left / (2 * args.k**2 * args.d_model)))
         layers[f"{name}, ="] = size, layer(groups, n, hidden)
     return layers
@@ -168,8 +154,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 size,
                 next(layer.experts.parameters()).shape[2],
                 sum(parameter.numel() for parameter in layer.parameters()),
-                gate_ops(layer),
-                expert_ops(layer),
+                *moe_ops(layer),
                 microseconds("step", name),
                 ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"]),
                 {stage: microseconds(stage, name) for stage in STAGES},

@@ -1,6 +1,6 @@
 """What a model costs, and what its experts have learned."""
 
-from moe_ext.analysis.cost import Cost, TrainingFlops, cost, training_flops
+from moe_ext.analysis.cost import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.analysis.experts import (
     ExpertReport,
     by_specialisation,
@@ -28,6 +28,7 @@ __all__ = [
     "joined",
     "labels_of",
     "find_moe_layer",
+    "moe_ops",
     "specialisation",
     "training_flops",
     "untrained_gates",

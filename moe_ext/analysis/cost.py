@@ -84,6 +84,29 @@ def training_flops(model: LanguageModel) -> TrainingFlops:
     return TrainingFlops(6 * (count.ops + count.expert_ops + softmax), 6 * count.expert_ops)
 
 
+class MoEOps(NamedTuple):
+    """Multiply-adds of a token's forward pass through a mixture of experts.
+
+    Attributes:
+        gate: of the logits.
+        experts: of the k that the token meets.
+    """
+
+    gate: int
+    experts: int
+
+
+def moe_ops(layer: MoE) -> MoEOps:
+    """Counted as in `cost`, of one layer."""
+    gate = layer.gate
+    # Of the matrices w_…: thresholds multiply nothing.
+    matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
+    ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
+    if isinstance(gate, HierarchicalNoisyTopKGate | HierarchicalBalancedGate):
+        ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
+    return MoEOps(ops, _weights(layer.experts.parameters()) * layer.k // layer.num_experts)
+
+
 class _Count(NamedTuple):
     ops: int  # multiply-adds of a position's forward pass but for the experts, and theirs
     expert_ops: int
@@ -96,34 +119,22 @@ def _count(model: AnyModel) -> _Count:
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):
             moe = layer if isinstance(layer, MoE) else layer.cell.moe
-            experts = _weights(moe.experts.parameters())
-            k = model.config.moe.experts_per_token
-            ops += _gate_ops(moe.gate)
-            expert_ops += experts * k // moe.num_experts
-            parameters += _weights(moe.gate.parameters()) + experts
+            of_gate, of_experts = moe_ops(moe)
+            ops += of_gate
+            expert_ops += of_experts
+            parameters += _weights(moe.gate.parameters()) + _weights(moe.experts.parameters())
         elif isinstance(layer, FeedForwardExperts):
             expert_ops += _weights(layer.weights)
             parameters += _weights(layer.weights)
-        elif isinstance(layer, AttentionLSTM):
-            ops += _weights(_matrices(layer.lstm))
-            parameters += _weights(_matrices(layer))
         else:
-            ops += _weights(_matrices(layer))
+            without_attention = layer.lstm if isinstance(layer, AttentionLSTM) else layer
+            ops += _weights(_matrices(without_attention))
             parameters += _weights(_matrices(layer))
     return _Count(ops, expert_ops, parameters)
 
 
 def _matrices(layer: nn.Module) -> list[Tensor]:
     return [p for p in layer.parameters() if p.dim() == 2]
-
-
-def _gate_ops(gate: nn.Module) -> int:
-    """Of the matrices w_…: thresholds multiply nothing."""
-    matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
-    ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
-    if isinstance(gate, HierarchicalNoisyTopKGate | HierarchicalBalancedGate):
-        ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
-    return ops
 
 
 def _weights(tensors: Iterable[Tensor]) -> int:
