@@ -26,6 +26,18 @@ from moe_ext.processes import Layout
 State = tuple[Tensor, Tensor]
 
 
+def lstm_state(gates: Tensor, c: Tensor) -> State:
+    """h_t = sigmoid(o) tanh(c_t) and c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j).
+
+    Args:
+        gates: [B, 4 · U], i, f, j and o.
+        c: c_{t-1}, [B, U].
+    """
+    i, f, j, o = gates.chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * j.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
 class MoELSTMCell(nn.Module):
     """One step of an LSTM with a mixture of E matrices in place of its one.
 
@@ -112,9 +124,7 @@ class MoELSTMCell(nn.Module):
         _require_state("MoELSTMCell", (h, c), (x.shape[0], self.d_hidden))
         x = F.dropout(x, self.dropout, self.training)
         z, aux = self.moe(torch.cat([x, h], 1))
-        i, f, j, o = (z + self.bias).chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-        return (o.sigmoid() * c.tanh(), c), aux
+        return lstm_state(z + self.bias, c), aux
 
     def extra_repr(self) -> str:
         return f"d_input={self.d_input}, d_hidden={self.d_hidden}, dropout={self.dropout}"

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from moe_ext.checks import require
 from moe_ext.experts import uniform_
+from moe_ext.recurrent import lstm_state
 
 
 class LSTMState(NamedTuple):
@@ -93,9 +94,7 @@ class LSTM(nn.Module):
 
     def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
         """The step from W [x_t, m_{t-1}] + b, [N, 4 · units], and c_{t-1}, [N, units]."""
-        i, f, j, o = gates.chunk(4, 1)
-        c = f.sigmoid() * c + i.sigmoid() * j.tanh()
-        r = o.sigmoid() * c.tanh()
+        r, c = lstm_state(gates, c)
         p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
         return LSTMState(r if p is None else F.linear(r, p), c)
 
