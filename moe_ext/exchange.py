@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.experts import FeedForwardExperts, mixture
+from moe_ext.gates import token_of_slot
 from moe_ext.processes import Processes, Transfer, blocks, columns_of, scale_grad
 
 EXCHANGES = ("rows", "tokens")  # the units of an `Exchange`
@@ -265,12 +266,8 @@ class Exchange(nn.Module):
         if self.unit == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
             return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
         num_destinations = len(order.bounds) - 1
-        if token_offsets is None:
-            num_slots = torch.full_like(expert_index[:, 0], expert_index.shape[1])
-        else:
-            num_slots = token_offsets.diff()
-        num_tokens = len(num_slots)
-        token = columns_of(num_slots.unsqueeze(0), expert_index.numel())
+        num_tokens = len(expert_index) if token_offsets is None else len(token_offsets) - 1
+        token = token_of_slot(expert_index, token_offsets)
         destination = order.destination[order.position[expert_index]].reshape(-1)
         needed = torch.zeros(
             num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device

@@ -43,6 +43,14 @@ class Gating(NamedTuple):
     load_factors: tuple[Tensor, ...] | None = None
 
 
+def token_of_slot(expert_index: Tensor, token_offsets: Tensor | None) -> Tensor:
+    """The token of each slot, [R]; arguments as in `Gating`."""
+    if token_offsets is None:
+        num_tokens, k = expert_index.shape
+        return torch.arange(num_tokens, device=expert_index.device).repeat_interleave(k)
+    return torch.repeat_interleave(token_offsets.diff(), output_size=expert_index.numel())
+
+
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x · weight, each row by itself: its bits do not depend on what else is in the batch. (On CUDA
     they may: torch chooses another product for another number of rows.)"""

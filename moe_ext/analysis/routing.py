@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext.data import AnyText, EncodedPairs, PairBatch, batches_of
-from moe_ext.gates import Gate
+from moe_ext.gates import Gate, token_of_slot
 from moe_ext.models import AnyModel, evaluating
 from moe_ext.moe import MoE, MoEAux
 from moe_ext.progress import progress
@@ -170,12 +170,7 @@ def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
     """Position, expert and gate of each slot, the layer's tokens being the positions from 0."""
-    if aux.token_offsets is None:
-        num_tokens, k = aux.gates.shape
-        num_slots = torch.full((num_tokens,), k, device=aux.gates.device)
-    else:
-        num_slots = aux.token_offsets.diff()
-    position = torch.repeat_interleave(num_slots)
+    position = token_of_slot(aux.expert_index, aux.token_offsets)
     return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
