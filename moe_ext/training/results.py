@@ -19,7 +19,7 @@ from moe_ext.files import atomic_file, write_json
 from moe_ext.training.config import AnyConfig, ConfigError, config_differences, config_from_dict
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.loop import Trainer
-from moe_ext.training.metrics import evaluate, mean_of, perplexity
+from moe_ext.training.metrics import Evaluation, evaluate, mean_of, perplexity
 from moe_ext.training.text import Text
 
 BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
@@ -83,7 +83,7 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
     recent = records[-math.ceil(BALANCE_BATCHES / config.log.log_every) :]
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
     tests = {share: _measured(run, steps) for share, steps in stops.items()}
-    nll = {share: float(test.sum()) / text.test.num_tokens for share, test in tests.items()}
+    nll = {share: Evaluation(test, text.test.num_tokens).nll for share, test in tests.items()}
     values = {
         "config": asdict(config),
         "vocabulary": text.vocabulary.fingerprint(),
