@@ -18,7 +18,6 @@ from pathlib import Path
 import jinja2
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
-from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import AnyVocabulary, Wordpieces
 from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
@@ -65,9 +64,9 @@ td.word { font-weight: 600; background: #fff3c4; text-align: center; }
 <table><tr><th class="n">gate</th><th></th><th></th><th></th></tr>
 {% for c in e.contexts %}
 <tr><td class="n">{{ "%.2f"|format(c.gate) }}</td>
-<td class="left">{{ c.words[:middle]|join(" ") }}</td>
-<td class="word">{{ c.words[middle] }}</td>
-<td>{{ c.words[middle + 1:]|join(" ") }}</td></tr>
+<td class="left">{{ c.before }}</td>
+<td class="word">{{ c.word }}</td>
+<td>{{ c.after }}</td></tr>
 {% endfor %}
 </table>
 </section>
@@ -111,10 +110,8 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
             )
             information = f"{report.pair_information:.2f} nats"
             lines.append(f"  language pairs (of all tokens), {information}: {pairs}")
-        for gate, context in report.contexts:
-            left = " ".join(context[:NEIGHBOURS]).strip()
-            right = " ".join(context[NEIGHBOURS + 1 :]).strip()
-            lines.append(f"  {gate:.2f}  {left:>30} [{context[NEIGHBOURS]}] {right}")
+        for c in report.contexts:
+            lines.append(f"  {c.gate:.2f}  {c.before:>30} [{c.word}] {c.after}")
         lines.append("")
     return "\n".join(lines)
 
@@ -122,7 +119,7 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
 def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
     """The reports as one page that needs no other file."""
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    return template.render(title=title, legend=legend, reports=reports, middle=NEIGHBOURS)
+    return template.render(title=title, legend=legend, reports=reports)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -87,7 +87,7 @@ def describe(report: ExpertReport) -> str:
     """Two or three lines on one expert."""
     words = "  ".join(f"{w.word} {100 * w.share:.0f}%" for w in report.words[:8])
     contexts = [
-        " ".join((*context.words[:2], f"[{context.words[2]}]", *context.words[3:])).strip()
+        f"{context.before} [{context.word}] {context.after}".strip()
         for context in report.contexts[:3]
     ]
     return (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.analysis.routing import NO_WORD, Routing
+from moe_ext.analysis.routing import NEIGHBOURS, NO_WORD, Routing
 from moe_ext.analysis.specialisation import PURITY_POSITIONS, purity
 from moe_ext.data import AnyVocabulary
 
@@ -23,6 +23,20 @@ class Context(NamedTuple):
 
     gate: float
     words: tuple[str, ...]
+
+    @property
+    def before(self) -> str:
+        """The neighbours before the word."""
+        return " ".join(self.words[:NEIGHBOURS]).strip()
+
+    @property
+    def word(self) -> str:
+        return self.words[NEIGHBOURS]
+
+    @property
+    def after(self) -> str:
+        """The neighbours after the word."""
+        return " ".join(self.words[NEIGHBOURS + 1 :]).strip()
 
 
 class Word(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.analysis.routing import Routing
+from moe_ext.analysis.routing import NEIGHBOURS, Routing
 from moe_ext.checks import require_sizes
 from moe_ext.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.progress import progress
@@ -61,7 +61,7 @@ def labels_of(routing: Routing, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
     words = routing.words
-    previous = routing.windows[:, routing.windows.shape[1] // 2 - 1]
+    previous = routing.windows[:, NEIGHBOURS - 1]
     labels = {"current word": words, "previous word": previous + 1, "word class": classes[words]}
     return labels if routing.pair is None else {**labels, "language pair": routing.pair}
 
