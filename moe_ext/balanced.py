@@ -280,6 +280,7 @@ class BalancedGate(_StrictlyBalancedGate):
         require_sizes("BalancedGate", d_model=d_model, num_experts=num_experts)
         require_k("BalancedGate", k, num_experts)
         super().__init__(num_experts, k, detach_scores)
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
         self.threshold = nn.Parameter(torch.zeros(num_experts))
         self.register_buffer("initialized", torch.tensor(False))
@@ -296,7 +297,7 @@ class BalancedGate(_StrictlyBalancedGate):
         return self._gating(gates, mask.expert_index, mask.row_offsets, [mask])
 
     def extra_repr(self) -> str:
-        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
+        return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"
 
 
 class HierarchicalBalancedGate(_StrictlyBalancedGate):
@@ -344,6 +345,7 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
         self.num_groups = num_groups
         self.experts_per_group = experts_per_group
         self.k_of_levels = k1, k2
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
         self.threshold = nn.Parameter(torch.zeros(num_groups))
         self.register_buffer("initialized", torch.tensor(False))
@@ -414,7 +416,7 @@ class HierarchicalBalancedGate(_StrictlyBalancedGate):
 
     def extra_repr(self) -> str:
         return (
-            f"d_model={self.w_gate.shape[0]}, num_groups={self.num_groups}, "
+            f"d_model={self.d_model}, num_groups={self.num_groups}, "
             f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}"
         )
 

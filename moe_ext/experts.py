@@ -88,6 +88,7 @@ class FeedForwardExperts(nn.Module):
             activation,
         )
         self.num_experts = num_experts
+        self.d_model = d_model
         self.first_expert = first_expert
         self.activation = activation
         factor = 2 if activation in GATED_ACTIVATIONS else 1

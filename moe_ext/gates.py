@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least, require_sizes
+from moe_ext.checks import is_whole, require, require_at_least, require_sizes
 from moe_ext.ops.dtypes import accumulation_dtype
 from moe_ext.processes import Processes
 
@@ -99,7 +99,7 @@ def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -
 
 def require_k(module: str, k: int, num_experts: int) -> None:
     rule = f"be a whole number between 1 and num_experts = {num_experts}"
-    require(isinstance(k, int) and 1 <= k <= num_experts, f"{module}: k", rule, k)
+    require(is_whole(k) and 1 <= k <= num_experts, f"{module}: k", rule, k)
 
 
 def require_k_of_levels(
@@ -113,8 +113,7 @@ def require_k_of_levels(
     sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
     require_sizes(module, d_model=d_model, **sizes)
     k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
-    whole = isinstance(k1, int) and isinstance(k2, int)
-    require(whole, f"{module}: k", "be a whole number or a pair of them", k)
+    require(is_whole(k1) and is_whole(k2), f"{module}: k", "be a whole number or a pair of them", k)
     for level, chosen, choices, limit in (
         ("first", k1, num_groups, "num_groups"),
         ("second", k2, experts_per_group, "experts_per_group"),
@@ -175,6 +174,7 @@ class SoftmaxGate(Gate):
         super().__init__()
         require_sizes("SoftmaxGate", d_model=d_model, num_experts=num_experts)
         self.num_experts = self.k = num_experts
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def forward(self, x: Tensor) -> Gating:
@@ -184,7 +184,7 @@ class SoftmaxGate(Gate):
         return self._summed(gates, expert_index)
 
     def extra_repr(self) -> str:
-        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}"
+        return f"d_model={self.d_model}, num_experts={self.num_experts}"
 
 
 class TopKGate(Gate):
@@ -211,6 +211,7 @@ class TopKGate(Gate):
         require_k("TopKGate", k, num_experts)
         self.num_experts = num_experts
         self.k = k
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
         self.reset_parameters()
 
@@ -223,7 +224,7 @@ class TopKGate(Gate):
         return self._summed(kept.gates, kept.expert_index)
 
     def extra_repr(self) -> str:
-        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
+        return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"
 
 
 class NoisyGate(Gate):
@@ -326,6 +327,7 @@ class NoisyTopKGate(NoisyGate):
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
         self.generator = generator
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
 
@@ -336,4 +338,4 @@ class NoisyTopKGate(NoisyGate):
         return self._summed(kept.gates, kept.expert_index, load)
 
     def extra_repr(self) -> str:
-        return f"d_model={self.w_gate.shape[0]}, num_experts={self.num_experts}, k={self.k}"
+        return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"

@@ -61,6 +61,7 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
         self.generator = generator
+        self.d_model = d_model
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_groups))
         secondary = num_groups, d_model, experts_per_group
@@ -105,7 +106,7 @@ class HierarchicalNoisyTopKGate(NoisyGate):
 
     def extra_repr(self) -> str:
         return (
-            f"d_model={self.w_gate.shape[0]}, num_groups={self.num_groups}, "
+            f"d_model={self.d_model}, num_groups={self.num_groups}, "
             f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}"
         )
 

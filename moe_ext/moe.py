@@ -211,8 +211,10 @@ class MoE(nn.Module):
         elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
             experts = ModuleExperts(experts)
         for name, module, size, expected in (
+            ("gate", gate, "d_model", d_model),
             ("gate", gate, "num_experts", num_experts),
             ("gate", gate, "k", k),
+            ("experts", experts, "d_model", d_model),
             ("experts", experts, "num_experts", len(local)),
         ):
             given = getattr(module, size, expected)

@@ -24,6 +24,7 @@ from moe_ext import (
     SoftmaxGate,
     TopKGate,
 )
+from moe_ext.analysis import moe_ops
 from moe_ext.distributed import GradScaler, clip_grad_norm_, expert_parameters, parallelize
 from moe_ext.exchange import Placement
 
@@ -559,6 +560,8 @@ def options_refused(group, rank):
             MoE(D, 4, 2, process_group=group, **options)
     with pytest.raises(ValueError, match="dense must be one of ddp, fsdp, got 'dp'"):
         parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
+    with pytest.raises(ValueError, match="moe_ops: layer must be in one process, got 4"):
+        moe_ops(MoE(D, 4, 2, process_group=group))
     shared = nn.Linear(D, D)
     shared.num_experts = 1
     with pytest.raises(

@@ -368,6 +368,14 @@ def layer(**changes):
         (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
         (lambda: ModuleExperts([]), r"modules must .*got"),
         (lambda: layer(experts=[torch.nn.Identity()] * (E - 1)), r"experts must .*5.*got .*4"),
+        (
+            lambda: layer(gate=SoftmaxGate(D + 1, E), k=E),
+            f"^MoE: gate must be for d_model = {D}, got {D + 1}$",
+        ),
+        (
+            lambda: layer(experts=FeedForwardExperts(E, D + 1)),
+            f"^MoE: experts must be for d_model = {D}, got {D + 1}$",
+        ),
     ],
 )
 def test_constructor_values(make, pattern):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from moe_ext.balanced import HierarchicalBalancedGate
+from moe_ext.checks import require
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.models import AnyModel, LanguageModel, TranslationModel
@@ -62,6 +63,10 @@ def cost(model: AnyModel) -> Cost:
     k of E, and of a hierarchical gate's secondary matrices those of its groups. The biases of the
     LSTMs, below the precision of the tables, are left out of ops and parameters and are in the
     total; the attention, without which the ops of the tables come out, is left out of ops.
+
+    Raises:
+        ValueError: other processes have some of its experts; a model made on the meta device,
+            without a process_group, has all.
     """
     count = _count(model)
     ops = count.ops + count.expert_ops
@@ -97,7 +102,13 @@ class MoEOps(NamedTuple):
 
 
 def moe_ops(layer: MoE) -> MoEOps:
-    """Counted as in `cost`, of one layer."""
+    """Counted as in `cost`, of one layer.
+
+    Raises:
+        ValueError: other processes have some of its experts.
+    """
+    num_processes = layer.layout.expert_parallel.size
+    require(num_processes == 1, "moe_ops: layer", "be in one process", num_processes)
     gate = layer.gate
     # Of the matrices w_…: thresholds multiply nothing.
     matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
