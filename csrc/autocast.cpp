@@ -22,12 +22,12 @@ struct BelowAutocast {
 };
 
 template <c10::DeviceType device>
-auto noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
-                       const OptionalTensor& noise, c10::SymInt k, double noise_epsilon) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating(
+    const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev, const OptionalTensor& noise,
+    c10::SymInt k, double noise_epsilon) {
   const BelowAutocast<device> guard;
-  static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>(
-      "moe_ext::noisy_topk_gating");
+  static const auto op =
+      find_operator<decltype(noisy_topk_gating<device>)>("moe_ext::noisy_topk_gating");
   return op.call(cached_cast(at::kFloat, clean_logits, device),
                  cached_cast(at::kFloat, raw_noise_stddev, device),
                  cached_cast(at::kFloat, noise, device), std::move(k), noise_epsilon);
@@ -37,9 +37,7 @@ template <c10::DeviceType device>
 Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
             const Tensor& expert_index, const OptionalTensor& group_offsets) {
   const BelowAutocast<device> guard;
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                           const OptionalTensor&)>("moe_ext::load");
+  static const auto op = find_operator<decltype(load<device>)>("moe_ext::load");
   return op.call(cached_cast(at::kFloat, clean_logits, device),
                  cached_cast(at::kFloat, noise_stddev, device),
                  cached_cast(at::kFloat, threshold, device), expert_index, group_offsets);
@@ -53,10 +51,7 @@ std::tuple<Tensor, std::vector<Tensor>> experts(const Tensor& x, const OptionalT
                                                 at::TensorList biases, c10::string_view activation,
                                                 bool keep_hidden) {
   const BelowAutocast<device> guard;
-  static const auto op = find_operator<std::tuple<Tensor, std::vector<Tensor>>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, at::TensorList, at::TensorList, c10::string_view, bool)>(
-      "moe_ext::experts");
+  static const auto op = find_operator<decltype(experts<device>)>("moe_ext::experts");
   const auto type = at::autocast::get_autocast_dtype(device);
   return op.call(cached_cast(type, x, device), offsets, inverse, token_offsets, gates,
                  cached_cast(type, weights, device), cached_cast(type, biases, device), activation,

@@ -215,8 +215,8 @@ struct SoftplusBackward {
   MOE_EXT_KERNEL void run(const scalar_t* raw, const acc_t* grad_stddev, int64_t size,
                           scalar_t* grad_raw) {
     for (int64_t i = 0; i < size; ++i) {
-      grad_raw[i] = static_cast<scalar_t>(grad_stddev[i] *
-                                          math::softplus_derivative(static_cast<acc_t>(raw[i])));
+      grad_raw[i] =
+          static_cast<scalar_t>(grad_stddev[i] * math::sigmoid(static_cast<acc_t>(raw[i])));
     }
   }
 };
@@ -263,7 +263,7 @@ void gating_backward_kernel(const Tensor& grad_gates, const Tensor& grad_thresho
         clean[expert] = static_cast<scalar_t>(static_cast<acc_t>(clean[expert]) + grad);
         if (!noisy) return;
         const int64_t at = t * num_experts + expert;
-        const acc_t slope = math::softplus_derivative(static_cast<acc_t>(raw_data[at]));
+        const acc_t slope = math::sigmoid(static_cast<acc_t>(raw_data[at]));
         raw[expert] = static_cast<scalar_t>(static_cast<acc_t>(raw[expert]) +
                                             grad * static_cast<acc_t>(noise_data[at]) * slope);
       };

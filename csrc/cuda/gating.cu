@@ -166,9 +166,7 @@ __global__ void gating_backward_kernel(
   scalar_t* grad_clean = grad_clean_logits + row;
   scalar_t* grad_raw = noisy ? grad_raw_noise_stddev + row : nullptr;
 
-  const auto slope = [&](int64_t i) {
-    return math::softplus_derivative(static_cast<acc_t>(raw[i]));
-  };
+  const auto slope = [&](int64_t i) { return math::sigmoid(static_cast<acc_t>(raw[i])); };
   for (int64_t i = lane; i < num_experts; i += kWarp) {
     grad_clean[i] = static_cast<scalar_t>(acc_t(0));
     if (!noisy) continue;

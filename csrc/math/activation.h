@@ -11,14 +11,6 @@
 
 namespace moe_ext::math {
 
-// 1 / (1 + e^-z), without overflow on either side.
-template <typename T>
-MOE_EXT_INLINE T sigmoid(T z) {
-  const T e = exp(z < T(0) ? z : -z);  // at most 1
-  const T tail = e / (T(1) + e);
-  return z < T(0) ? tail : T(1) - tail;
-}
-
 // Near 0, where 1 - e^-2|z| cancels, the odd minimax polynomial.
 MOE_EXT_INLINE float tanh(float z) {
   const float magnitude = z < 0.0f ? -z : z;

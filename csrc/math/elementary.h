@@ -1,4 +1,4 @@
-// exp and log1p for float and double, on host and device.
+// exp, log1p and the logistic function for float and double, on host and device.
 //
 // The float versions are branch-free, so that loops over them vectorise, and every rounding is
 // written out (std::fma where the product is not to be rounded): compiled without contraction they
@@ -57,5 +57,12 @@ MOE_EXT_INLINE float log1p_unit(float u) {
 }
 
 MOE_EXT_INLINE double log1p_unit(double u) { return std::log1p(u); }
+
+// 1 / (1 + e^-x), without overflow on either side.
+template <typename T>
+MOE_EXT_INLINE T sigmoid(T x) {
+  const T decay = exp(x < T(0) ? x : -x);  // at most 1
+  return (x < T(0) ? decay : T(1)) / (T(1) + decay);
+}
 
 }  // namespace moe_ext::math
