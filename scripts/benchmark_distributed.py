@@ -57,7 +57,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_ext import MoE, MoEAux
-from moe_ext.analysis.benchmark import environment, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, ratio
 from moe_ext.analysis.memory import keep_freed_memory
 from moe_ext.exchange import EXCHANGES, Exchange
 from moe_ext.files import write_json
@@ -115,22 +115,22 @@ class Bytes:
 
 @dataclass
 class Result:
-    """A layer on so many processes; lists are quartiles over the rounds."""
+    """A layer on so many processes; quartiles are over the rounds."""
 
     processes: int
     exchange: str
     chunks: int
-    step_ms: list[float]
+    step_ms: Quartiles
     tokens_per_second: float
     efficiency: float | None
-    by_alone: list[float]
+    by_alone: Quartiles
     waits: float
     alone_ms: float
     transfers_ms: float | None = None
     raw_ms: float | None = None
-    by_raw: list[float] | None = None
+    by_raw: Quartiles | None = None
     raw_mb_per_second: float | None = None
-    hidden: list[float] | None = None
+    hidden: Quartiles | None = None
     bytes: dict[str, Bytes] | None = None
 
 
@@ -397,7 +397,7 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
         if key.what != "step" and key != Key(1, "alone"):
             continue
         alone = Key(size, "alone")
-        step_ms = [1e3 * s for s in statistics.quantiles(each, n=4, method="inclusive")]
+        step_ms = Quartiles.of(1e3 * s for s in each)
         waited = [
             statistics.median(w / s for w, s in zip(f.waited[key], f.seconds[key], strict=True))
             for f in everything
@@ -408,9 +408,9 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
             exchange=key.exchange,
             chunks=key.chunks,
             step_ms=step_ms,
-            tokens_per_second=1e3 * size * args.tokens / step_ms[1],
+            tokens_per_second=1e3 * size * args.tokens / step_ms.median,
             efficiency=None if single is None else ratio(single, each).median,
-            by_alone=list(ratio(seconds[alone], each)),
+            by_alone=ratio(seconds[alone], each),
             waits=statistics.mean(waited),
             alone_ms=median_ms(alone),
         )
@@ -420,7 +420,7 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
             transfers, raw = (Key(size, what, key.exchange) for what in ("transfers", "raw"))
             if transfers in seconds:
                 result.transfers_ms, result.raw_ms = median_ms(transfers), median_ms(raw)
-                result.by_raw = list(ratio(seconds[transfers], seconds[raw]))
+                result.by_raw = ratio(seconds[transfers], seconds[raw])
                 first = key._replace(chunks=1)
                 moved = [
                     sum(b.rows + b.gates + b.indices + b.counts for b in f.passes[first].values())
@@ -430,7 +430,7 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
                 result.raw_mb_per_second = sum(moved) / result.raw_ms / 1e3
                 could = [min(pair) for pair in zip(seconds[transfers], seconds[alone], strict=True)]
                 gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
-                result.hidden = list(ratio(gain, could))
+                result.hidden = ratio(gain, could)
         found.append(result)
     return found
 
@@ -440,7 +440,7 @@ def total(each: Iterable[Bytes]) -> Bytes:
     return Bytes(*(sum(values) for values in zip(*(asdict(b).values() for b in each), strict=True)))
 
 
-def quartiles(values: Sequence[float] | None, form: str, scale: float = 1.0) -> str:
+def quartiles(values: Quartiles | None, form: str, scale: float = 1.0) -> str:
     if values is None:
         return "–"
     low, middle, high = (format(scale * value, form) for value in values)
@@ -523,14 +523,16 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
     if single:
         speed.plot(sizes, [single[0] * size for size in sizes], "k--", label="linear")
     alone = {r.processes: 1e3 * r.processes / r.alone_ms for r in results}
-    tokens = results[0].tokens_per_second * results[0].step_ms[1] / results[0].processes / 1e3
+    tokens = results[0].tokens_per_second * results[0].step_ms.median / results[0].processes / 1e3
     speed.plot(sizes, [tokens * alone[size] for size in sizes], "k:", label="no exchange")
     speed.set(xlabel="processes", ylabel="tokens/s", xticks=sizes, ylim=(0, None))
     speed.legend(fontsize=8)
     shown = [r for r in results if r.exchange]
     names = [f"{r.processes}: {r.exchange}, {r.chunks}" for r in shown]
-    share.barh(names, [r.step_ms[1] for r in shown], color="tab:orange", label="waits")
-    share.barh(names, [r.step_ms[1] * (1 - r.waits) for r in shown], color="tab:blue", label="rest")
+    share.barh(names, [r.step_ms.median for r in shown], color="tab:orange", label="waits")
+    share.barh(
+        names, [r.step_ms.median * (1 - r.waits) for r in shown], color="tab:blue", label="rest"
+    )
     share.set(xlabel="step, ms")
     share.invert_yaxis()
     share.legend(fontsize=8)

@@ -29,7 +29,7 @@ import torch
 
 from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
 from moe_ext.analysis import moe_ops
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -49,7 +49,7 @@ class Row:
     gate_ops: int
     expert_ops: int
     step_us: float
-    ratio: Ratio
+    ratio: Quartiles
     stage_us: dict[str, float]
     mib: float
 

@@ -75,6 +75,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.analysis.benchmark import (
     Clock,
+    Quartiles,
     clock_of,
     environment,
     host_seconds,
@@ -151,10 +152,10 @@ class Figures:
     occasions the least, the median and the greatest."""
 
     rounds: int
-    ms: list[float]
+    ms: Sequence[float]
     gflops: float
-    share_of_limit: list[float]
-    ratio_to_ours: list[float]
+    share_of_limit: Sequence[float]
+    ratio_to_ours: Sequence[float]
 
 
 @dataclass
@@ -383,10 +384,10 @@ def figures_of(
             ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
         figures.setdefault(name, {})[which] = Figures(
             rounds=len(seconds[name, which]),
-            ms=[1e3 * quartile for quartile in statistics.quantiles(each, n=4, method="inclusive")],
+            ms=Quartiles.of(1e3 * s for s in each),
             gflops=work[which].flops / statistics.median(each) / 1e9,
-            share_of_limit=list(ratio(ideal, each)),
-            ratio_to_ours=list(ratio(each, mine)),
+            share_of_limit=ratio(ideal, each),
+            ratio_to_ours=ratio(each, mine),
         )
     return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
 
@@ -414,7 +415,7 @@ def over_occasions(occasions: Sequence[Result]) -> Result:
 
 
 def median_figures(occasions: Sequence[Figures]) -> Figures:
-    def spread(quartiles: Iterable[list[float]]) -> list[float]:
+    def spread(quartiles: Iterable[Sequence[float]]) -> list[float]:
         medians = [median for _, median, _ in quartiles]
         return [min(medians), statistics.median(medians), max(medians)]
 
@@ -520,10 +521,7 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
     least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
     return {
         "shape": shape,
-        "ms": {
-            name: [1e3 * each for each in statistics.quantiles(found, n=4, method="inclusive")]
-            for name, found in seconds.items()
-        },
+        "ms": {name: Quartiles.of(1e3 * s for s in found) for name, found in seconds.items()},
         "limit_ms": {name: 1e3 * bytes / bandwidth for name, bytes in least.items()},
     }
 
@@ -618,12 +616,11 @@ def speed_table(group: Sequence[Result], which: str) -> str:
         line = [name]
         for result in results:
             mine = result.figures["ours"][which]
-            low, share, high = (100 * share for share in mine.share_of_limit)
             line += [
-                "{1:.4g} ({0:.4g}-{2:.4g})".format(*mine.ms),
+                f"{Quartiles(*mine.ms):.4g}",
                 f"{mine.gflops / unit.gflops:.3g}",
                 f"{result.limit_ms[which]:.4g}",
-                f"{share:.0f} ({low:.0f}-{high:.0f})",
+                f"{Quartiles(*(100 * share for share in mine.share_of_limit)):.0f}",
                 *(cell(result, peer, which, unit) for peer in peers[result.activation]),
             ]
         best = [ratio for result in results if (ratio := result.best_ratio(which)) is not None]
@@ -684,7 +681,7 @@ def print_routing(found: Sequence[dict[str, Any]]) -> None:
     header = ["T, E, k", *names, *(f"limit, {name}" for name in found[0]["limit_ms"])]
     lines = []
     for each in found:
-        times = ["{1:.4g} ({0:.4g}-{2:.4g})".format(*each["ms"][name]) for name in names]
+        times = [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
         limits = [f"{limit:.4g}" for limit in each["limit_ms"].values()]
         lines.append([", ".join(map(str, each["shape"])), *times, *limits])
     print("\nRouting: ms from the gate's logits to the plan\n")

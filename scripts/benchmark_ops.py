@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from moe_ext import cv_squared, ops
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -36,14 +36,14 @@ class Row:
     ours_ms: float
     peer: str
     peer_ms: float
-    ratio: Ratio
+    ratio: Quartiles
     ours_mib: float
     peer_mib: float
 
 
 def compare(
     ours: Callable[[], object], peer: Callable[[], object], rounds: int
-) -> tuple[float, float, Ratio]:
+) -> tuple[float, float, Quartiles]:
     """Times two functions in turn; medians in ms and peer / ours."""
     seconds = interleaved({"ours": ours, "peer": peer}, rounds)
     mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())

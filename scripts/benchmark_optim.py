@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -33,7 +33,7 @@ class Row:
     threads: int
     step: str
     ms: float
-    ratio: Ratio
+    ratio: Quartiles
     state_bytes: float
 
 

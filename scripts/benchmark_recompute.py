@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import MoE, ops
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
 from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -38,7 +38,7 @@ class Row:
     peak_mib: float
     forward_ms: float
     total_ms: float
-    ratio: Ratio
+    ratio: Quartiles
     same_gradients: bool
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from moe_ext import MoELSTM
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
 from moe_ext.files import write_json
@@ -39,7 +39,7 @@ class Row:
     evaluations: int
     minimum: int
     ms: float
-    ratio: Ratio
+    ratio: Quartiles
     expected_ratio: float
     mib: float
     states_mib: float

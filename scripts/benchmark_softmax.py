@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ext.analysis.benchmark import Ratio, environment, interleaved, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -32,7 +32,7 @@ class Row:
     step: str
     sampled: float
     full: float
-    ratio: Ratio
+    ratio: Quartiles
 
 
 def steps(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ext.analysis.benchmark import Ratio, environment, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, ratio
 from moe_ext.data import Wordpieces
 from moe_ext.decoding import BeamSearch, Translation, Translator
 from moe_ext.files import open_plain, write_json
@@ -98,7 +98,7 @@ def measured(function: Callable[[], object]) -> Measured:
 
 def compare(
     translator: Translator, lines: Sequence[str], alone: Sequence[str], rounds: int
-) -> tuple[list[Row], dict[str, Ratio], int]:
+) -> tuple[list[Row], dict[str, Quartiles], int]:
     """The rows of both ways, their ratio by either clock, and how many of the lines that were also
     translated by themselves have the same translation."""
     found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
@@ -136,7 +136,7 @@ def compare(
     return rows, ratios, same
 
 
-def as_markdown(rows: Sequence[Row], ratios: dict[str, Ratio]) -> str:
+def as_markdown(rows: Sequence[Row], ratios: dict[str, Quartiles]) -> str:
     table = [
         [
             row.way,
@@ -147,14 +147,13 @@ def as_markdown(rows: Sequence[Row], ratios: dict[str, Ratio]) -> str:
         ]
         for row in rows
     ]
-    figures = [f"{x.median:.1f} ({x.low:.1f}-{x.high:.1f})" for x in ratios.values()]
-    table.append(["x", "", "", *figures])
+    table.append(["x", "", "", *(f"{x:.1f}" for x in ratios.values())])
     return markdown_table(
         ["way", "threads", "sentences", "sentences/s", "sentences/processor s"], table
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Ratio]:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     parser = make_parser(__doc__)
     parser.add_argument("model", help="the folder of a training run, or a configuration (.toml)")
     parser.add_argument("text", nargs="?", type=Path, help="of a run: a sentence a line")

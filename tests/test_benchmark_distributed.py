@@ -105,8 +105,8 @@ def test_figures_worked_by_hand(capsys):
     assert (one.alone_ms, one.transfers_ms, one.raw_ms) == (4000, 2000, 1500)
     assert one.by_raw == pytest.approx([1.25, 1.5, 1.75])  # of 2 / 1 and 2 / 2
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
-    assert one.hidden == [0, 0, 0]
-    assert two.hidden == [0.5, 0.5, 0.5]  # (6 - 5) / min(2, 4)
+    assert one.hidden == (0, 0, 0)
+    assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
     assert two.bytes["forward"] == benchmark_distributed.Bytes(rows=3, counts=20)
     benchmark_distributed.print_results([single, one, two])
     out = capsys.readouterr().out

@@ -169,15 +169,15 @@ def test_figures_from_given_seconds():
     assert limits == {layer.FORWARD: 2000, layer.BOTH: 6000}
     ours, peer = figures["ours"], figures["peer"]
     for which in layer.PASSES:
-        assert ours[which].share_of_limit == [0.5, 0.5, 0.5]
-        assert ours[which].ratio_to_ours == [1, 1, 1]
-        assert peer[which].ratio_to_ours == [1.5, 1.5, 1.5]
+        assert ours[which].share_of_limit == (0.5, 0.5, 0.5)
+        assert ours[which].ratio_to_ours == (1, 1, 1)
+        assert peer[which].ratio_to_ours == (1.5, 1.5, 1.5)
         assert peer[which].rounds == 3
-    assert ours[layer.FORWARD].ms == [4000, 4000, 6000]
+    assert ours[layer.FORWARD].ms == (4000, 4000, 6000)
     assert ours[layer.FORWARD].gflops == pytest.approx(200 / 4 / 1e9)
     seldom = figures["seldom"][layer.FORWARD]
-    assert (seldom.rounds, seldom.ratio_to_ours) == (1, [10, 10, 10])
-    assert seldom.share_of_limit == [0.05, 0.05, 0.05]
+    assert (seldom.rounds, seldom.ratio_to_ours) == (1, (10, 10, 10))
+    assert seldom.share_of_limit == (0.05, 0.05, 0.05)
     assert set(figures) == {"ours", "peer", "seldom"}
 
 

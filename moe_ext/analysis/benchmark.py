@@ -4,9 +4,9 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 
@@ -17,12 +17,20 @@ Name = TypeVar("Name")
 Clock = Callable[[Callable[[], object]], float]  # the seconds of one call
 
 
-class Ratio(NamedTuple):
-    """The quartiles of a ratio over the rounds."""
+class Quartiles(NamedTuple):
+    """Of a figure over the rounds; formatted, "median (low-high)"."""
 
     low: float
     median: float
     high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """At least 2 values."""
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
     def cells(self, form: str = ".2f") -> tuple[str, str]:
         """Of a table: the median, and the quartiles."""
@@ -106,10 +114,9 @@ def interleaved(
     return seconds
 
 
-def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Quartiles of the rounds' ratios; at least 2 rounds."""
-    pairs = zip(numerator, denominator, strict=True)
-    return Ratio(*statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive"))
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
+    """Of the rounds' ratios; at least 2 rounds."""
+    return Quartiles.of(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 @contextlib.contextmanager
