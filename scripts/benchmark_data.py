@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from moe_ext.data import (
 from moe_ext.files import write_json
 from moe_ext.progress import progress
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 VOCABULARY = 793_471
 SENTENCES = 30_301_028
@@ -94,8 +94,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             ]
         empty_text(folder / "empty", options.sentences)
         rows += elsewhere(whole_epoch, folder / "empty")
-    table = [
-        [
+    report_rows(
+        rows,
+        ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"],
+        lambda row: [
             row.what,
             row.workers,
             f"{row.words:,}",
@@ -103,13 +105,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.words / row.seconds:,.0f}",
             f"{row.words / row.processor_seconds:,.0f}",
             f"{row.peak_mib:,.0f}",
-        ]
-        for row in rows
-    ]
-    header = ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"]
-    print(markdown_table(header, table))
-    if options.json:
-        write_json(options.json, [asdict(row) for row in rows])
+        ],
+        options.json,
+    )
     return rows
 
 

@@ -22,7 +22,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,9 +31,8 @@ from moe_ext import HierarchicalMoE, MoE, cv_squared, ops
 from moe_ext.analysis import moe_ops
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import keep_freed_memory, peak_mib
-from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 STAGES = ("gate", "plan", "experts")
 
@@ -161,8 +160,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 mib[name],
             )
         )
-    table = [
-        [
+    header = ["layer", "experts", "hidden", "parameters, M", "multiply-adds: gate", "experts"]
+    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in STAGES), "MiB"]
+    report_rows(
+        rows,
+        header,
+        lambda row: [
             row.layer,
             row.experts,
             row.hidden,
@@ -173,14 +176,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             *row.ratio.cells(),
             *(f"{row.stage_us[stage]:.2f}" for stage in STAGES),
             f"{row.mib:,.0f}",
-        ]
-        for row in rows
-    ]
-    header = ["layer", "experts", "hidden", "parameters, M", "multiply-adds: gate", "experts"]
-    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in STAGES), "MiB"]
-    print(markdown_table(header, table))
-    if args.json:
-        write_json(args.json, [asdict(row) for row in rows])
+        ],
+        args.json,
+    )
     return rows
 
 

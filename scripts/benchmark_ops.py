@@ -9,11 +9,10 @@ as many bytes as they must move, by Tensor.copy_ into fresh tensors and into ten
 "MiB" is the memory that a run takes beyond its arguments at its peak (Linux, resident set).
 """
 
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,9 +21,8 @@ from torch.nn import functional as F
 from moe_ext import cv_squared, ops
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib
-from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 
 @dataclass
@@ -191,8 +189,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             rows.append(Row(threads, operation, mine, name, theirs, by_ours, *memory))
     unit = 4 * T / 2**20
     print(f"T·k·D floats are {unit * k * D:.0f} MiB, T·E floats {unit * E:.0f} MiB\n")
-    table = [
-        [
+    report_rows(
+        rows,
+        ["threads", "operation", "ours, ms", "MiB", "against", "ms", "MiB", "x", "quartiles"],
+        lambda row: [
             row.threads,
             row.operation,
             f"{row.ours_ms:.3f}",
@@ -201,15 +201,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.peer_ms:.3f}",
             f"{row.peer_mib:.0f}",
             *row.ratio.cells(),
-        ]
-        for row in rows
-    ]
-    header = ["threads", "operation", "ours, ms", "MiB", "against", "ms", "MiB", "x", "quartiles"]
-    print(markdown_table(header, table))
-    if args.json:
-        write_json(
-            args.json, {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
-        )
+        ],
+        args.json,
+    )
     return rows
 
 

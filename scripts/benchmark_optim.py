@@ -9,21 +9,19 @@ the gradients, and reads and writes the weights, once: less than that no step ca
 the state that an optimizer keeps for each weight.
 """
 
-import platform
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
-from moe_ext.files import write_json
 from moe_ext.optim import FactoredAdam
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 
 @dataclass
@@ -103,21 +101,18 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for param in params:
         param.grad = torch.randn_like(param)
     rows = [row for threads in args.threads for row in measure(params, threads, args.rounds)]
-    table = [
-        [
+    report_rows(
+        rows,
+        ["threads", "step", "ms", "x", "quartiles", "bytes"],
+        lambda row: [
             row.threads,
             row.step,
             f"{row.ms:.1f}",
             *row.ratio.cells(),
             f"{row.state_bytes:.3f}",
-        ]
-        for row in rows
-    ]
-    print(markdown_table(["threads", "step", "ms", "x", "quartiles", "bytes"], table))
-    if args.json:
-        write_json(
-            args.json, {"machine": platform.machine(), "rows": [asdict(row) for row in rows]}
-        )
+        ],
+        args.json,
+    )
     return rows
 
 

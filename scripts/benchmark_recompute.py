@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from torch import Tensor
 from moe_ext import MoE, ops
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_mib, saved_bytes
-from moe_ext.files import write_json
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 
 @dataclass
@@ -104,8 +103,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = measure(args)
     print(f"gradients of both have the same bits: {'yes' if rows[0].same_gradients else 'NO'}")
     print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
-    table = [
-        [
+    header = ["threads", "hidden layer", "kept, bytes a token", "peak, MiB"]
+    report_rows(
+        rows,
+        [*header, "forward, ms", "both, ms", "ratio", "quartiles"],
+        lambda row: [
             row.threads,
             row.hidden,
             f"{row.kept_bytes_per_token:,.0f}",
@@ -113,13 +115,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.forward_ms:.1f}",
             f"{row.total_ms:.1f}",
             *row.ratio.cells(),
-        ]
-        for row in rows
-    ]
-    header = ["threads", "hidden layer", "kept, bytes a token", "peak, MiB"]
-    print(markdown_table([*header, "forward, ms", "both, ms", "ratio", "quartiles"], table))
-    if args.json:
-        write_json(args.json, [asdict(row) for row in rows])
+        ],
+        args.json,
+    )
     return rows
 
 

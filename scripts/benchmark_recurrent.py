@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +25,9 @@ from moe_ext import MoELSTM
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
 from moe_ext.analysis.memory import peak_allocated_mib
 from moe_ext.bptt import num_evaluations
-from moe_ext.files import write_json
 from moe_ext.progress import progress
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 
 @dataclass
@@ -124,8 +123,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         f"[{2 * D}, {4 * D}], k = {args.k}, float32, {threads}, {args.rounds} rounds\n"
     )
     rows = measure(args)
-    table = [
-        [
+    header = ["m", "evaluations", "C(t, m)", "C / t", "ms", "x", "quartiles", "x by C(t, m)"]
+    report_rows(
+        rows,
+        [*header, "MiB", "states"],
+        lambda row: [
             row.slots or "plain",
             row.evaluations,
             row.minimum,
@@ -135,13 +137,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.expected_ratio:.2f}",
             f"{row.mib:.1f}",
             f"{row.states_mib:.1f}",
-        ]
-        for row in rows
-    ]
-    header = ["m", "evaluations", "C(t, m)", "C / t", "ms", "x", "quartiles", "x by C(t, m)"]
-    print(markdown_table([*header, "MiB", "states"], table))
-    if args.json:
-        write_json(args.json, {"environment": environment(), "rows": [asdict(row) for row in rows]})
+        ],
+        args.json,
+    )
     return rows
 
 

@@ -12,17 +12,16 @@ median of the rounds' ratios, with quartiles.
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, ratio
-from moe_ext.files import write_json
 from moe_ext.models import LogUniformSampler, SampledSoftmax
 from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.report import markdown_table
+from moe_ext.training.report import report_rows
 
 
 @dataclass
@@ -65,21 +64,6 @@ def steps(
     }
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    return markdown_table(
-        ["step", "sampled, s", "full, s", "x", "quartiles"],
-        [
-            [
-                r.step,
-                f"{r.sampled:.3f}",
-                f"{r.full:.3f}",
-                *r.ratio.cells(".1f"),
-            ]
-            for r in rows
-        ],
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
     parser.add_argument("--classes", type=at_least(2), default=793_471, help="V")
@@ -102,9 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         sampled, full = seconds[name, "sampled"], seconds[name, "full"]
         medians = statistics.median(sampled), statistics.median(full)
         rows.append(Row(name, *medians, ratio(full, sampled)))
-    print(as_markdown(rows))
-    if options.json:
-        write_json(options.json, [asdict(row) for row in rows])
+    report_rows(
+        rows,
+        ["step", "sampled, s", "full, s", "x", "quartiles"],
+        lambda row: [row.step, f"{row.sampled:.3f}", f"{row.full:.3f}", *row.ratio.cells(".1f")],
+        options.json,
+    )
     return rows
 
 

@@ -190,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
     if options.json:
         figures = {
+            "environment": environment(),
             "rows": [asdict(row) for row in rows],
             "ratios": {name: each._asdict() for name, each in ratios.items()},
             "same": same,

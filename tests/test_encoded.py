@@ -15,6 +15,7 @@ import benchmark_data
 import pytest
 import torch
 
+from moe_ext.analysis.benchmark import environment
 from moe_ext.data import (
     CorpusError,
     EncodedSentences,
@@ -415,7 +416,9 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
     assert len(words) == 1 and 20_000 < words.pop() < 22_000
     assert batches[0].words == batches[1].words and 9_000 < batches[0].words < 10_000
     assert all(row.seconds > 0 for row in rows)
-    assert [row["what"] for row in json.loads(table.read_text())] == [row.what for row in rows]
+    written = json.loads(table.read_text())
+    assert written["environment"] == environment()
+    assert [row["what"] for row in written["rows"]] == [row.what for row in rows]
     assert "| encoding | 1 | " in capsys.readouterr().out
 
 

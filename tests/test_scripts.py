@@ -27,6 +27,7 @@ import torch
 import train
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
+from moe_ext.analysis.benchmark import environment
 from moe_ext.distributed.checkpoint import CheckpointError
 from moe_ext.training.checkpoint import checkpoints_of
 from moe_ext.training.command import exit_status
@@ -356,7 +357,9 @@ def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     assert all(row.ms > 0 and [*row.ratio] == sorted(row.ratio) for row in others)
     adam = [row.state_bytes for row in others if "Adam(" in row.step]
     assert len(adam) == 2 and min(adam) >= 8
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == len(rows) == 5
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written["environment"] == environment() and len(written["rows"]) == len(rows) == 5
+    assert written["rows"][1] == {**vars(rows[1]), "ratio": [*rows[1].ratio]}
     assert capsys.readouterr().out.count("| 1 |") == 5
 
 
@@ -526,7 +529,6 @@ def test_benchmark_hierarchical(tmp_path, capsys):
         assert row.step_us > 0 and all(value > 0 for value in row.stage_us.values())
         if row.layer.endswith("="):
             assert abs(row.gate_ops + row.expert_ops - 640) <= 32
-    assert [row["layer"] for row in json.loads((tmp_path / "h.json").read_text())] == [
-        row.layer for row in rows
-    ]
+    written = json.loads((tmp_path / "h.json").read_text())["rows"]
+    assert [row["layer"] for row in written] == [row.layer for row in rows]
     assert capsys.readouterr().out.count("| hierarchical") == 3

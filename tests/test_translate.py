@@ -16,6 +16,7 @@ import train
 import translate
 from test_scripts import ROOT, status_and_error
 
+from moe_ext.analysis.benchmark import environment
 from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.translation import make_translator
@@ -325,6 +326,7 @@ def test_benchmark(run, tmp_path, capsys):
     figures = tmp_path / "figures.json"
     benchmark_translation.main([str(config), "--sentences=4", *options, f"--json={figures}"])
     found = json.loads(figures.read_text())
+    assert found["environment"] == environment()
     assert [row["sentences"] for row in found["rows"]] == [4, 3]
     assert found["ratios"]["seconds"]["median"] > 0
     for arguments in ([run], [config, tmp_path / "text.en"]):
