@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ext.analysis import Cost
 from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.comparison import arm_titles, arms, comparison_report
 from moe_ext.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
-from moe_ext.training.study import run_study
+from moe_ext.training.study import run_study, size_cells
 from moe_ext.training.text import load_text
 
 BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
@@ -36,16 +37,11 @@ BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # a
 def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
     """The report as a page with one row for each seed; `config` is that of the first model."""
     titles = report["models"]
-    costs = {title: report["cost"][arm] for arm, title in titles.items()}
+    costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}
     sizes = markdown_table(
         ["model", "ops/timestep", "parameters", "with embedding and softmax"],
         [
-            [
-                title,
-                f"{cost['ops_per_timestep'] / 1e6:.3f}M",
-                f"{cost['parameters'] / 1e6:.2f}M",
-                f"{cost['total_parameters'] / 1e6:.2f}M",
-            ]
+            [title, *size_cells(cost), f"{cost.total_parameters / 1e6:.2f}M"]
             for title, cost in costs.items()
         ],
     )

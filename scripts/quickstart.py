@@ -31,7 +31,7 @@ from moe_ext.training.config import ConfigError, read_config
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.results import Result
-from moe_ext.training.study import run_study
+from moe_ext.training.study import run_study, size_cells
 from moe_ext.training.text import load_text
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "small" / "moe-32.toml"
@@ -133,10 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
         (f"MoE, {k} of {num_experts} experts", moe),
         ("dense, one wide expert", dense),
     ):
-        print(
-            f"{name:24}{r.perplexity:16.2f}{r.cost.ops_per_timestep / 1e6:14.3f}M"
-            f"{r.cost.parameters / 1e6:12.2f}M{r.words_per_second:10,.0f}"
-        )
+        ops, parameters = size_cells(r.cost)
+        print(f"{name:24}{r.perplexity:16.2f}{ops:>15}{parameters:>13}{r.words_per_second:10,.0f}")
     print("(ops and parameters without embedding and softmax, as in the paper)")
     print(f"\nMoE against dense: perplexity {100 * (moe.perplexity / dense.perplexity - 1):+.1f}%")
     print(
