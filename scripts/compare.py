@@ -25,7 +25,7 @@ from moe_ext.analysis import Cost
 from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
 from moe_ext.training.comparison import arm_titles, arms, comparison_report
 from moe_ext.training.config import AnyConfig, ConfigError, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.study import run_study, size_cells
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     against = with_changes(*options.against) if options.against else None
     configs = arms(config, against)
     output = Path(options.output or f"{config.output}-compare")
-    set_up_torch(config.device, config.num_threads, config.autocast)
+    set_up_for(config)
     text = load_text(config.data)
     results = run_study(configs, options.seeds, text, output)
     report = {"models": arm_titles(config, against), **comparison_report(results, text)}

@@ -28,7 +28,7 @@ from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import add_overrides, exit_status, make_parser
 from moe_ext.training.comparison import arms
 from moe_ext.training.config import ConfigError, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.results import Result
 from moe_ext.training.study import run_study, size_cells
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     quick = _QUICK if options.quick else []
     config = read_config(_CONFIG, [*_LOG, *quick, *options.overrides])
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
-    set_up_torch(config.device, config.num_threads, config.autocast)
+    set_up_for(config)
     print("reading the built-in corpus (made on the first run)", flush=True)
     text = load_text(config.data)
     print(

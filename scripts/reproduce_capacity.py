@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from moe_ext.models.kneser_ney import kneser_ney
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import Config, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         for rate in RATES
     }
     config = next(iter(configs.values()))
-    set_up_torch(config.device, config.num_threads, config.autocast)
+    set_up_for(config)
     text = load_text(config.data)
     results, dev_nll = runs_at_best_rates(configs, options, text)
     if not results[FIRST]:

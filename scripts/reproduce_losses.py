@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import Config, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.report import markdown_table, write_report
 from moe_ext.training.results import BALANCE_BATCHES
 from moe_ext.training.statistics import Interval
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
             Config,
         )
     config = configs[USUAL]
-    set_up_torch(config.device, config.num_threads, config.autocast)
+    set_up_for(config)
     train = () if options.report else options.arms
     text = load_text(config.data)
     results = run_study(configs, options.seeds, text, options.runs, train=train)

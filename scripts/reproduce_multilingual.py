@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import ConfigError, TranslationConfig, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import by_language_pair, perplexity
 from moe_ext.training.report import markdown_table, write_report
@@ -127,7 +127,7 @@ def study(options: argparse.Namespace) -> Study:
     first = config_of(MIXTURE)
     if len(first.data.pairs) < 2:
         raise ConfigError(f"data.pairs must be several, got {list(first.data.pairs)}")
-    set_up_torch(first.device, first.num_threads, first.autocast)
+    set_up_for(first)
     text = load_text(first.data)
     runs = Path(options.runs)
     runs.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from moe_ext.decoding import Bleu
 from moe_ext.training.command import exit_status
 from moe_ext.training.config import TranslationConfig, read_config
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.logging import read_metrics
 from moe_ext.training.metrics import perplexity
 from moe_ext.training.report import markdown_table, write_report
@@ -122,7 +122,7 @@ def study(languages: str, options: argparse.Namespace) -> Study:
         for name in ARMS
     }
     config = arms[MIXTURE]
-    set_up_torch(config.device, config.num_threads, config.autocast)
+    set_up_for(config)
     text = load_text(config.data)
     results = run_study(
         arms,

@@ -9,22 +9,26 @@ from pathlib import Path
 import torch
 
 from moe_ext import _C
-from moe_ext.training.config import ConfigError
+from moe_ext.training.config import ConfigError, RunConfig
 
 
-def set_up_torch(device: str, num_threads: int, autocast: str = "") -> None:
+def set_up_for(config: RunConfig) -> None:
+    """`set_up_torch` as a run asks for, and its autocast."""
+    if config.autocast:
+        avoid_missing_amx()
+    set_up_torch(config.device, config.num_threads)
+
+
+def set_up_torch(device: str, num_threads: int) -> None:
     """To be called before the first tensor operation.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
         num_threads: of torch; 0 leaves its default.
-        autocast: the type of `Config.autocast`, "" for none.
 
     Raises:
         ConfigError: the operators do not run on the device, or torch cannot use it.
     """
-    if autocast:
-        avoid_missing_amx()
     if num_threads:
         torch.set_num_threads(num_threads)
     check_device(device)

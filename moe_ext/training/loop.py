@@ -40,7 +40,7 @@ from moe_ext.training.config import (
     read_config,
     to_toml,
 )
-from moe_ext.training.device import set_up_torch
+from moe_ext.training.device import set_up_for
 from moe_ext.training.logging import RunLog, summary_writer
 from moe_ext.training.metrics import by_language_pair, evaluate, mean_of
 from moe_ext.training.model import make_model
@@ -174,7 +174,7 @@ class Trainer:
         self.folder = Path(config.output)
         self.processes = Processes(process_group)
         self._checkpoints = checkpoints_of(self.folder, process_group, config.log.keep_checkpoints)
-        set_up_torch(config.device, config.num_threads, config.autocast)
+        set_up_for(config)
         if config.log.tensorboard:
             summary_writer()
         earlier = self._earlier()
