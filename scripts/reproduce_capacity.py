@@ -11,10 +11,6 @@ after a quarter and after all of the steps, and writes OUTPUT/capacity.md, .json
 docs/results if not given). That is 45 runs of 5 to 20 minutes on one processor; --arms and --rates
 ask for some of them, and the page has what is there. Started several times with the same --runs,
 the processes share them; with --report nothing is trained.
-
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
-goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
-sentence.
 """
 
 import argparse

@@ -9,10 +9,6 @@ each seed and writes OUTPUT/losses.md, .json and .png (OUTPUT is docs/results if
 perplexity, and how even the experts' use was over the last 50 training batches. A run takes 3
 minutes on one processor. Started several times with the same --runs, the processes share the runs;
 with --report nothing is trained.
-
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
-goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
-sentence.
 """
 
 import math

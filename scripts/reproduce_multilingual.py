@@ -14,10 +14,6 @@ language pairs with the least text, which oversampling may harm. A multilingual 
 on one processor, one of a language pair 6 minutes.
 Started several times with the same --runs, the processes share the runs; with --report nothing is
 trained.
-
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
-goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
-sentence.
 """
 
 import argparse

@@ -11,10 +11,6 @@ with each and writes OUTPUT/translation.md, .json and .png (OUTPUT is docs/resul
 perplexity and BLEU, the learning curves against the source words processed, and ten translations as
 they are. A run takes 10 to 20 minutes on one processor. Started several times with the same --runs,
 the processes share the runs; with --report nothing is trained.
-
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
-goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
-sentence.
 """
 
 import argparse

@@ -33,8 +33,14 @@ SEEDS = [1, 2, 3]  # of a study, if not given
 # Of the studies of configs/small: more words than there, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
-
 _DIVERGED = "diverged.txt"  # in the folder of a run
+
+# What the help of a study says at its end.
+_ENDING = """
+Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
+goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
+sentence.
+"""
 
 
 def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
@@ -53,11 +59,11 @@ def study_parser(
     """The options that studies have in common; read them with `parse_intermixed_args`.
 
     Args:
-        description: the script's docstring.
+        description: the script's docstring; the help goes on with how a study ends.
         name: of the study.
         arms: the names of its models.
     """
-    parser = make_parser(description)
+    parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=SEEDS)
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
