@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ext.data import EncodedPairs
+from moe_ext.data.corpora import PARTS
 from moe_ext.decoding import corpus_bleu
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status, make_parser
+from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, ParallelDataConfig
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.metrics import Evaluation, by_language_pair, evaluate
@@ -32,16 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument(
-        "--part",
-        choices=("train", "dev", "test", "all"),
-        help="test, or all with --corpus, if not given",
+        "--part", choices=(*PARTS, "all"), help="test, or all with --corpus, if not given"
     )
     parser.add_argument("--corpus", help='"builtin" or a path; that of the run if not given')
     parser.add_argument("--bleu", action="store_true", help="translate, and say how well")
     parser.add_argument("--tokens-per-batch", type=at_least(1), default=2_560)
-    parser.add_argument(
-        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
-    )
+    add_threads(parser)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     part = options.part or ("all" if options.corpus else "test")

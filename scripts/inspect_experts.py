@@ -19,9 +19,10 @@ import jinja2
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.data import AnyVocabulary, Wordpieces
+from moe_ext.data.corpora import PARTS
 from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status, make_parser
+from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.text import load_part
@@ -125,16 +126,14 @@ def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=("train", "dev", "test", "all"), default="train")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="train")
     parser.add_argument(
         "--positions", type=at_least(1), default=200_000, help="how many words to look at"
     )
     parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
     parser.add_argument("--contexts", type=at_least(1), default=10, help="how many for each expert")
     parser.add_argument("--output", help="where the .txt and .html go; RUN/experts if not given")
-    parser.add_argument(
-        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
-    )
+    add_threads(parser)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     set_up_torch(options.device, options.threads)

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from moe_ext.data import EncodedSentences
+from moe_ext.data.corpora import PARTS
 from moe_ext.progress import progress
 from moe_ext.training.command import at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, DataConfig
@@ -281,7 +282,7 @@ def check(text: SentenceText, expected: DataSet | None) -> None:
     size = row("the vocabulary", len(text.vocabulary), expected.vocab_size if expected else None)
     print(f"{size} words in the vocabulary\n")
     rows = []
-    for part in ("train", "dev", "test"):
+    for part in PARTS:
         sentences: EncodedSentences = getattr(text, part)
         numbers = {
             "sentences": len(sentences),

@@ -45,9 +45,10 @@ from moe_ext.analysis import (
 )
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import AnyText
+from moe_ext.data.corpora import PARTS
 from moe_ext.files import write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
-from moe_ext.training.command import at_least, exit_status, make_parser
+from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
 from moe_ext.training.config import ConfigError, config_differences
 from moe_ext.training.device import set_up_torch
 from moe_ext.training.report import markdown_table, write_report
@@ -307,7 +308,7 @@ def named_corpora(options: Iterable[str]) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
-    parser.add_argument("--part", choices=("train", "dev", "test", "all"), default="train")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="train")
     parser.add_argument(
         "--positions", type=at_least(1), default=200_000, help="how many words to look at"
     )
@@ -315,9 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
     parser.add_argument("--domains", nargs="+", default=[], metavar="NAME=CORPUS")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
-    parser.add_argument(
-        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
-    )
+    add_threads(parser)
     options = parser.parse_args(arguments)
     set_up_torch("cpu", options.threads)
     domains = named_corpora(options.domains) if options.domains else {}

@@ -59,6 +59,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
 
 
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """How many threads `set_up_torch` is to give torch, of scripts without a configuration."""
+    parser.add_argument(
+        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
+    )
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
     """An argparse type: a whole number that is not below `minimum`."""
 

@@ -29,6 +29,7 @@ from moe_ext.data import (
     load_corpus,
     load_parallel,
 )
+from moe_ext.data.corpora import PARTS
 from moe_ext.data.encoded import made_once
 from moe_ext.data.parallel import languages_of
 from moe_ext.progress import progress
@@ -138,7 +139,7 @@ def training_batches(
 
 def _load_pairs(config: ParallelDataConfig) -> PairText:
     with _config_errors():
-        texts = {part: parallel_text(config, part) for part in ("train", "dev", "test")}
+        texts = {part: parallel_text(config, part) for part in PARTS}
         wordpieces = _wordpieces(texts["train"], config)
         return PairText(
             wordpieces,
