@@ -19,8 +19,8 @@ from moe_ext.analysis.roofline import Work, experts_work, limit
 
 @pytest.fixture(autouse=True)
 def small_probes(monkeypatch):
-    for name, size in (("gemm_probe", 64), ("stream_probe", 1)):
-        monkeypatch.setattr(layer, name, functools.partial(getattr(roofline, name), size=size))
+    for name, size in (("GEMM_SIZE", 64), ("STREAM_SIZE", 1)):
+        monkeypatch.setattr(roofline, name, dict.fromkeys(("cpu", "cuda"), size))
 
 
 SHAPE = Shape(48, 5, 2, 16, 32)

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square
+STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB of a vector
+
 
 class Work(NamedTuple):
     """What has to be done: floating-point operations (two a multiply-add), and bytes to move."""
@@ -61,22 +64,20 @@ def limit(work: Work, flops_per_second: float, bytes_per_second: float) -> float
     return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
-def gemm_probe(dtype: torch.dtype, *, size: int | None = None, device: str = "cpu") -> Probe:
-    """torch.mm of two squares of `size` into a third; None is 2048, and 8192 on a GPU."""
-    if size is None:
-        size = 2048 if device == "cpu" else 8192
+def gemm_probe(dtype: torch.dtype, *, device: str = "cpu") -> Probe:
+    """torch.mm of two squares into a third."""
+    size = GEMM_SIZE[torch.device(device).type]
     a, b, c = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
     return Probe(lambda: torch.mm(a, b, out=c), Work(2 * size**3, 0))
 
 
-def stream_probe(*, size: int | None = None, device: str = "cpu") -> Probe:
-    """Two float32 vectors of `size` MiB: None is 256, and 2048 on a GPU.
+def stream_probe(*, device: str = "cpu") -> Probe:
+    """Two float32 vectors: on the CPU their torch.dot, on a GPU a copy, read and written.
 
-    On the CPU their torch.dot, reading alone: a copy or a triad moves fewer bytes a second where
-    stores first read what they overwrite. On a GPU a copy, read and written.
+    torch.dot reads alone: on a CPU a copy or a triad moves fewer bytes a second where stores first
+    read what they overwrite.
     """
-    if size is None:
-        size = 256 if device == "cpu" else 2048
+    size = STREAM_SIZE[torch.device(device).type]
     a, b = (torch.ones(size * 2**18, device=device) for _ in range(2))
     work = Work(0, 2 * size * 2**20)
     return Probe((lambda: torch.dot(a, b)) if device == "cpu" else (lambda: a.copy_(b)), work)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CONFIDENCE = 0.95  # of the intervals
+BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -21,7 +24,7 @@ class Interval:
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-def mean_difference(differences: Sequence[float], confidence: float = 0.95) -> Interval | None:
+def mean_difference(differences: Sequence[float]) -> Interval | None:
     """Mean of paired differences with its t interval; None for fewer than two."""
     if len(differences) < 2:
         return None
@@ -29,13 +32,11 @@ def mean_difference(differences: Sequence[float], confidence: float = 0.95) -> I
 
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(differences) - 1)) * error
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * error
     return Interval(mean, mean - half, mean + half)
 
 
-def bootstrap_difference(
-    a: Tensor, b: Tensor, lengths: Tensor, *, samples: int = 2_000, confidence: float = 0.95
-) -> Interval:
+def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
     """(sum a - sum b) / tokens with its percentile interval over resampled test sentences.
 
     Says how far the sentences of this test set decide between these two runs; how far seeds do, it
@@ -44,15 +45,13 @@ def bootstrap_difference(
     Args:
         a, b: [N], nats of each sentence under two models.
         lengths: [N] int64, its tokens.
-        samples: how often sentences are drawn anew.
-        confidence: of the interval.
     """
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()
     means = []
-    for _ in range(samples):
+    for _ in range(BOOTSTRAP_SAMPLES):
         drawn = torch.randint(len(a), (len(a),), generator=generator)
         means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
     low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
     return Interval(float(difference.sum() / lengths.sum()), low, high)

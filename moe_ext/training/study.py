@@ -159,10 +159,10 @@ class Claim(NamedTuple):
     difference: Interval | None
 
 
-def claims_table(claims: Iterable[Claim], compared: str = "compared") -> str:
-    """The claims with their verdicts; `compared` heads its column."""
+def claims_table(claims: Iterable[Claim]) -> str:
+    """The claims with their verdicts."""
     rows = [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims]
-    return markdown_table(["claim", compared, "perplexity, 95%", "verdict"], rows)
+    return markdown_table(["claim", "compared", "perplexity, 95%", "verdict"], rows)
 
 
 def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
