@@ -184,6 +184,7 @@ class MoE(nn.Module):
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
+        require(isinstance(gate, nn.Module), "MoE: gate", "be a module", gate)
         self.layout = Layout.of(process_group)
         sharing = self.layout.expert_parallel
         self.placement = Placement(num_experts, sharing.size, getattr(gate, "experts_per_group", 1))

@@ -369,6 +369,10 @@ def layer(**changes):
         (lambda: ModuleExperts([]), r"modules must .*got"),
         (lambda: layer(experts=[torch.nn.Identity()] * (E - 1)), r"experts must .*5.*got .*4"),
         (
+            lambda: layer(gate=SoftmaxGate),
+            "^MoE: gate must be a module, got <class .*SoftmaxGate'>$",
+        ),
+        (
             lambda: layer(gate=SoftmaxGate(D + 1, E), k=E),
             f"^MoE: gate must be for d_model = {D}, got {D + 1}$",
         ),

@@ -456,9 +456,9 @@ class PairBatches(SortedBatches[PairBatch]):
 
 
 def batches_of(
-    text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool, seed: int = 0
+    text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool
 ) -> SentenceBatches | PairBatches:
     """Batches of all sentences, or of all pairs of them; see there."""
     if isinstance(text, EncodedPairs):
-        return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed)
-    return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle, seed=seed)
+        return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
+    return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
