@@ -26,22 +26,79 @@
 namespace moe_ext::cuda {
 
 constexpr int kTile = 64;           // rows and columns of a block's part of the result
-constexpr int kDepth = 16;          // of the factors' parts in shared memory
-constexpr int kStride = kTile + 4;  // of their lines: neighbours in a column lie in other banks
+constexpr int kDepth = 16;          // terms of the sum in a step
+constexpr int kStride = kTile + 4;  // between them in shared memory: they lie in other banks
 constexpr int kSide = 16;           // kSide^2 threads
 constexpr int kEach = kTile / kSide;
+constexpr int kLoads = kTile * kDepth / (kSide * kSide);  // of a thread, of each factor in a step
 constexpr int kTerms = 256;  // are summed by themselves: a long sum would lose small numbers
 
-// One block's factors in shared memory, and the product of them in its threads' registers.
+// A factor as in tensor_core.cuh, but of any type and alignment.
+template <typename scalar_t, bool kAlong>
+struct Factor {
+  const scalar_t* data;  // of the first place of the block's part, first term
+  int64_t stride;        // from one line to the next
+  int64_t num_places;    // from there on
+
+  // Of this thread's i-th number: neighbouring threads have neighbours in a line.
+  static __device__ int place(int i) {
+    const int number = threadIdx.x + i * kSide * kSide;
+    return kAlong ? number / kDepth : number % kTile;
+  }
+  static __device__ int term(int i) {
+    const int number = threadIdx.x + i * kSide * kSide;
+    return kAlong ? number % kDepth : number / kTile;
+  }
+
+  // kDepth terms from `first` on into registers; zeros for what is not there.
+  __device__ void load(scalar_t (&numbers)[kLoads], int64_t first, int64_t num_terms) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool inside = first + term(i) < num_terms && place(i) < num_places;
+      const int64_t line = kAlong ? place(i) : first + term(i);
+      const int64_t along = kAlong ? first + term(i) : place(i);
+      numbers[i] = inside ? data[line * stride + along] : scalar_t(0);
+    }
+  }
+
+  template <typename acc_t>
+  static __device__ void store(const scalar_t (&numbers)[kLoads], acc_t (*shared)[kStride]) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) shared[term(i)][place(i)] = static_cast<acc_t>(numbers[i]);
+  }
+};
+
+// The product of a block's factors, in its threads' registers.
 template <typename acc_t>
 struct TileProduct {
-  acc_t (*a)[kStride];  // [kDepth][kTile], shared
-  acc_t (*b)[kStride];
   acc_t total[kEach][kEach] = {};
   acc_t sum[kEach][kEach] = {};
-  int num_terms = 0;
 
-  __device__ void add_product() {
+  // Adds a times b: while a step is multiplied, the numbers of the next are on their way. All
+  // threads of the block call it.
+  template <typename scalar_t, bool kAlongA, bool kAlongB>
+  __device__ void add(const Factor<scalar_t, kAlongA>& a, const Factor<scalar_t, kAlongB>& b,
+                      int64_t num_terms) {
+    __shared__ acc_t a_tile[kDepth][kStride], b_tile[kDepth][kStride];
+    scalar_t next_a[kLoads], next_b[kLoads];
+    const auto load = [&](int64_t first) {
+      a.load(next_a, first, num_terms);
+      b.load(next_b, first, num_terms);
+    };
+    load(0);
+    for (int64_t first = 0; first < num_terms; first += kDepth) {
+      a.store(next_a, a_tile);
+      b.store(next_b, b_tile);
+      __syncthreads();
+      // Past the end zeros: behind a condition, nvcc would have it wait for the product.
+      load(first + kDepth);
+      add_step(a_tile, b_tile);
+      if ((first + kDepth) % kTerms == 0) finish_terms();
+      __syncthreads();
+    }
+  }
+
+  __device__ void add_step(const acc_t (*a_tile)[kStride], const acc_t (*b_tile)[kStride]) {
     const int row = threadIdx.x / kSide * kEach;
     const int column = threadIdx.x % kSide * kEach;
 #pragma unroll
@@ -49,8 +106,8 @@ struct TileProduct {
       acc_t left[kEach], right[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        left[i] = a[k][row + i];
-        right[i] = b[k][column + i];
+        left[i] = a_tile[k][row + i];
+        right[i] = b_tile[k][column + i];
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -58,7 +115,6 @@ struct TileProduct {
         for (int j = 0; j < kEach; ++j) sum[i][j] = std::fma(left[i], right[j], sum[i][j]);
       }
     }
-    if ((num_terms += kDepth) % kTerms == 0) finish_terms();
   }
 
   __device__ void finish_terms() {
@@ -123,30 +179,15 @@ __global__ void __launch_bounds__(kSide* kSide)
                               const int64_t* __restrict__ offsets, int64_t num_experts,
                               int64_t depth, int64_t columns, int64_t column_tiles,
                               scalar_t* __restrict__ out) {
-  __shared__ acc_t a_tile[kDepth][kStride], b_tile[kDepth][kStride];
   const RowTile<kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
   if (tile.num_rows <= 0) return;  // the whole block
   const int64_t first_column = blockIdx.x % column_tiles * kTile;
-  const scalar_t* rows = a + tile.first_row * depth;
-  const scalar_t* weight = w + tile.expert * depth * columns;
-  TileProduct<acc_t> product{a_tile, b_tile};
-  for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
-    for (int i = threadIdx.x; i < kDepth * kTile; i += kSide * kSide) {
-      // Neighbouring threads read neighbouring numbers: along k in a row, along n in a matrix.
-      const int r = i / kDepth, k = i % kDepth;
-      const bool inside = r < tile.num_rows && k0 + k < depth;
-      a_tile[k][r] = inside ? static_cast<acc_t>(rows[r * depth + k0 + k]) : acc_t(0);
-      const int n = kTransposed ? i / kDepth : i % kTile;
-      const int kb = kTransposed ? i % kDepth : i / kTile;
-      const int64_t column = first_column + n;
-      const bool there = column < columns && k0 + kb < depth;
-      const int64_t at = kTransposed ? column * depth + k0 + kb : (k0 + kb) * columns + column;
-      b_tile[kb][n] = there ? static_cast<acc_t>(weight[at]) : acc_t(0);
-    }
-    __syncthreads();
-    product.add_product();
-    __syncthreads();
-  }
+  const Factor<scalar_t, true> rows{a + tile.first_row * depth, depth, tile.num_rows};
+  const Factor<scalar_t, kTransposed> weight{
+      w + tile.expert * depth * columns + first_column * (kTransposed ? depth : 1),
+      kTransposed ? depth : columns, columns - first_column};
+  TileProduct<acc_t> product;
+  product.add(rows, weight, depth);
   product.for_each([&](int r, int n, acc_t value) {
     const int64_t column = first_column + n;
     if (r >= tile.num_rows || column >= columns) return;
@@ -161,25 +202,15 @@ __global__ void __launch_bounds__(kSide* kSide)
     rows_times_rows_kernel(const scalar_t* __restrict__ a, const scalar_t* __restrict__ g,
                            const int64_t* __restrict__ offsets, int64_t height, int64_t columns,
                            int64_t height_tiles, int64_t column_tiles, scalar_t* __restrict__ out) {
-  __shared__ acc_t a_tile[kDepth][kStride], b_tile[kDepth][kStride];
   const int64_t expert = blockIdx.x / (height_tiles * column_tiles);
   const int64_t first_k = blockIdx.x / column_tiles % height_tiles * kTile;
   const int64_t first_column = blockIdx.x % column_tiles * kTile;
-  const int64_t end = offsets[expert + 1];
-  TileProduct<acc_t> product{a_tile, b_tile};
-  for (int64_t row0 = offsets[expert]; row0 < end; row0 += kDepth) {
-    for (int i = threadIdx.x; i < kDepth * kTile; i += kSide * kSide) {
-      const int r = i / kTile, c = i % kTile;
-      const int64_t row = row0 + r;
-      const bool k_inside = row < end && first_k + c < height;
-      a_tile[r][c] = k_inside ? static_cast<acc_t>(a[row * height + first_k + c]) : acc_t(0);
-      const bool n_inside = row < end && first_column + c < columns;
-      b_tile[r][c] = n_inside ? static_cast<acc_t>(g[row * columns + first_column + c]) : acc_t(0);
-    }
-    __syncthreads();
-    product.add_product();
-    __syncthreads();
-  }
+  const int64_t begin = offsets[expert];
+  const Factor<scalar_t, false> left{a + begin * height + first_k, height, height - first_k};
+  const Factor<scalar_t, false> right{g + begin * columns + first_column, columns,
+                                      columns - first_column};
+  TileProduct<acc_t> product;
+  product.add(left, right, offsets[expert + 1] - begin);
   product.for_each([&](int k, int n, acc_t value) {
     if (first_k + k >= height || first_column + n >= columns) return;
     out[(expert * height + first_k + k) * columns + first_column + n] =
