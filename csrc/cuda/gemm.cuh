@@ -261,13 +261,17 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
 }
 
 // Zeros for the experts without rows, in out [E, size]: torch's grouped product leaves them
-// unwritten on some devices. Packed numbers are 0 where all their bytes are.
+// unwritten on some devices. Packed numbers are 0 where all their bytes are. An expert has several
+// blocks.
 template <typename Packed>
 __global__ void zero_unused_kernel(const int64_t* __restrict__ offsets, int64_t size,
-                                   Packed* __restrict__ out) {
-  const int64_t expert = blockIdx.x;
+                                   int64_t blocks_of_each, Packed* __restrict__ out) {
+  const int64_t expert = blockIdx.x / blocks_of_each;
   if (offsets[expert] != offsets[expert + 1]) return;  // the whole block
-  for (int64_t i = threadIdx.x; i < size; i += blockDim.x) out[expert * size + i] = Packed{};
+  for (int64_t i = blockIdx.x % blocks_of_each * blockDim.x + threadIdx.x; i < size;
+       i += blocks_of_each * blockDim.x) {
+    out[expert * size + i] = Packed{};
+  }
 }
 
 // The products of rows that are ordered by expert; all tensors are contiguous.
@@ -305,9 +309,12 @@ class GroupedProducts {
     if (torch_takes(a, g)) {
       Tensor out = at::_grouped_mm(a.t(), g, ends());
       using Packed = Pack<at::BFloat16, tensor_core::kChunk>;
-      launch(zero_unused_kernel<Packed>, grid(num_experts_), kThreads, 0, offsets,
-             height * columns / tensor_core::kChunk,
-             reinterpret_cast<Packed*>(out.mutable_data_ptr<at::BFloat16>()));
+      // One expert's matrix alone can be the work of the whole device.
+      constexpr int64_t kMostBlocks = 64, kPacks = 4;  // of an expert, of a thread
+      const int64_t size = height * columns / tensor_core::kChunk;
+      const int64_t blocks_of_each = std::min(kMostBlocks, ceil_div(size, kPacks * kThreads));
+      launch(zero_unused_kernel<Packed>, grid(num_experts_ * blocks_of_each), kThreads, 0, offsets,
+             size, blocks_of_each, reinterpret_cast<Packed*>(out.mutable_data_ptr<at::BFloat16>()));
       return out;
     }
     Tensor out = at::empty({num_experts_, height, columns}, a.options());
