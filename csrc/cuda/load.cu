@@ -29,6 +29,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     const int64_t* __restrict__ expert_index, int64_t k,
                                     int64_t num_experts, Groups groups, int64_t chunk_size,
                                     acc_t* __restrict__ partial_load) {
+  constexpr int kAhead = 4;  // tokens whose numbers are on their way at once
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int64_t tiles = ceil_div(num_experts, kWarp);
@@ -39,49 +40,52 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
   if (begin >= groups.num_tokens) return;  // the whole warp
   const int64_t end = std::min(groups.num_tokens, begin + chunk_size);
 
-  int64_t group = groups.of(begin);
-  int64_t group_end = groups.end(group);
-  acc_t sum = 0;         // of whole runs of kWarp tokens:
-  acc_t sum_of_run = 0;  // a long sum of small numbers would lose them
-  const auto finish_group = [&] {
-    if (expert < num_experts) {
-      partial_load[(chunk + group) * num_experts + expert] = sum + sum_of_run;
-    }
-    sum = sum_of_run = 0;
-  };
-  for (int64_t first = begin; first < end; first += kWarp) {
-    // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
-    acc_t outside = 0, inside = 0;
-    unsigned chosen = 0;
-    if (const int64_t token = first + lane; token < end) {
-      outside = threshold[2 * token];
-      inside = threshold[2 * token + 1];
-      for (int64_t j = 0; j < k; ++j) {
-        const int64_t place = expert_index[token * k + j] - first_expert;
-        if (place >= 0 && place < kWarp) chosen |= 1u << place;
+  for (int64_t first = begin; first < end;) {
+    const int64_t group = groups.of(first);
+    const int64_t group_end = std::min(end, groups.end(group));
+    acc_t sum = 0;
+    while (first < group_end) {
+      // Runs of up to kWarp tokens: a long sum of small numbers would lose them.
+      const int count =
+          static_cast<int>(std::min<int64_t>(kWarp - first % kWarp, group_end - first));
+      // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
+      acc_t outside = 0, inside = 0;
+      unsigned chosen = 0;
+      if (const int64_t token = first + lane; lane < count) {
+        outside = threshold[2 * token];
+        inside = threshold[2 * token + 1];
+        for (int64_t j = 0; j < k; ++j) {
+          const int64_t place = expert_index[token * k + j] - first_expert;
+          if (place >= 0 && place < kWarp) chosen |= 1u << place;
+        }
       }
-    }
-    const int count = static_cast<int>(std::min<int64_t>(kWarp, end - first));
-    for (int l = 0; l < count; ++l) {
-      const int64_t token = first + l;
-      if (token >= group_end) {
-        finish_group();
-        group = groups.of(token);
-        group_end = groups.end(group);
+      acc_t sum_of_run = 0;
+      for (int l = 0; l < count; l += kAhead) {
+        scalar_t clean[kAhead];
+        acc_t stddev[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const bool there = l + i < count && expert < num_experts;
+          const int64_t at = (first + l + i) * num_experts + expert;
+          clean[i] = there ? clean_logits[at] : scalar_t(0);
+          stddev[i] = there ? noise_stddev[at] : acc_t(0);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (l + i < count) {  // in all lanes
+            const acc_t if_outside = __shfl_sync(kAllLanes, outside, l + i);
+            const acc_t if_inside = __shfl_sync(kAllLanes, inside, l + i);
+            const bool is_inside = __shfl_sync(kAllLanes, chosen, l + i) >> lane & 1u;
+            sum_of_run += math::prob_in_top_k(static_cast<acc_t>(clean[i]),
+                                              is_inside ? if_inside : if_outside, stddev[i]);
+          }
+        }
       }
-      const acc_t if_outside = __shfl_sync(kAllLanes, outside, l);
-      const acc_t if_inside = __shfl_sync(kAllLanes, inside, l);
-      const bool is_inside = __shfl_sync(kAllLanes, chosen, l) >> lane & 1u;
-      if (expert < num_experts) {
-        const int64_t at = token * num_experts + expert;
-        sum_of_run += math::prob_in_top_k(static_cast<acc_t>(clean_logits[at]),
-                                          is_inside ? if_inside : if_outside, noise_stddev[at]);
-      }
+      sum += sum_of_run;
+      first += count;
     }
-    sum += sum_of_run;
-    sum_of_run = 0;
+    if (expert < num_experts) partial_load[(chunk + group) * num_experts + expert] = sum;
   }
-  finish_group();
 }
 
 Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
