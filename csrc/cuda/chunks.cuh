@@ -1,27 +1,31 @@
-// Sums over the tokens for each expert: over chunks of the tokens by each operator's own kernel,
-// then over the chunks.
+// Sums over rows, by group and column: over chunks of the rows by each operator's own kernel, then
+// over the chunks.
 #pragma once
+
+#include <algorithm>
 
 #include "launch.cuh"
 
 namespace moe_ext::cuda {
 
-// The groups of rows: between two offsets each, or one of all.
+// The groups of rows: between two offsets each, or of equal size.
 struct Groups {
-  const int64_t* bounds;  // null: one
+  const int64_t* bounds;  // null: equal
   int64_t num_groups;
-  int64_t num_tokens;
+  int64_t num_rows;
 
-  __device__ int64_t begin(int64_t group) const { return bounds ? bounds[group] : 0; }
-  __device__ int64_t end(int64_t group) const {
-    return group + 1 < num_groups ? bounds[group + 1] : num_tokens;
+  __device__ int64_t begin(int64_t group) const {
+    return bounds ? bounds[group] : group * (num_rows / num_groups);
   }
-  // The last group that begins at or before the token: it is the one that has the token.
-  __device__ int64_t of(int64_t token) const {
+  __device__ int64_t end(int64_t group) const {
+    return group + 1 < num_groups ? begin(group + 1) : num_rows;
+  }
+  // The last group that begins at or before the row: it is the one that has the row.
+  __device__ int64_t of(int64_t row) const {
     int64_t low = 0, high = num_groups - 1;
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
-      if (bounds[middle] <= token) {
+      if (begin(middle) <= row) {
         low = middle;
       } else {
         high = middle - 1;
@@ -31,31 +35,65 @@ struct Groups {
   }
 };
 
-// The sum over the chunks of each group, for kWarp experts: a block, in the order of its warps.
+// The rows of a chunk, whole runs of kWarp: for chunks enough to keep the device busy, and so few
+// that their sums are soon added.
+inline int64_t chunk_size_of(int64_t num_rows) {
+  constexpr int64_t kMostChunks = 1024;
+  return kWarp * std::max<int64_t>(1, ceil_div(num_rows, kWarp * kMostChunks));
+}
+
+// The sums over a chunk for a thread's kSize columns, one for each group that the chunk meets:
+// add(first, count, sum) adds some rows, write(place, sum) gets the sums of a group. In the order
+// of the rows every next pair of a chunk and a group has a larger chunk or a larger group: each
+// pair has the place chunk + group to itself.
+template <typename acc_t, int kSize, typename Add, typename Write>
+__device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chunk,
+                                              int64_t chunk_size, const Add& add,
+                                              const Write& write) {
+  const int64_t end = std::min(groups.num_rows, (chunk + 1) * chunk_size);
+  for (int64_t first = chunk * chunk_size; first < end;) {
+    const int64_t group = groups.of(first);
+    const int64_t group_end = std::min(end, groups.end(group));
+    acc_t sum[kSize] = {};
+    while (first < group_end) {
+      // Runs of up to kWarp rows: a long sum of small numbers would lose them.
+      const int count =
+          static_cast<int>(std::min<int64_t>(kWarp - first % kWarp, group_end - first));
+      acc_t sum_of_run[kSize] = {};
+      add(first, count, sum_of_run);
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) sum[d] += sum_of_run[d];
+      first += count;
+    }
+    write(chunk + group, sum);
+  }
+}
+
+// The sum over the chunks of each group, for kWarp columns: a block, in the order of its warps.
 template <typename acc_t>
-__global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_sums, int64_t num_experts,
+__global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_sums, int64_t columns,
                                      Groups groups, int64_t chunk_size, acc_t* __restrict__ sums) {
   __shared__ acc_t sums_of_warps[kThreads / kWarp][kWarp];
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
-  const int64_t tiles = ceil_div(num_experts, kWarp);
+  const int64_t tiles = ceil_div(columns, kWarp);
   const int64_t group = blockIdx.x / tiles;
-  const int64_t expert = blockIdx.x % tiles * kWarp + lane;
+  const int64_t column = blockIdx.x % tiles * kWarp + lane;
   const int64_t begin = groups.begin(group);
   const int64_t end = groups.end(group);
   acc_t sum = 0;
-  if (begin < end && expert < num_experts) {
+  if (begin < end && column < columns) {
     const int64_t last_chunk = (end - 1) / chunk_size;
     for (int64_t chunk = begin / chunk_size + warp; chunk <= last_chunk;
          chunk += kThreads / kWarp) {
-      sum += partial_sums[(chunk + group) * num_experts + expert];
+      sum += partial_sums[(chunk + group) * columns + column];
     }
   }
   sums_of_warps[warp][lane] = sum;
   __syncthreads();
-  if (warp == 0 && expert < num_experts) {
+  if (warp == 0 && column < columns) {
     for (int w = 1; w < kThreads / kWarp; ++w) sum += sums_of_warps[w][lane];
-    sums[group * num_experts + expert] = sum;
+    sums[group * columns + column] = sum;
   }
 }
 

@@ -11,37 +11,12 @@
 #include <tuple>
 #include <vector>
 
+#include "chunks.cuh"
 #include "gemm.cuh"
 #include "slots.cuh"
 
 namespace moe_ext::cuda {
 namespace {
-
-// Where the rows of the experts lie: one after the other, from offsets[e] on or of equal number.
-struct Bounds {
-  const int64_t* offsets;  // null: rows_of_each
-  int64_t num_experts;
-  int64_t rows_of_each;
-
-  __device__ int64_t begin(int64_t expert) const {
-    return offsets != nullptr ? offsets[expert] : expert * rows_of_each;
-  }
-
-  // The first expert that ends after the row.
-  __device__ int64_t expert_of(int64_t row) const {
-    if (offsets == nullptr) return row / rows_of_each;
-    int64_t low = 0, high = num_experts;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (offsets[middle + 1] <= row) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
-  }
-};
 
 // out = activation(a) of z = a, or activation(a) * b of z = [a, b], both `width` wide. A thread has
 // some columns of a row.
@@ -155,7 +130,7 @@ Tensor activate_backward(std::string_view activation, const Tensor& z, const Ten
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
                                      scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
-                                     Bounds bounds, Slots slots, const acc_t* __restrict__ gates,
+                                     Groups experts, Slots slots, const acc_t* __restrict__ gates,
                                      int64_t fan_in, int64_t columns,
                                      acc_t* __restrict__ grad_gates) {
   using Packed = Pack<scalar_t, kSize>;
@@ -169,8 +144,7 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* _
     auto* p_row = reinterpret_cast<Packed*>(p + row * fan_in);
     auto* dy_row = reinterpret_cast<Packed*>(dy + row * columns);
     const auto* a_row = reinterpret_cast<const Packed*>(a + row * fan_in);
-    const scalar_t* expert_bias =
-        bias == nullptr ? nullptr : bias + bounds.expert_of(row) * columns;
+    const scalar_t* expert_bias = bias == nullptr ? nullptr : bias + experts.of(row) * columns;
     acc_t product = 0;
     for (int64_t i = lane; i < fan_in / kSize; i += kWarp) {
       Packed ps = p_row[i];
@@ -200,27 +174,30 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* _
   }
 }
 
-// out[e, c] = the sum of rows[r, c] over the rows of expert e, in groups as long sums of small
-// numbers want it. A thread has a column.
-template <typename scalar_t, typename acc_t>
-__global__ void sum_by_expert_kernel(const scalar_t* __restrict__ rows, Bounds bounds,
-                                     int64_t columns, int64_t column_blocks,
-                                     scalar_t* __restrict__ out) {
-  constexpr int64_t kGroup = 32;
-  const int64_t expert = blockIdx.x / column_blocks;
-  const int64_t column = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
-  const int64_t begin = bounds.begin(expert);
-  const int64_t end = bounds.begin(expert + 1);
-  acc_t sum = 0;
-  for (int64_t first = begin; first < end; first += kGroup) {
-    acc_t group = 0;
-    for (int64_t r = first; r < min(end, first + kGroup); ++r) {
-      group += static_cast<acc_t>(rows[r * columns + column]);
+// The sums over a chunk of the rows: a warp, whose lanes have some columns each.
+template <typename scalar_t, typename acc_t, int kSize>
+__global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows, Groups experts,
+                                              int64_t columns, int64_t chunk_size,
+                                              acc_t* __restrict__ partial_sums) {
+  using Packed = Pack<scalar_t, kSize>;
+  const int64_t packs = columns / kSize;
+  const int64_t tiles = ceil_div(packs, kWarp);
+  const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
+  const int64_t chunk = warp / tiles;
+  const int64_t pack = warp % tiles * kWarp + threadIdx.x % kWarp;
+  if (pack >= packs) return;
+  const auto add = [&](int64_t first, int count, acc_t(&sum)[kSize]) {
+#pragma unroll 4
+    for (int r = 0; r < count; ++r) {
+      const Packed row = reinterpret_cast<const Packed*>(rows)[(first + r) * packs + pack];
+#pragma unroll
+      for (int d = 0; d < kSize; ++d) sum[d] += static_cast<acc_t>(row.values[d]);
     }
-    sum += group;
-  }
-  out[expert * columns + column] = static_cast<scalar_t>(sum);
+  };
+  sums_of_chunk<acc_t, kSize>(experts, chunk, chunk_size, add, [&](int64_t place, const auto& sum) {
+#pragma unroll
+    for (int d = 0; d < kSize; ++d) partial_sums[place * columns + pack * kSize + d] = sum[d];
+  });
 }
 
 // What the two directions share: the layers, and where the rows come from.
@@ -280,7 +257,7 @@ class Experts {
             launch(gate_backward_kernel<scalar_t, acc_t, size>,
                    grid(ceil_div(slots().num_tokens * kWarp, kThreads)), kThreads, 0, p_data,
                    a_data, dy_data, has_bias() ? last_bias.const_data_ptr<scalar_t>() : nullptr,
-                   bounds(), slots(), gates.const_data_ptr<acc_t>(), fan_in, columns,
+                   groups(), slots(), gates.const_data_ptr<acc_t>(), fan_in, columns,
                    grad_gates.mutable_data_ptr<acc_t>());
           });
     });
@@ -289,21 +266,31 @@ class Experts {
 
   // [E, columns].
   Tensor sum_by_expert(const Tensor& rows) const {
-    const int64_t columns = rows.size(1), column_blocks = ceil_div(columns, kThreads);
-    Tensor out = at::empty({num_experts_, columns}, rows.options());
+    const int64_t columns = rows.size(1), chunk_size = chunk_size_of(num_rows_);
+    const int64_t num_chunks = ceil_div(num_rows_, chunk_size);
+    const auto options = rows.options().dtype(accumulate_type(rows));
+    const Tensor partial_sums = at::empty({num_chunks + num_experts_, columns}, options);
+    Tensor sums = at::empty({num_experts_, columns}, options);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "experts", [&] {
       using acc_t = at::opmath_type<scalar_t>;
-      launch(sum_by_expert_kernel<scalar_t, acc_t>, grid(num_experts_ * column_blocks), kThreads, 0,
-             rows.const_data_ptr<scalar_t>(), bounds(), columns, column_blocks,
-             out.mutable_data_ptr<scalar_t>());
+      const auto* rows_data = rows.const_data_ptr<scalar_t>();
+      with_pack_size<scalar_t>(columns, {rows_data}, [&](auto size) {
+        const int64_t tiles = ceil_div(columns / size, kWarp);
+        launch(partial_sums_by_expert_kernel<scalar_t, acc_t, size>,
+               grid(ceil_div(num_chunks * tiles, kThreads / kWarp)), kThreads, 0, rows_data,
+               groups(), columns, chunk_size, partial_sums.mutable_data_ptr<acc_t>());
+      });
+      launch(sum_of_chunks_kernel<acc_t>, grid(num_experts_ * ceil_div(columns, kWarp)), kThreads,
+             0, partial_sums.const_data_ptr<acc_t>(), columns, groups(), chunk_size,
+             sums.mutable_data_ptr<acc_t>());
     });
-    return out;
+    return sums.to(rows.scalar_type());
   }
 
  private:
-  Bounds bounds() const {
+  Groups groups() const {
     return {offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr, num_experts_,
-            num_rows_ / std::max<int64_t>(1, num_experts_)};
+            num_rows_};
   }
 
   std::string_view activation_;

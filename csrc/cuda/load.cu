@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 
 #include "../math/load.h"
@@ -19,9 +18,7 @@ Groups groups_of(const OptionalTensor& offsets, int64_t num_tokens) {
   return {offsets->const_data_ptr<int64_t>(), offsets->numel() - 1, num_tokens};
 }
 
-// The sums over a chunk of the tokens for kWarp experts, one for each group that the chunk meets: a
-// warp. In the order of the tokens every next pair of a chunk and a group has a larger chunk or a
-// larger group: each pair has the row chunk + group of the sums to itself.
+// The sums over a chunk of the tokens for kWarp experts: a warp.
 template <typename scalar_t, typename acc_t>
 __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     const acc_t* __restrict__ noise_stddev,
@@ -36,56 +33,43 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
   const int64_t chunk = warp / tiles;
   const int64_t first_expert = warp % tiles * kWarp;
   const int64_t expert = first_expert + lane;
-  const int64_t begin = chunk * chunk_size;
-  if (begin >= groups.num_tokens) return;  // the whole warp
-  const int64_t end = std::min(groups.num_tokens, begin + chunk_size);
-
-  for (int64_t first = begin; first < end;) {
-    const int64_t group = groups.of(first);
-    const int64_t group_end = std::min(end, groups.end(group));
-    acc_t sum = 0;
-    while (first < group_end) {
-      // Runs of up to kWarp tokens: a long sum of small numbers would lose them.
-      const int count =
-          static_cast<int>(std::min<int64_t>(kWarp - first % kWarp, group_end - first));
-      // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
-      acc_t outside = 0, inside = 0;
-      unsigned chosen = 0;
-      if (const int64_t token = first + lane; lane < count) {
-        outside = threshold[2 * token];
-        inside = threshold[2 * token + 1];
-        for (int64_t j = 0; j < k; ++j) {
-          const int64_t place = expert_index[token * k + j] - first_expert;
-          if (place >= 0 && place < kWarp) chosen |= 1u << place;
-        }
+  const auto add = [&](int64_t first, int count, acc_t(&sum)[1]) {
+    // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
+    acc_t outside = 0, inside = 0;
+    unsigned chosen = 0;
+    if (const int64_t token = first + lane; lane < count) {
+      outside = threshold[2 * token];
+      inside = threshold[2 * token + 1];
+      for (int64_t j = 0; j < k; ++j) {
+        const int64_t place = expert_index[token * k + j] - first_expert;
+        if (place >= 0 && place < kWarp) chosen |= 1u << place;
       }
-      acc_t sum_of_run = 0;
-      for (int l = 0; l < count; l += kAhead) {
-        scalar_t clean[kAhead];
-        acc_t stddev[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const bool there = l + i < count && expert < num_experts;
-          const int64_t at = (first + l + i) * num_experts + expert;
-          clean[i] = there ? clean_logits[at] : scalar_t(0);
-          stddev[i] = there ? noise_stddev[at] : acc_t(0);
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (l + i < count) {  // in all lanes
-            const acc_t if_outside = __shfl_sync(kAllLanes, outside, l + i);
-            const acc_t if_inside = __shfl_sync(kAllLanes, inside, l + i);
-            const bool is_inside = __shfl_sync(kAllLanes, chosen, l + i) >> lane & 1u;
-            sum_of_run += math::prob_in_top_k(static_cast<acc_t>(clean[i]),
-                                              is_inside ? if_inside : if_outside, stddev[i]);
-          }
-        }
-      }
-      sum += sum_of_run;
-      first += count;
     }
-    if (expert < num_experts) partial_load[(chunk + group) * num_experts + expert] = sum;
-  }
+    for (int l = 0; l < count; l += kAhead) {
+      scalar_t clean[kAhead];
+      acc_t stddev[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const bool there = l + i < count && expert < num_experts;
+        const int64_t at = (first + l + i) * num_experts + expert;
+        clean[i] = there ? clean_logits[at] : scalar_t(0);
+        stddev[i] = there ? noise_stddev[at] : acc_t(0);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (l + i < count) {  // in all lanes
+          const acc_t if_outside = __shfl_sync(kAllLanes, outside, l + i);
+          const acc_t if_inside = __shfl_sync(kAllLanes, inside, l + i);
+          const bool is_inside = __shfl_sync(kAllLanes, chosen, l + i) >> lane & 1u;
+          sum[0] += math::prob_in_top_k(static_cast<acc_t>(clean[i]),
+                                        is_inside ? if_inside : if_outside, stddev[i]);
+        }
+      }
+    }
+  };
+  sums_of_chunk<acc_t, 1>(groups, chunk, chunk_size, add, [&](int64_t place, const auto& sum) {
+    if (expert < num_experts) partial_load[place * num_experts + expert] = sum[0];
+  });
 }
 
 Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
@@ -100,9 +84,7 @@ Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const T
   const Tensor chosen = expert_index.contiguous();
   const OptionalTensor bounds = contiguous(group_offsets);
   const Groups groups = groups_of(bounds, num_tokens);
-  constexpr int64_t kMostChunks = 1024;
-  const int64_t chunk_size =
-      kWarp * std::max<int64_t>(1, ceil_div(num_tokens, kWarp * kMostChunks));
+  const int64_t chunk_size = chunk_size_of(num_tokens);
   const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kWarp);
   Tensor load = at::empty_symint(load_shape(clean_logits, group_offsets), stddev.options());
@@ -133,7 +115,7 @@ __global__ void load_backward_kernel(
     acc_t* __restrict__ grad_threshold) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
-  if (token >= groups.num_tokens) return;  // the whole warp
+  if (token >= groups.num_rows) return;  // the whole warp
   const acc_t* grad_prob = grad_load + groups.of(token) * num_experts;
   const acc_t if_outside = threshold[2 * token];
   const acc_t if_inside = threshold[2 * token + 1];
