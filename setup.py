@@ -13,7 +13,7 @@ import setuptools
 from setuptools import setup
 
 VERSION = "0.1.0"
-CUDA_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
 
 try:
@@ -32,10 +32,23 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     sys.exit(f"moe_ext needs torch 2.11 or later, this is {torch.__version__}")
 
 
+def ask_nvcc(option: str) -> str:
+    """What the toolkit under CUDA_HOME says of itself."""
+    return subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", option], text=True)
+
+
 def toolkit_version() -> str:
-    """The version of nvcc under CUDA_HOME, such as "13.0"."""
-    output = subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", "--version"], text=True)
-    return output.split("release ")[1].split(",")[0]
+    """Such as "13.0"."""
+    return ask_nvcc("--version").split("release ")[1].split(",")[0]
+
+
+def architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST; unset, those of ours that the toolkit has, the last as PTX too."""
+    has = ask_nvcc("--list-gpu-arch").split()
+    ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
+    if ours:
+        ours[-1] += "+PTX"
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(ours)
 
 
 def wants_cuda(has_sources: bool) -> bool:
@@ -53,6 +66,8 @@ def wants_cuda(has_sources: bool) -> bool:
         missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"
     elif toolkit_version().split(".")[0] != torch.version.cuda.split(".")[0]:
         missing = f"the toolkit is CUDA {toolkit_version()} and torch's {torch.version.cuda}"
+    elif not architectures():
+        missing = f"the toolkit has none of the architectures {', '.join(CUDA_ARCHITECTURES)}"
     else:
         return True
     if choice == "1":
@@ -70,7 +85,7 @@ def extension():
     cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
     if not wants_cuda(bool(cuda)):
         return CppExtension("moe_ext._C", cpp, extra_compile_args={"cxx": cxx})
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
     define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
     nvcc = ["-std=c++20", "-O3", "-fmad=false"]
     nvcc += ["-Xcompiler", "-Wall,-Wextra,-Wno-unused-parameter"]

@@ -54,11 +54,15 @@ print(os.environ["TORCH_CUDA_ARCH_LIST"])
 def toolkit(tmp_path):
     """Makes a CUDA toolkit of some version; without one a folder that has none."""
 
-    def make(version=None):
+    def make(version=None, architectures="80 90 100 120"):
         if version is not None:
             nvcc = tmp_path / "bin" / "nvcc"
             nvcc.parent.mkdir()
-            nvcc.write_text(f"#!/bin/sh\necho 'tools, release {version}, V{version}.1'\n")
+            nvcc.write_text(
+                "#!/bin/sh\ncase $1 in\n"
+                f"--version) echo 'tools, release {version}, V{version}.1' ;;\n"
+                f"--list-gpu-arch) printf 'compute_%s\\n' {architectures} ;;\nesac\n"
+            )
             nvcc.chmod(0o755)
         return str(tmp_path)
 
@@ -91,21 +95,40 @@ def test_without_a_toolkit(toolkit):
         assert ("building for the CPU alone" in result.stdout) == (choice == "auto")
 
 
-@with_cuda
-@pytest.mark.parametrize("given", [{}, {"TORCH_CUDA_ARCH_LIST": "9.0"}])
-def test_architectures(toolkit, given):
+def run_with_toolkit(home, **given):
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"}
-    environment |= {"CUDA_HOME": toolkit(torch.version.cuda), "MOE_EXT_CUDA": "1"}
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", ARCHITECTURES],
         cwd=ROOT,
-        env=environment | given,
+        env=environment | {"CUDA_HOME": home, "MOE_EXT_CUDA": "1"} | given,
         capture_output=True,
         text=True,
     )
+
+
+@with_cuda
+@pytest.mark.parametrize(
+    ("has", "given", "expected"),
+    [
+        ("75 80 90 100 120", {}, "8.0;9.0;10.0;12.0+PTX"),
+        ("75 80 90", {}, "8.0;9.0+PTX"),
+        ("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
+    ],
+)
+def test_architectures(toolkit, has, given, expected):
+    result = run_with_toolkit(toolkit(torch.version.cuda, has), **given)
     assert result.returncode == 0, result.stderr
-    expected = given.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0;12.0+PTX")
     assert result.stdout.splitlines()[-1] == expected
+
+
+@with_cuda
+def test_a_toolkit_without_the_architectures(toolkit):
+    result = run_with_toolkit(toolkit(torch.version.cuda, "35 70"))
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines()[-1] == (
+        "moe_ext: MOE_EXT_CUDA=1, but the toolkit has none of the architectures "
+        "8.0, 9.0, 10.0, 12.0"
+    )
 
 
 def test_torch_is_not_a_build_requirement():
