@@ -201,7 +201,7 @@ class Exchange(nn.Module):
         received = numbers.wait().view(size, num_local + num_chunks)
         received_by_chunk = received[:, :num_local].split(self.chunk_sizes, dim=1)
 
-        # The one time that the host waits for the numbers: [chunks, processes] of each.
+        # Here the host waits for the numbers: [chunks, processes] of each.
         host = [
             copies.num_copies,
             received[:, num_local:].T.reshape(-1),
@@ -234,7 +234,7 @@ class Exchange(nn.Module):
             x_c, *routing = (transfer.wait() for transfer in coming)
             if c + 1 < num_chunks:
                 coming = [send(c + 1) for send in senders]
-            index, gates_c, slots = _slots(counts, copies_in[c], rows_in[c], routing)
+            index, gates_c, slots = _slots(counts, received[:, num_local + c], len(x_c), routing)
             plan_c = ops.dispatch_plan(index, counts.shape[1])
             y = mixture(parts[c], x_c, gates_c, plan_c, slots, recompute=recompute)
             if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
@@ -275,6 +275,7 @@ class Exchange(nn.Module):
         needed[token, destination] = True
         # Copies are numbered by token, then destination; and sorted by destination they are sent.
         number = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
+        # The host waits to know how many they are.
         by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
         place = by_destination.inverse[number] - by_destination.offsets[destination]
         return _Copies(
@@ -286,22 +287,24 @@ class Exchange(nn.Module):
 
 
 def _slots(
-    counts: Tensor, num_copies: list[int], num_rows: list[int], routing: list[Tensor]
+    counts: Tensor, num_copies: Tensor, total: int, routing: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The expert and the gate of each slot of the copies that arrived, and where theirs begin.
 
     Args:
         counts: [processes, experts], the rows that came; by process, each sorted by expert.
-        num_copies, num_rows: those of each process.
+        num_copies: [processes], those of each.
+        total: their sum.
         routing: nothing, where each row has a copy of its own, whose gate stayed at home; or the
             rows' gates [R, 1], and the copies that they need, counted from their process's first.
     """
-    index = columns_of(counts, sum(num_rows))[:, None]
     if not routing:
+        index = columns_of(counts, total)[:, None]
         return index, torch.ones_like(index, dtype=torch.float32), None
     gates, copy = routing
-    copies, rows = torch.tensor([num_copies, num_rows], device=counts.device)
-    first = (copies.cumsum(0) - copies).repeat_interleave(rows, output_size=len(index))
-    by_copy = ops.dispatch_plan(copy + first, sum(num_copies))
+    index = columns_of(counts, len(copy))
+    first = num_copies.cumsum(0) - num_copies
+    copy = copy + first.repeat_interleave(counts.sum(1), output_size=len(copy))
+    by_copy = ops.dispatch_plan(copy, total)
     gates = ops.dispatch(gates, by_copy.inverse[:, None])
-    return index[by_copy.permutation, 0], gates[:, 0], by_copy.offsets
+    return index[by_copy.permutation], gates[:, 0], by_copy.offsets
