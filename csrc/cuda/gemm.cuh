@@ -8,9 +8,11 @@
 // Experts of equal size are a batch of products, torch's. In bfloat16 torch's grouped product does
 // the others on the devices that have it, for up to 1023 experts and without a bias, which would
 // come after rounding. Else half types go to the tensor cores here, where rows begin on 16 bytes;
-// the rest to kernels that accumulate as the CPU's do.
+// the rest to kernels that accumulate as the CPU's do. Float32 is float32 in all of them: a gate's
+// threshold less a logit cancels.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_grouped_mm.h>
@@ -400,6 +402,7 @@ class GroupedProducts {
     return out;
   }
 
+  at::NoTF32Guard no_tf32_;
   Tensor offsets_;
   mutable Tensor ends_;
   int64_t num_rows_, num_experts_;
