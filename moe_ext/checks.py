@@ -1,7 +1,6 @@
 """The form that all rules share, of options and of what must be installed."""
 
 import importlib
-from numbers import Integral
 from types import ModuleType
 
 import torch
@@ -41,8 +40,8 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, numpy's included; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Whether it is an int; True and False are none, nor are numpy's, tensors to the compiler."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
@@ -83,14 +82,14 @@ def require_package(owner: str, module: str, extra: str) -> ModuleType:
         extra: that of pyproject.toml which installs the package.
 
     Raises:
-        ImportError: "<owner>: <package> must be installed, which it is not; pip install ...".
+        ImportError: "<owner>: <package> must be installed (pip install ...), got: <why>".
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f"{owner}: {package} must be installed, which it is not; pip install 'moe_ext[{extra}]'"
+            f"{owner}: {package} must be installed (pip install 'moe_ext[{extra}]'), got: {error}"
         ) from error
 
 

@@ -162,8 +162,8 @@ class ModuleExperts(nn.Module):
 
     Every module maps [n, D] to [n, d_output], of any floating type: the mixture is of x's. It is
     called in each forward pass, with n = 0 when no token chose it: so its parameters always have
-    gradients. The split into experts needs the counts
-    on the host, so that on CUDA the host waits for the device, and torch.compile breaks the graph.
+    gradients. The split into experts needs the counts on the host, so that on CUDA the host waits
+    for the device, and torch.compile breaks the graph.
 
     Args:
         modules: one module for each expert.

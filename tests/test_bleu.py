@@ -98,7 +98,9 @@ def test_numbers_of_sentences():
     with pytest.raises(ValueError, match=r"^corpus_bleu: references must be .* got \[\]$"):
         corpus_bleu(["a"])
     with pytest.raises(ValueError, match=r"^corpus_bleu: translations must be several, got 'a b'"):
-        corpus_bleu("a b", [["a b"]])
+        corpus_bleu("a b", ["a b"])
+    with pytest.raises(ValueError, match=r"^corpus_bleu: references must be several, got 'ab'$"):
+        corpus_bleu(["a", "b"], "ab")
     with pytest.raises(ValueError, match=r"^corpus_bleu: references .* of 1 .* got \[1, 2\]$"):
         corpus_bleu(["a"], ["a"], ["a", "b"])
 

@@ -228,8 +228,10 @@ def test_a_training_step_is_captured_in_a_graph(gate, dtype, optimizer_class):
 @built
 @on_gpu
 @pytest.mark.cuda
-def test_a_side_stream_gives_what_the_default_one_does():
-    moe, x, results = layer(NoisyTopKGate(64, 16, 2), "cuda"), draw(300, 64).cuda(), []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_side_stream_gives_what_the_default_one_does(dtype):
+    moe, results = layer(NoisyTopKGate(64, 16, 2), "cuda", dtype), []
+    x = draw(300, 64, dtype=dtype).cuda()
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -242,6 +244,33 @@ def test_a_side_stream_gives_what_the_default_one_does():
         torch.cuda.synchronize()
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@built
+@on_gpu
+@pytest.mark.cuda
+@pytest.mark.parametrize("equal", [True, False])  # torch's product, and ours
+def test_float32_is_float32(equal):
+    """Where TF32 is allowed, too: it would be some 1e-2 off."""
+    sizes = torch.tensor([256] * 4 if equal else [100, 0, 924, 0])
+    offsets = None if equal else torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).cuda()
+    x, w = draw(1024, 512).cuda().requires_grad_(), draw(4, 512, 512).cuda().requires_grad_()
+    dy = draw(1024, 512).cuda()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        y = ops.experts(x, [w], offsets=offsets)
+        found = y, *torch.autograd.grad(y, [x, w], dy)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+    leaves = [value.detach().double().requires_grad_() for value in (x, w)]
+    parts = leaves[0].split(sizes.tolist())
+    y = torch.cat([part @ matrix for part, matrix in zip(parts, leaves[1], strict=True)])
+    for actual, expected in zip(
+        found, (y, *torch.autograd.grad(y, leaves, dy.double())), strict=True
+    ):
+        assert (actual - expected).abs().max() < 1e-3
 
 
 @built

@@ -266,7 +266,7 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
         (text / "train.txt").write_text("w1 w2\n")
 
     monkeypatch.setattr(encoded, "_encode_into", change)
-    with pytest.raises(CorpusError, match="the text of train changed while it was read"):
+    with pytest.raises(CorpusError, match="the text that train is made of changed meanwhile"):
         encode()
     assert [path.name for path in ids.iterdir()] == [".lock"]
 

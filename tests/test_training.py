@@ -546,10 +546,10 @@ def test_a_checkpoint_that_does_not_read(table):
         load_run(folder / "nowhere")
 
 
-def test_without_tensorboard_nothing_is_written(table, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    message = "tensorboard must be installed, .*; pip install .*, or set log.tensorboard=false"
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("module", ["tensorboard", "torch.utils.tensorboard"])
+def test_without_tensorboard_nothing_is_written(table, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"tensorboard.*, or set log\.tensorboard=false$"):
         Trainer(merged(table, log={"tensorboard": True}))
     assert not pathlib.Path(table["output"]).exists()
 

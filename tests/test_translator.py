@@ -226,4 +226,4 @@ def test_arguments(translator, options, message):
 
 def test_one_line_is_no_list_of_them(translator):
     with pytest.raises(ValueError, match="^Translator: lines must be several, not one, got 'the'$"):
-        next(translator()("the"))
+        translator()("the")

@@ -22,6 +22,7 @@ struct Groups {
   }
   // The last group that begins at or before the row: it is the one that has the row.
   __device__ int64_t of(int64_t row) const {
+    if (bounds == nullptr) return row / (num_rows / num_groups);
     int64_t low = 0, high = num_groups - 1;
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;

@@ -81,6 +81,9 @@ def training_flops(model: LanguageModel) -> TrainingFlops:
     Of the softmax these are the token's own class and the sampled ones, if not all. What is
     computed again in the backward pass is not counted again, and nothing but products of matrices
     is. Divided by the time of a step, this is the efficiency of the paper's tables.
+
+    Raises:
+        ValueError: see `cost`.
     """
     count = _count(model)
     num_classes, d_model = model.softmax.weight.shape

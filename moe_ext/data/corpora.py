@@ -166,7 +166,8 @@ def load_corpus(
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
     kinds = *PARTS, "all"
-    require(set(parts) <= {*kinds}, "load_corpus: parts", f"be of {', '.join(kinds)}", parts)
+    some = not isinstance(parts, str) and set(parts) <= {*kinds}
+    require(some, "load_corpus: parts", f"be some of {', '.join(kinds)} in a sequence", parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,
         "load_corpus: dev_share and test_share",

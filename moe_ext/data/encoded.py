@@ -206,7 +206,7 @@ def made_once(
                     make(result)
                     if text() != before:
                         raise CorpusError(
-                            f"the text of {name} changed while it was read; try again"
+                            f"the text that {name} is made of changed meanwhile; try again"
                         )
                     result.rename(made)
                 sync_folder(folder)

@@ -71,7 +71,10 @@ def corpus_bleu(
         ValueError: there are no translations or references, or they differ in number.
     """
     BLEU = import_bleu()
-    for name, sentences in (("translations", translations), ("references", references)):
+    for name, sentences in (
+        ("translations", translations),
+        *(("references", r) for r in references),
+    ):
         require(not isinstance(sentences, str), f"corpus_bleu: {name}", "be several", sentences)
     number = len(translations)
     require(number >= 1, "corpus_bleu: translations", "be at least one sentence", translations)

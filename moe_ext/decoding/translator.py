@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require, require_sizes
 from moe_ext.data import EncodedPairs, EncodedSentences, PairBatch, PairBatches, Wordpieces
 from moe_ext.decoding.beam_search import BeamSearch
 from moe_ext.models import TranslationModel, evaluating
@@ -85,8 +85,7 @@ class Translator:
         lines_at_a_time: int = 4_096,
         max_pieces: int = 500,
     ) -> None:
-        require_at_least(
-            1,
+        require_sizes(
             "Translator",
             tokens_per_batch=tokens_per_batch,
             lines_at_a_time=lines_at_a_time,
@@ -118,6 +117,9 @@ class Translator:
             ValueError: `lines` is a single one.
         """
         require(not isinstance(lines, str), "Translator: lines", "be several, not one", lines)
+        return self._in_order(lines, title)
+
+    def _in_order(self, lines: Iterable[str], title: str | None) -> Iterator[list[Translation]]:
         total = len(lines) if isinstance(lines, Sequence) else None
         translated = progress(self._as_they_come(lines), title, "sentences", total)
         waiting = {}

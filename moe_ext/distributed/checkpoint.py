@@ -160,9 +160,9 @@ class Checkpoints:
                 ThreadPoolExecutor(1),
                 _same_processes(self._processes, self._timeout),
             )
-            atexit.register(self.wait)  # or nobody would hear that the last one failed
         thread, processes = self._background
         self._under_way = thread.submit(self._write, processes, step, parts, files)
+        atexit.register(self.wait)  # or nobody might hear that it failed
 
     def wait(self) -> None:
         """Until no save is under way.
@@ -170,6 +170,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed.
         """
+        atexit.unregister(self.wait)
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()

@@ -39,6 +39,7 @@ def clip_grad_norm_(
         ValueError: norm_type is not above 0.
         RuntimeError: see error_if_nonfinite.
     """
+    norm_type = float(norm_type)  # "inf" is one
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     shares = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     dense = [param for param in model.parameters() if param not in shares]

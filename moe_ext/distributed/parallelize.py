@@ -44,7 +44,8 @@ def parallelize(
             there is one process or nothing dense is trained, `model` itself.
 
     Raises:
-        ValueError: `dense` is something else.
+        ValueError: `dense` is something else, or a parameter or buffer of experts that are one
+            module has no row for each.
     """
     require(dense in DENSE, "parallelize: dense", f"be one of {', '.join(DENSE)}", dense)
     world = Layout.of(process_group).world

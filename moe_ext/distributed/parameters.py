@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from moe_ext.checks import require
 from moe_ext.experts import ModuleExperts
@@ -61,7 +61,7 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
                 whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
             else:
                 rule = f"have a row for each of this process's experts, {len(local)}"
-                shape = tuple(value.shape)
+                shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
                 require(shape[:1] == (len(local),), f"{prefix}{name}", rule, shape)
                 whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
             found[prefix + name] = ExpertParameter(prefix + whole_name, value, layer.layout, bounds)

@@ -42,7 +42,7 @@ def experts(
     - with inverse, x are tokens, copied to their rows as `dispatch` does;
     - with inverse and gates, y_t = Σ_s gates[s] · E_s(x_t), summed as `combine` does.
 
-    Products of float32 are of float32 on CUDA too, whatever torch allows its own.
+    Products of float32 are of float32 on CUDA too, where torch's own may be of TF32 (`allow_tf32`).
 
     For the backward pass it keeps x and the hidden layers before their activation, not the copies
     of the tokens, nor the experts' outputs: ∂L/∂gate = ⟨∂L/∂A, A⟩ with A the last layer's input.

@@ -21,10 +21,9 @@ def summary_writer() -> Any:
     """
     try:
         require_package("log.tensorboard", "tensorboard", "train")
+        from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(f"{error}, or set log.tensorboard=false") from error
-    from torch.utils.tensorboard import SummaryWriter
-
     return SummaryWriter
 
 
