@@ -4,6 +4,7 @@ MOE_EXT_CUDA=0 leaves CUDA out, MOE_EXT_CUDA=1 insists on it; with MOE_EXT_WERRO
 kernels is an error. TORCH_CUDA_ARCH_LIST and MAX_JOBS are honoured as in every torch extension.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     sys.exit(f"moe_ext needs torch 2.11 or later, this is {torch.__version__}")
 
 
+@functools.cache
 def ask_nvcc(option: str) -> str:
     """What the toolkit under CUDA_HOME says of itself."""
     return subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", option], text=True)
@@ -44,11 +46,13 @@ def toolkit_version() -> str:
 
 def architectures() -> str:
     """TORCH_CUDA_ARCH_LIST; unset, those of ours that the toolkit has, the last as PTX too."""
+    if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return given
     has = ask_nvcc("--list-gpu-arch").split()
     ours = [name for name in CUDA_ARCHITECTURES if f"compute_{name.replace('.', '')}" in has]
     if ours:
         ours[-1] += "+PTX"
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(ours)
+    return ";".join(ours)
 
 
 def wants_cuda(has_sources: bool) -> bool:

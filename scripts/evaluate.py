@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ext.data import EncodedPairs
-from moe_ext.data.corpora import PARTS
+from moe_ext.data.corpora import PARTS_AND_ALL
 from moe_ext.decoding import corpus_bleu
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument(
-        "--part", choices=(*PARTS, "all"), help="test, or all with --corpus, if not given"
+        "--part", choices=PARTS_AND_ALL, help="test, or all with --corpus, if not given"
     )
     parser.add_argument("--corpus", help='"builtin" or a path; that of the run if not given')
     parser.add_argument("--bleu", action="store_true", help="translate, and say how well")

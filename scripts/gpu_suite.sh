@@ -43,12 +43,9 @@ build() {
   say "build"
   "$python" - << 'END' 2>&1 | tee "$output/build.log" || return 1
 import os, sys, sysconfig
-import setuptools
-headers, version = sysconfig.get_path("include"), setuptools.__version__
+headers = sysconfig.get_path("include")
 if not os.path.exists(f"{headers}/Python.h"):
     sys.exit(f"the build needs this Python's headers: there is no {headers}/Python.h")
-if int(version.split(".")[0]) < 77:
-    sys.exit(f"the build needs setuptools 77 or later (on PYTHONPATH will do), this is {version}")
 END
   command -v ninja > /dev/null || echo "no ninja: one file is compiled after the other"
   local capability

@@ -19,7 +19,7 @@ import jinja2
 
 from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
 from moe_ext.data import AnyVocabulary, Wordpieces
-from moe_ext.data.corpora import PARTS
+from moe_ext.data.corpora import PARTS_AND_ALL
 from moe_ext.files import write_text
 from moe_ext.training.checkpoint import load_run
 from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
@@ -126,7 +126,7 @@ def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="train")
+    parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")
     parser.add_argument(
         "--positions", type=at_least(1), default=200_000, help="how many words to look at"
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moe_ext import MoE
 from moe_ext.analysis import training_flops
-from moe_ext.analysis.benchmark import environment, interleaved, pinned, ratio
+from moe_ext.analysis.benchmark import Quartiles, environment, interleaved, pinned, ratio
 from moe_ext.analysis.roofline import gemm_probe
 from moe_ext.models import LanguageModel
 from moe_ext.training.command import at_least, exit_status, make_parser
@@ -218,7 +218,7 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
             per_expert = f"{row.rows_per_expert:,.0f}" if row.rows_per_expert else ""
             first = [f"{row.tokens:,}", row.name, per_expert, f"{row.gflops:.1f}"]
             line = lines.setdefault((row.tokens, row.name), first)
-            line.append(f"{row.median:.2f} ({row.low:.2f}-{row.high:.2f})")
+            line.append(f"{Quartiles(row.low, row.median, row.high):.2f}")
         return markdown_table(header, lines.values())
 
     judged = [

@@ -45,7 +45,7 @@ from moe_ext.analysis import (
 )
 from moe_ext.analysis.routing import NEIGHBOURS
 from moe_ext.data import AnyText
-from moe_ext.data.corpora import PARTS
+from moe_ext.data.corpora import PARTS_AND_ALL
 from moe_ext.files import write_json
 from moe_ext.training.checkpoint import TrainedModel, load_run
 from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
@@ -308,7 +308,7 @@ def named_corpora(options: Iterable[str]) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="train")
+    parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")
     parser.add_argument(
         "--positions", type=at_least(1), default=200_000, help="how many words to look at"
     )

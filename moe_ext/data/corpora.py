@@ -12,6 +12,7 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.files import READ_ERRORS, file_fingerprint, open_plain
 
 PARTS = ("train", "dev", "test")
+PARTS_AND_ALL = (*PARTS, "all")  # what a Corpus has
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 _PIECE_BYTES = 16 * 2**20
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
@@ -165,9 +166,9 @@ def load_corpus(
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
-    kinds = *PARTS, "all"
-    some = not isinstance(parts, str) and set(parts) <= {*kinds}
-    require(some, "load_corpus: parts", f"be some of {', '.join(kinds)} in a sequence", parts)
+    some = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
+    rule = f"be some of {', '.join(PARTS_AND_ALL)} in a sequence"
+    require(some, "load_corpus: parts", rule, parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,
         "load_corpus: dev_share and test_share",

@@ -34,14 +34,18 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
     check_arguments("linear_cross_entropy", hidden, weight, bias, targets)
     learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
     if not (learns and torch.is_grad_enabled()):
-        return linear_nll(hidden, weight, bias, targets).sum()
+        return _nll(hidden, weight, bias, targets).sum()
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 
-@torch.no_grad()
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """Each term of the sum of `linear_cross_entropy`: [T], nats; no gradient."""
     check_arguments("linear_nll", hidden, weight, bias, targets)
+    return _nll(hidden, weight, bias, targets)
+
+
+@torch.no_grad()
+def _nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
     weight, dtype = to_product_dtype(weight, hidden)
     for rows in row_blocks(len(targets), weight):
