@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import require, require_shape
-from moe_ext.ops.dtypes import accumulation_dtype
+from moe_ext.ops import accumulation_dtype
+
+__all__ = ["batchwise_loss", "cv_squared", "importance_loss", "load_loss"]
 
 
 def cv_squared(values: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """The mixture-of-experts layer, Section 2."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,27 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
-from moe_ext.checks import (
-    require,
-    require_at_least,
-    require_floating,
-    require_mask,
-    require_sizes,
-)
-from moe_ext.exchange import EXCHANGES, Exchange, Placement
-from moe_ext.experts import FeedForwardExperts, ModuleExperts, mixture
-from moe_ext.gates import Gate, Gating, NoisyTopKGate, require_k
+from moe_ext._mixture import mixture
+from moe_ext.checks import require, require_at_least, require_floating, require_mask
+from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import cv_squared, importance_loss, load_loss
-from moe_ext.processes import Layout
 
-BALANCES = ("global", "local")
+if TYPE_CHECKING:
+    from moe_ext.distributed import ExpertParallel, ExpertSharding
+
+__all__ = ["MoE", "MoEAux"]
 
 
 class MoEAux(NamedTuple):
     """What a MoE layer returns beside its output; T counts the tokens that the mask left.
 
     With a process_group, loss, importance, load, load_factors and gate_metrics are those of all
-    processes (balance="global"), the others are of this one's tokens.
+    ranks (balance="global"), the others are of this one's tokens.
 
     Attributes:
         loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² and the gate's own, to be
@@ -42,7 +40,7 @@ class MoEAux(NamedTuple):
         tokens_per_expert: [E] int64, the true number of tokens of each expert.
         token_offsets: [T + 1] int64, where each token's gates begin and end; None: K each.
         gate_metrics: scalars of the gate's own.
-        load_factors: of which load is made on two levels; see `Gating`.
+        load_factors: of which load is made on two levels; see `Routing`.
     """
 
     loss: Tensor
@@ -87,11 +85,11 @@ class MoE(nn.Module):
     With feed-forward experts steps 3 to 5 are one operator, which keeps x and the hidden layers for
     the backward pass; with recompute, x alone (App. D).
 
-    With a process_group its processes share the experts (Sec. 3): each has a copy of the gate, a
-    block of the experts and tokens of its own, any number of them, and calls the layer together
-    with the others, forward and backward. The result is that of one process with all tokens, in the
-    order of the ranks. Gradients are those of the mean of the processes' losses: of the experts as
-    they are, of all else once averaged over the processes (`moe_ext.distributed.parallelize`).
+    With a process_group its ranks share the experts (Sec. 3): each has a copy of the gate, a block
+    of the experts and tokens of its own, any number of them, and calls the layer together with the
+    others, forward and backward. The result is that of one process with all tokens, in the order of
+    the ranks. Gradients are those of the mean of the ranks' losses: of the experts as they are, of
+    all else once averaged over the ranks (`moe_ext.distributed.parallelize`).
 
     Args:
         d_model: D, the width of x.
@@ -99,34 +97,33 @@ class MoE(nn.Module):
         k: experts per token.
         hidden_sizes: widths of the experts' hidden layers; None is (4 · d_model,).
         activation, bias: see `FeedForwardExperts`.
-        gate: a module from x [T, D] to `Gating`; None is NoisyTopKGate, with noise_epsilon and
-            generator.
-        experts: a module from rows [R, D] and offsets [E + 1] to [R, d_output], or a sequence of
-            any modules, one for each expert; None is FeedForwardExperts, with hidden_sizes,
-            activation and bias. With a process_group, those of this process alone (`Placement`).
-        recompute: compute the experts again in the backward pass instead of keeping anything of
-            them: one more product of rows and weights for each hidden layer, the same bits (and
-            running averages of experts given, as BatchNorm's, updated twice).
-        dtype: of the experts' weights, to which the tokens are cast for the experts, whatever it
-            becomes later (`layer.float()`); None is torch's default, and x has to be of it.
+        gate: a `Gate`; None is NoisyTopKGate, with noise_epsilon and generator.
+        experts: an `Experts`, or a sequence of any modules, one for each expert; None is
+            FeedForwardExperts, with hidden_sizes, activation, bias and expert_dtype. With several
+            ranks, those of this rank alone (`moe_ext.distributed.ExpertPlacement`).
+        recompute: compute the experts again in the backward pass instead of saving their
+            activations: one more GEMM for each hidden layer, bitwise identical results. (Running
+            statistics of experts given, as BatchNorm's, are updated twice.)
+        expert_dtype: the type of the experts' weights. Tokens are cast to it for the experts, the
+            gate sees them as they are, and y comes back in x's type. After ``layer.to(dtype)``
+            tokens are cast to the new type. None: torch's default type, and no cast: x must be of
+            the experts' type unless autocast is on.
         w_importance, w_load: the weights of the two losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        process_group: the processes that share the experts; None is this one alone. A DeviceMesh of
-            two dimensions has copies of the experts along the first, and shares them along the
-            second; of one, it is its group.
-        balance: "global": importance and load are summed over the processes before the losses;
-            "local": every process balances its own tokens, by these losses (a strictly balanced
-            gate's thresholds would be different in each).
-        exchange: "rows" or "tokens", what travels by itself; see `moe_ext.exchange.Exchange`.
-        num_chunks: see there.
+        process_group: the ranks that share the experts; short for
+            parallel=ExpertParallel(process_group).
+        parallel: how ranks share the experts, see `moe_ext.distributed.ExpertParallel`; None: this
+            process has all experts.
 
     Attributes:
-        layout: the processes, by what they share.
-        placement: which experts each process has.
+        gate, experts: the modules.
+        sharding: which rank has which experts, `moe_ext.distributed.ExpertSharding`; None without
+            a process_group.
 
     Raises:
         ValueError: an argument is out of range, would have no effect beside a gate or experts
             given, or these are for other sizes.
+        TypeError: gate or experts are of a kind that the layer cannot call.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -143,117 +140,63 @@ class MoE(nn.Module):
         k: int,
         *,
         hidden_sizes: Sequence[int] | None = None,
-        activation: str = "relu",
+        activation: ops.Activation = "relu",
         bias: bool = False,
-        gate: nn.Module | None = None,
-        experts: nn.Module | Sequence[nn.Module] | None = None,
+        gate: Gate | None = None,
+        experts: Experts | Sequence[nn.Module] | None = None,
         recompute: bool = False,
-        dtype: torch.dtype | None = None,
+        expert_dtype: torch.dtype | None = None,
         w_importance: float = 0.1,
         w_load: float = 0.1,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
-        balance: str = "global",
-        exchange: str = "rows",
-        num_chunks: int = 1,
+        parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
-        require_sizes("MoE", d_model=d_model, num_experts=num_experts, num_chunks=num_chunks)
-        require_k("MoE", k, num_experts)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
-        own = hidden_sizes is not None or activation != "relu" or bias or dtype is not None
+        own = hidden_sizes is not None or activation != "relu" or bias or expert_dtype is not None
         if experts is not None and own:
             raise ValueError(
-                "MoE: hidden_sizes, activation, bias and dtype must be left out when experts are "
-                "given"
+                "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
+                "experts are given"
             )
-        require(balance in BALANCES, "MoE: balance", f"be one of {', '.join(BALANCES)}", balance)
-        kinds = ", ".join(EXCHANGES)
-        require(exchange in EXCHANGES, "MoE: exchange", f"be one of {kinds}", exchange)
         self.d_model = d_model
         self.num_experts = num_experts
         self.k = k
         self.recompute = recompute
-        self.casts_tokens = dtype is not None
+        self.casts_tokens = expert_dtype is not None
         self.w_importance = w_importance
         self.w_load = w_load
         if gate is None:
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        require(isinstance(gate, nn.Module), "MoE: gate", "be a module", gate)
-        self.layout = Layout.of(process_group)
-        sharing = self.layout.expert_parallel
-        self.placement = Placement(num_experts, sharing.size, getattr(gate, "experts_per_group", 1))
-        local = self.placement.experts_of(sharing.rank)
-        one_by_one = isinstance(experts, ModuleExperts | nn.ModuleList | Sequence)
-        if one_by_one and sharing.size > 1:
-            require(
-                min(self.placement.counts) >= num_chunks,
-                "MoE: num_experts",
-                f"be at least {sharing.size * num_chunks} where experts are modules, one for each "
-                "chunk of each process",
-                num_experts,
-            )
+        self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
+        self.sharding = _sharding(gate, process_group, parallel)
+        local = range(num_experts) if self.sharding is None else self.sharding.local_experts
         if experts is None:
-            hidden_sizes = (4 * d_model,) if hidden_sizes is None else hidden_sizes
             experts = FeedForwardExperts(
                 len(local),
                 d_model,
-                hidden_sizes,
+                (4 * d_model,) if hidden_sizes is None else hidden_sizes,
                 activation=activation,
                 bias=bias,
-                dtype=dtype,
+                dtype=expert_dtype,
                 first_expert=local.start,
             )
-        elif not isinstance(experts, nn.Module) or isinstance(experts, nn.ModuleList):
-            experts = ModuleExperts(experts)
-        for name, module, size, expected in (
-            ("gate", gate, "d_model", d_model),
-            ("gate", gate, "num_experts", num_experts),
-            ("gate", gate, "k", k),
-            ("experts", experts, "d_model", d_model),
-            ("experts", experts, "num_experts", len(local)),
-        ):
-            given = getattr(module, size, expected)
-            require(given == expected, f"MoE: {name}", f"be for {size} = {expected}", given)
-        require(
-            balance == "global"
-            or self.layout.world.size == 1
-            or not getattr(gate, "of_batch", False),
-            "MoE: balance",
-            'be "global" with a strictly balanced gate',
-            balance,
-        )
-        if balance == "global" and self.layout.world.size > 1:
-            require(
-                isinstance(gate, Gate),
-                "MoE: gate",
-                'derive from moe_ext.Gate with a process_group and balance="global"',
-                type(gate).__name__,
-            )
-            gate.processes = self.layout.world  # type: ignore[assignment]
-        self.gate = gate
-        self.experts = experts
-        self.exchange = None
-        if sharing.size > 1:
-            require(
-                num_chunks == 1 or hasattr(experts, "split"),
-                "MoE: num_chunks",
-                "be 1 for experts that have no split(sizes)",
-                num_chunks,
-            )
-            self.exchange = Exchange(self.placement, sharing, exchange, num_chunks)
+        if self.sharding is not None:
+            self.sharding.require_experts(experts)
+        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
         """x [..., D] to y [..., d_output] in x's type, and what came with it.
 
         Args:
             x: [..., D]; the leading dimensions are free, as in the paper's "convolutional" use
-                (Sec. 3.1).
+                (Sec. 3.1). Or a nested tensor [B, j, D] of the jagged layout: so is y then.
             mask: [...] bool, True at real tokens. The others never reach the gate, the experts or
                 the losses, and their outputs are 0. On CUDA the host waits for the device to count
                 them; the layer never waits without a mask.
@@ -261,6 +204,8 @@ class MoE(nn.Module):
         Raises:
             ValueError, TypeError: the shape of x or mask, or the type of mask, does not fit.
         """
+        if x.is_nested:
+            return self._jagged(x, mask)
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
@@ -273,57 +218,111 @@ class MoE(nn.Module):
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 
-        gating = Gating(*self.gate(tokens))
+        ranks = None if self.sharding is None else self.sharding.balanced
+        routing = Routing(*self.gate(tokens, ranks))
         if self.casts_tokens:
             tokens = tokens.to(next(self.experts.parameters()).dtype)
-        y, tokens_per_expert = self._mixture(tokens, gating)
+        y, tokens_per_expert = self._mixture(tokens, routing)
         y = y.to(x.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
-        loss = importance_loss(gating.importance, self.w_importance)
-        loss = loss + load_loss(gating.load, self.w_load)
-        if gating.loss is not None:
-            loss = loss + gating.loss
+        loss = importance_loss(routing.importance, self.w_importance)
+        loss = loss + load_loss(routing.load, self.w_load)
+        if routing.loss is not None:
+            loss = loss + routing.loss
         aux = MoEAux(
             loss,
-            gating.importance,
-            gating.load,
-            gating.gates,
-            gating.expert_index,
+            routing.importance,
+            routing.load,
+            routing.gates,
+            routing.expert_index,
             tokens_per_expert,
-            gating.token_offsets,
-            dict(gating.metrics),
-            gating.load_factors,
+            routing.token_offsets,
+            dict(routing.metrics),
+            routing.load_factors,
         )
         # As matmul does: no view in the eyes of autograd, so that it may be changed in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
-    def _mixture(self, tokens: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]: ...
+
+    def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
+        """The tokens of all rows of a nested tensor, one after the other."""
+        require(mask is None, "MoE: mask", "be None with a nested x", mask)
+        rule = "be a nested tensor [B, j, D] of the jagged layout without gaps"
+        jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
+        require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
+        y, aux = self.forward(x.values())
+        return torch.nested.nested_tensor_from_jagged(y, x.offsets()), aux
+
+    def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""
-        if self.exchange is not None:
-            return self.exchange(
-                tokens,
-                gating.gates,
-                gating.expert_index,
-                gating.token_offsets,
-                self.experts,
-                self.recompute,
-            )
-        plan = ops.dispatch_plan(gating.expert_index, self.num_experts)
+        if self.sharding is not None and self.sharding.exchange is not None:
+            return self.sharding.exchange(tokens, routing, self.experts, self.recompute)
+        plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
         y = mixture(
             self.experts,
             tokens,
-            gating.gates,
+            routing.gates,
             plan,
-            gating.token_offsets,
-            equal_load=gating.equal_load,
+            routing.token_offsets,
+            equal_load=routing.equal_load,
             recompute=self.recompute,
         )
         return y, plan.tokens_per_expert
 
     def extra_repr(self) -> str:
-        return (
-            f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}, "
-            f"recompute={self.recompute}"
+        shown: dict[str, object] = {
+            "d_model": self.d_model,
+            "num_experts": self.num_experts,
+            "k": self.k,
+            "recompute": self.recompute,
+            "w_importance": self.w_importance,
+            "w_load": self.w_load,
+        }
+        if self.sharding is not None:
+            shown["sharding"] = self.sharding
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def _checked_gate(gate: object, **sizes: int) -> Gate:
+    if not isinstance(gate, Gate):
+        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(gate).__name__}")
+    for name, expected in sizes.items():
+        given = getattr(gate, name)
+        require(given == expected, "MoE: gate", f"be for {name} = {expected}", given)
+    return gate
+
+
+def _sharding(
+    gate: Gate,
+    process_group: ProcessGroup | DeviceMesh | None,
+    parallel: ExpertParallel | None,
+) -> ExpertSharding | None:
+    if process_group is None and parallel is None:
+        return None
+    # Only now: distributed imports this module, and many layers need none of it.
+    from moe_ext.distributed import ExpertParallel, ExpertSharding
+
+    if process_group is not None:
+        require(parallel is None, "MoE: parallel", "be left out with a process_group", parallel)
+        parallel = ExpertParallel(process_group)
+    assert parallel is not None  # one of the two is given
+    return ExpertSharding(parallel, gate)
+
+
+def _checked_experts(experts: object, **sizes: int) -> Experts:
+    if isinstance(experts, nn.ModuleList | Sequence):
+        experts = ModuleExperts(experts)
+    if not isinstance(experts, Experts):
+        raise TypeError(
+            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
+            f"got {type(experts).__name__}"
         )
+    for name, expected in sizes.items():
+        given = getattr(experts, name)
+        require(given in (None, expected), "MoE: experts", f"be for {name} = {expected}", given)
+    return experts

@@ -7,7 +7,7 @@
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
 softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. Processes that are started with
+--against the second model is the first with these options changed. Ranks that are started with
 the same command share the runs, and the one that ends last has all seeds in its report. Writes
 OUTPUT/comparison.json and OUTPUT/comparison.md.
 
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.analysis import Cost
-from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
-from moe_ext.training.comparison import arm_titles, arms, comparison_report
-from moe_ext.training.config import AnyConfig, ConfigError, read_config
-from moe_ext.training.device import set_up_for
-from moe_ext.training.metrics import perplexity
-from moe_ext.training.report import markdown_table, write_report
-from moe_ext.training.study import run_study, size_cells
-from moe_ext.training.text import load_text
+from moe_ext.lab.analysis import Cost
+from moe_ext.lab.training.command import add_overrides, at_least, exit_status, make_parser
+from moe_ext.lab.training.comparison import arm_titles, arms, comparison_report
+from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.study import run_study, size_cells
+from moe_ext.lab.training.text import load_text
 
 BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
 

@@ -17,16 +17,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ext.data import EncodedPairs
-from moe_ext.data.corpora import PARTS_AND_ALL
-from moe_ext.decoding import corpus_bleu
-from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
-from moe_ext.training.config import ConfigError, ParallelDataConfig
-from moe_ext.training.device import set_up_torch
-from moe_ext.training.metrics import Evaluation, by_language_pair, evaluate
-from moe_ext.training.text import load_part, parallel_text
-from moe_ext.training.translation import require_bleu, translations_of
+from moe_ext.lab.data import EncodedPairs
+from moe_ext.lab.data.corpora import PARTS_AND_ALL
+from moe_ext.lab.decoding import corpus_bleu
+from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import add_threads, at_least, exit_status, make_parser
+from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
+from moe_ext.lab.training.device import set_up_torch
+from moe_ext.lab.training.metrics import Evaluation, by_language_pair, evaluate
+from moe_ext.lab.training.text import load_part, parallel_text
+from moe_ext.lab.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import jinja2
 
-from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
-from moe_ext.data import AnyVocabulary, Wordpieces
-from moe_ext.data.corpora import PARTS_AND_ALL
-from moe_ext.files import write_text
-from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import add_threads, at_least, exit_status, make_parser
-from moe_ext.training.config import ConfigError
-from moe_ext.training.device import set_up_torch
-from moe_ext.training.text import load_part
+from moe_ext.lab.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
+from moe_ext.lab.data import AnyVocabulary, Wordpieces
+from moe_ext.lab.data.corpora import PARTS_AND_ALL
+from moe_ext.lab.files import write_text
+from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import add_threads, at_least, exit_status, make_parser
+from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.device import set_up_torch
+from moe_ext.lab.training.text import load_part
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>

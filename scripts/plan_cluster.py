@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from moe_ext.exchange import EXCHANGES
-from moe_ext.files import write_json
-from moe_ext.training.cluster import DEVICES, Device, Plan, plan
-from moe_ext.training.command import add_overrides, at_least, exit_status, make_parser
-from moe_ext.training.config import Config, ConfigError, read_config
-from moe_ext.training.report import markdown_table
+from moe_ext.distributed.exchange import EXCHANGES
+from moe_ext.lab.files import write_json
+from moe_ext.lab.training.cluster import DEVICES, Device, Plan, plan
+from moe_ext.lab.training.command import add_overrides, at_least, exit_status, make_parser
+from moe_ext.lab.training.config import Config, ConfigError, read_config
+from moe_ext.lab.training.report import markdown_table
 
 
 def parse_device(words: Sequence[str]) -> Device:

@@ -29,13 +29,13 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from moe_ext.data import EncodedSentences
-from moe_ext.data.corpora import PARTS
-from moe_ext.progress import progress
-from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.config import ConfigError, DataConfig
-from moe_ext.training.report import markdown_table
-from moe_ext.training.text import SentenceText, load_text
+from moe_ext.lab.data import EncodedSentences
+from moe_ext.lab.data.corpora import PARTS
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.command import at_least, exit_status, make_parser
+from moe_ext.lab.training.config import ConfigError, DataConfig
+from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.text import SentenceText, load_text
 
 BLOCK = 2**20
 

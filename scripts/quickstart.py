@@ -23,16 +23,16 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from moe_ext.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
-from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import add_overrides, exit_status, make_parser
-from moe_ext.training.comparison import arms
-from moe_ext.training.config import ConfigError, read_config
-from moe_ext.training.device import set_up_for
-from moe_ext.training.logging import read_metrics
-from moe_ext.training.results import Result
-from moe_ext.training.study import run_study, size_cells
-from moe_ext.training.text import load_text
+from moe_ext.lab.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
+from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import add_overrides, exit_status, make_parser
+from moe_ext.lab.training.comparison import arms
+from moe_ext.lab.training.config import ConfigError, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.results import Result
+from moe_ext.lab.training.study import run_study, size_cells
+from moe_ext.lab.training.text import load_text
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "small" / "moe-32.toml"
 _LOG = ["log.log_every=20", "log.eval_every=100"]  # enough points for the curves

@@ -28,14 +28,14 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_ext.analysis import cost
-from moe_ext.data import EncodedPairs, PairBatches
-from moe_ext.training.command import add_overrides, exit_status, make_parser
-from moe_ext.training.config import read_config
-from moe_ext.training.launch import processes_of_run
-from moe_ext.training.logging import read_metrics
-from moe_ext.training.loop import Trainer
-from moe_ext.training.model import make_model
+from moe_ext.lab.analysis import cost
+from moe_ext.lab.data import EncodedPairs, PairBatches
+from moe_ext.lab.training.command import add_overrides, exit_status, make_parser
+from moe_ext.lab.training.config import read_config
+from moe_ext.lab.training.launch import processes_of_run
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.loop import Trainer
+from moe_ext.lab.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from moe_ext.checks import require_package
-from moe_ext.decoding import BeamSearch, Translation, corpus_bleu
-from moe_ext.files import READ_ERRORS, atomic_file, open_plain, plain_lines
-from moe_ext.training.checkpoint import load_run
-from moe_ext.training.command import at_least, exit_status, make_parser
-from moe_ext.training.config import ConfigError, TranslationConfig
-from moe_ext.training.device import set_up_torch
-from moe_ext.training.translation import make_translator, require_bleu
+from moe_ext.lab.decoding import BeamSearch, Translation, corpus_bleu
+from moe_ext.lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines
+from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import at_least, exit_status, make_parser
+from moe_ext.lab.training.config import ConfigError, TranslationConfig
+from moe_ext.lab.training.device import set_up_torch
+from moe_ext.lab.training.translation import make_translator, require_bleu
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

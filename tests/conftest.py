@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from workers import Workers
 
 import moe_ext
-from moe_ext.training.device import avoid_missing_amx
+from moe_ext.lab.training.device import avoid_missing_amx
 
 avoid_missing_amx()  # before the first matrix product
 

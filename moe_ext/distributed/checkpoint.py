@@ -1,7 +1,7 @@
-"""Checkpoints of models whose experts are spread over processes, which any number of them can load.
+"""Checkpoints of models whose experts are spread over ranks, which any number of them can load.
 
-The tensors have the names and shapes of the model of a single process. One of experts, [E, …], is
-written by several processes, a block each, and each reads its block, whatever blocks were written.
+The tensors have the names and shapes of the model of a single rank. One of experts, [E, …], is
+written by several ranks, a block each, and each reads its block, whatever blocks were written.
 """
 
 import atexit
@@ -29,8 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moe_ext.checks import require_sizes
-from moe_ext.distributed.checkpoint_folder import CheckpointFolder, sums_of, verify
-from moe_ext.distributed.planners import LoadPlanner, SavePlanner
+from moe_ext.distributed._checkpoint_folder import CheckpointFolder, sums_of, verify
+from moe_ext.distributed._planners import LoadPlanner, SavePlanner
+from moe_ext.distributed.files import atomic_file
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.sharding import Layout
 from moe_ext.distributed.state import (
     Key,
     Part,
@@ -40,19 +43,17 @@ from moe_ext.distributed.state import (
     new_optimizer_parts,
     optimizer_options,
     optimizer_parts,
-    require_processes,
+    require_ranks,
     require_same_optimizers,
     require_same_shapes,
     whole_shapes,
 )
-from moe_ext.files import atomic_file
-from moe_ext.processes import Layout, Processes
 
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; all processes raise the same."""
+    """A checkpoint could not be written or read; all ranks raise the same."""
 
 
 class Loaded(NamedTuple):
@@ -60,8 +61,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         step: its number.
-        state: as the first process saved it.
-        rank_state: as the process of the same rank saved it; None if there was none.
+        state: as the first rank saved it.
+        rank_state: as the rank of the same rank saved it; None if there was none.
     """
 
     step: int
@@ -72,16 +73,16 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """The checkpoints in a folder; a crash at any moment leaves those that are there whole.
 
-    All processes call a method together, and where one of them fails all raise the same error.
+    All ranks call a method together, and where one of them fails all raise the same error.
     Steps beyond the one that was saved last belong to a run that was given up: the next save
-    deletes them. The folder is described in `moe_ext.distributed.checkpoint_folder`.
+    deletes them. The folder is described in `moe_ext.distributed._checkpoint_folder`.
 
     Args:
-        folder: one that all processes see; the first save makes it.
-        process_group: all that train, or their mesh; None is this process alone.
+        folder: one that all ranks see; the first save makes it.
+        process_group: all that train, or their mesh; None is this rank alone.
         keep: how many checkpoints stay.
-        timeout: how long a process waits for the others in `async_save`; None is torch's. In `save`
-            and `load` it is the process group's.
+        timeout: how long a rank waits for the others in `async_save`; None is torch's. In `save`
+            and `load` it is the rank group's.
 
     Raises:
         ValueError: keep is no whole number of at least 1.
@@ -103,9 +104,9 @@ class Checkpoints:
     ) -> None:
         require_sizes("Checkpoints", keep=keep)
         self._folder = CheckpointFolder(Path(folder), keep)
-        self._processes = Layout.of(process_group).world
+        self._ranks = Layout.of(process_group).world
         self._timeout = timeout
-        self._background: tuple[ThreadPoolExecutor, Processes] | None = None
+        self._background: tuple[ThreadPoolExecutor, Ranks] | None = None
         self._under_way: Future[None] | None = None
 
     def steps(self) -> list[int]:
@@ -126,17 +127,17 @@ class Checkpoints:
             step: its number.
             model: with or without a wrapper of `parallelize`.
             optimizers: of the model's parameters.
-            state: anything that can be pickled; the first process's is saved.
-            rank_state: the same, of every process.
+            state: anything that can be pickled; the first rank's is saved.
+            rank_state: the same, of every rank.
 
         Raises:
             ValueError: step is no whole number of at least 0.
-            CheckpointError: a process failed, now or in the `async_save` before; the other
+            CheckpointError: a rank failed, now or in the `async_save` before; the other
                 checkpoints are as they were.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state)
-        self._write(self._processes, step, parts, files)
+        self._write(self._ranks, step, parts, files)
 
     def async_save(
         self,
@@ -149,7 +150,7 @@ class Checkpoints:
         """`save` that returns with a copy in memory, which a thread writes.
 
         At most one is under way: the next save or load waits for it and raises its error. So does
-        `wait`, which the last one needs before the process group is destroyed; at the process's
+        `wait`, which the last one needs before the rank group is destroyed; at the rank's
         end it is too late, and an error is printed only.
         """
         self.wait()
@@ -158,10 +159,10 @@ class Checkpoints:
             # A group of its own: what the thread sends never meets what the training sends.
             self._background = (
                 ThreadPoolExecutor(1),
-                _same_processes(self._processes, self._timeout),
+                _same_ranks(self._ranks, self._timeout),
             )
-        thread, processes = self._background
-        self._under_way = thread.submit(self._write, processes, step, parts, files)
+        thread, ranks = self._background
+        self._under_way = thread.submit(self._write, ranks, step, parts, files)
         atexit.register(self.wait)  # or nobody might hear that it failed
 
     def wait(self) -> None:
@@ -183,7 +184,7 @@ class Checkpoints:
         step: int | None = None,
         fallback: bool = False,
     ) -> Loaded:
-        """Reads a checkpoint into model and optimizers, however many processes wrote it.
+        """Reads a checkpoint into model and optimizers, however many ranks wrote it.
 
         `state` and `rank_state` are unpickled: only load what comes from those you trust.
 
@@ -201,12 +202,10 @@ class Checkpoints:
         optimizers = tuple(optimizers)
         step, path = self._intact(step, fallback)
         doing = f"loading {path}"
-        parts = _together(
-            self._processes, doing, lambda: {} if model is None else self._parts(model)
-        )
-        shapes = whole_shapes(parts, self._processes)
+        parts = _together(self._ranks, doing, lambda: {} if model is None else self._parts(model))
+        shapes = whole_shapes(parts, self._ranks)
         state, rank_state = _together(
-            self._processes, doing, lambda: self._read(path, model, optimizers, parts, shapes)
+            self._ranks, doing, lambda: self._read(path, model, optimizers, parts, shapes)
         )
         return Loaded(step, state, rank_state)
 
@@ -219,7 +218,7 @@ class Checkpoints:
         rank_state: Any,
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
-        """The tensors of this process, and the contents of its other files."""
+        """The tensors of this rank, and the contents of its other files."""
         require_sizes("Checkpoints", 0, step=step)
         optimizers = tuple(optimizers)
 
@@ -231,17 +230,17 @@ class Checkpoints:
                 assert isinstance(values, dict)
                 parts = {k: p._replace(value=values[".".join(k)]) for k, p in parts.items()}
             files = {}
-            if self._processes.rank == 0:
+            if self._ranks.rank == 0:
                 options = optimizer_options(optimizers)
                 files["state.pt"] = _pickled((state, options, str(torch.__version__)))
             if rank_state is not None:
-                files[f"rank-{self._processes.rank}.pt"] = _pickled(rank_state)
+                files[f"rank-{self._ranks.rank}.pt"] = _pickled(rank_state)
             return parts, files
 
-        return _together(self._processes, self._saving(step), collect)
+        return _together(self._ranks, self._saving(step), collect)
 
     def _parts(self, model: nn.Module) -> dict[Key, Part]:
-        require_processes(model, self._processes)
+        require_ranks(model, self._ranks)
         return model_parts(model)
 
     def _saving(self, step: int) -> str:
@@ -249,18 +248,18 @@ class Checkpoints:
 
     def _write(
         self,
-        processes: Processes,
+        ranks: Ranks,
         step: int,
         parts: Mapping[Key, Part],
         files: Mapping[str, bytes],
     ) -> None:
-        folder, first = self._folder, processes.rank == 0
-        together = partial(_together, processes, self._saving(step))
+        folder, first = self._folder, ranks.rank == 0
+        together = partial(_together, ranks, self._saving(step))
         try:
             together(lambda: folder.begin(step) if first else None)
-            together(lambda: _write_tensors(processes, folder.temporary(step), parts))
-            sums = together(lambda: _write_files(processes.rank, folder.temporary(step), files))
-            all_sums = ChainMap(*processes.gather_objects(sums))
+            together(lambda: _write_tensors(ranks, folder.temporary(step), parts))
+            sums = together(lambda: _write_files(ranks.rank, folder.temporary(step), files))
+            all_sums = ChainMap(*ranks.gather_objects(sums))
             together(lambda: folder.publish(step, all_sums) if first else None)
         except CheckpointError:
             if first:
@@ -269,9 +268,9 @@ class Checkpoints:
 
     def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
         """The checkpoint that is to be loaded, after its sums were compared."""
-        processes = self._processes
+        ranks = self._ranks
         doing = f"loading from {self._folder.path}"
-        there = processes.gather_objects(_together(processes, doing, self._folder.checkpoints))[0]
+        there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
         if not there or step not in (None, *there):
             wanted = "a checkpoint" if step is None else f"step {step}"
             found = ", ".join(map(str, there)) or "none"
@@ -279,9 +278,9 @@ class Checkpoints:
         candidates = [item for item in there.items() if step is None or item[0] <= step]
         while True:
             number, path = candidates.pop()
-            check = partial(verify, path, processes.rank, processes.size)
+            check = partial(verify, path, ranks.rank, ranks.size)
             try:
-                _together(processes, f"loading {path}", check)
+                _together(ranks, f"loading {path}", check)
             except CheckpointError as error:
                 if not (fallback and candidates):
                     raise
@@ -300,7 +299,7 @@ class Checkpoints:
     ) -> tuple[Any, Any]:
         """What `Loaded` has; the rest into the model's parts and the optimizers."""
         state, options, version = _unpickled(path / "state.pt")
-        own = path / f"rank-{self._processes.rank}.pt"
+        own = path / f"rank-{self._ranks.rank}.pt"
         states = state, _unpickled(own) if own.exists() else None
         if model is None:
             return states
@@ -330,19 +329,19 @@ class Checkpoints:
         return states
 
 
-def _same_processes(processes: Processes, timeout: timedelta | None) -> Processes:
+def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
     """The same in a new group, which is on the CPU."""
-    if processes.size == 1:
-        return processes
-    some = processes.size < dist.get_world_size()  # then the others do not call this
-    ranks = dist.get_process_group_ranks(processes.group)
-    group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=some)
-    assert isinstance(group, ProcessGroup)  # this process is one of them
-    return Processes(group)
+    if ranks.size == 1:
+        return ranks
+    some = ranks.size < dist.get_world_size()  # then the others do not call this
+    members = dist.get_process_group_ranks(ranks.group)
+    group = dist.new_group(members, timeout, "gloo", use_local_synchronization=some)
+    assert isinstance(group, ProcessGroup)  # this rank is one of them
+    return Ranks(group)
 
 
-def _together(processes: Processes, doing: str, function: Callable[[], T]) -> T:
-    """function(); where it fails in one process, all raise the same error."""
+def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
+    """function(); where it fails in one rank, all raise the same error."""
     reason = cause = None
     try:
         result = function()
@@ -350,28 +349,28 @@ def _together(processes: Processes, doing: str, function: Callable[[], T]) -> T:
         known = isinstance(error, CheckpointError | ValueError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         cause = error
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(processes.gather_objects(reason)):
+    failed: dict[str, list[str]] = {}  # the ranks by their reason
+    for rank, text in enumerate(ranks.gather_objects(reason)):
         if text is not None:
-            ranks.setdefault(text, []).append(str(rank))
-    if not ranks:
+            failed.setdefault(text, []).append(str(rank))
+    if not failed:
         return result
     texts = [
-        text if len(where) == processes.size else f"{text} (process {', '.join(where)})"
-        for text, where in ranks.items()
+        text if len(where) == ranks.size else f"{text} (rank {', '.join(where)})"
+        for text, where in failed.items()
     ]
     raise CheckpointError(f"{doing}: {'; '.join(texts)}") from cause
 
 
-def _write_tensors(processes: Processes, folder: Path, parts: Mapping[Key, Part]) -> None:
+def _write_tensors(ranks: Ranks, folder: Path, parts: Mapping[Key, Part]) -> None:
     try:
-        with _errors_of(processes.rank):
+        with _errors_of(ranks.rank):
             dcp.save(
                 flat(parts),
                 storage_writer=dcp.FileSystemWriter(folder),
                 planner=SavePlanner(parts),
-                process_group=processes.group,
-                no_dist=processes.size == 1,
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
             )
     except RuntimeError as error:  # torch's, of a write that failed, does not say why
         free = shutil.disk_usage(folder).free
@@ -379,7 +378,7 @@ def _write_tensors(processes: Processes, folder: Path, parts: Mapping[Key, Part]
 
 
 def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:
-    """And the sums of all that this process wrote."""
+    """And the sums of all that this rank wrote."""
     for name, content in files.items():
         with atomic_file(folder / name) as file:
             file.write(content)
@@ -389,7 +388,7 @@ def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[st
 
 @contextmanager
 def _errors_of(rank: int) -> Iterator[None]:
-    """The errors of one process alone, and no warning where there are no others."""
+    """The errors of one rank alone, and no warning where there are no others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:

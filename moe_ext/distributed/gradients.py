@@ -1,4 +1,4 @@
-"""Gradients that lie in several processes: their common norm, and their common overflow."""
+"""Gradients that lie in several ranks: their common norm, and their common overflow."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.checks import require
 from moe_ext.distributed.parameters import expert_parameters
-from moe_ext.ops.dtypes import accumulation_dtype
-from moe_ext.processes import Layout
+from moe_ext.distributed.sharding import Layout
+from moe_ext.ops import accumulation_dtype
 
 
 @torch.no_grad()
@@ -26,14 +26,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns the norm.
 
-    As `torch.nn.utils.clip_grad_norm_` of a single process with all experts: the norm is that of
-    the dense gradients, once, and of the experts' in all processes. All of these call it together.
+    As `torch.nn.utils.clip_grad_norm_` of a single rank with all experts: the norm is that of
+    the dense gradients, once, and of the experts' in all ranks. All of these call it together.
 
     Args:
         model: after the backward pass; with or without a wrapper of `parallelize`.
         max_norm: of the gradients, together.
         norm_type: p of the p-norm, above 0; may be infinity.
-        error_if_nonfinite: raise where the norm is infinite or NaN, in all processes alike.
+        error_if_nonfinite: raise where the norm is infinite or NaN, in all ranks alike.
 
     Raises:
         ValueError: norm_type is not above 0.
@@ -74,13 +74,13 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
     norm = get_total_norm(grads, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # A power of it would overflow in a half type; all processes have the same one, with gradients
+    # A power of it would overflow in a half type; all ranks have the same one, with gradients
     # or without.
     return norm.to(params[0].device, accumulation_dtype(params[0])) if params else norm
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for processes that step together: one finds inf or NaN, all skip.
+    """`torch.amp.GradScaler` for ranks that step together: one finds inf or NaN, all skip.
 
     Args:
         device: as torch's.
@@ -96,11 +96,11 @@ class GradScaler(torch.amp.GradScaler):
         **options: Any,
     ) -> None:
         super().__init__(device, **options)
-        self._processes = Layout.of(process_group).world
+        self._ranks = Layout.of(process_group).world
 
     def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*arguments)
-        if self._processes.size > 1:
+        if self._ranks.size > 1:
             for found_inf in found.values():
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._processes.group)
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._ranks.group)
         return found

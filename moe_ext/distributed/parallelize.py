@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
 from moe_ext.distributed.parameters import expert_parameters, expert_tensors
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.sharding import Layout
 from moe_ext.optim import split_parameters
-from moe_ext.processes import Layout, Processes
 
 DENSE = ("ddp", "fsdp")
 
@@ -27,13 +28,13 @@ def parallelize(
 ) -> nn.Module:
     """Makes `model` one of the replicas that train together, each with its block of the experts.
 
-    The gradients of the dense parameters are averaged over all processes, beginning with rank 0's
+    The gradients of the dense parameters are averaged over all ranks, beginning with rank 0's
     values; the experts' stay where they are, for they already have the rows of all. Where a layer's
     mesh has copies of its experts, their gradients are averaged over these.
 
     Args:
-        model: its MoE layers each made with a process_group, or a mesh, of the same processes.
-        process_group: all processes that train, or their mesh; None is this one alone.
+        model: its MoE layers each made with a process_group, or a mesh, of the same ranks.
+        process_group: all ranks that train, or their mesh; None is this one alone.
         dense: "ddp", copies of the dense parameters (`DistributedDataParallel`), or "fsdp", shards
             of them too (`fully_shard`), but for the thresholds of strictly balanced gates.
         find_unused_parameters: see `DistributedDataParallel`: to be True where a dense parameter
@@ -41,7 +42,7 @@ def parallelize(
 
     Returns:
         For "ddp" the wrapped model, which is to be called instead of `model`; for "fsdp", or where
-            there is one process or nothing dense is trained, `model` itself.
+            there is one rank or nothing dense is trained, `model` itself.
 
     Raises:
         ValueError: `dense` is something else, or a parameter or buffer of experts that are one
@@ -81,15 +82,15 @@ def parallelize(
     )
 
 
-def _start_from_the_first(model: nn.Module, processes: Processes) -> None:
+def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
     """All but the experts."""
     of_experts = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if name not in of_experts:
-            dist.broadcast(value.detach(), group_src=0, group=processes.group)
+            dist.broadcast(value.detach(), group_src=0, group=ranks.group)
 
 
-def _average(param: nn.Parameter, copies: Processes) -> None:
+def _average(param: nn.Parameter, copies: Ranks) -> None:
     """From now on the gradient is the mean over the copies, which start from the first one's."""
     with torch.no_grad():
         dist.broadcast(param, group_src=0, group=copies.group)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers by the names that it has in a single process."""
+"""The state of a model and its optimizers by the names that it has in a single rank."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from moe_ext.checks import require
 from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
-from moe_ext.processes import Layout, Processes
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.sharding import Layout
 
 Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter, key)
 
 
 class Part(NamedTuple):
-    """What a process has of a value.
+    """What a rank has of a value.
 
     Attributes:
         value: shares the memory of the model or the optimizer.
@@ -45,19 +46,19 @@ class Part(NamedTuple):
 def full_state_dict(
     model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """The state_dict that the model has in a single process, on the CPU.
+    """The state_dict that the model has in a single rank, on the CPU.
 
-    All processes call it together; the first gets all values, the others none.
+    All ranks call it together; the first gets all values, the others none.
 
     Args:
         model: with or without a wrapper of `parallelize`.
         process_group: all that train.
 
     Raises:
-        ValueError: process_group is None, and experts are spread over processes.
+        ValueError: process_group is None, and experts are spread over ranks.
     """
-    processes = Layout.of(process_group).world
-    require_processes(model, processes)
+    ranks = Layout.of(process_group).world
+    require_ranks(model, ranks)
     state: dict[str, Tensor] = {}
     spread: dict[str, Part] = {}
     names = {entry.name for entry in expert_state(unwrapped(model)).values()}
@@ -65,12 +66,12 @@ def full_state_dict(
         value = part.value.full_tensor() if isinstance(part.value, DTensor) else part.value
         if name in names:
             spread[name] = part._replace(value=value.cpu())
-        elif processes.rank == 0:
+        elif ranks.rank == 0:
             state[name] = value.detach().to("cpu", copy=True)
     gathered: list[dict[str, Part]] | None = [spread]
-    if processes.size > 1:
-        gathered = [{}] * processes.size if processes.rank == 0 else None
-        dist.gather_object(spread, gathered, group=processes.group, group_dst=0)
+    if ranks.size > 1:
+        gathered = [{}] * ranks.size if ranks.rank == 0 else None
+        dist.gather_object(spread, gathered, group=ranks.group, group_dst=0)
     for parts in gathered or ():
         for name, part in parts.items():
             if part.size is None:
@@ -86,22 +87,22 @@ def load_full_state_dict(
     state: Mapping[str, Tensor],
     process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
-    """Each process takes its part of the state_dict of a single process.
+    """Each rank takes its part of the state_dict of a single rank.
 
     Args:
         model: with or without a wrapper of `parallelize`.
-        state: in every process; `torch.load(..., mmap=True)` reads what is taken alone.
+        state: in every rank; `torch.load(..., mmap=True)` reads what is taken alone.
         process_group: all that train.
 
     Raises:
         ValueError: a name or a shape is not the model's, or process_group is None and experts are
-            spread over processes; then nothing was changed.
+            spread over ranks; then nothing was changed.
     """
-    processes = Layout.of(process_group).world
-    require_processes(model, processes)
+    ranks = Layout.of(process_group).world
+    require_ranks(model, ranks)
     parts = model_parts(model)
     shapes = {name: value.shape for name, value in state.items()}
-    require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, processes))
+    require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, ranks))
     for (_, name), part in parts.items():
         source = state[name]
         if part.size is not None:
@@ -116,10 +117,10 @@ def load_full_state_dict(
         part.value.copy_(source)
 
 
-def whole_shapes(parts: Mapping[Key, Part], processes: Processes) -> dict[str, torch.Size]:
-    """The names and shapes of the model that the processes have together."""
+def whole_shapes(parts: Mapping[Key, Part], ranks: Ranks) -> dict[str, torch.Size]:
+    """The names and shapes of the model that the ranks have together."""
     shapes = {path[1]: part.shape for path, part in parts.items() if path[0] == "model"}
-    return dict(ChainMap(*processes.gather_objects(shapes)))
+    return dict(ChainMap(*ranks.gather_objects(shapes)))
 
 
 def require_same_shapes(
@@ -149,12 +150,12 @@ def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
     return {".".join(key): part.value for key, part in parts.items()}
 
 
-def require_processes(model: nn.Module, processes: Processes) -> None:
-    """Raises ValueError if experts are spread over processes, and `processes` is this one alone."""
+def require_ranks(model: nn.Module, ranks: Ranks) -> None:
+    """Raises ValueError if experts are spread over ranks, and `ranks` is this one alone."""
     require(
-        processes.size > 1 or not expert_state(unwrapped(model)),
+        ranks.size > 1 or not expert_state(unwrapped(model)),
         "process_group",
-        "be that of the model's experts, which are spread over processes",
+        "be that of the model's experts, which are spread over ranks",
         None,
     )
 
@@ -229,7 +230,7 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 
 def optimizer_options(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The kind of each optimizer, and the options of its groups of parameters."""
-    own = ("params", "param_names")  # of the process
+    own = ("params", "param_names")  # of the rank
     return [
         (
             type(optimizer).__name__,

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts, and starts again."""
+"""The ranks that torchrun starts, and starts again."""
 
 import os
 from datetime import timedelta
@@ -13,14 +13,14 @@ def init_process_group(
 ) -> ProcessGroup | None:
     """`torch.distributed.init_process_group` that also works after torchrun has restarted.
 
-    Then its store is that of before, where the processes would find the addresses of dead ones.
+    Then its store is that of before, where the ranks would find the addresses of dead ones.
 
     Args:
         backend, timeout: as torch's.
         options: the others of torch's, by name, but for those that torchrun decides.
 
     Returns:
-        The group of all processes; None where torchrun did not start this one: it is alone.
+        The group of all ranks; None where torchrun did not start this one: it is alone.
     """
     if not dist.is_torchelastic_launched():
         return None

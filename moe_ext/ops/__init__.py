@@ -6,21 +6,24 @@ on the number of threads. A second derivative is refused with a RuntimeError (im
 linear, has one), and so are the gradients of torch.func, by torch itself.
 """
 
-from moe_ext.ops import flops as flops
-from moe_ext.ops.balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
-from moe_ext.ops.combine import combine
-from moe_ext.ops.dispatch import DispatchPlan, dispatch, dispatch_plan
-from moe_ext.ops.experts import ACTIVATIONS, GATED_ACTIVATIONS, experts
-from moe_ext.ops.gating import NoisyTopKGating, noisy_topk_gating
-from moe_ext.ops.importance import importance
-from moe_ext.ops.load import load
+from moe_ext.ops import _flops as _flops  # registers the formulas
+from moe_ext.ops._balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
+from moe_ext.ops._combine import combine
+from moe_ext.ops._dispatch import DispatchPlan, dispatch, dispatch_plan, token_index
+from moe_ext.ops._dtypes import accumulation_dtype
+from moe_ext.ops._experts import ACTIVATIONS, GATED_ACTIVATIONS, Activation, experts
+from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
+from moe_ext.ops._importance import importance
+from moe_ext.ops._load import load
 
 __all__ = [
     "ACTIVATIONS",
     "GATED_ACTIVATIONS",
+    "Activation",
     "BatchwiseTopM",
     "DispatchPlan",
-    "NoisyTopKGating",
+    "TopKSelection",
+    "accumulation_dtype",
     "batchwise_topm",
     "combine",
     "dispatch",
@@ -30,4 +33,5 @@ __all__ = [
     "load",
     "noisy_topk_gating",
     "selected_softmax",
+    "token_index",
 ]

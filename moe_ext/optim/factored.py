@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.checks import require
-from moe_ext.ops.dtypes import accumulation_dtype
+from moe_ext.ops import accumulation_dtype
 
 
 class _Factored(Optimizer):

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_ext.balanced import balanced_gates
 from moe_ext.experts import FeedForwardExperts
+from moe_ext.gates import balanced_gates
 
 
 class ParameterSplit(NamedTuple):

@@ -1,0 +1,51 @@
+"""The batchwise mask of a batch that is spread over ranks (Appendix F)."""
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.distributed._rows import columns_of
+from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
+from moe_ext.gates import rows_per_expert
+
+
+def mask_over_ranks(
+    scores: Tensor, k: int, group_sizes: Tensor, ranks: Ranks
+) -> tuple[Tensor, Tensor | None]:
+    """M_batchwise(X, m) of the rows of all ranks, each of which decides for some experts.
+
+    Args:
+        scores: [R, E], the rows here, by group.
+        k: experts per row, on average.
+        group_sizes: [G], the rows of each group here; of all ranks they are equally many.
+        ranks: which call this together.
+
+    Returns:
+        mask: [R, E] bool, of the rows here.
+        mth_score: [G, E], as of `moe_ext.ops.batchwise_topm`; None if no rank has a row.
+    """
+    (num_rows, num_experts), num_groups = scores.shape, len(group_sizes)
+    sizes = ranks.gather(group_sizes)
+    rows_of = sizes.sum(1).tolist()
+    if sum(rows_of) == 0:
+        return torch.zeros_like(scores, dtype=torch.bool), None
+    columns = [len(block) for block in blocks(range(num_experts), ranks.size)]
+    mine, first = columns[ranks.rank], sum(columns[: ranks.rank])
+    num_sent = [num_rows * number for number in columns]
+    num_received = [rows * mine for rows in rows_of]
+
+    sent = torch.cat([part.reshape(-1) for part in scores.split(columns, 1)])
+    received = AllToAll(sent, ranks, num_sent, num_received).wait().view(sum(rows_of), mine)
+    # They came by rank, then group.
+    plan = ops.dispatch_plan(columns_of(sizes, len(received)), num_groups)
+    by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
+    m = rows_per_expert(k, by_group.shape[1], num_experts)
+    row_index, mth_score = ops.batchwise_topm(by_group, m, first, num_experts)
+    mask = torch.zeros_like(by_group, dtype=torch.bool).scatter(1, row_index.mT, True)
+    back = mask.view_as(received)[plan.inverse].reshape(-1)
+    parts = AllToAll(back, ranks, num_received, num_sent).wait().split(num_sent)
+    of_all = scores.new_zeros(num_groups, num_experts)
+    of_all[:, first : first + mine] = mth_score
+    (of_all,) = ranks.sum(of_all)
+    mask_here = [part.view(num_rows, n) for part, n in zip(parts, columns, strict=True)]
+    return torch.cat(mask_here, 1), of_all

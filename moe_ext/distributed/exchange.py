@@ -1,0 +1,264 @@
+"""Experts on several ranks: which are where, and the way of the tokens there and back (Sec. 3).
+
+Every rank is a replica of the gate and owner of some experts. A token's copies go to the owners
+of its experts, each of which so gets the rows of all ranks, and the experts' outputs come back
+to be summed. Only rows travel, never weights (Sec. 3.2).
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_ext import ops
+from moe_ext._mixture import mixture
+from moe_ext.distributed._rows import columns_of, scale_grad
+from moe_ext.distributed.placement import ExpertPlacement
+from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
+from moe_ext.experts import Experts
+from moe_ext.gates import Routing
+
+__all__ = ["Exchange", "ExchangeUnit"]
+
+ExchangeUnit = Literal["rows", "tokens"]
+_HOST = torch.device("cpu")
+_Sender = Callable[[int], AllToAll]  # of a chunk
+
+
+class _Copies(NamedTuple):
+    """What is sent of the tokens, ordered by destination.
+
+    Attributes:
+        inverse, token_offsets: where each token's copies are, as for `moe_ext.ops.dispatch`.
+        num_copies: [destinations] int64.
+        of_row: [R] int64, the copy that each row needs, counted from its destination's first; None:
+            each row has a copy of its own.
+    """
+
+    inverse: Tensor
+    token_offsets: Tensor | None
+    num_copies: Tensor
+    of_row: Tensor | None
+
+
+class _Order(NamedTuple):
+    """Where the rows of all experts go: sorted by destination, a pair (chunk, rank).
+
+    Attributes:
+        position: [E], of each expert among all.
+        bounds: [destinations + 1], the positions of each destination.
+        destination: [E], by position.
+        message: what to tell each rank: the counts of its experts, then, numbered from E on, the
+            numbers of copies for its chunks.
+    """
+
+    position: Tensor
+    bounds: Tensor
+    destination: Tensor
+    message: Tensor
+
+
+class Exchange:
+    """The mixture of experts that several ranks share.
+
+    1. plan: the rows sorted by expert, and so by owner; the ranks tell each other how many come
+    2. dispatch: the rows to the owners
+    3. experts: what came, sorted by expert, then rank, then token: the rows that a rank with
+       all tokens would have, in its order
+    4. the outputs back again
+    5. combine: each token's outputs, weighted by its gates
+
+    With several chunks the experts of every rank are computed one chunk after the other, while
+    the rows of others travel. The gradients of the experts are those of the mean of the losses of
+    all ranks, as DistributedDataParallel makes those of the other parameters.
+
+    Args:
+        placement: which experts each rank has.
+        ranks: all of them call this together, forward and backward.
+        unit: "rows": every copy of a token travels by itself, and its output is weighted and
+            summed at home: the bits of a single rank. The outputs are kept for the backward
+            pass. "tokens": the copies of a token for experts of one rank travel as one, with
+            their gates, and come back as their sum: fewer bytes where k > 1, and nothing of the
+            outputs is kept, but the sum is in another order.
+        num_chunks: into how many the experts of each rank are divided, at least 1.
+    """
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        ranks: Ranks,
+        unit: ExchangeUnit = "rows",
+        num_chunks: int = 1,
+    ) -> None:
+        size = ranks.size
+        self.placement = placement
+        self.ranks = ranks
+        self.unit = unit
+        self.num_chunks = num_chunks
+        chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in range(size)]
+        destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
+        self.chunk_sizes = [len(experts) for experts in chunks[ranks.rank]]
+        first = placement.num_experts
+        message = [
+            [*placement.experts_of(rank), *range(first + rank, first + len(destinations), size)]
+            for rank in range(size)
+        ]
+        self.message_sizes = [len(part) for part in message]
+        with _HOST:  # a layer can be made on the meta device
+            sizes = torch.tensor([len(experts) for experts in destinations])
+            # Constants: neither buffers, which `to_empty` would leave undefined, nor in the state.
+            self._order = {
+                _HOST: _Order(
+                    torch.tensor([*chain(*destinations)]).argsort(),
+                    F.pad(sizes.cumsum(0), (1, 0)),
+                    torch.arange(len(destinations)).repeat_interleave(sizes),
+                    torch.tensor([*chain(*message)]),
+                )
+            }
+
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, recompute: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """y [T, d_output] of this rank's tokens, and their tokens_per_expert [E].
+
+        Args:
+            x: [T, D]; with or without a gradient in all ranks alike.
+            routing: of x, to the experts of all ranks.
+            experts: of this rank.
+            recompute: see `moe_ext.ops.experts`.
+        """
+        x = x.to(experts.row_dtype(x))
+        gates, expert_index, token_offsets = (
+            routing.gates,
+            routing.expert_index,
+            routing.token_offsets,
+        )
+        order = self._order_on(x.device)
+        size, num_chunks = self.ranks.size, self.num_chunks
+        num_local = sum(self.chunk_sizes)
+        # Between here and y gradients are those of the mean of the losses, as the experts need.
+        x, gates = scale_grad(x, size), scale_grad(gates, size)
+
+        plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
+        tokens_per_expert = plan.tokens_per_expert[order.position]
+        copies = self._copies(expert_index, token_offsets, plan, order)
+        numbers = AllToAll(
+            torch.cat([tokens_per_expert, copies.num_copies])[order.message],
+            self.ranks,
+            self.message_sizes,
+            [num_local + num_chunks] * size,
+        )
+        rows = ops.dispatch(x, copies.inverse, copies.token_offsets)
+        received = numbers.wait().view(size, num_local + num_chunks)
+        received_by_chunk = received[:, :num_local].split(self.chunk_sizes, dim=1)
+
+        # Here the host waits for the numbers: [chunks, ranks] of each.
+        host = [
+            copies.num_copies,
+            received[:, num_local:].T.reshape(-1),
+            plan.offsets[order.bounds].diff(),
+            torch.cat([counts.sum(1) for counts in received_by_chunk]),
+        ]
+        copies_out, copies_in, rows_out, rows_in = (
+            torch.stack(host).view(4, num_chunks, size).tolist()
+        )
+
+        def sender(values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
+            # The split of a single chunk would be copied in the backward pass.
+            parts = [values] if num_chunks == 1 else values.split([sum(n) for n in out])
+            return lambda c: AllToAll(parts[c], self.ranks, out[c], into[c])
+
+        senders = [sender(rows, copies_out, copies_in)]
+        if copies.of_row is not None:
+            row_gates = ops.dispatch(gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
+            senders += [
+                sender(row_gates, rows_out, rows_in),
+                sender(copies.of_row, rows_out, rows_in),
+            ]
+        parts: Sequence[Any] = [experts] if num_chunks == 1 else experts.split(self.chunk_sizes)
+        # One chunk ahead: more at once would share the link, so that the first arrives no sooner.
+        # Every wait lies where the backward pass, in the reverse order, has to start as soon.
+        coming = [send(0) for send in senders]
+        going: AllToAll | None = None
+        returned = []
+        for c, counts in enumerate(received_by_chunk):
+            x_c, *slots = (transfer.wait() for transfer in coming)
+            if c + 1 < num_chunks:
+                coming = [send(c + 1) for send in senders]
+            index, gates_c, offsets = _slots(counts, received[:, num_local + c], len(x_c), slots)
+            plan_c = ops.dispatch_plan(index, counts.shape[1])
+            y = mixture(parts[c], x_c, gates_c, plan_c, offsets, recompute=recompute)
+            if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
+                y.requires_grad_()  # of frozen experts too: all go back together
+            if going is not None:
+                returned.append(going.wait())
+            going = AllToAll(y, self.ranks, copies_in[c], copies_out[c])
+        assert going is not None  # there is a chunk
+        y = going.wait()
+        if returned:
+            y = torch.cat([*returned, y])
+        if copies.of_row is not None:
+            gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
+        y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
+        return scale_grad(y, 1 / size), tokens_per_expert
+
+    def _order_on(self, device: torch.device) -> _Order:
+        if device not in self._order:
+            self._order[device] = _Order(*(value.to(device) for value in self._order[_HOST]))
+        return self._order[device]
+
+    def _copies(
+        self,
+        expert_index: Tensor,
+        token_offsets: Tensor | None,
+        plan: ops.DispatchPlan,
+        order: _Order,
+    ) -> _Copies:
+        if self.unit == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
+            return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
+        num_destinations = len(order.bounds) - 1
+        num_tokens = len(expert_index) if token_offsets is None else len(token_offsets) - 1
+        token = ops.token_index(expert_index, token_offsets)
+        destination = order.destination[order.position[expert_index]].reshape(-1)
+        needed = torch.zeros(
+            num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
+        )
+        needed[token, destination] = True
+        # Copies are numbered by token, then destination; and sorted by destination they are sent.
+        number = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
+        # The host waits to know how many they are.
+        by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
+        place = by_destination.inverse[number] - by_destination.offsets[destination]
+        return _Copies(
+            by_destination.inverse,
+            F.pad(needed.sum(1).cumsum(0), (1, 0)),
+            by_destination.tokens_per_expert,
+            place[plan.permutation],
+        )
+
+
+def _slots(
+    counts: Tensor, num_copies: Tensor, total: int, slots: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The expert and the gate of each slot of the copies that arrived, and where theirs begin.
+
+    Args:
+        counts: [ranks, experts], the rows that came; by rank, each sorted by expert.
+        num_copies: [ranks], those of each.
+        total: their sum.
+        slots: nothing, where each row has a copy of its own, whose gate stayed at home; or the
+            rows' gates [R, 1], and the copies that they need, counted from their rank's first.
+    """
+    if not slots:
+        index = columns_of(counts, total)[:, None]
+        return index, torch.ones_like(index, dtype=torch.float32), None
+    gates, copy = slots
+    index = columns_of(counts, len(copy))
+    first = num_copies.cumsum(0) - num_copies
+    copy = copy + first.repeat_interleave(counts.sum(1), output_size=len(copy))
+    by_copy = ops.dispatch_plan(copy, total)
+    gates = ops.dispatch(gates, by_copy.inverse[:, None])
+    return index[by_copy.permutation], gates[:, 0], by_copy.offsets

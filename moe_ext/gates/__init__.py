@@ -1,0 +1,39 @@
+"""Gates: which experts each token goes to, and with what weights (Section 2.1).
+
+Gate, Routing                the contract between a gate and `MoE`
+SoftmaxGate                  every expert for every token                 Eq. 2
+TopKGate                     the k experts with the largest logits        App. F
+NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
+HierarchicalNoisyTopKGate    groups first, then the experts of a group    App. B
+BalancedGate                 experts choose equally many tokens           App. F
+HierarchicalBalancedGate     the same on two levels                       App. B, F
+"""
+
+from moe_ext.gates.balanced import (
+    BalancedGate,
+    HierarchicalBalancedGate,
+    StrictlyBalancedGate,
+    balanced_gates,
+    batchwise_masks,
+    rows_per_expert,
+)
+from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
+from moe_ext.gates.noisy_top_k import NoisyTopKGate
+from moe_ext.gates.softmax import SoftmaxGate, TopKGate
+
+__all__ = [
+    "BalancedGate",
+    "Gate",
+    "HierarchicalBalancedGate",
+    "HierarchicalNoisyTopKGate",
+    "NoisyTopKGate",
+    "Routing",
+    "SoftmaxGate",
+    "StrictlyBalancedGate",
+    "TopKGate",
+    "balanced_gates",
+    "batchwise_masks",
+    "hierarchical_load",
+    "rows_per_expert",
+]

@@ -1,0 +1,125 @@
+"""Noisy top-k gating on two levels, Appendix B."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.gates._logits import require_k_of_levels, widened
+from moe_ext.gates._noisy import NoisyGate
+from moe_ext.gates.gate import Routing
+
+if TYPE_CHECKING:
+    from moe_ext.distributed import Ranks
+
+__all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
+
+
+def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
+    """Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)| (Appendix B), [a · b].
+
+    Args:
+        load: Load_primary(X), [a].
+        load_of_group: Load_i(X^(i)) of all groups, [a, b]; 0 of an empty one.
+        group_size: |X^(i)|, [a].
+    """
+    return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
+
+
+class HierarchicalNoisyTopKGate(NoisyGate):
+    """Noisy top-k gating on two levels (Appendix B): k1 of a groups, k2 of each one's b experts.
+
+    G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `NoisyTopKGate`, for the a · b experts
+    numbered i · b + j. A secondary gate G_i sees X^(i) = {x : G_primary(x)_i > 0} alone. With
+
+        Importance_H(X)_ij = Σ_x G_primary(x)_i · G_i(x)_j
+        Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
+
+    and |X^(i)| a true count, without gradient, the losses balance all experts and train both
+    levels. An empty group has load 0, and nothing divides by its size.
+
+    It costs T · (a + k1 · b) logits. All four matrices start at zero; what `NoisyTopKGate` says of
+    evaluation and of k = 1 holds on each level. A level with one choice draws no noise and changes
+    nothing: with a = 1 or b = 1 this is a `NoisyTopKGate`, to the last bit from the same seed.
+
+    Args:
+        d_model: D, the width of x.
+        num_groups: a.
+        experts_per_group: b.
+        k: (k1, k2), groups per token and experts per chosen group; a number is both.
+        noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
+
+    Raises:
+        ValueError: a size is below 1, k1 is not between 1 and a, k2 not between 1 and b, or
+            noise_epsilon is negative.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_groups: int,
+        experts_per_group: int,
+        k: int | tuple[int, int],
+        *,
+        noise_epsilon: float = 1e-2,
+        detach_threshold: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        name = type(self).__name__
+        k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
+        num_experts = num_groups * experts_per_group
+        super().__init__(d_model, num_experts, k1 * k2, noise_epsilon, detach_threshold, generator)
+        self.num_groups = num_groups
+        self.experts_per_group = experts_per_group
+        self.k_of_levels = k1, k2
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
+        self.w_noise = nn.Parameter(torch.zeros(d_model, num_groups))
+        secondary = num_groups, d_model, experts_per_group
+        self.w_gate_secondary = nn.Parameter(torch.zeros(secondary))
+        self.w_noise_secondary = nn.Parameter(torch.zeros(secondary))
+
+    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+        """x [T, D] to the k1 · k2 gates of each token: by group, each in order of falling logit."""
+        k1, k2 = self.k_of_levels
+        x = widened(x)
+        clean, primary = self._select(x, self.w_gate, self.w_noise, k1)
+        # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
+        plan = ops.dispatch_plan(primary.expert_index, self.num_groups)
+        secondary_weights = self.w_gate_secondary, self.w_noise_secondary
+        clean_rows, secondary = self._select(x, *secondary_weights, k2, plan)
+
+        # As in combine a row's output by its gate, here its secondary gates by the primary one.
+        row_of_slot = plan.inverse.reshape(-1, 1)
+        gates = ops.combine(secondary.gates, primary.gates.reshape(-1, 1), row_of_slot)
+        expert_index = secondary.expert_index.index_select(0, plan.inverse.reshape(-1))
+        expert_index = expert_index + primary.expert_index.reshape(-1, 1) * self.experts_per_group
+        gates, expert_index = gates.view(-1, self.k), expert_index.view(-1, self.k)
+
+        if not self.training:
+            return self.route(gates, expert_index, ranks=ranks)
+        load = self._load(clean, primary)
+        if self.experts_per_group == 1:
+            return self.route(gates, expert_index, load=load, ranks=ranks)
+        sums = (
+            ops.importance(gates, expert_index, self.num_experts),
+            load,
+            self._load(clean_rows, secondary, plan.offsets),
+            plan.tokens_per_expert.to(load.dtype),
+        )
+        importance, *factors = sums if ranks is None else ranks.sum(*sums)
+        load = hierarchical_load(*factors)
+        return Routing(gates, expert_index, importance, load, load_factors=tuple(factors))
+
+    def draw_noise(self, like: Tensor) -> Tensor:
+        """As `Gate.draw_noise`; for a level with a single choice, zeros."""
+        return torch.zeros_like(like) if like.shape[1] == 1 else super().draw_noise(like)
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, num_groups={self.num_groups}, "
+            f"experts_per_group={self.experts_per_group}, k={self.k_of_levels}, "
+            f"noise_epsilon={self.noise_epsilon}, detach_threshold={self.detach_threshold}"
+        )

@@ -1,0 +1,74 @@
+"""Gates without noise: the softmax over all experts, and over the top k."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.gates._logits import logits
+from moe_ext.gates.gate import Gate, Routing
+
+if TYPE_CHECKING:
+    from moe_ext.distributed import Ranks
+
+__all__ = ["SoftmaxGate", "TopKGate"]
+
+
+class SoftmaxGate(Gate):
+    """G(x) = softmax(x·W_g) (Eq. 2): every token goes to every expert.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+
+    Raises:
+        ValueError: d_model or num_experts is below 1.
+    """
+
+    def __init__(self, d_model: int, num_experts: int) -> None:
+        super().__init__(d_model, num_experts, num_experts)
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+
+    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+        """x [T, D] to the gates of all E experts, in the experts' order."""
+        gates = torch.softmax(logits(x, self.w_gate), dim=-1)
+        expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
+        return self.route(gates, expert_index, ranks=ranks)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, num_experts={self.num_experts}"
+
+
+class TopKGate(Gate):
+    """A softmax gate masked by its top k, without noise (Appendix F with M = TopK).
+
+        G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
+
+    W_g starts small and random, with a standard deviation of 0.1 · D^-1/2: from zero every token
+    would go to the same experts. Load is the number of tokens routed, which has no gradient: the
+    importance loss alone balances.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E.
+        k: experts kept per token, 1 <= k <= E.
+
+    Raises:
+        ValueError: a size is below 1, or k is not between 1 and num_experts.
+    """
+
+    def __init__(self, d_model: int, num_experts: int, k: int) -> None:
+        super().__init__(d_model, num_experts, k)
+        self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w_gate, std=0.1 * len(self.w_gate) ** -0.5)
+
+    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+        """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
+        kept = ops.noisy_topk_gating(logits(x, self.w_gate), None, None, self.k)
+        return self.route(kept.gates, kept.expert_index, ranks=ranks)

@@ -1,0 +1,202 @@
+"""Where the words of a text go in a trained model.
+
+The layers of a language model see its input words. Of a translation model the encoder's MoE (layer
+0) sees the pieces of the sources, the decoder's (layer 1) those of the targets, as its inputs.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_ext import Gate, ops
+from moe_ext.lab.data import AnyText, EncodedPairs, PairBatch, batches_of
+from moe_ext.lab.models import AnyModel, evaluating
+from moe_ext.lab.progress import progress
+from moe_ext.moe import MoE, MoEAux
+from moe_ext.recurrent import MoELSTM
+
+NEIGHBOURS = 2  # words on either side of a position
+NO_WORD = -1
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where N positions went, in R slots: (position, expert) pairs.
+
+    Attributes:
+        num_experts: E.
+        windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
+            ends of the sentence.
+        position, expert: [R] int64.
+        gate: [R].
+        pair: [N] int64, the language pair of each position, where there are several.
+        pair_names: theirs, such as "en-fr".
+    """
+
+    num_experts: int
+    windows: Tensor
+    position: Tensor
+    expert: Tensor
+    gate: Tensor
+    pair: Tensor | None = None
+    pair_names: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> Tensor:
+        """[N], the input words."""
+        return self.windows[:, NEIGHBOURS]
+
+    def slots_by_gate(self) -> tuple[Tensor, Tensor]:
+        """The slots by expert, by decreasing gate within each, and the number of each expert's."""
+        order = self.gate.argsort(descending=True, stable=True)
+        order = order[self.expert[order].argsort(stable=True)]
+        return order, torch.bincount(self.expert, minlength=self.num_experts)
+
+    def highest(self, number: int) -> Tensor:
+        """[E, number], each expert's positions with the highest gates; -1 where it has fewer."""
+        order, load = self.slots_by_gate()
+        expert = self.expert[order]
+        rank = torch.arange(len(order)) - (load.cumsum(0) - load)[expert]
+        kept = rank < number
+        positions = torch.full((self.num_experts, number), -1)
+        positions[expert[kept], rank[kept]] = self.position[order[kept]]
+        return positions
+
+    def first_choice(self) -> tuple[Tensor, Tensor]:
+        """The positions that have an expert, and the one with the highest gate of each."""
+        order = self.gate.argsort(descending=True, stable=True)
+        order = order[self.position[order].argsort(stable=True)]
+        first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
+        return self.position[order[first]], self.expert[order[first]]
+
+
+def joined(routings: Sequence[Routing]) -> Routing:
+    """The positions of several texts one after the other."""
+    offset, positions = 0, []
+    pairs = [routing.pair for routing in routings if routing.pair is not None]
+    for routing in routings:
+        positions.append(routing.position + offset)
+        offset += len(routing.windows)
+    return Routing(
+        routings[0].num_experts,
+        torch.cat([routing.windows for routing in routings]),
+        torch.cat(positions),
+        torch.cat([routing.expert for routing in routings]),
+        torch.cat([routing.gate for routing in routings]),
+        torch.cat(pairs) if pairs else None,
+        routings[0].pair_names,
+    )
+
+
+def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
+    """The MoE layer of that number, counting these only.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
+    if not 0 <= layer < len(layers):
+        raise ValueError(
+            f"layer must be in [0, {len(layers)}), the model's MoE layers, got {layer}"
+        )
+    return layers[layer]
+
+
+@torch.inference_mode()
+def collect_routing(
+    model: AnyModel,
+    text: AnyText,
+    *,
+    num_positions: int = 200_000,
+    layer: int = 0,
+    tokens_per_batch: int = 2_560,
+) -> Routing:
+    """Runs randomly chosen sentences without noise or dropout.
+
+    Args:
+        model: with a MoE layer.
+        text: in the ids of the model's vocabulary; pairs for a translation model, whose encoder has
+            layer 0 and whose decoder has layer 1.
+        num_positions: how many words to run, roughly.
+        layer: which MoE layer, counting these only.
+        tokens_per_batch: does not change what comes out but for the choice of sentences.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    num_experts = find_moe_layer(model, layer).num_experts
+    device = model.embedding.weight.device
+    language_pair: Tensor | None = None
+    names: tuple[str, ...] = ()
+    if isinstance(text, EncodedPairs) and len(text.names) > 1:
+        language_pair, names = text.pair, text.names
+    batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=True)
+    # Batches hold nearly equal numbers of tokens.
+    needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
+    bar: Iterable[Any] = progress(
+        batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
+    )
+    parts = []
+    seen = 0
+    with evaluating(model):
+        for batch in bar:
+            ids, mask, after = batch.inputs, batch.mask, text.eos_id
+            if isinstance(batch, PairBatch) and layer == 0:  # the encoder's: its last is the end
+                ids, mask, after = batch.source, batch.source_mask, NO_WORD
+            _, aux = model.of_batch(batch.to(device))
+            pair = None
+            if language_pair is not None:
+                pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))
+            windows = _windows(ids, mask, after)
+            parts.append(Routing(num_experts, windows, *_slots(aux[layer]), pair, names))
+            seen += len(windows)
+            if seen >= num_positions:
+                break
+    return joined(parts)
+
+
+def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
+    """[N, 5], the tokens of ids [B, S] between their neighbours, `after` behind each row's last."""
+    text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
+    text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
+    return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
+
+
+def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
+    """Position, expert and gate of each slot, the layer's tokens being the positions from 0."""
+    position = ops.token_index(aux.expert_index, aux.token_offsets)
+    return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
+
+
+@contextmanager
+def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
+    """Within: W_g of the layer's gates is random, normal, of the same root mean square as before.
+
+    Raises:
+        ValueError: a gate is strictly balanced: its thresholds were trained for its W_g.
+    """
+    parameters: list[nn.Parameter] = []
+    for gate in (module for module in layer.modules() if isinstance(module, Gate)):
+        for name, parameter in gate.named_parameters(recurse=False):
+            if name.startswith("threshold"):
+                raise ValueError("untrained_gates: layer must have gates without thresholds")
+            if name.startswith("w_gate"):
+                parameters.append(parameter)
+    trained = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with torch.no_grad():
+            for parameter, before in zip(parameters, trained, strict=True):
+                drawn = torch.randn(parameter.shape, generator=generator).to(before)
+                parameter.copy_(drawn * before.square().mean().sqrt())
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip(parameters, trained, strict=True):
+                parameter.copy_(before)

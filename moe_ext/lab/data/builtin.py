@@ -1,0 +1,277 @@
+"""The built-in corpus: English sentences from the documentation of Python and torch.
+
+Where torch runs there is documentation: the docstrings of the standard library and of torch, and
+the language manual in `pydoc_data.topics`. Its prose makes a corpus that exists on every machine,
+without a download. The sources are parsed, never imported.
+
+Case is kept, as in the 1-billion-word benchmark: lower-casing would make perplexities look better
+by asking less, and could not be undone. Sentences are tokenised as there: punctuation and the
+endings 's and n't stand apart, dotted names such as torch.nn.Linear stay whole.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import os
+import platform
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from moe_ext.lab.files import atomic_file
+from moe_ext.lab.progress import progress
+
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+# Files that hold documentation in plain string literals rather than in docstrings.
+_LITERAL_DOCS = {"topics.py", "_torch_docs.py", "_tensor_docs.py"}
+_MIN_LITERAL = 100  # characters; shorter literals are names and keys
+_MIN_WORDS, _MAX_WORDS = 4, 80
+
+
+def builtin_sentences() -> list[str]:
+    """The distinct sentences, words apart by spaces, in a fixed order for given versions.
+
+    Made in about 20 seconds on the first call and kept in `$XDG_CACHE_HOME/moe_ext` or
+    `~/.cache/moe_ext`, under a name that changes with Python, torch, the files read and this code.
+    Where nothing can be written, it is made anew on each call.
+    """
+    files = _source_files()
+    cached = _cache_folder() / f"builtin-{_key(files)}.txt"
+    if cached.is_file():
+        return cached.read_text("utf-8").splitlines()
+    bar = progress(files, "making the built-in corpus", "files")
+    sentences = list(_distinct(s for file in bar for s in _sentences_of(file)))
+    with suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(cached) as file:
+            file.writelines(f"{sentence}\n".encode() for sentence in sentences)
+    return sentences
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moe_ext"
+
+
+def _key(files: list[Path]) -> str:
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"
+
+
+def _source_files() -> list[Path]:
+    """The .py files of the standard library and of torch, in a fixed order."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    torch_spec = importlib.util.find_spec("torch")
+    assert torch_spec is not None and torch_spec.origin is not None
+    roots = [stdlib / name for name in sorted(sys.stdlib_module_names | {"pydoc_data"})]
+    roots.append(Path(torch_spec.origin).parent)
+    files = []
+    for root in roots:
+        module = root.with_name(f"{root.name}.py")
+        found = [module] if module.is_file() else root.rglob("*.py")
+        for file in sorted(found):
+            if _SKIPPED_FOLDERS.isdisjoint(file.relative_to(root.parent).parts):
+                files.append(file)
+    return files
+
+
+def _sentences_of(file: Path) -> Iterator[str]:
+    for text in _documentation(file):
+        for paragraph in _paragraphs(text):
+            for sentence in _split(paragraph):
+                words = _tokenise(sentence)
+                if _is_prose(words):
+                    yield " ".join(words)
+
+
+def _distinct(sentences: Iterable[str]) -> Iterator[str]:
+    """The sentences whose letters have not occurred before, in order.
+
+    Documentation repeats itself with another number or mark ("2D", "3D"); letters alone decide,
+    so that no such twin of a training sentence is in the test part.
+    """
+    seen = set()
+    for sentence in sentences:
+        letters = re.sub(r"[^a-z]+", "", sentence.lower())
+        if letters not in seen:
+            seen.add(letters)
+            yield sentence
+
+
+def _documentation(file: Path) -> Iterator[str]:
+    """The docstrings of one source file, and its long literals where those are documentation."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes in other people's strings
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # templates and sources for other versions of Python
+    if file.name in _LITERAL_DOCS:
+        for node in ast.walk(tree):
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and len(value) >= _MIN_LITERAL:
+                yield inspect.cleandoc(value)
+    else:
+        yield from _docstrings(tree)
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """The docstrings of a module and of all in it, in the order of the source."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    # Definitions stand in lists of statements alone; expressions, most of a tree, need no look.
+    for statements in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for statement in getattr(node, statements, ()):
+            yield from _docstrings(statement)
+
+
+_RULED = re.compile(r"\s*[-=~^+|*#_.]{3,}|.*\s{3,}\S.*\s{3,}|\s*\|")  # underlines, tables
+_FENCE = re.compile(r"\s*(```|~~~)")
+_DIRECTIVE = re.compile(r"\s*\.\.(\s+|$)")
+_PROSE_DIRECTIVE = re.compile(r"\s*\.\. (note|warning|seealso|tip|important|caution)::\s*(.*)")
+_ITEM = re.compile(r"\s*(?:[-*+•]|\(?(?:\d{1,2}|[a-zA-Z])[.)])\s+(?=\S)")
+# "name (type): ..." and ":param name: ...", whose description follows the colon.
+_FIELD = re.compile(
+    r"\s*(?::\w+[^:]*:|"
+    r"[*`]*\w[\w.]*[*`]*(?:[,/]? ?[*`]*\w[\w.]*[*`]*){0,2} ?(?:\([^)]*\))?\s*:)(?:\s+|$)"
+)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of running text; code, examples, tables, formulas and headings are left out.
+
+    A paragraph ends at a blank line, a list item, a described argument or a change of indentation
+    to the left. A literal block is what is indented more deeply than the line ending in "::" or the
+    directive before it.
+    """
+    lines: list[str] = []
+    indent = 0  # of the first line of the paragraph
+    literal: int | None = None  # inside a block indented deeper than this
+    fenced = example = False
+    for line in [*text.expandtabs().splitlines(), ""]:
+        stripped = line.strip()
+        depth = len(line) - len(line.lstrip())
+        if _FENCE.match(line):
+            fenced = not fenced
+            stripped = ""
+        elif fenced:
+            stripped = ""
+        elif stripped and literal is not None:
+            if depth > literal:
+                stripped = ""
+            else:
+                literal = None
+        if stripped.startswith(">>>"):
+            example = True
+        elif not stripped:
+            example = False
+        ends_before = not stripped or example or bool(_RULED.match(line))
+        directive = None if ends_before else _PROSE_DIRECTIVE.match(line)
+        if not ends_before and _DIRECTIVE.match(line):
+            ends_before = True
+            if not directive:
+                literal = depth
+        field = None if ends_before else _ITEM.match(line) or _FIELD.match(line)
+        if lines and (ends_before or field or depth < indent):
+            yield " ".join(lines)
+            lines = []
+        if directive and directive[2]:
+            lines, indent = [directive[2]], depth
+        if ends_before:
+            continue
+        if field:
+            stripped = line[field.end() :].strip()
+            inner = _FIELD.match(stripped + " ")
+            if inner:
+                stripped = stripped[inner.end() :]
+        if stripped.endswith("::"):
+            literal = depth
+            stripped = stripped[:-1]
+        if stripped:
+            if not lines:
+                indent = depth
+            lines.append(stripped)
+
+
+_MARKUP = [
+    (re.compile(r":math:`[^`]*`"), "{}"),  # a formula: _is_prose then refuses the sentence
+    (re.compile(r":[\w:+-]+:`([^`<]*?)\s*<[^`]*>`"), r"\1"),  # :ref:`text <place>`
+    (re.compile(r":[\w:+-]+:`[~!]?([^`]*)`"), r"\1"),  # :class:`~torch.Tensor`
+    (re.compile(r"`([^`<]+?)\s*<[^`]*>`_+"), r"\1"),  # `text <address>`_
+    (re.compile(r"`+([^`]*)`+_*"), r"\1"),  # ``code``
+    (re.compile(r"\*\*?([^\s*](?:[^*]*[^\s*])?)\*\*?"), r"\1"),  # *emphasis*
+    (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),  # [text](address)
+    (re.compile(r"\s*\[\w+\]_?"), ""),  # [1], [Knuth]_
+    (re.compile(r"(?<=\w)-\s+(?=\w)"), "-"),  # a word broken at its hyphen
+    (re.compile(r"(?<=\w)--?-?(?=\s)|(?<=\s)--?-?(?=\s)|(?<=\w)---?(?=\w)|[–—]"), " -- "),
+    (re.compile("[‘’]"), "'"),
+    (re.compile("[“”]"), '"'),
+    (re.compile("…"), "..."),
+]
+_ABBREVIATED = re.compile(
+    r"(?:\b(?:[eE]\.g|[iI]\.e|etc|vs|cf|al|approx|resp|incl|Mr|Dr|St|No|no|Fig|Eq|Sec|a\.k\.a)|\b[A-Z])\.$"
+)
+_END = re.compile(r"[.!?][\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
+
+
+def _split(paragraph: str) -> Iterator[str]:
+    """The sentences of a paragraph, without markup; a last piece without a full stop is dropped."""
+    for pattern, replacement in _MARKUP:
+        paragraph = pattern.sub(replacement, paragraph)
+    begin = 0
+    for end in _END.finditer(paragraph):
+        if _ABBREVIATED.search(paragraph, begin, end.start() + 1):
+            continue
+        yield paragraph[begin : end.end()].strip()
+        begin = end.end()
+    last = paragraph[begin:].strip()
+    if re.search(r"[.!?][\"')\]]*$", last):
+        yield last
+
+
+_WORD = re.compile(
+    r"""
+    (?:[eE]\.g\.|[iI]\.e\.|etc\.(?=\s*[\w,)])|vs\.|cf\.|a\.k\.a\.)  # abbreviations keep their stop
+    | https?://[^\s)>,]*[^\s)>,.]
+    | [A-Za-z]+(?=n't\b) | n't\b | '(?:s|re|ve|ll|d|m)\b    # do n't, it 's
+    | -?\d+(?:[.,:]\d+)*%?(?!-?\w)                       # 3.14, 50%
+    | _*\w+(?:(?:[./:-]|::)_*\w+)*(?:\(\))?               # well-known, torch.nn.Linear, close()
+    | --|->|\.\.\.
+    | \S
+    """,
+    re.VERBOSE,
+)
+
+
+def _tokenise(sentence: str) -> list[str]:
+    return _WORD.findall(sentence)
+
+
+_LETTERS = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*")
+_PUNCTUATION = frozenset([",", ".", ";", ":", "!", "?", "(", ")", '"', "'", "'s", "n't", "--", "-"])
+
+
+def _is_prose(words: list[str]) -> bool:
+    """Whether this is a sentence: begins with a capital, ends, and is mostly plain words."""
+    if not _MIN_WORDS <= len(words) <= _MAX_WORDS:
+        return False
+    if not words[0][0].isupper() and words[0] not in '("':
+        return False
+    if words.count("(") != words.count(")"):
+        return False
+    if any(mark in word for word in words for mark in "\\`{}"):
+        return False  # what is left of formulas, markup and placeholders
+    plain = sum(bool(_LETTERS.fullmatch(word)) for word in words)
+    marks = sum(word in _PUNCTUATION for word in words)
+    odd = sum(not word[0].isalnum() and word not in _PUNCTUATION for word in words)
+    return plain >= 4 and plain + marks >= 0.8 * len(words) and odd <= 0.05 * len(words)

@@ -1,0 +1,16 @@
+"""From a model's log-probabilities to translations, and how good they are."""
+
+from moe_ext.lab.decoding.beam_search import BeamSearch, Hypothesis, StepModel, StepState
+from moe_ext.lab.decoding.bleu import Bleu, corpus_bleu
+from moe_ext.lab.decoding.translator import Translation, Translator
+
+__all__ = [
+    "BeamSearch",
+    "Bleu",
+    "Hypothesis",
+    "StepModel",
+    "StepState",
+    "Translation",
+    "Translator",
+    "corpus_bleu",
+]

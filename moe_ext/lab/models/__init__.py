@@ -1,0 +1,34 @@
+"""The paper's models, built on the layers of moe_ext."""
+
+from moe_ext.lab.models.attention import Attention
+from moe_ext.lab.models.language_model import LanguageModel, LanguageModelConfig
+from moe_ext.lab.models.lstm import LSTM
+from moe_ext.lab.models.parts import FeedForwardConfig, LossParts, MoEConfig, evaluating
+from moe_ext.lab.models.sampled_softmax import (
+    LogUniformSampler,
+    SampledSoftmax,
+    sampled_cross_entropy,
+)
+from moe_ext.lab.models.softmax import linear_cross_entropy, linear_nll
+from moe_ext.lab.models.translation import TranslationModel, TranslationModelConfig
+
+AnyModel = LanguageModel | TranslationModel
+
+__all__ = [
+    "LSTM",
+    "AnyModel",
+    "Attention",
+    "FeedForwardConfig",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "LogUniformSampler",
+    "LossParts",
+    "MoEConfig",
+    "SampledSoftmax",
+    "TranslationModel",
+    "TranslationModelConfig",
+    "evaluating",
+    "linear_cross_entropy",
+    "linear_nll",
+    "sampled_cross_entropy",
+]

@@ -1,0 +1,94 @@
+"""Attention, Appendix G: where in the source sentence a step of the translation looks."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.checks import require, require_at_least
+from moe_ext.experts import uniform_
+from moe_ext.ops import accumulation_dtype
+
+ATTENTION_KINDS = ("product", "gnmt")
+
+
+class Attention(nn.Module):
+    """The mean of the source's vectors x_i, weighted by what they are to a target vector y_j.
+
+        A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d) tanh((y_j W)_d)       kind = "product"
+        A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d + (y_j W)_d)           kind = "gnmt"
+        p_j = softmax(A(·, y_j))          context_j = Σ_i p_ji x_i
+
+    The softmax is over the tokens of the sentence; A is not scaled. "product", the paper's own, is
+    two products of matrices for all steps of source and target. "gnmt", that of Wu et al. (2016),
+    makes [B, T, S, A] numbers of them.
+
+    All weights start uniform with variance 1 / fan_in.
+
+    Args:
+        d_source: width of x.
+        d_target: width of y.
+        units: A, the number of d.
+        kind: of the function.
+
+    Attributes:
+        u: U [d_source, A].
+        w: W [d_target, A].
+        v: V [A].
+
+    Raises:
+        ValueError: a size is below 1, or there is no such kind.
+
+    Example:
+        >>> attention = Attention(d_source=64, d_target=32, units=16)
+        >>> x, mask = torch.randn(8, 20, 64), torch.ones(8, 20, dtype=torch.bool)
+        >>> context, weights = attention(torch.randn(8, 5, 32), attention.keys(x), x, mask)
+        >>> context.shape, weights.shape
+        (torch.Size([8, 5, 64]), torch.Size([8, 5, 20]))
+    """
+
+    def __init__(self, d_source: int, d_target: int, units: int, kind: str = "product") -> None:
+        super().__init__()
+        require_at_least(1, "Attention", d_source=d_source, d_target=d_target, units=units)
+        kinds = ", ".join(ATTENTION_KINDS)
+        require(kind in ATTENTION_KINDS, "Attention: kind", f"be one of {kinds}", kind)
+        self.kind = kind
+        self.u = nn.Parameter(torch.empty(d_source, units))
+        self.w = nn.Parameter(torch.empty(d_target, units))
+        self.v = nn.Parameter(torch.empty(units))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.u, self.w, self.v):
+            uniform_(weight, len(weight))
+
+    def keys(self, source: Tensor) -> Tensor:
+        """What A needs of the source [B, S, d_source], once for all target steps: [B, S, A]."""
+        keys = source @ self.u
+        return keys.tanh() * self.v if self.kind == "product" else keys
+
+    def forward(
+        self, target: Tensor, keys: Tensor, source: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The contexts [B, T, d_source] and the weights p [B, T, S], 0 where masked.
+
+        Args:
+            target: y, [B, T, d_target].
+            keys: [B, S, A], of the source.
+            source: x, [B, S, d_source].
+            mask: [B, S] bool, True at the tokens, of which every sentence has at least one.
+        """
+        query = target @ self.w
+        if self.kind == "product":
+            scores = query.tanh() @ keys.mT
+        else:
+            scores = (query.unsqueeze(2) + keys.unsqueeze(1)).tanh() @ self.v
+        scores = scores.masked_fill(~mask.unsqueeze(1), -math.inf)
+        weights = torch.softmax(scores, 2, dtype=accumulation_dtype(scores))
+        return weights.to(source.dtype) @ source, weights
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_source={self.u.shape[0]}, d_target={self.w.shape[0]}, units={len(self.v)}, "
+            f"kind={self.kind}"
+        )

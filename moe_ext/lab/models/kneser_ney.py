@@ -1,0 +1,229 @@
+"""The n-gram baseline of App. C.1: interpolated Kneser-Ney smoothing, estimated by sorting.
+
+Kneser and Ney 1995; Chen and Goodman 1998, for the modified one with three discounts. With h' the
+context h without its first word, and a(hw) the count of an n-gram of the highest order, or of one
+that begins a sentence, and of any other the number of words that it was seen after:
+
+    p(w|h) = (a(hw) - D(a(hw))) / sum_v a(hv) + gamma(h) p(w|h')
+    gamma(h) = sum_v D(a(hv)) / sum_v a(hv)
+
+down to p(w) = 1/V without any word. D(0) = 0; p(w|h) = p(w|h') after a context never seen.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_ext.checks import require, require_at_least
+from moe_ext.lab.data import EncodedSentences, Vocabulary
+from moe_ext.lab.files import atomic_file
+from moe_ext.lab.progress import progress
+
+_NONE = -1
+
+
+class NGramModel:
+    """Probabilities of words after the n - 1 before them, within their sentence.
+
+    The n-grams are a trie: a level for each n = 1, 2, ..., one after the other in all arguments.
+
+    Args:
+        vocab_size: V, the words that are predicted.
+        keys: [M] int64 each, ascending: (the place of an n-gram's first n - 1 words among their
+            keys) · V + its last word. Of single words all V, and the start of a sentence as V.
+        prob: [M] float64 each, of the last word after the others.
+        backoff: [M] float64 each but the last, gamma of the n-gram as a context; 1 of no context.
+        discounts: [D(1), D(2), D(3 and more)] each.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        keys: Sequence[Tensor],
+        prob: Sequence[Tensor],
+        backoff: Sequence[Tensor],
+        discounts: Sequence[list[float]],
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.discounts = discounts
+        self._keys, self._prob, self._backoff = keys, prob, backoff
+
+    @property
+    def order(self) -> int:
+        """n of the longest n-grams."""
+        return len(self._keys)
+
+    @property
+    def num_ngrams(self) -> list[int]:
+        """Of each order; the start of a sentence, which is never predicted, is no word."""
+        return [self.vocab_size, *map(len, self._keys[1:])]
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored probabilities, and back-off weights of the contexts that were seen."""
+        contexts = [(keys // self.vocab_size).unique_consecutive() for keys in self._keys[1:]]
+        return sum(self.num_ngrams) + sum(map(len, contexts))
+
+    def token_prob(self, sentences: EncodedSentences) -> Tensor:
+        """The probability of each prediction, in the order of `sentences.stream[1:]`.
+
+        Returns:
+            [sentences.num_tokens] float64.
+        """
+        words, first = _words(sentences, self.vocab_size, "NGramModel.token_prob")
+        index, prob = words, self._prob[0][words]
+        for n in range(2, self.order + 1):
+            context = _contexts(index, first, n, self.vocab_size)
+            index = _find(self._keys[n - 1], context, words, self.vocab_size)
+            gamma = torch.where(context == _NONE, 1.0, self._backoff[n - 2][context])
+            prob = torch.where(index == _NONE, gamma * prob, self._prob[n - 1][index])
+        return prob
+
+    def sentence_nll(self, sentences: EncodedSentences) -> Tensor:
+        """[N] float64, nats of each sentence, its end included."""
+        nll = -self.token_prob(sentences).log()
+        sentence = torch.repeat_interleave(sentences.lengths)
+        return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
+
+    def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:
+        """Writes the model in the ARPA format, for other programs; <s> is the start of a sentence.
+
+        Args:
+            path: the file.
+            vocabulary: of the sentences.
+        """
+        names = [*vocabulary.words, "<s>"]
+        ngrams = names
+        with atomic_file(Path(path)) as file:
+            file.write(b"\\data\\\n")
+            for n, keys in enumerate(self._keys, start=1):
+                file.write(f"ngram {n}={len(keys)}\n".encode())
+            for n, (keys, prob) in enumerate(zip(self._keys, self._prob, strict=True), start=1):
+                if n > 1:
+                    prefix, word = (keys // self.vocab_size).tolist(), keys % self.vocab_size
+                    pairs = zip(prefix, word.tolist(), strict=True)
+                    ngrams = [f"{ngrams[h]} {names[w]}" for h, w in pairs]
+                backoffs = [""] * len(keys)
+                if n < self.order:
+                    backoffs = [f"\t{gamma:.7f}" for gamma in self._backoff[n - 1].log10().tolist()]
+                lines = zip(prob.log10().clamp(min=-99).tolist(), ngrams, backoffs, strict=True)
+                file.write(f"\n\\{n}-grams:\n".encode())
+                for log_prob, ngram, backoff in progress(lines, f"writing {n}-grams", "lines"):
+                    file.write(f"{log_prob:.7f}\t{ngram}{backoff}\n".encode())
+            file.write(b"\n\\end\\\n")
+
+
+def kneser_ney(
+    sentences: EncodedSentences, vocab_size: int, order: int = 5, *, modified: bool = True
+) -> NGramModel:
+    """The model of the equations above, nothing pruned.
+
+    With Y = t1 / (t1 + 2 t2), t_j the n-grams of an order with a = j, its discounts are D = Y, or,
+    modified, D(j) = j - (j + 1) Y t_(j+1) / t_j for j = 1, 2 and 3, which serves larger counts too.
+    An order where that can't be computed or is outside [0, j], such as words from a vocabulary
+    without rare ones, takes 0.5, or 0.5, 1 and 1.5.
+
+    Args:
+        sentences: the training text; its <unk> is a word like others.
+        vocab_size: V.
+        order: n of the longest n-grams, where there are such long ones.
+        modified: three discounts for each order, instead of one.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    require_at_least(1, "kneser_ney", order=order)
+    words, first = _words(sentences, vocab_size, "kneser_ney")
+    # Every order's n-grams, how often they occur, and where their last n - 1 words stand.
+    keys, counts, suffixes = [torch.arange(vocab_size + 1)], [_count(words, vocab_size + 1)], []
+    index = words  # of the n-gram that ends at each position
+    for n in progress(range(2, order + 1), "counting n-grams", "orders"):
+        context = _contexts(index, first, n, vocab_size)
+        inside = context != _NONE
+        if not inside.any():
+            break  # no sentence is that long
+        found, inverse, count = torch.unique(
+            context[inside] * vocab_size + words[inside], return_inverse=True, return_counts=True
+        )
+        suffix = torch.empty_like(found)
+        suffix[inverse] = index[inside]  # the same wherever the n-gram occurs
+        index = torch.full_like(index, _NONE)
+        index[inside] = inverse
+        keys.append(found)
+        counts.append(count)
+        suffixes.append(suffix)
+    for n, suffix in enumerate(suffixes, start=1):
+        preceding = _count(suffix, len(keys[n - 1]))
+        # 0 only where nothing precedes: at the start of a sentence.
+        counts[n - 1] = torch.where(preceding > 0, preceding, counts[n - 1])
+
+    probs: list[Tensor] = []
+    backoffs, discounts = [], []
+    for n, (key, count) in enumerate(zip(keys, counts, strict=True), start=1):
+        discount = _discounts(count, modified)
+        discounts.append(discount[1:].tolist())
+        removed = discount[count.clamp(max=3)]
+        if n == 1:
+            prob = (count - removed + removed.sum() / vocab_size) / count.sum()
+            prob[vocab_size] = 0.0  # the start of a sentence
+        else:
+            prefix, num_prefixes = key // vocab_size, len(keys[n - 2])
+            total = _count(prefix, num_prefixes, count)
+            gamma = torch.where(total > 0, _count(prefix, num_prefixes, removed) / total, 1.0)
+            backoffs.append(gamma)
+            lower = probs[-1][suffixes[n - 2]]
+            prob = (count - removed) / total[prefix] + gamma[prefix] * lower
+        probs.append(prob)
+    return NGramModel(vocab_size, keys, probs, backoffs, discounts)
+
+
+def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Tensor, Tensor]:
+    """The words that are predicted, and which of them are their sentences' first."""
+    words = sentences.stream[1:].long()
+    require(len(sentences) > 0, f"{name}: sentences", "hold at least one sentence", "none")
+    largest = int(words.max())
+    require(largest < vocab_size, f"{name}: sentences", f"hold ids below {vocab_size}", largest)
+    first = torch.zeros_like(words, dtype=torch.bool)
+    first[sentences.starts[:-1]] = True
+    return words, first
+
+
+def _contexts(index: Tensor, first: Tensor, n: int, vocab_size: int) -> Tensor:
+    """Where the n - 1 words before each position stand in their table; none across sentences.
+
+    Args:
+        index: [T], where the n - 1 words that end at each position stand.
+    """
+    context = index.roll(1)
+    context[first] = vocab_size if n == 2 else _NONE  # the sentence's start, and nothing before it
+    return context
+
+
+def _find(keys: Tensor, context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
+    """Where (context, word) stands among the ascending keys, or none."""
+    wanted = context * vocab_size + words
+    index = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    missing = (context == _NONE) | (keys[index] != wanted)
+    return index.masked_fill(missing, _NONE)
+
+
+def _count(index: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
+    return torch.bincount(index, weights, minlength=size)
+
+
+def _discounts(counts: Tensor, modified: bool) -> Tensor:
+    """[4] float64: D(0), D(1), D(2), D(3 and more)."""
+    _, t1, t2, t3, t4, _ = _count(counts.clamp(max=5), 6).double().unbind()
+    y = t1 / (t1 + 2 * t2)
+    found, fallback = [0 * y, y, y, y], [0.0, 0.5, 0.5, 0.5]
+    if modified:
+        found = [0 * y, 1 - 2 * y * t2 / t1, 2 - 3 * y * t3 / t2, 3 - 4 * y * t4 / t3]
+        fallback = [0.0, 0.5, 1.0, 1.5]
+    discounts = torch.stack(found)
+    largest = torch.arange(4, dtype=torch.float64)
+    valid = (discounts >= 0) & (discounts <= largest)  # not where it is 0 / 0
+    if y > 0 and valid.all():
+        return discounts
+    return torch.tensor(fallback, dtype=torch.float64)

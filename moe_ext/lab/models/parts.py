@@ -1,0 +1,275 @@
+"""What the paper's models have in common: embedding, mixtures between LSTMs, softmax, loss."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.checks import require, require_at_least
+from moe_ext.experts import FeedForwardExperts, uniform_
+from moe_ext.gates import (
+    BalancedGate,
+    Gate,
+    HierarchicalBalancedGate,
+    HierarchicalNoisyTopKGate,
+    NoisyTopKGate,
+    TopKGate,
+)
+from moe_ext.lab.models.sampled_softmax import SampledSoftmax
+from moe_ext.moe import MoE, MoEAux
+from moe_ext.ops import ACTIVATIONS, Activation
+
+GATE_KINDS = ("noisy_topk", "topk", "balanced")
+
+
+def _require_activation(name: str) -> None:
+    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(ACTIVATIONS)}", name)
+
+
+def require_lstm_units(lstm_units: int, d_model: int) -> None:
+    require(
+        lstm_units == 0 or lstm_units >= d_model,
+        "lstm_units",
+        f"be 0 or at least d_model = {d_model}",
+        lstm_units,
+    )
+
+
+@dataclass
+class MoEConfig:
+    """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
+
+    Attributes: those of `moe_ext.MoE` that have the same names, and
+        gate: "noisy_topk" (Sec. 2.1), or one without noise, whose load has no gradient, so that
+            w_load must be 0: "topk" or "balanced" (App. F).
+        num_groups: groups of a hierarchical mixture (App. B), of which a token goes to k, and there
+            to k of the group's experts (0: a flat one).
+    """
+
+    gate: str = "noisy_topk"
+    num_experts: int = 32
+    num_groups: int = 0
+    k: int = 4
+    hidden_sizes: list[int] = field(default_factory=lambda: [1024])
+    activation: str = "relu"
+    w_importance: float = 0.1
+    w_load: float = 0.1
+    noise_epsilon: float = 1e-2
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
+        require_at_least(1, num_experts=self.num_experts)
+        require(
+            self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),
+            "num_groups",
+            'be at least 0, and 0 with gate = "topk"',
+            self.num_groups,
+        )
+        require(
+            self.num_groups == 0 or self.num_experts % self.num_groups == 0,
+            "num_groups",
+            f"divide num_experts = {self.num_experts}",
+            self.num_groups,
+        )
+        choices = self.num_experts
+        if self.num_groups:
+            choices = min(self.num_groups, self.num_experts // self.num_groups)
+        rule = "num_experts" if self.num_groups == 0 else "num_groups and the experts of a group"
+        require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
+        require(
+            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
+        )
+        _require_activation(self.activation)
+        require_at_least(0, w_importance=self.w_importance, w_load=self.w_load)
+        require_at_least(0, noise_epsilon=self.noise_epsilon)
+        require(
+            self.w_load == 0 or self.gate == "noisy_topk",
+            "w_load",
+            f'be 0 with gate = "{self.gate}", whose load has no gradient',
+            self.w_load,
+        )
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts a token goes through (with a balanced gate, on average)."""
+        return self.k**2 if self.num_groups else self.k
+
+
+@dataclass
+class FeedForwardConfig:
+    """The dense layer in the MoE's place: one expert that every token goes through, no gate.
+
+    Attributes: those of `moe_ext.FeedForwardExperts` that have the same names.
+    """
+
+    hidden_sizes: list[int] = field(default_factory=lambda: [4096])
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        require(
+            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
+        )
+        _require_activation(self.activation)
+
+
+def word_embedding(vocab_size: int, d_model: int, dtype: torch.dtype | None = None) -> nn.Embedding:
+    """Normal with deviation d_model^-1/2."""
+    embedding = nn.Embedding(vocab_size, d_model, dtype=dtype)
+    nn.init.normal_(embedding.weight, std=d_model**-0.5)
+    return embedding
+
+
+def word_softmax(
+    d_model: int, vocab_size: int, num_sampled: int = 0, **options: Any
+) -> SampledSoftmax:
+    """Uniform with variance 1 / d_model and zero bias; options of `SampledSoftmax`."""
+    softmax = SampledSoftmax(d_model, vocab_size, num_sampled, **options)
+    uniform_(softmax.weight, d_model)
+    nn.init.zeros_(softmax.bias)
+    return softmax
+
+
+def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
+    """The gate of a mixture of that configuration for inputs of width d_model."""
+    options: dict[str, Any] = {"k": config.k}
+    if config.num_groups:
+        options["num_groups"] = config.num_groups
+        options["experts_per_group"] = config.num_experts // config.num_groups
+    else:
+        options["num_experts"] = config.num_experts
+    if config.gate == "noisy_topk":
+        options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
+        return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
+            d_model, **options
+        )
+    if config.gate == "topk":
+        return TopKGate(d_model, **options)
+    return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
+
+
+def moe_layer(
+    config: MoEConfig,
+    d_model: int,
+    *,
+    noise_generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    process_group: ProcessGroup | None = None,
+) -> MoE:
+    """The layer of that configuration; the other arguments as of `MoE`."""
+    return MoE(
+        d_model,
+        config.num_experts,
+        config.experts_per_token,
+        gate=gate_layer(config, d_model, noise_generator),
+        hidden_sizes=tuple(config.hidden_sizes),
+        activation=cast(Activation, config.activation),
+        w_importance=config.w_importance,
+        w_load=config.w_load,
+        recompute=config.recompute,
+        expert_dtype=dtype,
+        process_group=process_group,
+    )
+
+
+def ffn_layer(
+    config: FeedForwardConfig, d_model: int, *, dtype: torch.dtype | None = None
+) -> FeedForwardExperts:
+    """The dense layer of that configuration."""
+    return FeedForwardExperts(
+        1,
+        d_model,
+        tuple(config.hidden_sizes),
+        activation=cast(Activation, config.activation),
+        dtype=dtype,
+    )
+
+
+def sigmoid_of(
+    layer: nn.Module, h: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, tuple[MoEAux, ...]]:
+    """sigmoid(layer(h)), of the type of h, and the report of a MoE (App. C.1).
+
+    Args:
+        layer: a MoE, or the dense layer in its place.
+        h: [..., D].
+        mask: [...] bool, True at real tokens; None if all are.
+    """
+    if isinstance(layer, MoE):
+        y, aux = layer(h, mask)
+        return torch.sigmoid(y), (aux,)
+    assert isinstance(layer, FeedForwardExperts)
+    rows = h.flatten(0, -2).to(layer.weights[0].dtype)
+    return torch.sigmoid(layer(rows, None).view_as(h).to(h.dtype)), ()
+
+
+class LossParts(NamedTuple):
+    """What one batch contributes.
+
+    The objective is nll_sum / num_tokens + aux_loss; a perplexity is made of the first two alone.
+
+    Attributes:
+        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included); from a
+            sampled softmax in training too low.
+        num_tokens: how many.
+        aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
+        aux: what each MoE layer reports, in order.
+    """
+
+    nll_sum: Tensor
+    num_tokens: int
+    aux_loss: Tensor
+    aux: tuple[MoEAux, ...]
+
+    @classmethod
+    def of(
+        cls,
+        softmax: SampledSoftmax,
+        hidden: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        aux: tuple[MoEAux, ...],
+    ) -> Self:
+        """Of what the softmax reads, hidden [B, S, D], with targets [B, S] where mask [B, S] is
+        True: logits are made for these tokens only."""
+        targets = targets[mask]
+        nll_sum = softmax.loss(hidden[mask], targets)
+        aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
+        return cls(nll_sum, len(targets), aux_loss, aux)
+
+
+class WordModel(nn.Module):
+    """What the models have in common: a softmax predicts each word of a batch."""
+
+    softmax: SampledSoftmax
+
+    def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
+        """What `forward` gives for a batch."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> LossParts:
+        """The parts of the training objective."""
+        h, aux = self.of_batch(batch)
+        return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
+
+    @torch.no_grad()
+    def token_nll(self, batch: Any) -> Tensor:
+        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
+        h, _ = self.of_batch(batch)
+        return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode for a while; then each of its modules as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,264 @@
+"""Softmax trained by importance sampling (App. C.1, as in Jozefowicz et al., 2016).
+
+With 793,471 classes the softmax would be nearly all of a model's work. In training it is taken over
+the target and S other classes drawn for the whole batch, each logit less the logarithm of how often
+its class is expected among those drawn; in evaluation over all classes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_ext.checks import require
+from moe_ext.lab.models.softmax import (
+    check_arguments,
+    linear_cross_entropy,
+    linear_nll,
+    logits_of,
+    row_blocks,
+    to_product_dtype,
+)
+from moe_ext.ops import accumulation_dtype
+
+
+class Draw(NamedTuple):
+    """S distinct classes and how they came about.
+
+    Attributes:
+        classes: [S] int64, ascending.
+        num_tries: draws made until there were S distinct ones; infinite if S is all of them.
+    """
+
+    classes: Tensor
+    num_tries: float
+
+
+class LogUniformSampler:
+    """Distinct classes, class c drawn with probability Q(c) = ln((c + 2) / (c + 1)) / ln(V + 1).
+
+    That is near the frequency of words whose ids go from frequent to rare (Zipf's law).
+
+    Args:
+        num_classes: V.
+        num_sampled: S.
+        generator: of the draws, on the CPU; None is torch's default one.
+
+    Raises:
+        ValueError: S is not in [1, V].
+    """
+
+    def __init__(
+        self, num_classes: int, num_sampled: int, generator: torch.Generator | None = None
+    ) -> None:
+        require(
+            1 <= num_sampled <= num_classes,
+            "LogUniformSampler: num_sampled",
+            f"be in [1, num_classes = {num_classes}]",
+            num_sampled,
+        )
+        self.num_classes = num_classes
+        self.num_sampled = num_sampled
+        self.generator = generator
+
+    def draw(self) -> Draw:
+        """Draw until there are S distinct classes, on the CPU."""
+        if self.num_sampled == self.num_classes:
+            return Draw(torch.arange(self.num_classes, device="cpu"), math.inf)
+        draws = torch.empty(0, dtype=torch.int64, device="cpu")
+        while True:
+            more = max(self.num_sampled, len(draws))
+            u = torch.rand(more, dtype=torch.float64, generator=self.generator, device="cpu")
+            # P(floor((V + 1)^u) = c + 1) = Q(c); rounding may reach V.
+            drawn = (u * math.log(self.num_classes + 1)).exp_().long() - 1
+            draws = torch.cat([draws, drawn.clamp_(0, self.num_classes - 1)])
+            distinct, which = draws.unique(return_inverse=True)
+            if len(distinct) >= self.num_sampled:
+                break
+        tries = torch.arange(1, len(draws) + 1, device="cpu")
+        first_try = torch.empty_like(distinct).scatter_reduce_(
+            0, which, tries, "amin", include_self=False
+        )
+        first, kept = first_try.topk(self.num_sampled, largest=False)
+        return Draw(distinct[kept.sort().values], int(first.max()))
+
+    def log_expected_count(self, classes: Tensor, num_tries: float) -> Tensor:
+        """ln E(c), E(c) = 1 - (1 - Q(c))^num_tries: how often c is among the classes drawn.
+
+        Args:
+            classes: int64, of any shape.
+            num_tries: of the draw.
+
+        Returns:
+            float64, of that shape; 0 where num_tries is infinite.
+        """
+        c = classes.double()
+        q = (1 / (c + 1)).log1p() / math.log(self.num_classes + 1)
+        return (-(num_tries * (-q).log1p()).expm1()).log()
+
+
+def sampled_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    classes: Tensor,
+    log_expected_class: Tensor,
+    log_expected_target: Tensor,
+) -> Tensor:
+    """Sum over t of -ln softmax(logits)[targets_t], over the target and the classes drawn.
+
+    logit of class c = hidden_t weight_c + bias_c - ln E(c). Where a target is among the classes
+    drawn, it counts once. Like `linear_cross_entropy` by blocks of rows; neither [T, S] nor [T, V]
+    numbers exist at a time.
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D].
+        bias: [V].
+        targets: [T] int64, in [0, V).
+        classes: [S] int64, distinct and ascending.
+        log_expected_class: [S], ln E of each.
+        log_expected_target: [T], ln E of each target.
+
+    Returns:
+        Nats, a scalar in float32, or float64 for hidden of that type.
+
+    Raises:
+        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
+    """
+    check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
+    return _SampledCrossEntropy.apply(
+        hidden, weight, bias, targets, classes, log_expected_class, log_expected_target
+    )
+
+
+class _SampledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        classes: Tensor,
+        log_expected_class: Tensor,
+        log_expected_target: Tensor,
+    ) -> Tensor:
+        full = accumulation_dtype(hidden)
+        class_weight, dtype = to_product_dtype(weight[classes], hidden)
+        class_bias = bias[classes].to(full) - log_expected_class.to(full)
+        target_bias = bias[targets].to(full) - log_expected_target.to(full)
+        # Where each target stands among the classes, if it is there.
+        place = torch.searchsorted(classes, targets).clamp_(max=len(classes) - 1)
+        drawn = classes[place] == targets
+
+        total = torch.zeros((), dtype=full, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        grad_class_weight = torch.zeros_like(class_weight, dtype=full)
+        grad_class_bias = torch.zeros_like(class_bias)
+        grad_target = torch.empty_like(target_bias)
+        for rows in row_blocks(len(targets), class_weight):
+            h = hidden[rows].to(dtype)
+            target_weight = weight[targets[rows]].to(dtype).to(full)
+            target_logit = (h.to(full) * target_weight).sum(1) + target_bias[rows]
+            logits = logits_of(h, class_weight, class_bias)
+            column = place[rows, None]
+            without_target = logits.gather(1, column).masked_fill_(drawn[rows, None], -math.inf)
+            logits.scatter_(1, column, without_target)
+            largest = torch.maximum(logits.amax(1), target_logit)
+            grad = logits.sub_(largest[:, None]).exp_()
+            target_exp = (target_logit - largest).exp_()
+            z = grad.sum(1) + target_exp
+            total += (largest + z.log() - target_logit).sum()
+            # d nll / d logits = softmax(logits) - onehot(target)
+            grad.mul_(1 / z[:, None])
+            grad_target[rows] = target_exp / z - 1
+            grad_class_bias += grad.sum(0)
+            grad = grad.to(dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_h = (grad @ class_weight).to(full)
+                grad_hidden[rows] = grad_h.addcmul_(grad_target[rows, None], target_weight)
+                if dtype == full:
+                    grad_class_weight.addmm_(grad.t(), h)
+                else:
+                    grad_class_weight += grad.t() @ h
+        ctx.save_for_backward(
+            hidden, targets, classes, grad_hidden, grad_target, grad_class_weight, grad_class_bias
+        )
+        ctx.weight_dtype, ctx.bias_dtype, ctx.num_classes = weight.dtype, bias.dtype, len(weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, classes, *grads = ctx.saved_tensors
+        grad_hidden, grad_target, grad_class_weight, grad_class_bias = (
+            grad_output * grad for grad in grads
+        )
+        # Added up in float32 for the classes and targets alone, then [V, D] in the weights' type.
+        used, place = torch.cat([classes, targets]).unique(return_inverse=True)
+        of_class, of_target = place.split([len(classes), len(targets)])
+        grad_used = grad_class_weight.new_zeros(len(used), hidden.shape[1])
+        grad_used.index_add_(0, of_class, grad_class_weight)
+        grad_used.index_add_(0, of_target, grad_target[:, None] * hidden)
+        grad_weight = grad_used.new_zeros(
+            ctx.num_classes, hidden.shape[1], dtype=ctx.weight_dtype
+        ).index_copy_(0, used, grad_used.to(ctx.weight_dtype))
+        grad_bias = grad_class_bias.new_zeros(ctx.num_classes)
+        grad_bias.index_add_(0, classes, grad_class_bias).index_add_(0, targets, grad_target)
+        return (
+            grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias.to(ctx.bias_dtype),
+            *[None] * 4,
+        )
+
+
+class SampledSoftmax(nn.Linear):
+    """The layer before the loss: all classes in evaluation, S of them and the target in training.
+
+    As a module it gives the logits of all classes. The sampled loss is below the full one: it is
+    for training, no perplexity can be made of it. S = V gives the full loss itself.
+
+    Args:
+        d_model: D.
+        num_classes: V, ordered from frequent to rare.
+        num_sampled: S; 0 is the full softmax in training too.
+        generator: of the draws, on the CPU; None is torch's default one.
+        dtype: of weight and bias; None is torch's default.
+
+    Raises:
+        ValueError: S is not in [0, V].
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_classes: int,
+        num_sampled: int = 0,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, num_classes, dtype=dtype)
+        self.sampler = None
+        if num_sampled:
+            self.sampler = LogUniformSampler(num_classes, num_sampled, generator)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum of nats over hidden [T, D] with targets [T] int64, a scalar."""
+        if self.sampler is None or not self.training:
+            return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+        classes, num_tries = self.sampler.draw()
+        classes = classes.to(targets.device)
+        log_expected = (self.sampler.log_expected_count(c, num_tries) for c in (classes, targets))
+        return sampled_cross_entropy(
+            hidden, self.weight, self.bias, targets, classes, *log_expected
+        )
+
+    def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """-ln p of each target under the full softmax: [T], nats; no gradient."""
+        return linear_nll(hidden, self.weight, self.bias, targets)

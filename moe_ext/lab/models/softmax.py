@@ -1,0 +1,137 @@
+"""Softmax over the vocabulary, a few rows at a time: the [T, V] logits never exist as a whole.
+
+With 10,000 classes the softmax is most of a small language model's work. It is taken in blocks that
+stay in the cache, and the gradient is formed while the logits are there: no logit is written to
+memory to be read again, and none is computed twice.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ext.checks import require, require_shape
+from moe_ext.ops import accumulation_dtype
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    """Sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], in nats: a scalar in float32,
+    or float64 for hidden of that type.
+
+    Under autocast the matrix products are in its dtype and the rest in float32.
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D].
+        bias: [V].
+        targets: [T] int64, in [0, V).
+
+    Raises:
+        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
+    """
+    check_arguments("linear_cross_entropy", hidden, weight, bias, targets)
+    learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
+    if not (learns and torch.is_grad_enabled()):
+        return _nll(hidden, weight, bias, targets).sum()
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets)
+
+
+def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    """Each term of the sum of `linear_cross_entropy`: [T], nats; no gradient."""
+    check_arguments("linear_nll", hidden, weight, bias, targets)
+    return _nll(hidden, weight, bias, targets)
+
+
+@torch.no_grad()
+def _nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    nll = hidden.new_empty(len(targets), dtype=accumulation_dtype(hidden))
+    weight, dtype = to_product_dtype(weight, hidden)
+    for rows in row_blocks(len(targets), weight):
+        logits = logits_of(hidden[rows].to(dtype), weight, bias)
+        nll[rows] = logits.logsumexp(1) - logits.gather(1, targets[rows, None]).squeeze(1)
+    return nll
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        full = accumulation_dtype(hidden)
+        total = torch.zeros((), dtype=full, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=full)
+        grad_bias = torch.zeros_like(bias, dtype=full)
+        cast_weight, dtype = to_product_dtype(weight, hidden)
+        for rows in row_blocks(len(targets), weight):
+            h = hidden[rows].to(dtype)
+            target = targets[rows, None]
+            logits = logits_of(h, cast_weight, bias)
+            target_logit = logits.gather(1, target)
+            largest = logits.amax(1, keepdim=True)
+            grad = logits.sub_(largest).exp_()
+            z = grad.sum(1, keepdim=True)
+            total += (largest + z.log() - target_logit).sum()
+            # d nll / d logits = softmax(logits) - onehot(target)
+            grad.mul_(1 / z)
+            grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+            grad_bias += grad.sum(0)
+            grad = grad.to(dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_hidden[rows] = grad @ cast_weight
+                if dtype == full:
+                    grad_weight.addmm_(grad.t(), h)
+                else:
+                    grad_weight += grad.t() @ h
+        # Not yet in a half type: the gradients of the sum may be out of its range, a mean's within.
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((grad_output * grad).to(dtype) for grad, dtype in grads), None
+
+
+def check_arguments(
+    name: str, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
+) -> None:
+    """Raises ValueError if shapes do not fit, or a target is none of the classes; that a target on
+    a GPU is, the kernels notice."""
+    require(weight.dim() == 2, f"{name}: weight", "have shape [V, D]", tuple(weight.shape))
+    num_classes, width = weight.shape
+    require_shape(name, (num_classes,), bias=bias)
+    rows = tuple(hidden.shape[:1])
+    require_shape(name, (*rows, width), hidden=hidden)
+    require_shape(name, rows, targets=targets)
+    if targets.device.type == "cpu" and len(targets) and not torch.compiler.is_compiling():
+        least, most = (int(value) for value in targets.aminmax())
+        holds = least >= 0 and most < num_classes
+        require(holds, f"{name}: targets", f"be in [0, {num_classes})", (least, most))
+
+
+def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
+    """The weight in the dtype of the matrix products, cast once for all blocks, and that dtype."""
+    device = hidden.device.type
+    enabled = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if enabled else hidden.dtype
+    return weight.to(dtype), dtype
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    full = accumulation_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.dtype == full:
+            return torch.addmm(bias.to(full), hidden, weight.t())
+        return (hidden @ weight.t()).to(full).add_(bias)
+
+
+def row_blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
+    """Row blocks whose logits fit the cache (CPU) or fill the device (GPU). Not below 128 rows,
+    where reading the weights would take longer than the products."""
+    values = 2**20 if weight.device.type == "cpu" else 2**27
+    size = max(128, values // len(weight))
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))

@@ -1,0 +1,130 @@
+"""Where a run's numbers go: a progress bar, metrics.jsonl and TensorBoard."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from moe_ext.checks import require_package
+from moe_ext.lab.files import atomic_file
+from moe_ext.lab.training.config import ConfigError, LogConfig
+
+
+def summary_writer() -> Any:
+    """TensorBoard's SummaryWriter class.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+    try:
+        require_package("log.tensorboard", "tensorboard", "train")
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(f"{error}, or set log.tensorboard=false") from error
+    return SummaryWriter
+
+
+class RunLog:
+    """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the latest.
+
+    On a terminal a progress bar shows them, and a line above it those of the dev part; where stderr
+    is a file or a pipe, each is a line.
+
+    Args:
+        run: the run's folder.
+        config: what to show and write.
+        start_step: 0, or the step of the checkpoint from which the run goes on: what the log holds
+            beyond it is dropped, because these steps will be made again.
+        steps: of the whole run.
+        title: what the lines begin with.
+    """
+
+    def __init__(
+        self, run: Path, config: LogConfig, *, start_step: int, steps: int, title: str
+    ) -> None:
+        self._writer = None
+        if config.tensorboard:
+            self._writer = summary_writer()(run / "tensorboard", purge_step=start_step + 1)
+        path = run / "metrics.jsonl"
+        kept = [record for record in read_metrics(run) if record["step"] <= start_step]
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+        self._file = path.open("a", encoding="utf-8")
+        self._bar = tqdm(
+            total=steps,
+            initial=start_step,
+            desc=title,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if config.progress else True,  # None: unless stderr is a terminal
+        )
+        self._title, self._steps = title, steps
+        self._lines = config.progress and self._bar.disable
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One record.
+
+        Args:
+            kind: "train" or "dev".
+            step: the steps done.
+            values: numbers, or nested lists of numbers (by MoE layer).
+        """
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{kind}/{key}", value, step)
+                    continue
+                for layer, item in enumerate(value):
+                    tag = f"{kind}/{key}/layer{layer}"
+                    if isinstance(item, list):
+                        self._writer.add_histogram(tag, torch.tensor(item), step)
+                    else:
+                        self._writer.add_scalar(tag, item, step)
+        shown = {
+            "nll": "nll", "aux_loss": "aux", "words_per_second": "words/s", "perplexity": "ppl",
+        }  # fmt: skip
+        text = [
+            f"{shown[key]} {value:,.0f}" if value >= 1000 else f"{shown[key]} {value:.4g}"
+            for key, value in values.items()
+            if key in shown
+        ]
+        line = f"{self._title}: step {step}/{self._steps}, {kind} {', '.join(text)}"
+        if self._lines:
+            print(line, file=sys.stderr, flush=True)
+        elif kind == "train":
+            self._bar.set_postfix_str(", ".join(text))
+        elif not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, in order; [] if there is none.
+
+    A last line that a crash cut short is left out.
+
+    Args:
+        run: the run's folder.
+        kind: "train" or "dev"; None for both.
+    """
+    path = run / "metrics.jsonl"
+    records = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return [record for record in records if kind is None or record["kind"] == kind]

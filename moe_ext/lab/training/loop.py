@@ -1,0 +1,514 @@
+"""The training loop of all models."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Adam, Optimizer
+
+from moe_ext.distributed import Loaded, Ranks, clip_grad_norm_, parallelize
+from moe_ext.gates import balanced_gates, batchwise_masks
+from moe_ext.lab.data import Batch, EncodedPairs
+from moe_ext.lab.data.batches import mixed_seed
+from moe_ext.lab.files import write_text
+from moe_ext.lab.models import AnyModel, LossParts
+from moe_ext.lab.training.checkpoint import (
+    check_vocabulary,
+    checkpoints_of,
+    load_states,
+    vocabulary_file,
+)
+from moe_ext.lab.training.config import (
+    AnyConfig,
+    ConfigError,
+    OptimizerConfig,
+    config_differences,
+    read_config,
+    to_toml,
+)
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import RunLog, summary_writer
+from moe_ext.lab.training.metrics import by_language_pair, evaluate, mean_of
+from moe_ext.lab.training.model import make_model
+from moe_ext.lab.training.text import Text, load_text, training_batches
+from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
+
+
+class _Objective(nn.Module):
+    """The training loss as a module, for a wrapper that has to see the model called."""
+
+    def __init__(self, model: AnyModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> LossParts:
+        return self.model.loss(batch)
+
+
+class _Window:
+    """What the steps since the last log line add up to: nats and tokens in this process, what the
+    MoE layers report in all."""
+
+    def __init__(self) -> None:
+        self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
+        self.seconds = 0.0
+        self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
+        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, of all processes
+
+    def add(self, parts: LossParts, processes: Ranks) -> None:
+        self.nll_sum += parts.nll_sum.item()
+        self.aux_sum += parts.aux_loss.item() * parts.num_tokens
+        self.num_tokens += parts.num_tokens
+        counts = processes.sum(*(aux.tokens_per_expert for aux in parts.aux))
+        reports = zip(parts.aux, counts, strict=True)
+        self.balance.append([aux._replace(tokens_per_expert=n).metrics() for aux, n in reports])
+        if self.tokens_per_expert:
+            counts = tuple(a + b for a, b in zip(self.tokens_per_expert, counts, strict=True))
+        self.tokens_per_expert = counts
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.nll_sum + self.aux_sum)
+
+    def summary(self, processes: Ranks) -> dict[str, Any]:
+        """The numbers of the window, of all processes.
+
+        nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
+        predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
+        6, one value for each MoE layer; so is what else the gates report. load: the tokens each
+        expert got, relative to an even share, for each MoE layer.
+        """
+        sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
+        (totals,) = processes.sum(sums)
+        nll_sum, aux_sum, num_tokens = totals.tolist()
+        values: dict[str, Any] = {
+            "nll": nll_sum / num_tokens,
+            "aux_loss": aux_sum / num_tokens,
+            "words_per_second": num_tokens / self.seconds,
+        }
+        layers = [mean_of(rows) for rows in zip(*self.balance, strict=True)]
+        for key in layers[0] if layers else ():
+            values[key] = [layer[key] for layer in layers]
+        if layers:
+            counts = [n.double() for n in self.tokens_per_expert]
+            values["load"] = [(n / n.mean()).tolist() for n in counts]
+        return values
+
+
+def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer]:
+    """Adam, and beside it FactoredAdam for the large matrices where the options ask for it."""
+    split = split_parameters(model)
+    factored = split.experts if options.experts == "factored_adam" else []
+    if options.embedding == "factored_adam":
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        words = nn.ModuleList([*embeddings, model.softmax])
+        factored = [*words.parameters(), *factored]
+    apart = {*factored, *split.thresholds}
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p not in apart]}]
+    if split.thresholds:
+        rate = options.threshold_learning_rate or options.learning_rate
+        groups.append({"params": split.thresholds, "lr": rate})
+    optimizers: list[Optimizer] = [
+        Adam(
+            groups,
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=True,
+        )
+    ]
+    if factored:
+        optimizers.append(
+            FactoredAdam(factored, lr=options.learning_rate, beta2=options.beta2, eps=options.eps)
+        )
+    return optimizers
+
+
+class Trainer:
+    """Trains the model of a configuration in the configuration's output folder.
+
+    Nothing is written before everything the run needs has been read and checked. On one thread a
+    resumed run ends in the same bits as an uninterrupted one: a checkpoint holds the model,
+    optimizers, schedules, place in the data and the states of the random generators.
+
+    Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
+    different models with the same seed see the same data order, and the same dropout masks if they
+    have as many layers.
+
+    Several processes share the experts and the rows of every batch. They make the steps of a single
+    process but for dropout and noise, which each draws for itself, and may be of another number
+    when a run is resumed. The first of them writes what there is to write.
+
+    Args:
+        config: the run.
+        text: the corpus of `config.data`, where the caller has it already.
+        process_group: the processes, each with a Trainer of its own; None is this one alone.
+
+    Raises:
+        ConfigError: the folder, the device or the corpus cannot be used.
+
+    Example:
+        >>> trainer = Trainer(config)
+        >>> finished = trainer.run()  # False if Ctrl-C or SIGTERM stopped it; all is saved then
+    """
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        text: Text | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self.config = config
+        self.folder = Path(config.output)
+        self.processes = Ranks(process_group)
+        self._checkpoints = checkpoints_of(self.folder, process_group, config.log.keep_checkpoints)
+        set_up_for(config)
+        if config.log.tensorboard:
+            summary_writer()
+        earlier = self._earlier()
+        self.text = text or load_text(config.data)
+        self._train_text = self.text.train.fingerprint()
+        if earlier is not None:
+            check_vocabulary(self.text.vocabulary, earlier.state, config.data.corpus)
+            if earlier.state["text"] != self._train_text:
+                raise ConfigError(
+                    f"the training text of {config.data.corpus} is not the one the run was trained "
+                    "with; give the original text, or start a new run in another folder"
+                )
+        self.device = torch.device(config.device)
+
+        self._newest = None if earlier is None else earlier.step  # the last checkpoint
+        self.step = self._newest or 0
+        torch.manual_seed(self._seed("weights"))
+        self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
+        self.class_generator = torch.Generator("cpu")
+        self.model = make_model(
+            config.model,
+            len(self.text.vocabulary),
+            process_group=process_group,
+            noise_generator=self.noise_generator,
+            class_generator=self.class_generator,
+        ).to(self.device)
+        self._objective: nn.Module = _Objective(self.model)
+        if process_group is not None:
+            self._objective = parallelize(self._objective, process_group)
+        self.optimizers = make_optimizers(self.model, config.optimizer)
+        self.schedules = [
+            warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
+            for optimizer in self.optimizers
+        ]
+        # The same dropout masks whatever the layers drew.
+        torch.manual_seed(self._seed_here("dropout"))
+
+        self.batches = training_batches(self.text, config.data, config.seed)
+        self.dev = self.text.dev
+        if config.log.eval_sentences:
+            self.dev = self.dev.first(config.log.eval_sentences)
+        self.tokens = 0  # predicted so far
+        self.epoch, self.batch = 0, 0  # the next batch of the data
+        if earlier is not None:
+            self._restore(earlier)
+
+    def run(self) -> bool:
+        """Train up to `config.steps`.
+
+        Returns:
+            True if that was reached, False if a signal stopped it.
+
+        Raises:
+            FloatingPointError: the loss, with clip_norm the gradient, or what is to be saved is not
+                finite; the last checkpoint stays as it is.
+            ConfigError: another process trains in the folder, or has in the meantime.
+        """
+        config, steps = self.config, self.config.steps
+        window = _Window()
+        with ExitStack() as stack:
+            log = None
+            if self.processes.rank == 0:
+                stack.enter_context(self._no_other_run())
+                self._write_folder()
+                log = RunLog(
+                    self.folder,
+                    config.log,
+                    start_step=self.step,
+                    steps=steps,
+                    title=self.folder.name,
+                )
+                stack.callback(log.close)
+            stopped = stack.enter_context(_stop_signal())
+            batches = stack.enter_context(closing(self._batch_stream()))
+            while self.step < steps and not self._any(stopped()):
+                started = time.perf_counter()
+                self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
+                window.seconds += time.perf_counter() - started
+                if log:
+                    log.step_done()
+                end = self.step == steps
+                if end or _due(self.step, config.log.log_every):
+                    rate = self.optimizers[0].param_groups[0]["lr"]
+                    progress = {"tokens": self.tokens, "learning_rate": rate}
+                    values = window.summary(self.processes) | progress
+                    if log:
+                        log.write("train", self.step, values)
+                    window = _Window()
+                if end or _due(self.step, config.log.eval_every):
+                    values = self._evaluate() | {"tokens": self.tokens}
+                    if log:
+                        log.write("dev", self.step, values)
+                if end or _due(self.step, config.log.save_every):
+                    self._save()
+            if self.step < steps:
+                self._save()
+        return self.step >= steps
+
+    def _any(self, here: bool) -> bool:
+        """Whether something holds in any process: so that all of them do the same."""
+        (number,) = self.processes.sum(torch.tensor(int(here)))
+        return bool(number)
+
+    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
+        """One optimizer step on the mean loss over all tokens of the batches.
+
+        Raises:
+            FloatingPointError: as `run`; weights and averages are as they were.
+        """
+        window = _Window() if window is None else window
+        self.model.train()
+        # All processes draw the same classes, after a restart too.
+        self.class_generator.manual_seed(self._seed("classes", self.step))
+        processes = self.processes
+        sizes = [batch.num_tokens for batch in batches]
+        num_tokens = sum(sizes)
+        for batch, size in zip(batches, sizes, strict=True):
+            part = batch.part(processes.rank, processes.size).to(self.device)
+            with self._autocast():
+                parts = self._objective(part)
+                # Gradients are averaged over the processes, the sums here are to be added.
+                nll = processes.size * parts.nll_sum / num_tokens
+                loss = nll + size / num_tokens * parts.aux_loss
+            loss.backward()
+            window.add(parts, processes)
+        gradient_is_finite = True
+        if self.config.optimizer.clip_norm:
+            norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
+            gradient_is_finite = bool(norm.isfinite())
+        loss_is_finite = not self._any(not window.is_finite())
+        if not loss_is_finite:
+            raise self._diverged(f"the loss of step {self.step + 1} is")
+        if not gradient_is_finite:
+            raise self._diverged(f"the gradient of step {self.step + 1} is")
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        self.step += 1
+        self.tokens += num_tokens
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        clip = "" if self.config.optimizer.clip_norm else " or set optimizer.clip_norm=1"
+        return FloatingPointError(
+            f"{what} not finite; lower optimizer.learning_rate{clip}, "
+            "and start again in another folder with output=..."
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Perplexity of the dev part; with strictly balanced gates perplexity_batchwise as well,
+        by the mask that training uses (App. F). Of several language pairs also that of each."""
+        values: dict[str, float] = {}
+        masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
+        if balanced_gates(self.model):
+            masks["_batchwise"] = batchwise_masks(self.model)
+        for suffix, mask in masks.items():
+            with mask:
+                dev = evaluate(
+                    self.model,
+                    self.dev,
+                    tokens_per_batch=self.config.data.tokens_per_batch,
+                    title="dev" if self.config.log.progress and self.processes.rank == 0 else None,
+                    processes=self.processes,
+                )
+            values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
+            if isinstance(self.dev, EncodedPairs) and len(self.dev.names) > 1:
+                for name, part in by_language_pair(dev.sentence_nll, self.dev).items():
+                    values[f"perplexity{suffix}/{name}"] = part.perplexity
+        return values
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.autocast:
+            return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
+        return nullcontext()
+
+    def _batch_stream(self) -> Generator[Batch, None, None]:
+        """Epoch after epoch from where the run is; self.epoch and self.batch follow."""
+        while True:
+            num_workers = self.config.data.num_workers
+            for batch in self.batches.epoch(self.epoch, self.batch, num_workers):
+                self.batch += 1
+                yield batch
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    @contextmanager
+    def _no_other_run(self) -> Iterator[None]:
+        """For so long the folder is this run's alone.
+
+        Raises:
+            ConfigError: another process trains there, or has since this one read what is there.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.folder / ".training.lock", timeout=0):
+                new = self._newest is None and not self.config.resume
+                begun = new and (self.folder / "config.toml").exists()
+                if begun or max(self._checkpoints.steps(), default=None) != self._newest:
+                    raise ConfigError(
+                        f"another process has trained in {self.folder} in the meantime; go on from "
+                        "there with resume=true, or give another folder with output=..."
+                    )
+                yield
+        except Timeout:
+            raise ConfigError(
+                f"another process is training in {self.folder}; wait until it ends, or give "
+                "another folder with output=..."
+            ) from None
+
+    def _write_folder(self) -> None:
+        """The configuration first: whatever ends the process after that, the run can be resumed."""
+        write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
+        vocabulary = self.folder / vocabulary_file(self.config)
+        if self.step == 0 or not vocabulary.is_file():
+            self.text.vocabulary.save(vocabulary)
+
+    def _earlier(self) -> Loaded | None:
+        """What the newest checkpoint of the run to continue says; None to start.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        config, folder = self.config, self.folder
+        if not config.output:
+            raise ConfigError(
+                "output must name the folder of the run, got ''; give output=runs/NAME"
+            )
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"output must be a folder, {there} is a file; give another one")
+        written = folder / "config.toml"
+        if not config.resume:
+            # A start that was killed leaves at most the hidden temporary file of config.toml.
+            if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):
+                raise ConfigError(
+                    f"{folder} is not empty; continue the run in it with resume=true, "
+                    "or give another folder with output=..."
+                )
+            return None
+        if not written.is_file():
+            raise ConfigError(
+                f"there is no run in {folder} to resume; leave out resume=true to start it"
+            )
+        # A corpus may have moved: what is in it is compared.
+        changed = [
+            key
+            for key in config_differences(read_config(written), config)
+            if key not in ("steps", "data.corpus")
+        ]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)} must stay as in {written} when a run is resumed; "
+                "set it back, or start a new run in another folder"
+            )
+        if not self._checkpoints.steps():
+            return None
+        earlier = load_states(self._checkpoints, folder)
+        if earlier.step > config.steps:
+            raise ConfigError(
+                f"steps must be at least {earlier.step}, which the run in {folder} has made, "
+                f"got {config.steps}; give another folder with output=... for a shorter run"
+            )
+        return earlier
+
+    def _save(self) -> None:
+        if self._any(not all(param.isfinite().all() for param in self.model.parameters())):
+            raise self._diverged(f"the weights after step {self.step} are")
+        state = {
+            "tokens": self.tokens,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "config": asdict(self.config),
+            "vocabulary": self.text.vocabulary.fingerprint(),
+            "text": self._train_text,
+            "schedules": [schedule.state_dict() for schedule in self.schedules],
+        }
+        generators = {
+            "rng": torch.get_rng_state(),
+            "device_rng": torch.cuda.get_rng_state(self.device) if self._on_cuda() else None,
+            "noise_rng": self.noise_generator.get_state(),
+        }
+        self._checkpoints.save(self.step, self.model, self.optimizers, state, generators)
+        self._newest = self.step
+
+    def _restore(self, earlier: Loaded) -> None:
+        self._checkpoints.load(self.model, self.optimizers, step=earlier.step)
+        state, generators = earlier.state, earlier.rank_state
+        self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
+        for schedule, values in zip(self.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(values)
+        if generators is None:  # there were fewer processes
+            return
+        torch.set_rng_state(generators["rng"])
+        # The state of a generator only fits the kind of device it was saved on.
+        if (generators["device_rng"] is not None) == self._on_cuda():
+            self.noise_generator.set_state(generators["noise_rng"])
+            if self._on_cuda():
+                torch.cuda.set_rng_state(generators["device_rng"], self.device)
+
+    def _seed(self, *purpose: object) -> int:
+        return mixed_seed(self.config.seed, *purpose)
+
+    def _seed_here(self, purpose: str) -> int:
+        """One that no other process has; nor this one, when it joins later."""
+        return self._seed(purpose, self.processes.rank, self.step)
+
+    def _on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _stop_signal() -> Iterator[Callable[[], bool]]:
+    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual.
+
+    Yields a function that says whether one came. Outside the main thread signals are left alone.
+    """
+    came = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        restore()

@@ -1,0 +1,44 @@
+"""The model of a configuration."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from moe_ext.lab.models import (
+    AnyModel,
+    LanguageModel,
+    LanguageModelConfig,
+    TranslationModel,
+    TranslationModelConfig,
+)
+from moe_ext.lab.training.config import ConfigError
+
+
+def make_model(
+    config: LanguageModelConfig | TranslationModelConfig,
+    vocab_size: int,
+    *,
+    process_group: ProcessGroup | None = None,
+    noise_generator: torch.Generator | None = None,
+    class_generator: torch.Generator | None = None,
+) -> AnyModel:
+    """The model, newly initialised; the arguments are those of the models.
+
+    Only a language model draws classes.
+
+    Raises:
+        ConfigError: an option does not fit the vocabulary or the processes.
+    """
+    try:
+        if isinstance(config, TranslationModelConfig):
+            return TranslationModel(
+                config, vocab_size, process_group=process_group, noise_generator=noise_generator
+            )
+        return LanguageModel(
+            config,
+            vocab_size,
+            process_group=process_group,
+            noise_generator=noise_generator,
+            class_generator=class_generator,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error

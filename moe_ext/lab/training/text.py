@@ -1,0 +1,294 @@
+"""A corpus as ids: what the models are trained on and measured with."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import torch
+
+from moe_ext.lab.data import (
+    AnyText,
+    AnyVocabulary,
+    Corpus,
+    CorpusError,
+    EncodedPairs,
+    EncodedSentences,
+    PairBatches,
+    ParallelText,
+    SentenceBatches,
+    Sentences,
+    Vocabulary,
+    Wordpieces,
+    encode_pairs,
+    encode_sentences,
+    encode_to_files,
+    in_workers,
+    load_corpus,
+    load_parallel,
+)
+from moe_ext.lab.data.corpora import PARTS
+from moe_ext.lab.data.encoded import made_once
+from moe_ext.lab.data.parallel import languages_of
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.config import ConfigError, DataConfig, ParallelDataConfig
+
+_RANDOM_SENTENCE = 25  # words
+_SENTENCES_FOR_WORDPIECES = 2_000_000  # of all languages, from a larger corpus
+
+
+@dataclass(frozen=True)
+class SentenceText:
+    """The three parts of a corpus as ids: sentences in the words of a vocabulary."""
+
+    vocabulary: Vocabulary
+    train: EncodedSentences
+    dev: EncodedSentences
+    test: EncodedSentences
+
+
+@dataclass(frozen=True)
+class PairText:
+    """The three parts of a corpus as ids: sentences and their translations in wordpieces."""
+
+    vocabulary: Wordpieces
+    train: EncodedPairs
+    dev: EncodedPairs
+    test: EncodedPairs
+
+
+Text = SentenceText | PairText
+
+
+@overload
+def load_text(config: DataConfig) -> SentenceText: ...
+@overload
+def load_text(config: ParallelDataConfig) -> PairText: ...
+def load_text(config: DataConfig | ParallelDataConfig) -> Text:
+    """The corpus in the vocabulary given, or else in that of its own training part.
+
+    Raises:
+        ConfigError: whatever is wrong with them.
+    """
+    if isinstance(config, ParallelDataConfig):
+        return _load_pairs(config)
+    vocabulary = _given_vocabulary(config)
+    with _config_errors():
+        corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
+        if vocabulary is None:
+            counts = _count_words(corpus.train, config.num_workers)
+            vocabulary = Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
+        return SentenceText(
+            vocabulary,
+            train=_encode(corpus, "train", vocabulary, config),
+            dev=_encode(corpus, "dev", vocabulary, config),
+            test=_encode(corpus, "test", vocabulary, config),
+        )
+
+
+def load_part(
+    config: DataConfig | ParallelDataConfig, vocabulary: AnyVocabulary, part: str
+) -> AnyText:
+    """One part of the corpus in a given vocabulary; the others are not read.
+
+    Args:
+        config: names the corpus; its vocabulary's options do not count.
+        vocabulary: of the model.
+        part: "train", "dev", "test" or "all".
+
+    Raises:
+        ConfigError: whatever is wrong with the corpus.
+    """
+    with _config_errors():
+        if isinstance(config, ParallelDataConfig):
+            assert isinstance(vocabulary, Wordpieces)
+            return _encode_pairs(parallel_text(config, part), vocabulary, config, part)
+        assert isinstance(vocabulary, Vocabulary)
+        corpus = load_corpus(
+            config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
+        )
+        return _encode(corpus, part, vocabulary, config)
+
+
+def training_batches(
+    text: Text, config: DataConfig | ParallelDataConfig, seed: int
+) -> SentenceBatches | PairBatches:
+    """The batches of the training part, drawn by the seed."""
+    if isinstance(config, ParallelDataConfig):
+        assert isinstance(text.train, EncodedPairs)
+        with _config_errors():
+            return PairBatches(
+                text.train,
+                tokens_per_batch=config.tokens_per_batch,
+                max_length=config.max_length or None,
+                oversample=config.oversample,
+                shuffle=True,
+                seed=seed,
+            )
+    assert isinstance(text.train, EncodedSentences)
+    return SentenceBatches(
+        text.train,
+        tokens_per_batch=config.tokens_per_batch,
+        max_length=config.max_length or None,
+        shuffle=True,
+        seed=seed,
+    )
+
+
+def _load_pairs(config: ParallelDataConfig) -> PairText:
+    with _config_errors():
+        texts = {part: parallel_text(config, part) for part in PARTS}
+        wordpieces = _wordpieces(texts["train"], config)
+        return PairText(
+            wordpieces,
+            **{part: _encode_pairs(text, wordpieces, config, part) for part, text in texts.items()},
+        )
+
+
+def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
+    """A part of the corpus as text, by language pair.
+
+    Args:
+        config: names the corpus. If it is a table, and there are several language pairs, only those
+            that its name has.
+        part: "train", "dev", "test" or "all".
+
+    Raises:
+        ConfigError: whatever is wrong with the corpus.
+    """
+    if not config.corpus:
+        raise ConfigError("data.corpus must be a folder of parallel text, got ''; give its path")
+    place = Path(config.corpus)
+    pairs = [(source, target) for source, _, target in (p.partition("-") for p in config.pairs)]
+    if len(pairs) > 1 and place.is_file():
+        pairs = [pair for pair in pairs if languages_of(place, *pair)]
+        if not pairs:
+            raise ConfigError(
+                f"data.corpus: {place} must have languages in its name, one of "
+                f"{', '.join(config.pairs)}, as NAME.{config.pairs[0]}.tsv"
+            )
+    texts = []
+    with _config_errors():
+        for source, target in pairs:
+            corpus = load_parallel(
+                config.corpus,
+                source=source,
+                target=target,
+                parts=[part],
+                drop=config.drop,
+                max_train_pairs=config.max_train_pairs or None,
+            )
+            texts.append(getattr(corpus, part))
+    return texts
+
+
+def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wordpieces:
+    """Those given, or else those of the text, found once where they can be kept."""
+    if config.wordpieces:
+        try:
+            return Wordpieces.load(config.wordpieces)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.wordpieces: {error}") from error
+    languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
+    # Either direction of a language pair has the same sentences.
+    once = {frozenset((text.source, text.target)): text for text in texts}.values()
+
+    def found() -> Wordpieces:
+        sentences = (side for text in once for pair in text for side in pair)
+        try:
+            return Wordpieces.train(
+                progress(sentences, "finding wordpieces", "sentences"),
+                config.vocab_size,
+                kind=config.kind,
+                target_tokens=languages,
+                max_sentences=_SENTENCES_FOR_WORDPIECES,
+            )
+        except CorpusError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"data.{str(error).removeprefix('Wordpieces.train: ')}") from error
+
+    if not config.encoded:
+        return found()
+
+    def fingerprint() -> str:
+        return "\n".join(text.fingerprint() for text in once)
+
+    def make(made: Path) -> None:
+        found().save(made / "wordpieces.model")
+
+    recipe = f"wordpieces 1 {config.vocab_size} {config.kind} {languages}"
+    made = made_once(Path(config.encoded), "wordpieces", recipe, fingerprint, make)
+    return Wordpieces.load(made / "wordpieces.model")
+
+
+def _encode_pairs(
+    texts: Sequence[ParallelText], wordpieces: Wordpieces, config: ParallelDataConfig, part: str
+) -> EncodedPairs:
+    return encode_pairs(
+        texts,
+        wordpieces,
+        target_tokens=len(config.pairs) > 1,
+        max_ratio=(config.max_ratio or None) if part == "train" else None,
+        folder=config.encoded or None,
+        name=part,
+        num_workers=config.num_workers,
+    )
+
+
+def _given_vocabulary(config: DataConfig) -> Vocabulary | None:
+    try:
+        return Vocabulary.load(config.vocabulary) if config.vocabulary else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.vocabulary: {error}") from error
+
+
+def _count_words(sentences: Sentences, num_workers: int) -> Counter[str]:
+    title = "counting words"
+    if num_workers == 0:
+        return Vocabulary.count(progress(sentences, title, "sentences"))
+    total: Counter[str] = Counter()
+    pieces = in_workers(Vocabulary.count, sentences.pieces, num_workers)
+    for counts in progress(pieces, title, "pieces", len(sentences.pieces)):
+        total.update(counts)
+    return total
+
+
+def _encode(
+    corpus: Corpus, part: str, vocabulary: Vocabulary, config: DataConfig
+) -> EncodedSentences:
+    sentences = getattr(corpus, part)
+    if config.encoded:
+        return encode_to_files(
+            sentences, vocabulary, config.encoded, name=part, num_workers=config.num_workers
+        )
+    return encode_sentences(progress(sentences, f"reading {part}", "sentences"), vocabulary)
+
+
+def random_text(vocab_size: int, num_tokens: int, seed: int) -> SentenceText:
+    """Sentences of frequent and rare words, as many as have at least so many predictions.
+
+    Made of nothing, for measurements without a corpus: all three parts are the same.
+    """
+    special = [Vocabulary.UNK, Vocabulary.EOS]
+    vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])
+    generator = torch.Generator().manual_seed(seed)
+    number = -(-num_tokens // (_RANDOM_SENTENCE + 1))
+    u = torch.rand(number, _RANDOM_SENTENCE, generator=generator, dtype=torch.float64)
+    ids = (vocab_size**u).long().clamp_(len(special), vocab_size - 1)
+    sentences = EncodedSentences(ids.tolist(), vocabulary.eos_id)
+    return SentenceText(vocabulary, train=sentences, dev=sentences, test=sentences)
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    try:
+        yield
+    except CorpusError as error:
+        raise ConfigError(f"data.corpus: {error}") from error
+    except ConfigError:
+        raise
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"data: {error}") from error

@@ -1,0 +1,817 @@
+"""Experts spread over processes: the layout does not change the result (Sec. 3)."""
+
+import contextlib
+import math
+import pathlib
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_exact, assert_same_bits
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import moe_ext.gates
+from moe_ext import (
+    BalancedGate,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    HierarchicalNoisyTopKGate,
+    MoE,
+    MoELSTM,
+    SoftmaxGate,
+    TopKGate,
+)
+from moe_ext.distributed import (
+    ExpertPlacement,
+    GradScaler,
+    clip_grad_norm_,
+    expert_parameters,
+    parallelize,
+)
+from moe_ext.lab.analysis import moe_ops
+
+D = 6
+
+
+def layer_of(kind, process_group=None, **options):
+    """A layer in float64 whose gate is away from its start, the same in every process."""
+    torch.manual_seed(1)
+    options = {"hidden_sizes": (7,), "process_group": process_group} | options
+    if kind == "flat":
+        layer = MoE(D, 5, 2, **options)
+    elif kind == "k=1":
+        layer = MoE(D, 5, 1, **options)
+    elif kind == "topk":
+        layer = MoE(D, 7, 3, gate=TopKGate(D, 7, 3), w_load=0.0, **options)
+    elif kind == "softmax":
+        layer = MoE(D, 4, 4, gate=SoftmaxGate(D, 4), **options)
+    elif kind == "swiglu":
+        layer = MoE(D, 6, 2, activation="swiglu", bias=True, **options)
+    elif kind == "hierarchical":
+        layer = HierarchicalMoE(D, 3, 4, (2, 3), **options)
+    elif kind == "balanced":
+        layer = MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, **options)
+    elif kind == "hierarchical balanced":
+        gate = HierarchicalBalancedGate(D, 3, 4, 2)
+        layer = MoE(D, 12, 4, gate=gate, w_load=0.0, **options)
+    elif kind == "few":  # fewer experts than processes
+        layer = MoE(D, 2, 2, **options)
+    layer = layer.double()
+    generator = torch.Generator().manual_seed(2)
+    for name, param in layer.named_parameters():
+        if not name.startswith("experts."):
+            torch.nn.init.normal_(param, generator=generator)
+    return layer
+
+
+KINDS = [
+    "flat",
+    "k=1",
+    "topk",
+    "softmax",
+    "swiglu",
+    "hierarchical",
+    "balanced",
+    "hierarchical balanced",
+    "few",
+]
+
+
+def fix_noise(patch, counts, rank=None, levels=2):
+    """The gates' noise becomes a table by token: a process reads the rows of its own."""
+    first = sum(counts[:rank]) if rank is not None else 0
+    number = counts[rank] if rank is not None else sum(counts)
+    calls = iter(range(100))
+
+    def standard_normal(like, generator):
+        call = next(calls)
+        per_token = 2 if call % levels == 1 else 1  # on the second level, one for each group
+        table = torch.Generator().manual_seed(call)
+        noise = torch.randn(
+            sum(counts) * per_token, like.shape[1], dtype=like.dtype, generator=table
+        )
+        return noise[first * per_token :][: number * per_token]
+
+    patch.setattr(moe_ext.gates, "standard_normal", standard_normal)
+
+
+def tokens_of(counts):
+    x = torch.randn(sum(counts), D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    weight = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x)
+    return x, weight
+
+
+def rank_weight(rank):
+    return 1 + rank / 2
+
+
+def step_of_process(group, rank, kind, counts, options):
+    """y, aux and gradients of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts, rank)
+        layer = layer_of(kind, group, **options)
+        x, weight = (t.split(counts)[rank] for t in tokens_of(counts))
+        x = x.clone().requires_grad_()
+        y, aux = layer(x)
+        loss = rank_weight(rank) * ((y * weight).sum() + aux.loss)
+        loss.backward()
+    size = dist.get_world_size(group)
+    grads = {}
+    for name, param in layer.named_parameters():
+        assert param.grad is not None, name
+        if not name.startswith("experts."):
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= size
+        grads[name] = param.grad
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        "grads": grads,
+        "loss": aux.loss.detach(),
+        "importance": aux.importance.detach(),
+        "load": aux.load.detach(),
+        "expert_index": aux.expert_index,
+        "tokens_per_expert": aux.tokens_per_expert,
+        "experts": layer.placement.experts_of(rank),
+    }
+
+
+def step_of_all(kind, counts, options):
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts)
+        layer = layer_of(kind, **options)
+        x, weight = tokens_of(counts)
+        x.requires_grad_()
+        y, aux = layer(x)
+        parts = (y * weight).split(counts)
+        losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in enumerate(parts)]
+        (sum(losses) / len(counts)).backward()
+    return layer, x, y, aux
+
+
+COUNTS = [[9], [5, 8], [4, 0, 6], [3, 7, 0, 5]]
+
+
+@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("counts", COUNTS, ids=len)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_one_process(workers, kind, counts, num_chunks, exchange):
+    layer, x, y, aux = step_of_all(kind, counts, {})
+    options = {"exchange": exchange, "num_chunks": num_chunks}
+    parts = workers.run(len(counts), step_of_process, kind, counts, options)
+    same = assert_same_bits if exchange == "rows" else assert_exact
+    same(torch.cat([part["y"] for part in parts]), y)
+    assert torch.equal(torch.cat([part["expert_index"] for part in parts]), aux.expert_index)
+    assert torch.equal(sum(part["tokens_per_expert"] for part in parts), aux.tokens_per_expert)
+    assert_exact(torch.cat([part["x"] for part in parts]) / len(counts), x.grad)
+    for part in parts:
+        assert_exact(part["loss"], aux.loss)
+        assert_exact(part["importance"], aux.importance)
+        assert_exact(part["load"], aux.load)
+        experts = part["experts"]
+        for name, param in layer.named_parameters():
+            expected = param.grad
+            if name.startswith("experts."):
+                expected = expected[experts.start : experts.stop]
+            assert_exact(part["grads"][name], expected)
+
+
+S = 4
+
+
+def recurrent_layer(levels, process_group=None):
+    """The same in every process."""
+    torch.manual_seed(1)
+    if levels == 2:
+        gate = HierarchicalNoisyTopKGate(D + 3, 3, 2, (2, 1))
+        layer = MoELSTM(D, 3, 6, 2, gate=gate, process_group=process_group)
+    else:
+        layer = MoELSTM(D, 3, 6, 2, process_group=process_group)
+    for param in layer.double().parameters():
+        torch.nn.init.normal_(param)
+    return layer
+
+
+def sequences_of(counts, training):
+    """x [B, S, D] and the lengths; all S in training, for the noise to be a table."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(counts), S, D, dtype=torch.float64, generator=generator)
+    lengths = torch.randint(1, S + 1, (sum(counts),), generator=generator)
+    return x, torch.full_like(lengths, S) if training else lengths
+
+
+def recurrent_step(layer, x, lengths):
+    """Each sequence's sum of outputs, and the report, of no more steps than there are."""
+    num_steps = max(lengths.tolist(), default=1)
+    mask = torch.arange(num_steps) < lengths[:, None]
+    weight = torch.linspace(-1, 1, S * 3, dtype=torch.float64).view(S, 3)
+    y, _, aux = layer(x[:, :num_steps], mask=None if layer.training else mask)
+    return (y * weight[:num_steps]).sum((1, 2)), aux
+
+
+def recurrent_step_of_process(group, rank, levels, counts, training):
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts, rank, levels)
+        layer = recurrent_layer(levels, group).train(training)
+        x, lengths = (whole.split(counts)[rank] for whole in sequences_of(counts, training))
+        values, aux = recurrent_step(layer, x, lengths)
+        (rank_weight(rank) * (values.sum() + aux.loss)).backward()
+    for param in layer.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= len(counts)
+    return values.detach(), aux.loss.detach(), aux.load.detach(), grads_of(layer)
+
+
+def grads_of(layer):
+    return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("counts", [[5, 8], [4, 0, 6]], ids=len)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_recurrent_mixture_equals_one_process(workers, levels, counts, training):
+    """Balance is that of all sequences, though the processes have different numbers of steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        fix_noise(patch, counts, levels=levels)
+        layer = recurrent_layer(levels).train(training)
+        values, aux = recurrent_step(layer, *sequences_of(counts, training))
+        parts = enumerate(values.split(counts))
+        losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in parts]
+        (sum(losses) / len(counts)).backward()
+    results = workers.run(len(counts), recurrent_step_of_process, levels, counts, training)
+    assert_exact(torch.cat([result[0] for result in results]), values)
+    for _, loss, load, grads in results:
+        assert_exact(loss, aux.loss)
+        assert_exact(load, aux.load)
+        assert grads.keys() == grads_of(layer).keys()
+        for name, expected in grads_of(layer).items():
+            assert_exact(grads[name], expected)
+
+
+def opposite_sequences(group, rank):
+    """All steps of the one process go to the one expert, all of the other to the other."""
+    layer = MoELSTM(1, 1, 2, 1, w_importance=0.3, w_load=0.2, process_group=group).eval()
+    with torch.no_grad():
+        layer.cell.moe.gate.w_gate[0] = torch.tensor([9.0, -9.0])
+    _, _, aux = layer(torch.full((1, S, 1), 1.0 - 2 * rank))
+    return aux.importance.tolist(), aux.loss.item()
+
+
+def test_recurrent_mixture_is_balanced_together(workers):
+    alone = [opposite_sequences(None, rank) for rank in (0, 1)]
+    assert [importance for importance, _ in alone] == [[4, 0], [0, 4]]
+    assert [loss for _, loss in alone] == pytest.approx([0.5, 0.5])  # CV² of each is 1
+    assert workers.run(2, opposite_sequences) == [([4, 4], 0)] * 2
+
+
+def outputs_of_process(group, rank, kind, counts, dtype, options):
+    """y of one process in evaluation mode; the gate as it starts: everything ties."""
+    torch.manual_seed(1)
+    layer = MoE(D, 8, 2, hidden_sizes=(5,), process_group=group, **options).to(dtype).eval()
+    if kind == "spread":
+        torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of(counts)[0].to(dtype)
+    x = x if rank is None else x.split(counts)[rank]
+    mask = torch.arange(len(x)) % 3 != 1
+    y, aux = layer(x, mask)
+    return y.detach(), aux.tokens_per_expert
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["spread", "all to the first process"])
+@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+def test_outputs_in_every_type(workers, kind, dtype, exchange):
+    counts = [6, 0, 9, 3]  # multiples of 3, for the mask to be that of all
+    y, tokens_per_expert = outputs_of_process(None, None, kind, counts, dtype, {})
+    parts = workers.run(
+        4, outputs_of_process, kind, counts, dtype, {"exchange": exchange, "num_chunks": 2}
+    )
+    together = torch.cat([part[0] for part in parts])
+    if exchange == "rows":
+        assert_same_bits(together, y)
+    else:  # each part of a sum is rounded to the type it travels in
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(together, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
+    assert torch.equal(sum(part[1] for part in parts), tokens_per_expert)
+    if kind != "spread":
+        assert tokens_per_expert.count_nonzero() == 2
+
+
+class TwoLayers(nn.Module):
+    """Two mixtures that may be spread in different ways, between dense layers."""
+
+    def __init__(self, first=None, second=None, recompute=False):
+        super().__init__()
+        torch.manual_seed(4)
+        self.dense = nn.Linear(D, D)
+        self.first = MoE(
+            D, 5, 2, gate=TopKGate(D, 5, 2), w_load=0.0, process_group=first, recompute=recompute
+        )
+        self.second = MoE(
+            D,
+            6,
+            1,
+            gate=BalancedGate(D, 6, 1),
+            w_load=0.0,
+            process_group=second,
+            hidden_sizes=(5, 4),
+            activation="reglu",
+            recompute=recompute,
+        )
+        nn.init.normal_(self.second.gate.w_gate, std=0.3)
+        self.double()
+
+    def forward(self, x):
+        h, first = self.first(self.dense(x))
+        y, second = self.second(x + torch.tanh(h))
+        return y, first.loss + second.loss
+
+
+def batches_of(counts, steps):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(sum(counts), D, dtype=torch.float64, generator=generator) for _ in range(steps)
+    ]
+
+
+def optimizer_of(name, model):
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train_process(group, rank, counts, optimizer, steps, layout, options):
+    if layout == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+        model = TwoLayers(group, mesh, **options)  # the second layer's experts have copies
+        wrapped = parallelize(model, mesh)
+    else:
+        model = TwoLayers(group, group, **options)
+        wrapped = parallelize(model, group, dense=layout)
+    optimizer = optimizer_of(optimizer, model)
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = wrapped(batch.split(counts)[rank])
+        (rank_weight(rank) * (y.square().sum() + loss)).backward()
+        norms.append(clip_grad_norm_(wrapped, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    params = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in params.items()}
+    bounds = {name: entry.bounds for name, entry in expert_parameters(model).items()}
+    return params, bounds, norms
+
+
+@pytest.mark.parametrize("optimizer, steps", [("sgd", 1), ("adam", 5)])
+@pytest.mark.parametrize(
+    "layout, counts",
+    [
+        ("ddp", [5, 7]),
+        ("ddp", [4, 0, 8]),
+        ("ddp", [3, 2, 0, 7]),
+        ("fsdp", [5, 7]),
+        ("mesh", [3, 2, 0, 7]),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["", "recompute"])
+def test_training_equals_one_process(workers, layout, counts, optimizer, steps, options):
+    model = TwoLayers()
+    of_all = optimizer_of(optimizer, model)
+    norms = []
+    for batch in batches_of(counts, steps):
+        y, loss = model(batch)
+        losses = [
+            rank_weight(rank) * (part.square().sum() + loss)
+            for rank, part in enumerate(y.split(counts))
+        ]
+        (sum(losses) / len(counts)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        of_all.step()
+        of_all.zero_grad()
+
+    parts = workers.run(len(counts), train_process, counts, optimizer, steps, layout, options)
+    for params, bounds, norms_here in parts:
+        for norm, expected in zip(norms_here, norms, strict=True):
+            assert_exact(norm, expected.detach())
+        for name, expected in model.state_dict().items():
+            if name not in params:
+                continue  # a buffer
+            if name in bounds:
+                first, last, _ = bounds[name]
+                expected = expected[first:last]
+            assert_exact(params[name], expected)
+
+
+def clip_in_process(group, rank, norm_type):
+    """Experts' gradients of norms sqrt(20) and sqrt(100)."""
+    layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double()
+    for param in layer.parameters():
+        param.grad = torch.zeros_like(param)
+    layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([[2.0, 4.0], [6.0, 8.0]][rank])
+    norm = clip_grad_norm_(layer, 1.0, norm_type)
+    return norm, layer.experts.weights[0].grad
+
+
+@pytest.mark.parametrize(
+    "norm_type, expected", [(2.0, 10.954451150103322), (1.0, 20), (math.inf, 8)]
+)
+def test_clipping_by_the_norm_of_all(workers, norm_type, expected):
+    for rank, (norm, grad) in enumerate(workers.run(2, clip_in_process, norm_type)):
+        assert float(norm) == pytest.approx(expected, rel=1e-15)
+        assert float(grad[0, 0, 0] * (norm + 1e-6)) == pytest.approx([2, 6][rank], rel=1e-14)
+
+
+def clip_infinity(group, rank):
+    layer = MoE(D, 2, 1, process_group=group)
+    for param in layer.parameters():
+        param.grad = torch.zeros_like(param)
+    layer.experts.weights[0].grad[0, 0, 0] = [1.0, math.inf][rank]
+    with pytest.raises(RuntimeError, match="norm of order 2.0 must be finite, got inf"):
+        clip_grad_norm_(layer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type must be above 0, got 0"):
+        clip_grad_norm_(layer, 1.0, 0)
+
+
+def test_clipping_refuses_infinity_everywhere(workers):
+    workers.run(2, clip_infinity)
+
+
+def clip_few(group, rank, dtype):
+    """One expert for two processes, in half a type whose greatest number is 65,504."""
+    layer = MoE(D, 1, 1, hidden_sizes=(5,), dtype=dtype, process_group=group)
+    for param in layer.experts.parameters():
+        param.grad = torch.zeros_like(param)
+    if rank == 0:
+        layer.experts.weights[0].grad[0, 0, :2] = torch.tensor([3000.0, 4000.0])
+    norms = clip_grad_norm_(layer, 1e9, math.inf), clip_grad_norm_(layer, 1.0)
+    return norms, layer.experts.weights[0].grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_clipping_other_types_and_processes_without_experts(workers, dtype):
+    (norms, grad), (others, empty) = workers.run(2, clip_few, dtype)
+    assert [float(norm) for norm in norms] == [float(norm) for norm in others] == [4000, 5000]
+    torch.testing.assert_close(grad[0, 0, :2].float(), torch.tensor([0.6, 0.8]), rtol=1e-3, atol=0)
+    assert empty.numel() == 0
+
+
+def scaled_step(group, rank, bad_rank, as_mesh):
+    layer = MoE(D, 2, 1, process_group=group)
+    if as_mesh:
+        group = DeviceMesh.from_group(group, "cpu")
+    scaler = GradScaler("cpu", process_group=group, init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.experts.weights[0].detach().clone()
+    for param in layer.parameters():
+        param.grad = torch.full_like(param, 8.0)
+    if rank == bad_rank:
+        layer.gate.w_gate.grad[0, 0] = math.nan
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return before - layer.experts.weights[0].detach(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad_rank, as_mesh", [(None, False), (0, True), (1, False)])
+def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_mesh):
+    alone = scaled_step(None, 0, bad_rank and 0, as_mesh=False)
+    for change, scale in [alone, *workers.run(2, scaled_step, bad_rank, as_mesh)]:
+        torch.testing.assert_close(change, torch.full_like(change, float(bad_rank is None)))
+        assert scale == (8 if bad_rank is None else 4)
+
+
+@pytest.mark.parametrize(
+    "num_experts, num_processes, experts_per_group, counts",
+    [(7, 3, 1, [3, 2, 2]), (2, 4, 1, [1, 1, 0, 0]), (12, 2, 4, [8, 4]), (5, 1, 1, [5])],
+)
+def test_placement(num_experts, num_processes, experts_per_group, counts):
+    placement = ExpertPlacement(num_experts, num_processes, experts_per_group)
+    assert placement.counts == counts
+    owners = [placement.owner(expert) for expert in range(num_experts)]
+    assert owners == sorted(owners)
+    for rank in range(num_processes):
+        mine = [expert for expert in range(num_experts) if owners[expert] == rank]
+        assert mine == list(placement.experts_of(rank))
+    for wrong in (-1, num_experts):
+        with pytest.raises(
+            ValueError, match=rf"expert must be in \[0, {num_experts}\), got {wrong}"
+        ):
+            placement.owner(wrong)
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_processes}\), got -1"):
+        placement.experts_of(-1)
+
+
+def initial_values(group, rank, num_experts):
+    torch.manual_seed(6)
+    layer = MoE(D, num_experts, 1, process_group=group, bias=True)
+    after = torch.rand(())
+    return layer.experts.weights[0].detach(), layer.placement.counts, after
+
+
+def test_experts_start_the_same_wherever_they_are(workers):
+    whole, _, after = initial_values(None, 0, 7)
+    assert len({float(matrix.detach().sum()) for matrix in whole}) == 7
+    for world in (1, 2, 3, 4):
+        parts = workers.run(world, initial_values, 7)
+        assert_same_bits(torch.cat([part for part, _, _ in parts]), whole)
+        assert parts[0][1] == ExpertPlacement(7, world).counts
+        assert all(torch.equal(here, after) for _, _, here in parts)
+
+
+def calls_of_process(group, rank):
+    """The collectives of a step, forward and backward."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
+            original = getattr(dist, name)
+
+            def call(*args, name=name, original=original, **options):
+                calls.append(name)
+                return original(*args, **options)
+
+            patch.setattr(dist, name, call)
+        model = parallelize(layer_of("flat", group), group)
+        y, aux = model(tokens_of([9])[0].requires_grad_())
+        (y.sum() + aux.loss).backward()
+        clip_grad_norm_(model, 1.0)
+    return calls
+
+
+def test_one_process_communicates_nothing(workers):
+    assert workers.run(1, calls_of_process) == [[]]
+    assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
+
+
+def options_refused(group, rank):
+    for options, message in (
+        ({"balance": "all"}, "MoE: balance must be one of global, local, got 'all'"),
+        ({"experts": [nn.Identity()] * 4}, "MoE: experts must be for num_experts = 1, got 4"),
+        ({"gate": nn.Identity()}, "MoE: gate must derive from moe_ext.Gate .*got 'Identity'"),
+        (
+            {"experts": [nn.Identity()], "num_chunks": 2},
+            "MoE: num_experts must be at least 8 where experts are modules, .*got 4",
+        ),
+        (
+            {"gate": BalancedGate(D, 4, 2), "balance": "local"},
+            "MoE: balance must be \"global\" with a strictly balanced gate, got 'local'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MoE(D, 4, 2, process_group=group, **options)
+    with pytest.raises(ValueError, match="dense must be one of ddp, fsdp, got 'dp'"):
+        parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
+    with pytest.raises(ValueError, match="moe_ops: layer must be in one process, got 4"):
+        moe_ops(MoE(D, 4, 2, process_group=group))
+    shared = nn.Linear(D, D)
+    shared.num_experts = 1
+    with pytest.raises(
+        ValueError, match=r"experts\.weight must have a row for each .* 1, got \(6, 6"
+    ):
+        parallelize(MoE(D, 4, 2, experts=shared, process_group=group), group)
+    with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
+        MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
+
+
+def test_options_out_of_range(workers):
+    for rank in workers.run(4, options_refused):
+        assert rank is None
+
+
+def modules_in_process(group, rank, num_chunks=1):
+    torch.manual_seed(7)
+    everyone = [
+        nn.Sequential(nn.Linear(D, 3 + e), nn.Tanh(), nn.Linear(3 + e, D)) for e in range(4)
+    ]
+    mine = [everyone[e] for e in ExpertPlacement(4, 1 if group is None else 2).experts_of(rank)]
+    layer = MoE(
+        D,
+        4,
+        2,
+        gate=TopKGate(D, 4, 2),
+        w_load=0.0,
+        experts=mine,
+        process_group=group,
+        num_chunks=num_chunks,
+    ).double()
+    x = tokens_of([4, 5])[0]
+    y, aux = layer(x if group is None else x.split([4, 5])[rank])
+    (y.square().sum() + aux.loss).backward()
+    names = {name: entry.name for name, entry in expert_parameters(layer).items()}
+    grads = {n: p.grad for n, p in layer.named_parameters() if n.startswith("experts.")}
+    return y.detach(), {names.get(n, n): grad for n, grad in grads.items()}
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_any_modules_as_experts(workers, num_chunks):
+    y, grads = modules_in_process(None, 0)
+    parts = workers.run(2, modules_in_process, num_chunks)
+    assert_exact(torch.cat([part[0] for part in parts]), y)
+    together = parts[0][1] | parts[1][1]
+    assert together.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert_exact(2 * together[name], grad)  # the mean of two losses, there their sum
+
+
+class Scaled(nn.Linear):
+    """An expert with a buffer that no state_dict has."""
+
+    def __init__(self, number):
+        super().__init__(D, D)
+        self.register_buffer("scale", torch.tensor(float(number)), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def experts_of_their_own(group, rank, num_experts, dense):
+    numbers = [*ExpertPlacement(num_experts, 2).experts_of(rank)]
+    experts = [Scaled(number) for number in numbers]
+    layer = MoE(D, num_experts, 2, experts=experts, process_group=group)
+    model = parallelize(layer, group, dense=dense)
+    y, aux = model(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert [float(expert.scale) for expert in experts] == numbers
+
+
+@pytest.mark.parametrize("num_experts", [4, 5])
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_experts_keep_all_their_buffers(workers, num_experts, dense):
+    workers.run(2, experts_of_their_own, num_experts, dense)
+
+
+def some_frozen(group, rank):
+    """The experts of one process; the gate; everything that has copies."""
+    experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]
+    layer = MoE(D, 4, 2, experts=experts, process_group=group)
+    y, aux = parallelize(layer, group)(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    assert all((expert.weight.grad is not None) == (rank > 0) for expert in experts)
+    layer = MoE(D, 4, 2, process_group=group)
+    nn.init.normal_(layer.gate.requires_grad_(False).w_gate)
+    assert parallelize(layer, group) is layer
+    y, aux = layer(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    layer = MoE(D, 4, 2, process_group=mesh)
+    layer.experts.requires_grad_(False)
+    y, aux = parallelize(layer, mesh)(torch.randn(4, D))
+    (y.square().sum() + aux.loss).backward()
+    return layer.gate.w_gate.grad
+
+
+def test_parts_of_a_model_are_frozen(workers):
+    assert_same_bits(*workers.run(2, some_frozen))
+
+
+def without_noise(group, rank):
+    """Gradients are averaged, though W_noise has none, step after step."""
+    layer = MoE(D, 4, 2, process_group=group).eval()
+    nn.init.constant_(layer.gate.w_gate, 0.1)
+    model = parallelize(layer, group, find_unused_parameters=True)
+    for _ in range(2):
+        y, _ = model(rank_weight(rank) * torch.randn(4, D))
+        layer.zero_grad()
+        y.square().sum().backward()
+    return layer.gate.w_gate.grad
+
+
+def test_training_without_noise(workers):
+    assert_same_bits(*workers.run(2, without_noise))
+
+
+def in_place(group, rank):
+    y, aux = MoE(D, 4, 2, process_group=group)(torch.randn(4, D))
+    torch.relu_(y).sum().backward()
+    assert not any(value._is_view() for value in aux if isinstance(value, torch.Tensor))
+
+
+def test_outputs_may_be_changed_in_place(workers):
+    workers.run(2, in_place)
+
+
+def compiled(group, rank):
+    """The graph breaks at what the processes send each other."""
+    layer = layer_of("topk", group)
+    x = tokens_of([4, 5])[0].split([4, 5])[rank]
+    (y, aux), (expected, aux_there) = torch.compile(layer, backend="eager")(x), layer(x)
+    assert_same_bits(y, expected)
+    assert_same_bits(aux.loss, aux_there.loss)
+    (y.square().sum() + aux.loss).backward()
+
+
+def test_compiled(workers):
+    workers.run(2, compiled)
+
+
+def under_autocast(group, rank, kind, dtype):
+    torch.manual_seed(4)
+    if kind == "modules":
+        # Under autocast the first one's outputs are of another type than the second's.
+        modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)), nn.LayerNorm(D)]
+        options = {"experts": modules if group is None else [modules[rank]]}
+    else:
+        options = {"hidden_sizes": (7,)}
+    layer = MoE(D, 2, 2, process_group=group, **options).to(dtype).eval()
+    x = 100 * tokens_of([4, 5])[0].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach()
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("modules", torch.float32), ("weights", torch.float32), ("weights", torch.float64)],
+)
+def test_autocast_equals_one_process(workers, kind, dtype):
+    expected = under_autocast(None, 0, kind, dtype)
+    assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
+
+
+def copies_of_the_experts(group, rank):
+    """A mesh along which nothing is shared: the balanced gate's mask is of all tokens."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
+    y, aux = layer_of("balanced", mesh)(tokens_of([7, 8])[0].split([7, 8])[rank])
+    return y.detach(), aux.tokens_per_expert
+
+
+def test_balanced_gate_over_copies_of_the_experts(workers):
+    expected, aux = layer_of("balanced")(tokens_of([7, 8])[0])
+    parts = workers.run(2, copies_of_the_experts)
+    assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
+    assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
+    assert len(parts[0][1].unique()) > 1  # equal only together
+
+
+def made_without_memory(group, rank):
+    """On the meta device, then given memory and values, as large models are."""
+    with torch.device("meta"):
+        layers = [
+            MoE(D, 5, 2, hidden_sizes=(7,), num_chunks=2, exchange="tokens", process_group=group),
+            MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
+            HierarchicalMoE(D, 3, 4, 2, process_group=group),
+        ]
+    x = tokens_of([4, 5])[0].float().split([4, 5])[rank]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        for value in (*layer.parameters(), *layer.buffers()):
+            value.detach().fill_(3)
+        for module in layer.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        y, aux = layer(x)
+        assert y.isfinite().all() and aux.loss.isfinite()
+        assert not any(param.any() for param in layer.gate.parameters() if param.dim() == 2)
+
+
+def test_layers_made_on_the_meta_device(workers):
+    workers.run(2, made_without_memory)
+
+
+def shards_of_process(group, rank):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
+    model[1].running_mean.fill_(rank + 1)
+    first = [model[0].weight.detach().clone(), model[1].running_mean.clone()]
+    parallelize(model, group, dense="fsdp")
+    return first, [model[0].weight.full_tensor().detach(), model[1].running_mean]
+
+
+def test_shards_begin_with_the_first_processes_values(workers):
+    parts = workers.run(2, shards_of_process)
+    for _, values in parts:
+        for value, expected in zip(values, parts[0][0], strict=True):
+            assert_same_bits(value, expected)
+
+
+def local_balance(group, rank):
+    layer = MoE(D, 4, 2, process_group=group, balance="local").eval()
+    torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
+    x = tokens_of([5, 6])[0].float().split([5, 6])[rank]
+    _, aux = layer(x)
+    alone = MoE(D, 4, 2).eval()
+    alone.gate.load_state_dict(layer.gate.state_dict())
+    _, expected = alone(x)
+    assert_same_bits(aux.importance, expected.importance)
+    assert_same_bits(aux.loss, expected.loss)
+
+
+def test_balance_by_process(workers):
+    workers.run(2, local_balance)
+
+
+def readme_example(group, rank, code, folder):
+    with contextlib.chdir(folder):
+        exec(code.replace("init_process_group()", "dist.group.WORLD"), {"dist": dist})
+
+
+def test_the_readmes_example(workers, tmp_path):
+    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", text, re.S)
+    code = code.replace("512", "16")
+    workers.run(2, readme_example, code, str(tmp_path))
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()

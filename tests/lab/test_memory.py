@@ -1,0 +1,204 @@
+"""Large outputs on the CPU, which take over the memory of freed ones."""
+
+import os
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import assert_same_bits
+
+from moe_ext import _C, ops
+from moe_ext.lab.benchmarks.memory import peak_allocated_mib
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reused on Linux only")
+
+E, D, F = 6, 512, 512
+COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert of several blocks, two without rows
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def empty_before_and_after():
+    _C.empty_cache()
+    yield
+    _C.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """x, gates, W_1, W_2; dy; the plan. All that comes out but the gates' gradient has 4 MiB or
+    more."""
+    torch.manual_seed(1)
+    expert_index = torch.arange(E).repeat_interleave(torch.tensor(COUNTS))
+    T = len(expert_index)
+    expert_index = expert_index[torch.randperm(T)][:, None]
+    x, dy, gates = torch.randn(T, D), torch.randn(T, D), torch.rand(T, 1)
+    weights = torch.randn(E, D, F) / D**0.5, torch.randn(E, F, D) / F**0.5
+    return (x, gates, *weights), dy, ops.dispatch_plan(expert_index, E)
+
+
+def run(problem):
+    """y and the gradients."""
+    tensors, dy, plan = problem
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    x, gates, *weights = leaves
+    y = ops.experts(x, weights, offsets=plan.offsets, inverse=plan.inverse, gates=gates)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.fixture(scope="module")
+def expected(problem):
+    return [t.clone() for t in run(problem)]
+
+
+def large(tensors):
+    return [t for t in tensors if t.nbytes >= 4 * MIB]
+
+
+def addresses(tensors):
+    return {t.data_ptr() for t in large(tensors)}
+
+
+def test_values_do_not_depend_on_what_was_there(problem, expected):
+    seen = set()
+    for step in range(3):
+        results = run(problem)
+        for actual, right in zip(results, expected, strict=True):
+            assert_same_bits(actual, right)
+        for gradient in results[3:]:  # of the weights of experts without rows
+            assert torch.count_nonzero(gradient[1]) == torch.count_nonzero(gradient[3]) == 0
+        again = addresses(results)
+        assert len(again) == 4
+        assert seen & again or step == 0
+        seen |= again
+        for tensor in results:
+            tensor.fill_(float("nan"))
+        del results, tensor, actual, gradient
+
+
+def test_what_is_alive_is_left_alone(problem, expected):
+    alive = []
+    for _ in range(4):
+        alive += large(run(problem))
+        run(problem)  # freed at once
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in alive)
+    assert len(spans) == 16
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    for i, tensor in enumerate(alive):
+        assert_same_bits(tensor, large(expected)[i % 4])
+    view = run(problem)[0][5:7]  # keeps all of it
+    for _ in range(2):
+        assert not addresses(run(problem)) & {view.untyped_storage().data_ptr()}
+    assert_same_bits(view, expected[0][5:7])
+
+
+def resident():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_empty_cache_returns_memory_to_the_system(problem):
+    results = run(problem)
+    size = sum(t.nbytes for t in large(results))
+    before = resident()
+    del results
+    kept = resident()
+    assert kept > before - size / 2
+    _C.empty_cache()
+    assert resident() < kept - size
+
+
+def test_threads_share_the_memory(problem, expected):
+    """Each thread frees what another has made."""
+    made, failures = [], []
+
+    def work():
+        try:
+            for _ in range(3):
+                made.append(run(problem))
+                results = made.pop(0)
+                for actual, right in zip(results, expected, strict=True):
+                    assert_same_bits(actual, right)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+class Outputs(torch.utils.data.Dataset):
+    def __init__(self, problem):
+        self.problem = problem
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return run(self.problem)[0]
+
+
+def test_forked_workers(problem, expected):
+    """A worker of a DataLoader takes over the memory that its parent had freed, and hands back what
+    it made through shared memory."""
+    run(problem)
+    loader = torch.utils.data.DataLoader(
+        Outputs(problem), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
+    for y in loader:
+        assert y.is_shared()
+        assert_same_bits(y, expected[0])
+    assert_same_bits(run(problem)[0], expected[0])
+
+
+def test_a_large_output_is_a_tensor_as_any_other(problem, expected):
+    assert_same_bits(pickle.loads(pickle.dumps(run(problem)[0])), expected[0])
+    y = run(problem)[0]
+    T = len(y)
+    y.resize_(2 * T, D)
+    assert_same_bits(y[:T], expected[0])
+    storage = y.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    assert storage.data_ptr() == 0
+    storage.resize_(size)
+    y.copy_(expected[0].repeat(2, 1))
+    assert_same_bits(y[T:], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
+    """Its blocks of rows have no gradients of their own, but add to the expert's."""
+
+    def backward_mib(num_rows):
+        x = torch.zeros(num_rows, D, dtype=dtype, requires_grad=True)
+        weights = [torch.zeros(1, D, D, dtype=dtype, requires_grad=True) for _ in range(2)]
+        y = ops.experts(x, weights, recompute=True)
+        return peak_allocated_mib(lambda: torch.autograd.grad(y, [x, *weights], x.detach()))
+
+    num_rows = 640 * 10
+    more = backward_mib(2 * num_rows) - backward_mib(num_rows)
+    of_rows = num_rows * D * dtype.itemsize / MIB  # their gradient's
+    assert more == pytest.approx(of_rows, rel=0.1)
+
+
+def test_nothing_is_kept_that_nobody_differentiates():
+    """Gradients may be enabled all the same, as where only a part of a model is trained."""
+    x, weights = torch.zeros(4 * D, D), [torch.zeros(1, D, 8 * D), torch.zeros(1, 8 * D, D)]
+    without = peak_allocated_mib(lambda: ops.experts(x, weights))
+    x.requires_grad_()
+    hidden = peak_allocated_mib(lambda: ops.experts(x, weights)) - without
+    assert hidden == pytest.approx(4 * D * 8 * D * 4 / MIB, rel=0.1)
+
+
+def test_frozen_experts_have_no_gradients():
+    x = torch.zeros(8, D, requires_grad=True)
+    weights = [torch.zeros(E, D, D) for _ in range(2)]
+    y = ops.experts(x, weights, offsets=torch.tensor([0, 1, 1, 2, 4, 4, 8]))
+    mib = peak_allocated_mib(lambda: y.sum().backward())
+    assert mib < sum(weight.nbytes for weight in weights) / MIB / 4

@@ -1,0 +1,303 @@
+"""Studies: finished runs, paired differences, what they say of a claim, the scripts' reports."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import reproduce_capacity
+import reproduce_losses
+import torch
+from filelock import FileLock
+
+from moe_ext.lab.training import results as results_module
+from moe_ext.lab.training import study as study_module
+from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import evaluate
+from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.results import Result, finished, train_and_test
+from moe_ext.lab.training.statistics import Interval, bootstrap_difference, mean_difference
+from moe_ext.lab.training.study import (
+    as_change,
+    as_data,
+    difference,
+    has_diverged,
+    run_study,
+    verdict,
+    widening,
+)
+from moe_ext.lab.training.text import load_text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    moe = {"num_experts": 4, "k": 2, "hidden_sizes": [16]}
+    return config_from_dict(
+        {
+            "output": str(tmp_path / "run"),
+            "steps": 8,
+            "num_threads": 1,
+            "data": {"corpus": str(corpus), "tokens_per_batch": 100},
+            "model": {"d_model": 16, "dropout": 0.2, "moe": moe, "num_sampled": 9},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 4},
+            "log": {"log_every": 2, "eval_every": 0, "save_every": 3, "progress": False},
+        }
+    )
+
+
+def test_mean_difference_is_the_t_interval():
+    interval = mean_difference([0.1, 0.2, 0.3])
+    # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
+    assert interval.mean == pytest.approx(0.2)
+    assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
+    assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
+    assert mean_difference([0.1]) is None
+
+
+def test_bootstrap_interval_covers_what_it_should():
+    lengths = torch.full((400,), 10)
+    a = torch.randn(400).double()
+    interval = bootstrap_difference(a, a * 0, lengths)
+    # The mean of 400 values of deviation 1 has a standard error of 1/20, here by 10 tokens.
+    assert interval.mean == pytest.approx(a.sum().item() / 4000)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 / 200, rel=0.15)
+    assert interval.low < interval.mean < interval.high
+
+
+def test_a_share_of_the_steps_is_what_a_shorter_run_gives(config, tmp_path):
+    text = load_text(config.data)
+    result = train_and_test(config, text, [0.25, 0.5])
+    assert result.earlier_nll.keys() == {0.25, 0.5} and result.nll_at(1.0) == result.test_nll
+    assert float(result.sentence_nll.sum()) / text.test.num_tokens == result.test_nll
+    for share in (0.25, 0.5):
+        short = replace(config, output=str(tmp_path / f"short-{share}"), steps=int(8 * share))
+        assert train_and_test(short, text).test_nll == result.nll_at(share)
+    # Stopping for the test leaves no trace in the training.
+    through = train_and_test(replace(config, output=str(tmp_path / "through")), text)
+    assert through.test_nll == result.test_nll
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3])  # the tests after 2, 4 and 8 steps
+def test_an_interrupted_run_ends_the_same(config, tmp_path, monkeypatch, killed_at):
+    text = load_text(config.data)
+    whole = train_and_test(replace(config, output=str(tmp_path / "whole")), text, [0.25, 0.5])
+    calls = []
+
+    def killed(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(results_module, "evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_test(config, text, [0.25, 0.5])
+    assert finished(config, text) is None
+    result = train_and_test(config, text, [0.25, 0.5])
+    assert len(calls) == 4  # one of the three twice
+    assert result.test_nll == whole.test_nll and result.earlier_nll == whole.earlier_nll
+    assert torch.equal(result.sentence_nll, whole.sentence_nll)
+
+
+def test_a_study_trains_what_is_missing(config, tmp_path):
+    text = load_text(config.data)
+    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
+    runs = tmp_path / "runs"
+    assert run_study(arms, [1, 2], text, runs, train=()) == {"a": {}, "b": {}}
+    # Another process is at one of the runs; arm b is not asked for.
+    (runs / "a-seed2").mkdir(parents=True)
+    with FileLock(runs / "a-seed2" / ".lock"):
+        results = run_study(arms, [1, 2], text, runs, train=["a"])
+    assert results["a"].keys() == {1} and results["b"] == {}
+    results = run_study(arms, [1, 2], text, runs)
+    assert all(each.keys() == {1, 2} for each in results.values())
+    written = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    run_study(arms, [1, 2], text, runs)
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == written
+    data = as_data(results)
+    assert data["b"]["runs"][1]["test_nll"] == results["b"][2].test_nll
+    assert (
+        json.loads(json.dumps(data))["a"]["cost"]["parameters"] == 6272
+    )  # 2 · 2,048 + 128 + 2,048
+    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+        run_study({"a": replace(config, steps=9)}, [1], text, runs)
+    for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
+        with pytest.raises(ConfigError, match="the text of data.corpus must stay as in"):
+            run_study({"a": config}, [1], other, runs)
+
+
+def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
+    text = load_text(config.data)
+    arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
+    runs = tmp_path / "runs"
+    calls = []
+
+    def train(config, *arguments):
+        calls.append(config.output)
+        if "a-seed1" in config.output:
+            raise FloatingPointError("the loss of step 3 is not finite")
+        return train_and_test(config, *arguments)
+
+    monkeypatch.setattr(study_module, "train_and_test", train)
+    with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; started again"):
+        run_study(arms, [1, 2], text, runs)
+    assert len(calls) == 4 and has_diverged(runs / "a-seed1")
+    results = run_study(arms, [1, 2], text, runs)
+    assert len(calls) == 7  # the three others, which are read
+    assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
+
+
+def test_balance_is_of_the_last_50_batches(config, monkeypatch):
+    """Of records of two batches and two layers each: 35 to 59, whose mean is 47, and one more."""
+    keys = [*reproduce_losses.COLUMNS]
+    records = [
+        {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}
+        for i in range(60)
+    ]
+    monkeypatch.setattr(results_module, "read_metrics", lambda *_: records)
+    found = train_and_test(replace(config, steps=1), load_text(config.data))
+    assert found.balance == {key: 47.5 + at for at, key in enumerate(keys)}
+
+
+def result(nll, earlier=0.0, **balance):
+    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, sentence_nll=None)
+    return Result(test_nll=nll, earlier_nll={0.25: earlier}, balance=balance, **unused)
+
+
+def test_differences_are_over_the_seeds_that_both_have():
+    a = {1: result(4.1, 5.0), 2: result(4.3, 5.0), 3: result(9.0, 9.0)}
+    b = {2: result(4.5, 5.1), 1: result(4.2, 5.2), 7: result(0.0, 0.0)}
+    gap = difference(a, b)  # -0.1 and -0.2: t(.975, 1) = 12.706
+    assert gap.mean == pytest.approx(-0.15)
+    assert gap.high - gap.mean == pytest.approx(12.7062 * 0.05, rel=1e-5)
+    assert difference(a, b, 0.25).mean == pytest.approx(-0.15)  # -0.2 and -0.1
+    change = widening(a, b, 0.25)  # from -0.2 to -0.1, from -0.1 to -0.2
+    assert change.mean == pytest.approx(0.0) and change.high == pytest.approx(12.7062 * 0.1)
+    assert difference({1: result(1.0)}, b) is None
+
+
+def test_verdicts():
+    assert verdict(Interval(-2, -3, -1)) == "reproduced"
+    assert verdict(Interval(-1, -3, 1)) == verdict(Interval(1, -1, 3)) == "not seen"
+    assert verdict(Interval(2, 1, 3)) == "reversed"
+    assert verdict(None) == "not decided: fewer than two pairs"
+    similar = reproduce_losses.similar
+    assert similar(Interval(0.001, -0.004, 0.004)) == "reproduced"
+    assert similar(Interval(0.001, -0.004, 0.006)) == "not seen"
+    assert (
+        similar(Interval(0.02, 0.01, 0.03)) == similar(Interval(-0.02, -0.03, -0.01)) == "reversed"
+    )
+    assert as_change(Interval(math.log(0.9), math.log(0.8), 0.0)) == "-10.00% [-20.00, +0.00]"
+    assert as_change(None) == ""
+    table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])
+    assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
+
+
+def test_claims_of_capacity():
+    """Each model is better than the one before it by 0.1 at the end, by 0.05 after a quarter."""
+    study = reproduce_capacity
+    order = (*study.DENSE, *study.MIXTURES, study.LARGE)
+    found = study.claims(
+        {arm: dict.fromkeys((1, 2), result(-0.1 * at, -0.05 * at)) for at, arm in enumerate(order)}
+    )
+    assert [claim.difference.mean for claim in found] == pytest.approx(
+        [-0.2, *[-0.1] * 3, -0.6, -0.5, -0.4, -0.3, -0.2, -0.05, -0.1, -0.15]  # M1, M2, M1, M3, M4
+    )
+    assert [c.compared for c in found if c.claim.startswith("M2")] == [
+        "moe-16 against moe-4", "moe-64 against moe-16", "moe-256-h against moe-64",
+    ]  # fmt: skip
+
+
+def test_a_larger_w_load_is_to_lower_the_highest_load():
+    """Here it does, by as much as the weights differ, and everything else grows."""
+    results = {}
+    for arm in reproduce_losses.ARMS:
+        w_load = float(arm.partition(",")[2])
+        balance = dict.fromkeys(reproduce_losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
+        results[arm] = dict.fromkeys((1, 2), result(w_load, **balance))
+    assert [row[1:] for row in reproduce_losses.claims(results) if row[0].startswith("M6")] == [
+        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "reproduced"),
+        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "reproduced"),
+        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "reproduced"),
+    ]
+
+
+def run_script(script, corpus, tmp_path, *options):
+    """The script with hardly any training: every model two batches."""
+    return script.main(
+        [
+            f"data.corpus={corpus}",
+            "steps=2",
+            "data.vocab_size=45",
+            "data.tokens_per_batch=40",
+            "model.num_sampled=9",
+            "model.d_model=8",
+            "log.tensorboard=false",
+            "log.progress=false",
+            f"--runs={tmp_path / 'runs'}",
+            f"--output={tmp_path / 'results'}",
+            *options,
+        ]
+    )
+
+
+def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
+    page, picture = (tmp_path / "results" / f"capacity.{suffix}" for suffix in ("md", "png"))
+
+    def study(*options):
+        rates = "--rates", "4e-3", "1.6e-2"
+        return run_script(reproduce_capacity, corpus, tmp_path, *rates, *options)
+
+    study("--seeds", "1", "--arms", "moe-16")
+    assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
+    mixtures = ["--arms", *reproduce_capacity.MIXTURES]
+    study("--seeds", "1", *mixtures)
+    assert (
+        "not decided: fewer than two pairs" in page.read_text() and picture.stat().st_size > 10_000
+    )
+    results = study("--seeds", "1", "2", *mixtures)
+    text = page.read_text()
+    gap = difference(results["moe-64"], results["moe-4"])
+    assert f"moe-64 against moe-4 | {as_change(gap)} | {verdict(gap)} |" in text
+    data = json.loads((tmp_path / "results" / "capacity.json").read_text())
+    assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
+    assert data["claims"][0]["difference"]["mean"] == gap.mean
+    for name in reproduce_capacity.MIXTURES:  # the first seed decides
+        nll = data["dev_nll"][name]
+        best = min(nll, key=nll.get)
+        assert len(nll) == 2 and len(set(nll.values())) == 2
+        folders = [run.run.name for run in results[name].values()]
+        assert folders == [f"{name}-{best}-seed1", f"{name}-{best}-seed2"]
+        assert read_metrics(results[name][1].run, "dev")[-1]["nll"] == nll[best]
+        others = {rate for rate in nll if (tmp_path / "runs" / f"{name}-{rate}-seed2").exists()}
+        assert others == {best}
+    before = page.read_bytes()
+    page.unlink()
+    study("--seeds", "1", "2", "--report")
+    assert page.read_bytes() == before
+
+
+def test_the_rate_of_a_capacity_study_is_chosen(corpus, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_script(reproduce_capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
+    assert "optimizer.learning_rate is chosen from --rates" in capsys.readouterr().err
+
+
+def test_losses_are_reported(corpus, tmp_path):
+    results = run_script(reproduce_losses, corpus, tmp_path, "--seeds", "1", "2")
+    page = (tmp_path / "results" / "losses.md").read_text()
+    gap = difference(results["0.1,0.1"], results["0,0"])
+    assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
+    assert page.count("| M6:") == 3 and page.count("within 0.5% |") == 4
+    for arm, runs in results.items():
+        moe = read_config(runs[1].run / "config.toml").model.moe
+        assert arm == f"{moe.w_importance:g},{moe.w_load:g}"
+    assert "| w_importance | w_load | seeds |" in page
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
+    assert [",".join(row) for row in rows] == [*reproduce_losses.ARMS]
+    data = json.loads((tmp_path / "results" / "losses.json").read_text())
+    assert data["models"]["1,1"]["runs"][0]["balance"].keys() == reproduce_losses.COLUMNS.keys()

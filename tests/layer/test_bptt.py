@@ -1,0 +1,357 @@
+"""Back-propagation through time with few stored states, on a plain recurrent cell."""
+
+import itertools
+import weakref
+
+import pytest
+import reference as ref
+import torch
+from conftest import assert_same_bits, assert_second_derivative_refused
+
+from moe_ext.recurrent.bptt import num_evaluations, unroll
+
+B, D, U, S = 3, 2, 4, 7
+
+
+def step(parameters, inputs, state):
+    """Everything twice, to see in which order gradients are added: W, b, x and h within the step,
+    the new state among the outputs too. Dropout and noise; c is frozen, the last state has no use.
+    """
+    W, V, b, c, unused = parameters
+    x, mask = inputs
+    h, count, idle = state
+    x = torch.nn.functional.dropout(x, 0.3)
+    h = torch.tanh(x @ V + h @ W + (h * c) @ W.sin() + b) * b.cos() + x.sum(1, keepdim=True)
+    h = h + 0.1 * torch.randn_like(h)
+    h = torch.where(mask[:, None], h, state[0])
+    return (h, count + mask, idle), (h, h * 2, mask.sum(), h.detach().sum(0), h.mean(), h)
+
+
+def arguments(device="cpu", dtype=torch.float32, length=S):
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    parameters = [normal(U, U), normal(D, U), normal(U), normal(U), normal(U)]
+    inputs = [normal(length, B, D), (normal(length, B) > -1)]
+    state = [normal(B, U), torch.zeros(B, dtype=torch.int64, device=device), normal(B, 2)]
+    for i in (0, 1, 2, 4):
+        parameters[i].requires_grad_()
+    for tensor in (inputs[0], state[0], state[2]):
+        tensor.requires_grad_()
+    return parameters, inputs, state
+
+
+def results(slots, args):
+    """Outputs, gradients of a function that uses them several times, and the generator's state."""
+    parameters, inputs, state = args
+    leaves = [t for t in (*parameters, *inputs, *state) if t.requires_grad]
+    torch.manual_seed(2)
+    outputs, state = unroll(step, parameters, inputs, state, memory_slots=slots)
+    differentiable = [x.float() for x in (*outputs, *state) if x.is_floating_point()]
+    # b also outside of the steps: its gradients from within them come as one sum.
+    loss = sum((x * (1 + i)).sin().sum() + x.square().sum() for i, x in enumerate(differentiable))
+    loss = loss + (parameters[2] * 3).exp().sum()
+    torch.rand(3)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return outputs, state, grads, torch.get_rng_state()
+
+
+def assert_equal(actual, expected):
+    for a, e in zip(itertools.chain(*actual[:3]), itertools.chain(*expected[:3]), strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            assert_same_bits(a, e)
+    assert torch.equal(actual[3], expected[3])
+
+
+# The number of evaluations
+
+
+def test_closed_form_is_the_dynamic_programme():
+    for t in range(1, 41):
+        for m in range(1, t + 3):
+            assert num_evaluations(t, m) == ref.C(t, m)
+    for m in (2, 5, 30):  # the recursion, far out
+        assert num_evaluations(1000, m) == min(
+            y + num_evaluations(1000 - y, m - 1) + num_evaluations(y, m) for y in range(1, 1000)
+        )
+
+
+@pytest.mark.parametrize(
+    ("t", "m"),
+    [(1, 1), (1, 3), (2, 1), (9, 1), (9, 2), (13, 3), (20, 4), (31, 5), (12, 12), (8, 9)],
+)
+def test_evaluations_and_live_states(t, m):
+    """C(t, m), and one for the last step's output; never more than m states beside the one that a
+    step is called with (which may be one of them), and m of them if there is a use for m."""
+    called = most = 0
+    memory = []
+
+    def tracked(state):
+        """The state in memory that tells when it is freed."""
+        array = state.detach().numpy().copy()
+        memory.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    def counted(parameters, inputs, state):
+        nonlocal called, most
+        called += 1
+        alive = {array.ctypes.data for r in memory if (array := r()) is not None}
+        most = max(most, len(alive - {state[0].data_ptr()}))
+        h = torch.tanh(state[0] + inputs[0] * parameters[0])
+        return (h if torch.is_grad_enabled() else tracked(h),), (h.sum(),)
+
+    weight = torch.randn(U, requires_grad=True)
+    first = tracked(torch.randn(U))
+    (output,), last = unroll(counted, [weight], [torch.randn(t, U)], [first], memory_slots=m)
+    del last
+    assert called == t
+    output.sum().backward()
+    assert called == num_evaluations(t, m) + 1
+    assert most == min(m, t - 1)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("slots", range(1, S + 2))
+def test_bits_of_plain_backpropagation(device, slots):
+    args = arguments(device)
+    assert_equal(results(slots, args), results(None, args))
+
+
+def test_long_sequences():
+    args = arguments(length=60)
+    expected = results(None, args)
+    for slots in (1, 3, 6, 40):
+        assert_equal(results(slots, args), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bits_in_other_types(device, dtype):
+    args = arguments(device, dtype)
+    assert_equal(results(2, args), results(None, args))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 5), (2, 7), (5,), (7,)])
+def test_bits_where_few_gradients_are_needed(needed):
+    args = arguments()
+    tensors = list(itertools.chain(*args))
+    for i, tensor in enumerate(tensors):
+        tensor.requires_grad_(i in needed)
+    assert_equal(results(2, args), results(None, args))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_bits_under_autocast(device, inside):
+    """The steps are evaluated again with the autocast of the forward pass, whatever holds then."""
+    args = arguments(device)
+    types = []
+
+    def observed(parameters, inputs, state):
+        types.append((inputs[0] @ parameters[1]).dtype)
+        return step(parameters, inputs, state)
+
+    def run(slots):
+        parameters, inputs, state = args
+        torch.manual_seed(2)
+        with torch.autocast(device, torch.bfloat16, enabled=inside):
+            outputs, _ = unroll(observed, parameters, inputs, state, memory_slots=slots)
+        loss = outputs[0].float().square().sum()
+        with torch.autocast(device, torch.bfloat16, enabled=not inside):
+            return *outputs, *torch.autograd.grad(loss, [parameters[0], inputs[0]])
+
+    for a, e in zip(run(3), run(None), strict=True):
+        assert_same_bits(a, e)
+    assert len(types) > 2 * S
+    assert set(types) == {torch.bfloat16 if inside else torch.float32}
+
+
+def test_unused_outputs_and_states():
+    """No gradient comes back for some, or for some steps."""
+    parameters, inputs, state = arguments()
+    for choose in (
+        lambda outputs, state: outputs[0][2],
+        lambda outputs, state: outputs[1],
+        lambda outputs, state: state[0],
+        lambda outputs, state: state[2],
+        lambda outputs, state: outputs[4][-1:],
+    ):
+        found = []
+        for slots in (None, 3):
+            torch.manual_seed(2)
+            y = choose(*unroll(step, parameters, inputs, state, memory_slots=slots))
+            leaves = [parameters[0], parameters[4], inputs[0], state[0], state[2]]
+            found.append(torch.autograd.grad(y.sum(), leaves, allow_unused=True))
+        for a, e in zip(*found, strict=True):
+            assert (a is None) == (e is None)
+            if e is not None:
+                assert_same_bits(a, e)
+
+
+def test_one_gradient_for_several():
+    """The sum passes it on to both, as one tensor, which must not be added to."""
+    weight, first = torch.zeros(U, requires_grad=True), torch.zeros(U, requires_grad=True)
+    _, (last,) = unroll(
+        lambda parameters, inputs, state: ((state[0] + parameters[0],), ()),
+        [weight],
+        [torch.zeros(S)],
+        [first],
+        memory_slots=2,
+    )
+    last.sum().backward()
+    assert weight.grad.tolist() == [S] * U and first.grad.tolist() == [1] * U
+
+
+def test_gradients_add_up_with_those_there():
+    parameters, inputs, state = arguments()
+    found = []
+    for slots in (None, 2):
+        parameters[0].grad = torch.ones_like(parameters[0]) / 3
+        torch.manual_seed(2)
+        outputs, _ = unroll(step, parameters, inputs, state, memory_slots=slots)
+        outputs[0].square().sum().backward()
+        found.append(parameters[0].grad)
+    assert_same_bits(*found)
+
+
+def test_gradcheck():
+    def quiet(parameters, inputs, state):
+        h = torch.tanh(state[0] @ parameters[0] + inputs[0] @ parameters[1])
+        return (h,), (h.exp(), h.sum(1))
+
+    parameters, inputs, state = arguments(dtype=torch.float64, length=5)
+
+    def function(W, V, x, h):
+        outputs, (h,) = unroll(quiet, [W, V], [x], [h], memory_slots=2)
+        return (*outputs, h)
+
+    leaves = (parameters[0], parameters[1], inputs[0], state[0])
+    assert torch.autograd.gradcheck(function, leaves)
+    assert_second_derivative_refused(lambda *leaves: function(*leaves)[0], leaves)
+
+
+def test_going_back_twice():
+    parameters, inputs, state = arguments()
+    torch.manual_seed(2)
+    outputs, _ = unroll(step, parameters, inputs, state, memory_slots=3)
+    loss = outputs[0].square().sum()
+    first = torch.autograd.grad(loss, [parameters[0], inputs[0]], retain_graph=True)
+    second = torch.autograd.grad(loss, [parameters[0], inputs[0]])
+    for a, e in zip(second, first, strict=True):
+        assert_same_bits(a, e)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, [parameters[0]])
+
+
+# Random numbers
+
+
+def test_own_generator_is_replayed():
+    generator = torch.Generator()
+
+    def noisy(parameters, inputs, state):
+        noise = torch.empty_like(state[0]).normal_(generator=generator)
+        h = torch.tanh(state[0] * noise + inputs[0] @ parameters[0])
+        return (h,), (h,)
+
+    parameters, inputs, state = arguments()
+    found = []
+    for slots in (None, 1, 2, S):
+        generator.manual_seed(3)
+        outputs, _ = unroll(
+            noisy,
+            parameters[1:3],
+            inputs[:1],
+            state[:1],
+            memory_slots=slots,
+            generators=[generator],
+        )
+        torch.empty(5).normal_(generator=generator)
+        grads = torch.autograd.grad(outputs[0].square().sum(), [parameters[1], state[0]])
+        found.append((*outputs, *grads, generator.get_state()))
+    for again in found[1:]:
+        for a, e in zip(again, found[0], strict=True):
+            assert_same_bits(a, e)
+
+
+def test_an_error_on_the_way_back_leaves_the_generator_as_it_was():
+    fail = False
+
+    def failing(parameters, inputs, state):
+        if fail:
+            torch.rand(100)
+            raise KeyError("the step failed")
+        return step(parameters, inputs, state)
+
+    outputs, _ = unroll(failing, *arguments(), memory_slots=2)
+    fail = True
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="the step failed"):
+        outputs[0].sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What is kept, and errors
+
+
+def test_nothing_is_kept_without_gradients():
+    alive = weakref.WeakSet()
+    most = 0
+
+    def watched(parameters, inputs, state):
+        nonlocal most
+        most = max(most, len(alive))
+        h = torch.tanh(state[0] + inputs[0] @ parameters[0])
+        alive.add(h)
+        return (h,), (h.sum(),)
+
+    parameters, inputs, state = arguments()
+    for slots in (None, 3):
+        with torch.no_grad():
+            (output,), (last,) = unroll(
+                watched, parameters[1:2], inputs[:1], state[:1], memory_slots=slots
+            )
+        assert not output.requires_grad and not last.requires_grad
+    assert most <= 2  # the step's argument, and the result of the call before
+
+
+def test_changed_tensors_are_refused():
+    parameters, inputs, state = arguments()
+    outputs, _ = unroll(step, parameters, inputs, state, memory_slots=2)
+    with torch.no_grad():
+        parameters[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[0].sum().backward()
+
+    def counting(parameters, inputs, state):
+        parameters[1].add_(1)
+        return (state[0] + parameters[0],), (state[0],)
+
+    weight, count = torch.zeros(U, requires_grad=True), torch.zeros(())
+    unroll(counting, [weight, count], inputs[:1], state[:1])
+    assert count == S
+    with pytest.raises(RuntimeError, match="step must not change a parameter or buffer in place"):
+        unroll(counting, [weight, count], inputs[:1], state[:1], memory_slots=2)
+
+
+def test_errors():
+    parameters, inputs, state = arguments()
+    with pytest.raises(ValueError, match="memory_slots must be at least 1, got 0"):
+        unroll(step, parameters, inputs, state, memory_slots=0)
+    for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
+        with pytest.raises(ValueError, match=r"inputs must have one number of time steps.*, got"):
+            unroll(step, parameters, bad, state)
+
+
+def test_outputs_keep_their_shape():
+    def growing(parameters, inputs, state):
+        return (state[0] + parameters[0],), (torch.zeros(int(inputs[0])),)
+
+    arguments = [[torch.ones((), requires_grad=True)], [torch.arange(1, 4)], [torch.zeros(())]]
+    with pytest.raises(RuntimeError, match="equal size"):
+        unroll(growing, *arguments)
+    with pytest.raises(ValueError, match=r"outputs must have shape \(1,\), got \(2,\)"):
+        unroll(growing, *arguments, memory_slots=2)

@@ -1,0 +1,587 @@
+"""An LSTM whose weight matrices are a mixture of experts (Sec. 3.1)."""
+
+import copy
+import pickle
+
+import pytest
+import reference as ref
+import torch
+from conftest import assert_exact, assert_same_bits
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext.gates
+from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
+from moe_ext.recurrent.bptt import num_evaluations
+
+B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
+
+
+def make_layer(device="cpu", dtype=torch.float64, **options):
+    generator = torch.Generator(device).manual_seed(1)
+    layer = MoELSTM(D, U, E, K, **options).to(device, dtype)
+    for parameter in layer.parameters():
+        with torch.no_grad():
+            parameter.normal_(generator=generator)
+    return layer
+
+
+def make_inputs(device="cpu", dtype=torch.float64, batch=B, length=S):
+    """x and a state."""
+    x = torch.randn(batch, length, D, dtype=dtype, device=device)
+    h, c = torch.randn(2, batch, U, dtype=dtype, device=device)
+    return x.requires_grad_(), (h.requires_grad_(), c.requires_grad_())
+
+
+def lengths_mask(*lengths, length=S, device="cpu"):
+    return (torch.arange(length) < torch.tensor(lengths)[:, None]).to(device)
+
+
+def run(layer, x, state=None, seed=5, **options):
+    """Outputs, then all gradients, then the state of the random generator."""
+    torch.manual_seed(seed)
+    y, last, aux = layer(x, state, **options)
+    tensors = [y, *last, *(a for a in aux if isinstance(a, torch.Tensor))]
+    floats = [t.float() if t.dtype == torch.bfloat16 else t for t in tensors]
+    loss = sum((t * 1.5).sin().sum() for t in floats if t.is_floating_point()) + aux.loss
+    leaves = [t for t in (x, *(state or ()), *layer.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return *tensors, *grads, torch.get_rng_state()
+
+
+def assert_all_same_bits(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            assert_same_bits(a, e)
+
+
+# Against the reference
+
+
+def reference_step(cell, x, h, c, noise):
+    (W,) = cell.moe.experts.weights
+    experts = [lambda row, i=i: ref.E_i(row, [W[i]]) for i in range(E)]
+    gate = cell.moe.gate
+    return ref.MoELSTM_step(x, h, c, gate.w_gate, gate.w_noise, noise, K, experts, cell.bias)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_step_is_the_references(training):
+    cell = make_layer(generator=torch.Generator().manual_seed(3)).cell.train(training)
+    x, (h, c) = make_inputs()
+    x = x[:, 0]
+    (h1, c1), aux = cell(x, (h, c))
+    noise = None
+    if training:
+        generator = torch.Generator().manual_seed(3)
+        noise = torch.empty(B, E, dtype=torch.float64).normal_(generator=generator)
+    h2, c2, G, importance, load = reference_step(cell, x, h, c, noise)
+    assert_exact(h1.detach(), h2.detach())
+    assert_exact(c1.detach(), c2.detach())
+    assert_exact(torch.zeros_like(G).scatter(1, aux.expert_index, aux.gates), G)
+    assert_exact(aux.importance, importance)
+    actual, expected = (h1.sin() + c1.cos()).sum(), (h2.sin() + c2.cos()).sum()
+    actual = actual + aux.importance.square().sum()
+    expected = expected + importance.square().sum()
+    if training:
+        assert_exact(aux.load, load)
+        actual, expected = actual + aux.load.square().sum(), expected + load.square().sum()
+    leaves = [h, c, *cell.parameters()]
+    for a, e in zip(
+        torch.autograd.grad(actual, leaves, allow_unused=True),
+        torch.autograd.grad(expected, leaves, allow_unused=True),
+        strict=True,
+    ):
+        assert (a is None) == (e is None)
+        if e is not None:
+            assert_exact(a, e)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_sequence_is_the_references(slots):
+    """All steps, the sums over them before CV², and the gradient of everything."""
+    layer = make_layer(
+        generator=torch.Generator().manual_seed(3),
+        w_importance=0.3,
+        w_load=0.2,
+        memory_slots=slots,
+    )
+    x, (h, c) = make_inputs()
+    y, last, aux = layer(x, (h, c))
+
+    generator = torch.Generator().manual_seed(3)
+    h_t, c_t, ys, gates, importance, load = h, c, [], [], 0, 0
+    for t in range(S):
+        noise = torch.empty(B, E, dtype=torch.float64).normal_(generator=generator)
+        h_t, c_t, G, *statistics = reference_step(layer.cell, x[:, t], h_t, c_t, noise)
+        ys.append(h_t)
+        gates.append(G)
+        importance, load = importance + statistics[0], load + statistics[1]
+    expected = torch.stack(ys, 1)
+    G = torch.stack(gates, 1).flatten(0, 1)  # row by row of x, as the mask of a batch has them
+    loss = ref.L_importance(importance, 0.3) + ref.L_load(load, 0.2)
+
+    assert_exact(y.detach(), expected.detach())
+    assert_exact(last[0].detach(), h_t.detach())
+    assert_exact(last[1].detach(), c_t.detach())
+    assert_exact(torch.zeros_like(G).scatter(1, aux.expert_index, aux.gates), G)
+    assert_exact(aux.importance, importance)
+    assert_exact(aux.load, load)
+    assert_exact(aux.loss, loss)
+    assert aux.tokens_per_expert.tolist() == (G > 0).sum(0).tolist()
+    leaves = [x, h, c, *layer.parameters()]
+    actual = torch.autograd.grad(y.sin().sum() + last[1].square().sum() + aux.loss, leaves)
+    expected = torch.autograd.grad(expected.sin().sum() + c_t.square().sum() + loss, leaves)
+    for a, e in zip(actual, expected, strict=True):
+        assert_exact(a, e)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_hierarchical_load_is_of_all_steps(monkeypatch, slots):
+    """Load_H of all rows [x_t, h_{t-1}] as one batch (App. B), and its gradient to both levels."""
+    gate = HierarchicalNoisyTopKGate(D + U, 3, 2, (2, 1))
+    layer = MoELSTM(D, U, 6, 2, gate=gate, memory_slots=slots).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    draws = []
+
+    def standard_normal(like, generator):
+        draws.append(torch.randn_like(like))
+        return draws[-1]
+
+    monkeypatch.setattr(moe_ext.gates, "standard_normal", standard_normal)
+    x, (h, c) = make_inputs()
+    y, _, aux = layer(x, (h, c))
+
+    states = torch.cat([h[:, None], y[:, :-1]], 1)
+    X = torch.cat([x, states], 2).transpose(0, 1).flatten(0, 1)
+    weights = (gate.w_gate, gate.w_noise, gate.w_gate_secondary, gate.w_noise_secondary)
+    noise = torch.cat(draws[0::2]), torch.cat(draws[1::2]).view(-1, 2, 2)
+    primary, secondary, *factors = ref.hierarchical_gates(X, *weights, *noise, 2, 1)
+    importance, load = ref.Importance_H(primary, secondary).flatten(), ref.Load_H(*factors)
+    assert_exact(aux.importance, importance)
+    assert_exact(aux.load, load.flatten())
+    loss = ref.L_importance(importance, 0.1) + ref.L_load(load.flatten(), 0.1)
+    assert_exact(aux.loss, loss)
+    actual, expected = (
+        torch.autograd.grad(value, [x, h, *weights], retain_graph=True)
+        for value in (aux.loss, loss)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        assert_exact(a, e)
+
+
+def test_gradcheck():
+    layer = make_layer(memory_slots=2).eval()
+    x, (h, c) = make_inputs(batch=2, length=3)
+    parameters = list(layer.parameters())
+
+    def function(x, h, c, *parameters):
+        y, last, aux = layer(x, (h, c))
+        return y, *last, aux.gates, aux.importance, aux.loss
+
+    assert torch.autograd.gradcheck(function, (x, h, c, *parameters))
+
+
+def test_one_expert_is_torchs_lstm():
+    """With E = 1 the gate is 1, and the matrix is torch's two, one above the other."""
+    layer = MoELSTM(D, U, 1, 1).double()
+    lstm = torch.nn.LSTM(D, U, batch_first=True).double()
+    (weight,) = layer.cell.moe.experts.weights
+    with torch.no_grad():
+        lstm.weight_ih_l0.copy_(weight[0, :D].T)
+        lstm.weight_hh_l0.copy_(weight[0, D:].T)
+        lstm.bias_ih_l0.copy_(layer.cell.bias)
+        lstm.bias_hh_l0.zero_()
+    x, (h, c) = make_inputs()
+    y, last, _ = layer(x, (h, c))
+    expected, expected_last = lstm(x, (h[None], c[None]))
+    assert_exact(y.detach(), expected.detach())
+    for a, e in zip(last, expected_last, strict=True):
+        assert_exact(a.detach(), e[0].detach())
+
+
+def test_forget_gate_starts_open():
+    cell = MoELSTMCell(D, U, E, K)
+    assert cell.bias.tolist() == [0] * U + [1] * U + [0] * 2 * U
+
+
+# Few stored states
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("slots", range(1, S + 2))
+def test_slots_do_not_change_a_bit(device, slots, masked):
+    """With noise, dropout, padding and a first state: outputs, gradients, generator."""
+    options = {"mask": lengths_mask(5, 2, 4, device=device)} if masked else {}
+    layer = make_layer(device, dropout=0.3)
+    args = make_inputs(device)
+    expected = run(layer, *args, **options)
+    layer.memory_slots = slots
+    assert_all_same_bits(run(layer, *args, **options), expected)
+
+
+def test_slots_replay_the_gates_own_generator():
+    generator = torch.Generator()
+    layer = make_layer(generator=generator)
+    args = make_inputs()
+    found = []
+    for slots in (None, 1, 2, S):
+        layer.memory_slots = slots
+        generator.manual_seed(4)
+        found.append((*run(layer, *args), generator.get_state()))
+    for again in found[1:]:
+        assert_all_same_bits(again, found[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_in_half_precision(device, dtype, autocast):
+    layer = make_layer(device, dtype, dropout=0.3)
+    args = make_inputs(device, dtype)
+    found = []
+    for slots in (None, 2):
+        layer.memory_slots = slots
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            found.append(run(layer, *args))
+    assert_all_same_bits(*found)
+    y, h, c = found[0][:3]
+    assert y.dtype == h.dtype == c.dtype == dtype
+
+
+def test_autocast_with_half_inputs():
+    """Between layers that compute in half precision: y in x's type, the cell adds up in float32."""
+    layer = make_layer(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, (h, c), _ = layer(torch.randn(B, S, D, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16 and h.dtype == c.dtype == torch.float32
+
+
+def test_slots_with_frozen_parameters():
+    layer = make_layer(dropout=0.3)
+    layer.cell.bias.requires_grad_(False)
+    layer.cell.moe.gate.w_gate.requires_grad_(False)
+    x = make_inputs()[0].detach()
+    expected = run(layer, x)
+    layer.memory_slots = 2
+    assert_all_same_bits(run(layer, x), expected)
+    y, _, aux = layer(x)
+    (y.sum() + aux.loss).backward()
+    assert layer.cell.bias.grad is None
+    assert layer.cell.moe.gate.w_noise.grad is not None
+
+
+def test_slots_bound_the_evaluations():
+    layer = make_layer(memory_slots=3)
+    calls = []
+    layer.cell.moe.register_forward_pre_hook(lambda *_: calls.append(1))
+    y, _, _ = layer(make_inputs(length=11)[0])
+    assert len(calls) == 11
+    y.sum().backward()
+    assert len(calls) == num_evaluations(11, 3) + 1
+
+
+def test_slots_with_parameters_in_the_modules_place():
+    """torch.func.functional_call: the backward pass uses them too."""
+    layer = make_layer(memory_slots=2).eval()
+    x, _ = make_inputs()
+    others = {name: (p.detach() / 2).requires_grad_() for name, p in layer.named_parameters()}
+    found = []
+    for slots in (None, 2):
+        layer.memory_slots = slots
+        y, _, _ = torch.func.functional_call(layer, others, (x,))
+        grads = torch.autograd.grad(y.square().sum(), list(others.values()), allow_unused=True)
+        found.append((y, *grads))
+    assert_all_same_bits(*found)
+
+
+def test_slots_within_activation_checkpointing():
+    """Which lets what was saved be looked at once."""
+    layer, (x, state) = make_layer(memory_slots=2).eval(), make_inputs()
+    results = []
+    for function in (layer, lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)):
+        leaf = x.detach().clone().requires_grad_()
+        y, _, aux = function(leaf, state)
+        results.append(torch.autograd.grad(y.square().sum() + aux.loss, leaf))
+    assert_all_same_bits(*results)
+
+
+def test_slots_need_the_same_mode_on_the_way_back():
+    layer = make_layer(memory_slots=2, dropout=0.5)
+    y, _, _ = layer(make_inputs()[0])
+    layer.eval()
+    with pytest.raises(RuntimeError, match="training mode must be the same"):
+        y.sum().backward()
+
+
+# Padding
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_is_not_seen(device, training):
+    """Whatever stands there, NaN too, and however long it is."""
+    layer = make_layer(device, dropout=0.3).train(training)
+    lengths = (4, 2, 3)
+    x, state = make_inputs(device, length=4)
+    mask = lengths_mask(*lengths, length=4, device=device)
+    outcome = []
+    for fill in (0.0, float("nan")):
+        padded = x.detach().masked_fill(~mask[..., None], fill).requires_grad_()
+        outcome.append(run(layer, padded, state, mask=mask))
+    assert_all_same_bits(*outcome)
+    y, h, c, _, importance, _, gates, _, counts, grad_x = outcome[0][:10]
+    assert (y[~mask] == 0).all() and (grad_x[~mask] == 0).all()
+    assert gates.shape == (sum(lengths), K) and counts.sum() == K * sum(lengths)
+    assert float(importance.sum()) == pytest.approx(sum(lengths))
+    for b, n in enumerate(lengths):
+        assert_same_bits(h[b], y[b, n - 1])
+    # Two more steps, of padding alone.
+    longer = torch.nn.functional.pad(x.detach(), (0, 0, 0, 2), value=float("nan"))
+    wide = torch.nn.functional.pad(mask, (0, 2))
+    again = run(layer, longer.requires_grad_(), state, mask=wide)
+    assert_same_bits(again[0][:, :4], y)
+    assert_all_same_bits(again[1:9], outcome[0][1:9])
+
+
+def test_a_sentence_in_a_batch_is_as_it_is_alone():
+    layer = make_layer().eval()
+    lengths = (5, 1, 3)
+    x, (h, c) = make_inputs()
+    y, last, aux = layer(x, (h, c), mask=lengths_mask(*lengths))
+    gates = aux.gates.split(lengths)
+    for b, n in enumerate(lengths):
+        alone, alone_last, alone_aux = layer(x[b : b + 1, :n], (h[b : b + 1], c[b : b + 1]))
+        assert_exact(y[b, :n].detach(), alone[0].detach())
+        assert_exact(gates[b].detach(), alone_aux.gates.detach())
+        for a, e in zip(last, alone_last, strict=True):
+            assert_exact(a[b].detach(), e[0].detach())
+
+
+def test_a_sequence_in_two_parts():
+    layer = make_layer().eval()
+    x, state = make_inputs()
+    y, last, aux = layer(x, state)
+    first, middle, aux_1 = layer(x[:, :2], state)
+    second, end, aux_2 = layer(x[:, 2:], middle)
+    assert_same_bits(torch.cat([first, second], 1), y)
+    for a, e in zip(end, last, strict=True):
+        assert_same_bits(a, e)
+    assert_exact((aux_1.importance + aux_2.importance).detach(), aux.importance.detach())
+
+
+def test_time_first():
+    layer = make_layer(dropout=0.3)
+    x, state = make_inputs()
+    mask = lengths_mask(5, 2, 4)
+    torch.manual_seed(5)
+    y, last, aux = layer(x, state, mask=mask)
+    layer.batch_first = False
+    torch.manual_seed(5)
+    y_t, last_t, aux_t = layer(x.transpose(0, 1), state, mask=mask.T)
+    assert_same_bits(y_t.transpose(0, 1), y)
+    assert_same_bits(last_t[1], last[1])
+    assert_same_bits(aux_t.loss, aux.loss)
+    order = torch.arange(B * S).view(B, S).T[mask.T].argsort()
+    assert_same_bits(aux_t.gates[order], aux.gates)
+
+
+# Edges, gates of one's own
+
+
+def test_empty_batches_have_zero_gradients():
+    for slots in (None, 2):
+        layer = make_layer(memory_slots=slots)
+        y, (h, _), aux = layer(make_inputs(batch=0)[0])
+        assert y.shape == (0, S, U) and h.shape == (0, U) and aux.gates.shape == (0, K)
+        (y.sum() + aux.loss).backward()
+        assert all((p.grad == 0).all() for p in layer.parameters())
+
+
+def test_one_step_without_any_token():
+    layer = make_layer(memory_slots=1)
+    x, state = make_inputs(length=1)
+    y, last, aux = layer(x, state, mask=torch.zeros(B, 1, dtype=torch.bool))
+    assert (y == 0).all() and aux.loss == 0
+    for a, e in zip(last, state, strict=True):
+        assert_same_bits(a, e)
+
+
+def test_evaluation_draws_and_keeps_nothing():
+    layer = make_layer(dropout=0.5, memory_slots=2).eval()
+    x, state = make_inputs()
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        y, _, aux = layer(x, state)
+        again, _, _ = layer(x, state)
+    assert_same_bits(y, again)
+    assert not y.requires_grad and not aux.loss.requires_grad
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gates_of_ones_own():
+    found = []
+    for slots in (None, 2):
+        torch.manual_seed(0)
+        layer = MoELSTM(D, U, E, E, gate=SoftmaxGate(D + U, E), memory_slots=slots).double()
+        torch.nn.init.normal_(layer.cell.moe.gate.w_gate)
+        found.append(run(layer, *make_inputs()))
+    assert_all_same_bits(*found)
+
+
+def test_hierarchical_gates():
+    """Its two levels draw from the generator that the gate holds."""
+    generator = torch.Generator()
+    gate = HierarchicalNoisyTopKGate(D + U, 2, 3, (1, 2), generator=generator)
+    layer = MoELSTM(D, U, 6, 2, gate=gate).double()
+    for parameter in gate.parameters():
+        torch.nn.init.normal_(parameter)
+    args = make_inputs()
+    found = []
+    for slots in (None, 2):
+        layer.memory_slots = slots
+        generator.manual_seed(4)
+        found.append((*run(layer, *args), generator.get_state()))
+    assert_all_same_bits(*found)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_the_gates_own_loss_is_summed_over_the_steps(slots):
+    class Gate(SoftmaxGate):
+        def forward(self, x):
+            return super().forward(x)._replace(loss=x.square().sum())
+
+    layer = MoELSTM(
+        D, U, E, E, gate=Gate(D + U, E), w_importance=0, w_load=0, memory_slots=slots
+    ).double()
+    x, (h, c) = make_inputs()
+    y, _, aux = layer(x, (h, c))
+    states = torch.cat([h[:, None], y[:, :-1]], 1)
+    expected = x.square().sum() + states.square().sum()
+    assert_exact(aux.loss.detach(), expected.detach())
+    leaves = [x, h, *layer.cell.moe.experts.weights]
+    actual = torch.autograd.grad(aux.loss, leaves, retain_graph=True)
+    for a, e in zip(actual, torch.autograd.grad(expected, leaves), strict=True):
+        assert_exact(a, e)
+
+
+def test_gates_with_slots_per_token_are_refused():
+    class Gate(SoftmaxGate):
+        def forward(self, x):
+            gating = super().forward(x)
+            offsets = torch.arange(0, E * len(x) + 1, E)
+            return gating._replace(
+                gates=gating.gates.flatten(),
+                expert_index=gating.expert_index.flatten(),
+                token_offsets=offsets,
+            )
+
+    layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
+    with pytest.raises(ValueError, match="MoELSTM: gate must choose the same number of experts"):
+        layer(make_inputs()[0])
+
+
+def test_gates_with_a_memory_are_refused_with_slots():
+    class Gate(SoftmaxGate):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
+    x, _ = make_inputs()
+    layer(x)
+    assert layer.cell.moe.gate.calls == S
+    layer.memory_slots = 2
+    with pytest.raises(RuntimeError, match="must not change a parameter or buffer"):
+        layer(x)
+
+
+def test_copies_pickles_and_states():
+    layer = make_layer(memory_slots=2)
+    x, state = make_inputs()
+    run(layer, x, state)
+    expected = run(layer, x, state)
+    fresh = make_layer(memory_slots=2)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    fresh.load_state_dict(layer.state_dict())
+    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert_all_same_bits(run(twin, x, state), expected)
+
+
+def test_meta_device():
+    layer = MoELSTM(D, U, E, K).to("meta")
+    y, (h, c), aux = layer(torch.empty(B, S, D, device="meta"))
+    assert y.shape == (B, S, U) and h.shape == c.shape == (B, U) and aux.gates.shape == (B * S, K)
+
+
+def test_deterministic(threads):
+    layer, args = make_layer(dropout=0.3, memory_slots=2), make_inputs(batch=40)
+    threads(1)
+    expected = run(layer, *args)
+    for number in (1, 2):
+        threads(number)
+        assert_all_same_bits(run(layer, *args), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_to_a_whole_graph(training):
+    torch._dynamo.reset()
+    layer = make_layer(dtype=torch.float32).train(training)
+    args = make_inputs(dtype=torch.float32, length=3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for a, e in zip(run(compiled, *args), run(layer, *args), strict=True):
+        torch.testing.assert_close(a, e)
+    torch._dynamo.reset()
+
+
+def test_slots_break_the_graph():
+    torch._dynamo.reset()
+    layer = make_layer(dtype=torch.float32, memory_slots=2)
+    args = make_inputs(dtype=torch.float32, length=3)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for a, e in zip(run(compiled, *args), run(layer, *args), strict=True):
+        torch.testing.assert_close(a, e)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_slots": 0}, "MoELSTM: memory_slots must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"MoELSTMCell: dropout must be in \[0, 1\), got 1.0"),
+        ({"w_load": -1}, "MoELSTM: w_load must be at least 0, got -1"),
+        ({"gate": SoftmaxGate(D + U, E + 1)}, "MoE: gate must be for num_experts = 4, got 5"),
+        ({"k": 5}, "MoE: k must be a whole number between 1 and num_experts = 4, got 5"),
+        ({"d_hidden": 0}, "MoELSTMCell: d_hidden must be at least 1, got 0"),
+    ],
+)
+def test_construction_errors(options, message):
+    sizes = {"d_input": D, "d_hidden": U, "num_experts": E, "k": K}
+    with pytest.raises(ValueError, match=message):
+        MoELSTM(**(sizes | options))
+
+
+def test_call_errors():
+    layer = make_layer()
+    x, (h, c) = make_inputs()
+    for bad in (x[0], x[..., :1], x[:, :0]):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, S, d_input = 2\].*, got"):
+            layer(bad)
+    with pytest.raises(TypeError, match="^MoELSTM: x must be of a floating type, got torch.int64"):
+        layer(x.long())
+    with pytest.raises(ValueError, match=r"state must be two tensors of shape \(3, 3\), got"):
+        layer(x, (h, c[:1]))
+    with pytest.raises(TypeError, match="mask must be of type torch.bool, got torch.float32"):
+        layer(x, mask=torch.ones(B, S))
+    with pytest.raises(ValueError, match=r"mask must have shape \(3, 5\), got \(5, 3\)"):
+        layer(x, mask=torch.ones(S, B, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"MoELSTMCell: x must have shape \[B, d_input = 2\], got"):
+        layer.cell(x)
+    with pytest.raises(ValueError, match="MoELSTMCell: state must be two tensors of shape"):
+        layer.cell(x[:, 0], (h, c[:, :1]))
