@@ -6,6 +6,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+__all__ = [
+    "is_whole",
+    "require",
+    "require_at_least",
+    "require_floating",
+    "require_mask",
+    "require_shape",
+    "require_sizes",
+]
+
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
     """Says what is wrong with an option.

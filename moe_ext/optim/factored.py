@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 from moe_ext.checks import require
 from moe_ext.ops import accumulation_dtype
 
+__all__ = ["FactoredAdagrad", "FactoredAdam"]
+
 
 class _Factored(Optimizer):
     """What the two optimizers share: all but the coefficients of their averages.

@@ -7,6 +7,8 @@ from torch import nn
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import balanced_gates
 
+__all__ = ["ParameterSplit", "split_parameters"]
+
 
 class ParameterSplit(NamedTuple):
     """The parameters of a model, each in one of the lists, in the model's order.

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext._former_names import current_names
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
+from moe_ext.distributed._parameters import ExpertParameter, expert_parameters, expert_state
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import Layout
 
@@ -101,8 +102,11 @@ def load_full_state_dict(
     ranks = Layout.of(process_group).world
     require_ranks(model, ranks)
     parts = model_parts(model)
+    wanted = whole_shapes(parts, ranks)
+    current = current_names(state, wanted)
+    state = {current.get(name, name): value for name, value in state.items()}
     shapes = {name: value.shape for name, value in state.items()}
-    require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, ranks))
+    require_same_shapes("load_full_state_dict: state", shapes, wanted)
     for (_, name), part in parts.items():
         source = state[name]
         if part.size is not None:
