@@ -477,7 +477,7 @@ def test_names_of_parameters_are_kept():
     """Groups of (name, parameter) pairs, as model.named_parameters() gives them."""
     layer = FeedForwardExperts(2, 4, (6,))
     optimizer = FactoredAdam(layer.named_parameters())
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weights.0", "weights.1"]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
