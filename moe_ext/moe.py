@@ -138,6 +138,19 @@ class MoE(nn.Module):
         >>> y.shape
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
+
+        In `torch.nn.Sequential` a module around the layer passes y on and keeps aux:
+
+        >>> class KeepAux(torch.nn.Module):
+        ...     def __init__(self, layer):
+        ...         super().__init__()
+        ...         self.layer = layer
+        ...
+        ...     def forward(self, x):
+        ...         y, self.aux = self.layer(x)
+        ...         return y
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
+        >>> loss = model(torch.randn(5, 8)).square().mean() + model[1].aux.loss
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers by the names that it has in a single rank."""
+"""The state of a model and its optimizers by the names that it has in a single process."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 def full_state_dict(
     model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """The state_dict that the model has in a single rank, on the CPU.
+    """The state_dict that the model has in a single process, on the CPU.
 
     All ranks call it together; the first gets all values, the others none.
 
@@ -88,7 +88,7 @@ def load_full_state_dict(
     state: Mapping[str, Tensor],
     process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
-    """Each rank takes its part of the state_dict of a single rank.
+    """Each rank takes its part of the state_dict of a single process.
 
     Args:
         model: with or without a wrapper of `parallelize`.

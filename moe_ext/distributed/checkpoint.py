@@ -1,6 +1,6 @@
 """Checkpoints of models whose experts are spread over ranks, which any number of them can load.
 
-The tensors have the names and shapes of the model of a single rank. One of experts, [E, …], is
+The tensors have the names and shapes of the model of a single process. One of experts, [E, …], is
 written by several ranks, a block each, and each reads its block, whatever blocks were written.
 """
 
@@ -86,16 +86,19 @@ class Checkpoints:
         process_group: all that train, or their mesh; None is this rank alone.
         keep: how many checkpoints stay.
         timeout: how long a rank waits for the others in `async_save`; None is torch's. In `save`
-            and `load` it is the rank group's.
+            and `load` it is the process group's.
 
     Raises:
         ValueError: keep is no whole number of at least 1.
 
     Example:
-        >>> checkpoints = Checkpoints("run/checkpoints", group)
-        >>> checkpoints.async_save(step, model, [optimizer], {"tokens": tokens})
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> checkpoints = Checkpoints("checkpoints")  # and the process group, where there is one
+        >>> checkpoints.async_save(1, model, [optimizer], {"tokens": 100})
         >>> checkpoints.wait()
-        >>> step, state, _ = checkpoints.load(model, [optimizer])
+        >>> checkpoints.load(model, [optimizer])
+        Loaded(step=1, state={'tokens': 100}, rank_state=None)
     """
 
     def __init__(
@@ -154,8 +157,8 @@ class Checkpoints:
         """`save` that returns with a copy in memory, which a thread writes.
 
         At most one is under way: the next save or load waits for it and raises its error. So does
-        `wait`, which the last one needs before the rank group is destroyed; at the rank's
-        end it is too late, and an error is printed only.
+        `wait`, which the last one needs before the process group is destroyed. An error that is
+        found only when the process ends is printed.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)

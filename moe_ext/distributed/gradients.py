@@ -28,7 +28,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns the norm.
 
-    As `torch.nn.utils.clip_grad_norm_` of a single rank with all experts: the norm is that of
+    As `torch.nn.utils.clip_grad_norm_` of a single process with all experts: the norm is that of
     the dense gradients, once, and of the experts' in all ranks. All of these call it together.
 
     Args:

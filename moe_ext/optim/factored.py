@@ -192,8 +192,11 @@ class FactoredAdam(_Factored):
         TypeError: a parameter is not of a floating type.
 
     Example:
-        >>> split = split_parameters(model)
-        >>> FactoredAdam(split.experts, lr=1e-3, beta2=0.98), Adam(split.rest, lr=1e-3)
+        >>> split = split_parameters(MoE(8, num_experts=4, k=2))
+        >>> optimizers = [
+        ...     FactoredAdam(split.experts, lr=1e-3, beta2=0.98),
+        ...     torch.optim.Adam(split.rest, lr=1e-3),
+        ... ]
     """
 
     def __init__(
