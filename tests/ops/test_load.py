@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
