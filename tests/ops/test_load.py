@@ -16,7 +16,6 @@ from assertions import (
     opcheck_all,
 )
 
-import moe_ext
 from moe_ext import ops
 
 pytestmark = pytest.mark.emulated
@@ -433,8 +432,3 @@ def test_deterministic(threads, bounds):
         return out, *torch.autograd.grad((out @ cotangent).sum(), leaves)
 
     assert_deterministic(function, threads)
-
-
-def test_public_name():
-    arguments = op_arguments(4, 5, 2)
-    assert_same_bits(moe_ext.load(*arguments), ops.load(*arguments))
