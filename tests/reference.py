@@ -541,11 +541,3 @@ def attend(A, X, y, U, W, V):
     """Wu et al., Eq. 4: p_i = softmax_i A(x_i, y) and the context sum_i p_i x_i of one y."""
     p = Softmax(torch.stack([A(x, y, U, W, V) for x in X]))
     return p, sum(p[i] * X[i] for i in range(len(X)))
-
-
-def tie_break(column, row):
-    """What decides between equal scores in M_batchwise: the larger of these."""
-    hash = (column * 0x9E3779B9 + row) % 2**32
-    hash = (hash ^ (hash >> 16)) * 0x7FEB352D % 2**32
-    hash = (hash ^ (hash >> 15)) * 0x846CA68B % 2**32
-    return (hash ^ (hash >> 16)) >> 2

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_deterministic,
     assert_exact,
     assert_same_bits,

@@ -9,17 +9,17 @@ import sys
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
     assert_same_bits,
     gradients,
-    instruction_sets,
     poison_freed_memory,
     recorded_ops,
     tensors_of,
 )
+from machine import instruction_sets
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (

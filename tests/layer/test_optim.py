@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_as_accurate, assert_deterministic, assert_exact, assert_same_bits
+from assertions import assert_as_accurate, assert_deterministic, assert_exact, assert_same_bits
 from torch import nn
 
 from moe_ext import (

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
