@@ -103,13 +103,13 @@ benchmark() {
   for each in "bfloat16 5" "float32 2"; do
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
-    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmark_layer.py \
+    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmarks/layer.py \
       --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
       --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
       "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \
       --json "$output/$dtype.json" > "$output/$dtype.log" 2>&1 || tail -n 5 "$output/$dtype.log"
     [ -e "$output/$dtype.json" ] || continue
-    "$python" scripts/benchmark_layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
+    "$python" scripts/benchmarks/layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
   done
 }
 

@@ -44,7 +44,7 @@ from moe_ext.optim import FactoredAdam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def command_of(name: str, options: argparse.Namespace) -> str:
     """The command of a study, as its page quotes it: without what cannot change the results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
     seeds = [] if options.seeds == SEEDS else ["--seeds", *map(str, options.seeds)]
-    return shlex.join(["python", f"scripts/reproduce_{name}.py", *changes, *seeds])
+    return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
 
 
 def run_study(
