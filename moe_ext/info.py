@@ -11,6 +11,8 @@ import torch
 import moe_ext
 from moe_ext import _C, MoE
 
+__all__ = ["blas_name", "cpu_name", "cuda_version", "isa", "products"]
+
 
 def cpu_name() -> str:
     """The processor's name and the vector instruction sets that matter here."""
@@ -28,6 +30,16 @@ def blas_name() -> str:
     """The BLAS that torch was built with, such as "BLAS mkl"."""
     found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return f"BLAS {found[1] if found else 'unknown'}"
+
+
+def isa() -> str:
+    """The instruction set of the CPU kernels, such as "avx512_bf16"; MOE_EXT_ISA lowers it."""
+    return _C.isa()
+
+
+def cuda_version() -> str | None:
+    """The CUDA version that the operators were built with; None: they have no CUDA kernels."""
+    return _C.cuda_version
 
 
 def products() -> str:
@@ -60,12 +72,12 @@ def main() -> int:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     lines = {
         "moe_ext": moe_ext.__version__,
-        "built with": f"torch {_C.torch_version}, CUDA {_C.cuda_version or 'none'}, "
+        "built with": f"torch {_C.torch_version}, CUDA {cuda_version() or 'none'}, "
         f"C++ ABI {int(_C.cxx11_abi)}, compiler {_C.compiler}",
         "running with": f"torch {torch.__version__}, {blas_name()}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),
-        "CPU kernels": f"{_C.isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
+        "CPU kernels": f"{isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
         "expert products": products(),
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -73,7 +85,7 @@ def main() -> int:
         "operators": ", ".join(name.removeprefix("moe_ext::") for name in operators()),
     }
     tests = {"self-test, cpu": self_test("cpu")}
-    if _C.cuda_version and torch.cuda.is_available():
+    if cuda_version() and torch.cuda.is_available():
         tests["self-test, cuda"] = self_test("cuda")
     for name, value in {**lines, **tests}.items():
         print(f"{name:>16}: {value}")

@@ -6,7 +6,7 @@
 import sys
 
 from moe_ext.lab.studies.specialisation import main
-from moe_ext.lab.training.command import exit_status
+from moe_ext.lab.training import exit_status
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))

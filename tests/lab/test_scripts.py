@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
-from moe_ext.distributed.checkpoint import CheckpointError
+from moe_ext.distributed import CheckpointError
 from moe_ext.lab.benchmarks import hierarchical, optim, recurrent, step
 from moe_ext.lab.benchmarks.harness import environment
 from moe_ext.lab.commands import compare, evaluate, inspect_experts, quickstart, train

@@ -26,7 +26,7 @@ from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.report import report_rows
-from moe_ext.recurrent.bptt import num_evaluations
+from moe_ext.recurrent import num_evaluations
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jinja2
 
-from moe_ext.lab.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
+from moe_ext.lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
 from moe_ext.lab.data import AnyVocabulary, Wordpieces
 from moe_ext.lab.data.corpora import PARTS_AND_ALL
 from moe_ext.lab.files import write_text
@@ -142,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     sentences = load_part(trained.config.data, trained.vocabulary, options.part)
     try:
-        routing = collect_routing(
+        routed = route_text(
             trained.model, sentences, num_positions=options.positions, layer=options.layer
         )
     except ValueError as error:
         raise ConfigError(f"{options.run}: {error}") from error
-    reports = expert_reports(routing, trained.vocabulary, num_contexts=options.contexts)
+    reports = expert_reports(routed, trained.vocabulary, num_contexts=options.contexts)
     reports = by_specialisation(reports)
     text = as_text(reports)
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"

@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from moe_ext.lab.analysis import ExpertReport, by_specialisation, collect_routing, expert_reports
+from moe_ext.lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import add_overrides, make_parser
 from moe_ext.lab.training.comparison import arms
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         )
     results = {arm: by_seed[config.seed] for arm, by_seed in runs.items()}
     trained = load_run(results["moe"].run)
-    routing = collect_routing(trained.model, text.train, num_positions=100_000)
+    routed = route_text(trained.model, text.train, num_positions=100_000)
     plot(results, output / "quickstart.png")
 
     moe, dense = results["moe"], results["dense"]
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         "of its occurrences that the expert gets, and the contexts [word] with the highest gates\n"
         f"(even share: {100 * k / num_experts:.1f}% of the tokens):"
     )
-    for report in by_specialisation(expert_reports(routing, text.vocabulary))[:3]:
+    for report in by_specialisation(expert_reports(routed, text.vocabulary))[:3]:
         print(describe(report))
     print(
         f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"

@@ -31,9 +31,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from moe_ext.checks import require_package
 from moe_ext.lab.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines
+from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, TranslationConfig

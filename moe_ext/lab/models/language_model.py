@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from moe_ext import MoEAux, MoELSTM
 from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models.lstm import LSTM
@@ -22,9 +23,7 @@ from moe_ext.lab.models.parts import (
     word_embedding,
     word_softmax,
 )
-from moe_ext.moe import MoEAux
 from moe_ext.ops import accumulation_dtype
-from moe_ext.recurrent import MoELSTM
 
 LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
 DTYPES = ("float32", "bfloat16")

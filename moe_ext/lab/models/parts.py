@@ -9,18 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.checks import require, require_at_least
-from moe_ext.experts import FeedForwardExperts, uniform_
-from moe_ext.gates import (
+from moe_ext import (
     BalancedGate,
+    FeedForwardExperts,
     Gate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
+    MoE,
+    MoEAux,
     NoisyTopKGate,
     TopKGate,
 )
+from moe_ext.checks import require, require_at_least
+from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
-from moe_ext.moe import MoE, MoEAux
 from moe_ext.ops import ACTIVATIONS, Activation
 
 GATE_KINDS = ("noisy_topk", "topk", "balanced")

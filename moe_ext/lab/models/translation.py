@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moe_ext import ops
+from moe_ext import MoEAux, ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data import PairBatch
 from moe_ext.lab.models.attention import ATTENTION_KINDS, Attention
@@ -24,7 +24,6 @@ from moe_ext.lab.models.parts import (
     word_embedding,
     word_softmax,
 )
-from moe_ext.moe import MoEAux
 from moe_ext.ops import accumulation_dtype
 
 BETWEEN_KINDS = ("moe", "ffn", "none")

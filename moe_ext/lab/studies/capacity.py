@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from matplotlib.figure import Figure
 
-from moe_ext.lab.models.kneser_ney import kneser_ney
+from moe_ext.lab.models import fit_kneser_ney
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
@@ -132,7 +132,7 @@ def five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
     perplexities = {}
     for share in (QUARTER, 1.0):
         train = text.train.first(round(share * seen * len(text.train)))
-        model = kneser_ney(train, len(text.vocabulary))
+        model = fit_kneser_ney(train, len(text.vocabulary))
         nll = float(model.sentence_nll(text.test).sum()) / text.test.num_tokens
         perplexities[share] = perplexity(nll)
     return {"parameters": model.num_parameters, "perplexities": perplexities}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ext.lab.data import EncodedSentences
-from moe_ext.lab.models.kneser_ney import NGramModel, kneser_ney
+from moe_ext.lab.models import NGramModel, fit_kneser_ney
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_torch
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for part in options.shares:
         train = text.train.first(math.ceil(part * len(text.train)))
         start = time.perf_counter()
-        model = kneser_ney(
+        model = fit_kneser_ney(
             train, len(text.vocabulary), options.order, modified=options.discounts == 3
         )
         seconds = time.perf_counter() - start

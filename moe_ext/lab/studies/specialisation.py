@@ -33,17 +33,17 @@ from torch import Tensor
 
 from moe_ext.lab.analysis import (
     ExpertReport,
-    Routing,
+    RoutedText,
     by_specialisation,
-    collect_routing,
     expert_reports,
     find_moe_layer,
     joined,
     labels_of,
-    specialisation,
+    measure_specialisation,
+    route_text,
     untrained_gates,
 )
-from moe_ext.lab.analysis.routing import NEIGHBOURS
+from moe_ext.lab.analysis.routed_text import NEIGHBOURS
 from moe_ext.lab.data import AnyText
 from moe_ext.lab.data.corpora import PARTS_AND_ALL
 from moe_ext.lab.files import write_json
@@ -85,37 +85,39 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
         for corpus in asked["domains"].values()
     ]
 
-    def routed(text: AnyText, number: int) -> Routing:
-        return collect_routing(model, text, num_positions=number, layer=layer)
+    def route(text: AnyText, number: int) -> RoutedText:
+        return route_text(model, text, num_positions=number, layer=layer)
 
-    def numbers(routing: Routing) -> dict[str, Any]:
-        found = specialisation(
-            routing,
-            labels_of(routing, trained.vocabulary),
+    def numbers(routed: RoutedText) -> dict[str, Any]:
+        found = measure_specialisation(
+            routed,
+            labels_of(routed, trained.vocabulary),
             num_permutations=permutations,
             seed=seed,
         )
         if texts:
-            parts = [routed(text, positions // len(texts)) for text in texts]
+            parts = [route(text, positions // len(texts)) for text in texts]
             label = {"domain": domain_labels(parts)}
-            found |= specialisation(joined(parts), label, num_permutations=permutations, seed=seed)
+            found |= measure_specialisation(
+                joined(parts), label, num_permutations=permutations, seed=seed
+            )
         return {name: result.summary() for name, result in found.items()}
 
-    routing = routed(sentences, positions)
+    routed = route(sentences, positions)
     result: dict[str, Any] = {
-        "positions": len(routing.windows),
-        "num_experts": routing.num_experts,
-        "table": table_9(expert_reports(routing, trained.vocabulary), seed),
-        "trained": numbers(routing),
+        "positions": len(routed.windows),
+        "num_experts": routed.num_experts,
+        "table": table_9(expert_reports(routed, trained.vocabulary), seed),
+        "trained": numbers(routed),
     }
     with untrained_gates(find_moe_layer(model, layer), seed):
-        result["untrained"] = numbers(routed(sentences, positions))
+        result["untrained"] = numbers(route(sentences, positions))
     return result
 
 
-def domain_labels(parts: Sequence[Routing]) -> Tensor:
+def domain_labels(parts: Sequence[RoutedText]) -> Tensor:
     """The number of its text for each position."""
-    sizes = torch.tensor([len(routing.windows) for routing in parts])
+    sizes = torch.tensor([len(routed.windows) for routed in parts])
     return torch.arange(len(parts)).repeat_interleave(sizes)
 
 

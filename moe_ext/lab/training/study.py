@@ -14,10 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from moe_ext.lab.analysis import Cost
-from moe_ext.lab.files import write_text
+from moe_ext.lab.files import Locked, file_lock, write_text
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import AnyConfig
 from moe_ext.lab.training.metrics import perplexity
@@ -124,7 +122,7 @@ def run_study(
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(folder / ".lock", timeout=0):
+            with file_lock(folder / ".lock", wait=False):
                 if has_diverged(folder):
                     continue
                 train_and_test(config, text, shares)
@@ -133,7 +131,7 @@ def run_study(
         except FloatingPointError as error:
             write_text(folder / _DIVERGED, f"{error}\n")
             diverged.append(f"{folder}: {error}")
-        except Timeout:
+        except Locked:
             continue
     if diverged:
         raise FloatingPointError("; ".join([*diverged, "started again, the study goes on without"]))
