@@ -20,10 +20,10 @@ ExpertSharding      a layer's experts, divided over ranks
 Exchange            sends tokens to the owners of their experts, and the outputs back
 """
 
+from moe_ext.distributed._parallelize import parallelize
 from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
-from moe_ext.distributed.parallelize import parallelize
 from moe_ext.distributed.parameters import ExpertParameter, expert_parameters
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks

@@ -350,7 +350,7 @@ def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     assert capsys.readouterr().out.count("| 1 |") == 5
 
 
-def test_measure_step(tmp_path, capsys):
+def test_benchmark_step(tmp_path, capsys):
     path = tmp_path / "step.json"
     changes = ["optimizer.accumulate=2", "optimizer.embedding=factored_adam"]
     arguments = [str(CONFIG), *TINY, *changes, "--steps", "2", "--json", str(path)]
