@@ -42,9 +42,9 @@ from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.report import report_rows
 
-VOCABULARY = 793_471
-SENTENCES = 30_301_028
-MEAN_LENGTH = 25  # words a sentence
+_VOCABULARY = 793_471
+_SENTENCES = 30_301_028
+_MEAN_LENGTH = 25  # words a sentence
 
 T = TypeVar("T")
 
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
     parser.add_argument("--words", type=at_least(1_000), default=20_000_000, help="to make up")
-    parser.add_argument("--vocab-size", type=at_least(3), default=VOCABULARY, help="to make up")
-    parser.add_argument("--sentences", type=at_least(1), default=SENTENCES, help="of empty text")
+    parser.add_argument("--vocab-size", type=at_least(3), default=_VOCABULARY, help="to make up")
+    parser.add_argument("--sentences", type=at_least(1), default=_SENTENCES, help="of empty text")
     parser.add_argument("--tokens-per-batch", type=at_least(1), nargs="+", default=[2_560, 300_000])
     parser.add_argument("--batch-words", type=at_least(1), default=10_000_000, help="to go through")
     parser.add_argument("--corpus", type=Path, help="one in place of the made-up")
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         folder = Path(temporary)
         corpus, vocabulary = options.corpus, options.vocabulary
         if corpus is None:
-            corpus, vocabulary = make_corpus(folder, options.words, options.vocab_size)
+            corpus, vocabulary = _make_corpus(folder, options.words, options.vocab_size)
         rows = [
             elsewhere(measure, corpus, vocabulary, workers, folder, options)
             for measure in (counting, encoding)
@@ -91,8 +91,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 elsewhere(batches, corpus, vocabulary, workers, folder, options, size)
                 for workers in options.workers
             ]
-        empty_text(folder / "empty", options.sentences)
-        rows += elsewhere(whole_epoch, folder / "empty")
+        _empty_text(folder / "empty", options.sentences)
+        rows += elsewhere(_whole_epoch, folder / "empty")
     report_rows(
         rows,
         ["what", "workers", "words", "seconds", "words/s", "words/processor s", "memory, MiB"],
@@ -153,7 +153,7 @@ def batches(
     return Row(f"batches of {tokens_per_batch:,}", workers, total, *result)
 
 
-def whole_epoch(folder: Path) -> list[Row]:
+def _whole_epoch(folder: Path) -> list[Row]:
     encoded = EncodedSentences.open(folder)
     with measured() as made:
         epoch = SentenceBatches(encoded, tokens_per_batch=300_000, shuffle=True)
@@ -181,13 +181,13 @@ def _with_start_method(method: str, function: Callable[..., T], *arguments: Any)
 @contextmanager
 def measured() -> Iterator[list[float]]:
     """Becomes [seconds, seconds of all processors, MiB] of the block."""
-    before = peak = anonymous_mib()
+    before = peak = _anonymous_mib()
     ended = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(0.05):
-            peak = max(peak, anonymous_mib())
+            peak = max(peak, _anonymous_mib())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -196,7 +196,7 @@ def measured() -> Iterator[list[float]]:
     try:
         yield result
         result += [end - begin for end, begin in zip(seconds(), start, strict=True)]
-        result.append(max(peak, anonymous_mib()) - before)
+        result.append(max(peak, _anonymous_mib()) - before)
     finally:
         ended.set()
         watcher.join()
@@ -207,7 +207,7 @@ def seconds() -> tuple[float, float]:
     return time.perf_counter(), time.process_time() + sum(os.times()[2:4])
 
 
-def anonymous_mib() -> float:
+def _anonymous_mib() -> float:
     """What this process and its children hold without pages of files; shared pages count once."""
     total = 0
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
@@ -223,7 +223,7 @@ def anonymous_mib() -> float:
 # The made-up texts.
 
 
-def make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
+def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
     """A corpus in the layout of the benchmark, and its vocabulary file."""
     generator = torch.Generator().manual_seed(1)
     words = ["</S>", "<S>", "<UNK>"]
@@ -241,7 +241,7 @@ def make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Pa
     per_shard = -(-num_words // 99)
     for number in progress(range(1, 100), "making a corpus", "files"):
         ids = torch.searchsorted(below, torch.rand(per_shard, generator=generator)) + 3
-        ends = torch.rand(per_shard, generator=generator) < 1 / MEAN_LENGTH
+        ends = torch.rand(per_shard, generator=generator) < 1 / _MEAN_LENGTH
         ends[-1] = True
         bounds = [0, *(ends.nonzero().flatten() + 1).tolist()]
         text = [words[i] for i in ids.clamp_(max=vocab_size - 1).tolist()]
@@ -252,11 +252,11 @@ def make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Pa
     return corpus, vocabulary
 
 
-def empty_text(folder: Path, num_sentences: int) -> None:
+def _empty_text(folder: Path, num_sentences: int) -> None:
     """The files of so many encoded sentences; all words are id 0 and take no disk."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
-    lengths = 2 + 2 * (MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)
+    lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)
     starts = folder / "starts.int64"
     mapped = torch.from_file(str(starts), True, num_sentences + 1, dtype=torch.int64)
     torch.cumsum(lengths.long(), 0, out=mapped[1:])

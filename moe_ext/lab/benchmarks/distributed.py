@@ -68,7 +68,7 @@ from moe_ext.lab.training.device import avoid_missing_amx
 from moe_ext.lab.training.report import markdown_table
 
 PASSES = ("forward", "backward")
-EXCHANGES = list(get_args(ExchangeUnit))
+_EXCHANGES = list(get_args(ExchangeUnit))
 
 
 class Key(NamedTuple):
@@ -80,7 +80,7 @@ class Key(NamedTuple):
     chunks: int = 1
 
 
-class Call(NamedTuple):
+class _Call(NamedTuple):
     """One all_to_all_single of one process."""
 
     dtype: torch.dtype
@@ -138,12 +138,12 @@ class Result:
 
 
 @contextlib.contextmanager
-def recorded(calls: list[Call], sums: list[int]) -> Iterator[None]:
+def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
     """Notes every all_to_all_single, and the bytes of every all_reduce."""
     all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:
-        calls.append(Call(input.dtype, tuple(input.shape[1:]), list(sent), list(received)))
+        calls.append(_Call(input.dtype, tuple(input.shape[1:]), list(sent), list(received)))
         return all_to_all_single(output, input, received, sent, **options)
 
     def note_sum(tensor: Tensor, *options: Any, **more: Any) -> Any:
@@ -157,7 +157,7 @@ def recorded(calls: list[Call], sums: list[int]) -> Iterator[None]:
         yield
 
 
-class Waiting:
+class _Waiting:
     """The seconds that this process has waited for transfers."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Waiting:
         patch.object(AllToAll, "finish", timed).start()
 
 
-class Resting(Experts):
+class _Resting(Experts):
     """Experts that take time without computing."""
 
     def __init__(self, num_experts: int, seconds_per_row: float) -> None:
@@ -181,13 +181,13 @@ class Resting(Experts):
         self.seconds_per_row = seconds_per_row
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        return Rest.apply(x, len(x) * self.seconds_per_row)
+        return _Rest.apply(x, len(x) * self.seconds_per_row)
 
-    def split(self, sizes: Sequence[int]) -> list["Resting"]:
-        return [Resting(size, self.seconds_per_row) for size in sizes]
+    def split(self, sizes: Sequence[int]) -> list["_Resting"]:
+        return [_Resting(size, self.seconds_per_row) for size in sizes]
 
 
-class Rest(torch.autograd.Function):
+class _Rest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
@@ -200,7 +200,7 @@ class Rest(torch.autograd.Function):
         return grad.clone(), None
 
 
-class World:
+class _World:
     """The layers of one process in a group, and what is timed of them."""
 
     def __init__(self, group: dist.ProcessGroup | None, args: argparse.Namespace) -> None:
@@ -239,7 +239,7 @@ class World:
         options: dict[str, Any] = {"hidden_sizes": [args.hidden]}
         if args.compute_ms:
             seconds_per_row = args.compute_ms / 1e3 / (args.tokens * k)
-            options = {"experts": Resting(args.experts, seconds_per_row)}
+            options = {"experts": _Resting(args.experts, seconds_per_row)}
         return MoE(args.width, experts, k, process_group=group, **options)
 
     def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], MoEAux]:
@@ -256,9 +256,9 @@ class World:
     def step(self, layer: MoE, exchange: Exchange | None = None) -> None:
         self.backward(layer, self.forward(layer, exchange)[0])
 
-    def count(self, key: Key, exchange: Exchange) -> tuple[list[Call], list[Call]]:
+    def count(self, key: Key, exchange: Exchange) -> tuple[list[_Call], list[_Call]]:
         """Notes the bytes of one step; its calls forward and backward."""
-        calls: list[list[Call]] = [[], []]
+        calls: list[list[_Call]] = [[], []]
         sums: list[list[int]] = [[], []]
         with recorded(calls[0], sums[0]):
             results, aux = self.forward(self.layer, exchange)
@@ -292,12 +292,12 @@ class World:
         return rows, sum(map(len, owners))
 
     def add_transfers(
-        self, size: int, exchange: str, forward: list[Call], backward: list[Call]
+        self, size: int, exchange: str, forward: list[_Call], backward: list[_Call]
     ) -> None:
         """The same calls without a layer: through `AllToAll`, and as they are."""
         group, device = self.ranks.group, self.x.device
 
-        def tensor(call: Call, number: list[int]) -> Tensor:
+        def tensor(call: _Call, number: list[int]) -> Tensor:
             return torch.ones(sum(number), *call.shape, dtype=call.dtype, device=device)
 
         calls = [*forward, *backward]
@@ -346,7 +346,7 @@ def measure(args: argparse.Namespace) -> list[Found]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     torch.manual_seed(rank)
-    waiting = Waiting()
+    waiting = _Waiting()
     keys: list[Key] = []
     found = Found({}, {}, {})
     functions: dict[Key, Callable[[], object]] = {}
@@ -354,7 +354,7 @@ def measure(args: argparse.Namespace) -> list[Found]:
         group = dist.new_group(range(number)) if number > 1 else None
         names: list[Any] = [None]
         if rank < number and group != dist.GroupMember.NON_GROUP_MEMBER:
-            world = World(group, args)
+            world = _World(group, args)
             functions |= world.functions
             found.passes.update(world.passes)
             names = [list(world.functions)]
@@ -561,7 +561,7 @@ def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=EXCHANGES)
+    parser.add_argument("--exchanges", nargs="+", choices=_EXCHANGES, default=_EXCHANGES)
     parser.add_argument(
         "--chunks", type=at_least(1), nargs="+", default=[1, 2, 4], help="1 among them"
     )

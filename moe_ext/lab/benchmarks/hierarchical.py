@@ -33,7 +33,7 @@ from moe_ext.lab.benchmarks.memory import peak_mib
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.report import report_rows
 
-STAGES = ("gate", "plan", "experts")
+_STAGES = ("gate", "plan", "experts")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Row:
     mib: float
 
 
-def functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
+def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
     """A step and its stages, each forward and backward."""
     x = torch.randn(tokens, layer.d_model, requires_grad=True)
     upstream = torch.randn_like(x) / tokens
@@ -88,7 +88,7 @@ def functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
     return {"step": step, "gate": gate, "plan": plan, "experts": experts}
 
 
-def make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
+def _make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
     """The large layer and its peers: a description of the experts, and the layer, by name."""
 
     def layer(groups: int, num_experts: int, hidden: int) -> MoE:
@@ -132,11 +132,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         f"{args.threads} threads, {args.rounds} rounds\n"
     )
 
-    layers = make_layers(args)
+    layers = _make_layers(args)
     functions: dict[str, Callable[[], None]] = {}
     mib: dict[str, float] = {}
     for name, (_, layer) in layers.items():
-        of_layer = functions_of(layer, args.tokens)
+        of_layer = _functions_of(layer, args.tokens)
         mib[name] = peak_mib(of_layer["step"])
         functions |= {f"{what}, {name}": function for what, function in of_layer.items()}
     seconds = interleaved(functions, args.rounds)
@@ -155,12 +155,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 *moe_ops(layer),
                 microseconds("step", name),
                 ratio(seconds["step, hierarchical, large"], seconds[f"step, {name}"]),
-                {stage: microseconds(stage, name) for stage in STAGES},
+                {stage: microseconds(stage, name) for stage in _STAGES},
                 mib[name],
             )
         )
     header = ["layer", "experts", "hidden", "parameters, M", "multiply-adds: gate", "experts"]
-    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in STAGES), "MiB"]
+    header += ["step, us", "x", "quartiles", *(f"{stage}, us" for stage in _STAGES), "MiB"]
     report_rows(
         rows,
         header,
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"{row.expert_ops:,}",
             f"{row.step_us:.2f}",
             *row.ratio.cells(),
-            *(f"{row.stage_us[stage]:.2f}" for stage in STAGES),
+            *(f"{row.stage_us[stage]:.2f}" for stage in _STAGES),
             f"{row.mib:,.0f}",
         ],
         args.json,

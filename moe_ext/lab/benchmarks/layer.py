@@ -114,13 +114,13 @@ GPU_SHAPES = {
     "e2048": Shape(65536, 2048, 4, 512, 2048),
     "t65536-k1": Shape(65536, 64, 1, 512, 2048),
 }
-ALL_SHAPES = SHAPES | GPU_SHAPES
-ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
+_ALL_SHAPES = SHAPES | GPU_SHAPES
+_ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
 LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05  # seconds: what takes them is timed once where ours is fast
 ACTIVATIONS = ("relu", "swiglu")
-BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
+_BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 T = TypeVar("T")
 Key = tuple[str, str]  # an implementation, or "machine"; a pass, or what of the machine
@@ -142,7 +142,7 @@ class Options:
     clock: Clock = host_seconds
 
 
-class WrongResult(AssertionError):
+class _WrongResult(AssertionError):
     """A peer computes something else than ours does."""
 
 
@@ -203,16 +203,16 @@ class Result:
         return min(ratios, default=None)
 
 
-def parse_shape(text: str) -> tuple[str, Shape]:
+def _parse_shape(text: str) -> tuple[str, Shape]:
     """A name, or T,E,k,d,h and perhaps how tokens are routed."""
-    if text in ALL_SHAPES:
-        return text, ALL_SHAPES[text]
+    if text in _ALL_SHAPES:
+        return text, _ALL_SHAPES[text]
     numbers, routing = text.split(","), "uniform"
     if numbers[-1] in ROUTINGS:
         routing = numbers.pop()
     if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
+            f"must be one of {', '.join(_ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
             f"got {text!r}"
         )
     return text, Shape._make((*map(int, numbers), routing))
@@ -250,7 +250,7 @@ def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
 
 
 def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
-    """Raises WrongResult where something found is not as expected, up to rounding.
+    """Raises _WrongResult where something found is not as expected, up to rounding.
 
     Compares norms: a sum near zero, rounded in another way, may switch a unit of a hidden layer on
     or off, which changes a few numbers by more than rounding does.
@@ -259,11 +259,11 @@ def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable
         pairs = list(zip(tensors, expected[name], strict=True))
         error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
-        if not error <= TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
-            raise WrongResult(f"{name} differs from ours by {error:.2g} in norm, of {size:.2g}")
+        if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
+            raise _WrongResult(f"{name} differs from ours by {error:.2g} in norm, of {size:.2g}")
 
 
-def reason_to_skip(
+def _reason_to_skip(
     kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
 ) -> str:
     """Why a peer is not tried in a pass, "" if it is."""
@@ -274,7 +274,7 @@ def reason_to_skip(
     return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
 
 
-class Candidates(NamedTuple):
+class _Candidates(NamedTuple):
     """What is timed at a problem, with the seconds of a first round, and why the rest is not."""
 
     functions: Functions
@@ -283,7 +283,7 @@ class Candidates(NamedTuple):
     peak_mib: dict[Key, float]
 
 
-def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
+def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
     """Compares the peers to ours, each just before its first round."""
     functions: Functions = {}
     seconds: dict[Key, list[float]] = {}
@@ -302,7 +302,7 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
     add(passes("ours", mine, problem), warm_up=1)
     remarks: dict[Key, str] = {}
     of_rows = problem.of_rows()
-    for name, beside in zip(BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
+    for name, beside in zip(_BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
         add(passes(name, beside, of_rows), warm_up=1)
     for name in options.peers:
         kind = PEERS[name]
@@ -311,7 +311,7 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
         skipped = {
             (name, which): reason
             for which in PASSES
-            if (reason := reason_to_skip(kind, problem, which, rates, options))
+            if (reason := _reason_to_skip(kind, problem, which, rates, options))
         }
         try:
             if (name, FORWARD) not in skipped:
@@ -322,17 +322,17 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
                 add({key: call for key, call in calls.items() if key not in skipped}, warm_up=0)
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
-        except WrongResult as error:
+        except _WrongResult as error:
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
         except torch.OutOfMemoryError:
             skipped = {(name, which): "out of memory" for which in PASSES}
         except Exception as error:  # what a peer does not support, in its own words
-            skipped = {(name, which): f"fails: {first_line(error)}" for which in PASSES}
+            skipped = {(name, which): f"fails: {_first_line(error)}" for which in PASSES}
         remarks |= skipped
-    return Candidates(functions, seconds, remarks, peak_mib)
+    return _Candidates(functions, seconds, remarks, peak_mib)
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -392,7 +392,7 @@ def figures_of(
     return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
 
 
-def over_occasions(occasions: Sequence[Result]) -> Result:
+def _over_occasions(occasions: Sequence[Result]) -> Result:
     """One problem's results on several occasions as one; one occasion's stay as they are."""
     if len(occasions) == 1:
         return occasions[0]
@@ -409,12 +409,12 @@ def over_occasions(occasions: Sequence[Result]) -> Result:
             which: statistics.median(result.limit_ms[which] for result in occasions)
             for which in PASSES
         },
-        figures=by_pass({key: median_figures(each) for key, each in figures.items()}),
+        figures=_by_pass({key: _median_figures(each) for key, each in figures.items()}),
         occasions=sum(result.occasions for result in occasions),
     )
 
 
-def median_figures(occasions: Sequence[Figures]) -> Figures:
+def _median_figures(occasions: Sequence[Figures]) -> Figures:
     def spread(quartiles: Iterable[Sequence[float]]) -> list[float]:
         medians = [median for _, median, _ in quartiles]
         return [min(medians), statistics.median(medians), max(medians)]
@@ -428,7 +428,7 @@ def median_figures(occasions: Sequence[Figures]) -> Figures:
     )
 
 
-def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
     """By implementation, then by pass."""
     nested: dict[str, dict[str, T]] = {}
     for (name, which), each in found.items():
@@ -446,7 +446,7 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
     work = dict(zip(PASSES, problem.work(), strict=True))
     work |= {what: probe.work for what, probe in probes.items()}
-    chosen: Candidates | None = None
+    chosen: _Candidates | None = None
     found = []
     for threads in options.threads:
         with pinned(threads) if threads else contextlib.nullcontext():
@@ -477,8 +477,8 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
                 stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
                 limit_ms=limit_ms,
                 figures=figures,
-                remarks=by_pass(chosen.remarks),
-                peak_mib=by_pass(chosen.peak_mib),
+                remarks=_by_pass(chosen.remarks),
+                peak_mib=_by_pass(chosen.peak_mib),
             )
         )
     return found
@@ -543,7 +543,7 @@ def profile(problem: Problem, options: Options) -> str:
     return "\n".join(tables)
 
 
-def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
+def _kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
     """Bytes that autograd keeps for the backward pass, beside the weights, by implementation."""
     weights = problem.weights
     inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
@@ -573,14 +573,14 @@ def kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]
 # What is printed
 
 
-class Unit(NamedTuple):
+class _Unit(NamedTuple):
     """In which operations per second are printed."""
 
     name: str
     gflops: float
 
     @classmethod
-    def of(cls, threads: int | None) -> "Unit":
+    def of(cls, threads: int | None) -> "_Unit":
         return cls("GF/s", 1) if threads else cls("TF/s", 1000)
 
 
@@ -588,7 +588,7 @@ def place(threads: int | None) -> str:
     return f"threads: {threads}" if threads else "GPU"
 
 
-def cell(result: Result, name: str, which: str, unit: Unit) -> str:
+def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
     """Operations per second, and the time by ours."""
     found = result.figures.get(name, {}).get(which)
     if found is None:
@@ -597,15 +597,15 @@ def cell(result: Result, name: str, which: str, unit: Unit) -> str:
     return f"{once}{found.gflops / unit.gflops:.3g} ({found.ratio_to_ours[1]:.2f})"
 
 
-def speed_table(group: Sequence[Result], which: str) -> str:
+def _speed_table(group: Sequence[Result], which: str) -> str:
     """The results of one type and number of threads in one pass, a line for each shape."""
     head, lines = ["shape"], []
-    unit = Unit.of(group[0].threads)
+    unit = _Unit.of(group[0].threads)
     activations = by(group, lambda result: result.activation)
     peers = {
         activation: [
             name
-            for name in (*BESIDE_PEERS, *PEERS)
+            for name in (*_BESIDE_PEERS, *PEERS)
             if any(name in result.figures for result in found)
         ]
         for activation, found in activations.items()
@@ -640,17 +640,17 @@ def print_results(results: Sequence[Result]) -> None:
     for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
         gemm = statistics.median(result.gemm_gflops for result in group)
         stream = statistics.median(result.stream_gbytes for result in group)
-        unit = Unit.of(threads)
+        unit = _Unit.of(threads)
         print(
             f"\n{dtype}, {place(threads)}, GEMM peak {gemm / unit.gflops:.0f} {unit.name}, "
             f"stream {stream:.1f} GB/s (medians over the shapes)"
         )
         for which in PASSES:
             print(f"\n{which}: peers in {unit.name}, and in brackets their time by ours\n")
-            print(speed_table(group, which), end="")
+            print(_speed_table(group, which), end="")
         if any(result.peak_mib for result in group):
             print(f"\nMemory at its peak beside inputs and weights, {dtype}: MiB\n")
-            print(peak_table(group), end="")
+            print(_peak_table(group), end="")
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -664,7 +664,7 @@ def print_results(results: Sequence[Result]) -> None:
         print(f"- {peer}, {reason} ({', '.join(places)})")
 
 
-def peak_table(group: Sequence[Result]) -> str:
+def _peak_table(group: Sequence[Result]) -> str:
     """A line for each shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
     lines = []
@@ -688,7 +688,7 @@ def print_routing(found: Sequence[dict[str, Any]]) -> None:
     print(markdown_table(header, lines), end="")
 
 
-def print_speed_up(results: Sequence[Result], field: str) -> None:
+def _print_speed_up(results: Sequence[Result], field: str) -> None:
     """How much faster ours is than with the first number of threads, or in the first type."""
 
     def rest(result: Result) -> tuple:
@@ -710,7 +710,7 @@ def print_speed_up(results: Sequence[Result], field: str) -> None:
         print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
 
 
-def print_memory(found: Sequence[dict[str, Any]]) -> None:
+def _print_memory(found: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for each in found for name in each["kept"]))
     header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
     lines = []
@@ -787,7 +787,7 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for key in ("memory", "routing", "left_out")
     }
     environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
-    medians = [asdict(over_occasions(found)) for found in results.values()]
+    medians = [asdict(_over_occasions(found)) for found in results.values()]
     return records[0] | {"environment": environments, "results": medians} | lists
 
 
@@ -800,11 +800,11 @@ def report(record: dict[str, Any]) -> list[Result]:
     if occasions > 1:
         print(f"Medians over up to {occasions} occasions (the least-the greatest)")
     if record["memory"]:
-        print_memory(record["memory"])
+        _print_memory(record["memory"])
     if results:
         print_results(results)
-        print_speed_up(results, "threads")
-        print_speed_up(results, "dtype")
+        _print_speed_up(results, "threads")
+        _print_speed_up(results, "dtype")
     if record["routing"]:
         print_routing(record["routing"])
     if record["left_out"]:
@@ -836,7 +836,7 @@ def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", help="of all that the device has")
+    parser.add_argument("--shapes", type=_parse_shape, nargs="+", help="of all that the device has")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="on the CPU")
     parser.add_argument(
@@ -901,7 +901,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     start = time.monotonic()
     if not on_cpu:
-        record["routing"].append(routing_times(ROUTING_SHAPE, args.device, options))
+        record["routing"].append(routing_times(_ROUTING_SHAPE, args.device, options))
     problem: Problem | None = None
     for name, shape, dtype, activation in progress(todo, "problems", "problem"):
         what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
@@ -911,7 +911,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             problem = Problem(shape, dtype, activation, args.device)
             if args.check_memory:
-                record["memory"].append(kept_memory(name, problem, options))
+                record["memory"].append(_kept_memory(name, problem, options))
             else:
                 record["results"] += map(asdict, benchmark(name, problem, options))
             if args.json:

@@ -47,7 +47,7 @@ def compare(
     return mine, theirs, ratio(seconds["peer"], seconds["ours"])
 
 
-def gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
+def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     """Noisy top-k gating, Importance, Load and both losses, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     clean, raw, noise = (torch.randn(T, E, generator=generator) for _ in range(3))
@@ -76,7 +76,7 @@ def gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     return ours, plain
 
 
-def batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
+def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     """The top m = k·T/E rows of every column of softmax gates, against topk along the columns."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.softmax(torch.randn(T, E, generator=generator), dim=-1)
@@ -93,7 +93,7 @@ def batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 
 def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     """The dispatch plan against a stable argsort and a bincount."""
-    index = random_choices(T, E, k)
+    index = _random_choices(T, E, k)
 
     def ours() -> None:
         ops.dispatch_plan(index, E)
@@ -108,13 +108,13 @@ def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     return ours, plain
 
 
-def dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]:
+def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]:
     """Dispatch and combine with identity experts, forward and backward.
 
     After ours and plain torch come two ways of copying what must move: into fresh tensors of the
     outputs' sizes, as every operator must make, and into memory that was touched before.
     """
-    index = random_choices(T, E, k)
+    index = _random_choices(T, E, k)
     gates = torch.rand(T, k, requires_grad=True)
     x = torch.randn(T, D, requires_grad=True)
     grad_y = torch.randn(T, D)
@@ -152,7 +152,7 @@ def dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]
     return ours, plain, fresh_copy, warm_copy
 
 
-def random_choices(T: int, E: int, k: int) -> torch.Tensor:
+def _random_choices(T: int, E: int, k: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.rand(T, E, generator=generator).topk(k, dim=-1).indices
 
@@ -174,10 +174,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
-        moved, plain, fresh_copy, warm_copy = dispatch_and_combine(T, E, k, D)
+        moved, plain, fresh_copy, warm_copy = _dispatch_and_combine(T, E, k, D)
         for operation, ours, peer, name in (
-            ("gating + load, fwd + bwd", *gating_and_load(T, E, k), "plain torch"),
-            ("batchwise mask", *batchwise_mask(T, E, k), "topk(dim=0)"),
+            ("gating + load, fwd + bwd", *_gating_and_load(T, E, k), "plain torch"),
+            ("batchwise mask", *_batchwise_mask(T, E, k), "topk(dim=0)"),
             ("dispatch plan", *plan(T, E, k), "argsort + bincount"),
             ("dispatch + combine, fwd + bwd", moved, plain, "index_select + index_add"),
             ("dispatch + combine, fwd + bwd", moved, fresh_copy, "copy, fresh memory"),

@@ -34,7 +34,7 @@ class Row:
     state_bytes: float
 
 
-def ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Callable]]:
+def _ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Callable]]:
     """A step and the bytes of its state for each weight, by name; ours first."""
     ours = FactoredAdam(params, lr=1e-6)
     # One object in two modes: their states are the same, and large.
@@ -72,7 +72,7 @@ def ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Ca
 
 def measure(params: list[nn.Parameter], threads: int, rounds: int) -> list[Row]:
     torch.set_num_threads(threads)
-    ways = ways_of_stepping(params)
+    ways = _ways_of_stepping(params)
     seconds = interleaved({name: step for name, (step, _) in ways.items()}, rounds, warm_up=1)
     rows = []
     for name, (_, state_bytes) in ways.items():

@@ -36,7 +36,7 @@ from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.text import random_text
 
 
-def resident_bytes() -> int:
+def _resident_bytes() -> int:
     """The most that the process has had (Linux: ru_maxrss is in KiB)."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -55,7 +55,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         "cost": asdict(cost(model)),
         "flops_of_token": flops,
         "build_seconds": time.perf_counter() - started,
-        "build_peak_bytes": resident_bytes(),
+        "build_peak_bytes": _resident_bytes(),
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
         "steps": [],
     }
@@ -78,7 +78,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
             "seconds": seconds,
             "words_per_second": tokens / seconds,
             "gflops": tokens * flops / seconds / 1e9,
-            "peak_bytes": resident_bytes(),
+            "peak_bytes": _resident_bytes(),
         }
         record["steps"].append(step)
         print(

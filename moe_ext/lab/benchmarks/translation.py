@@ -38,7 +38,7 @@ from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.translation import make_translator
 
 
-class Measured(NamedTuple):
+class _Measured(NamedTuple):
     """A round of one way."""
 
     seconds: float
@@ -56,7 +56,7 @@ class Row:
     processor_seconds: float
 
 
-def made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
+def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
     """Sentences, and wordpieces of as many such as it takes."""
     draw = random.Random(0)
     syllables = [first + second for first in "bcdfghjklmnprstvz" for second in "aeiou"]
@@ -70,10 +70,10 @@ def made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
     return sentences(number), Wordpieces.train(sentences(max(1_000, 2 * vocab_size)), vocab_size)
 
 
-def random_model(config: str, number: int, beam: int) -> tuple[Translator, list[str]]:
+def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list[str]]:
     """A model of that configuration, and sentences for it."""
     of_run = read_config(config, [], TranslationConfig)
-    lines, wordpieces = made_up(number, of_run.data.vocab_size)
+    lines, wordpieces = _made_up(number, of_run.data.vocab_size)
     moe = of_run.model.moe
     if moe.gate == "balanced":
         moe = replace(moe, gate="topk", num_groups=0, k=moe.experts_per_token)
@@ -89,10 +89,10 @@ def evenly(lines: Sequence[str], number: int) -> list[str]:
     return [lines[int((index + 0.5) * step)] for index in range(min(number, len(lines)))]
 
 
-def measured(function: Callable[[], object]) -> Measured:
+def measured(function: Callable[[], object]) -> _Measured:
     start = time.perf_counter(), time.process_time()
     function()
-    return Measured(time.perf_counter() - start[0], time.process_time() - start[1])
+    return _Measured(time.perf_counter() - start[0], time.process_time() - start[1])
 
 
 def compare(
@@ -112,22 +112,23 @@ def compare(
 
     ways = {"batches": (batches, len(lines)), "one by one": (one_by_one, len(alone))}
     list(translator(alone[:2], title=None))  # the first calls take longer
-    times: dict[str, list[Measured]] = {way: [] for way in ways}
+    times: dict[str, list[_Measured]] = {way: [] for way in ways}
     schedule = [way for _ in range(rounds) for way in ways]
     for way in progress(schedule, "translating", "ways"):
         function, number = ways[way]
-        times[way].append(Measured(*(clock / number for clock in measured(function))))
+        times[way].append(_Measured(*(clock / number for clock in measured(function))))
 
     def median(way: str, clock: str) -> float:
         return statistics.median(getattr(each, clock) for each in times[way])
 
+    threads = torch.get_num_threads()
     rows = [
-        Row(way, torch.get_num_threads(), number, *(median(way, name) for name in Measured._fields))
+        Row(way, threads, number, *(median(way, name) for name in _Measured._fields))
         for way, (_, number) in ways.items()
     ]
     ratios = {
         name: ratio(*([getattr(each, name) for each in times[way]] for way in reversed(ways)))
-        for name in Measured._fields
+        for name in _Measured._fields
     }
     same = sum(
         found["batches"][line][0].text == found["one by one"][line][0].text for line in alone
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     if (options.text is None) != options.model.endswith(".toml"):
         raise ConfigError("a text must come with a run, and not with a configuration")
     if options.text is None:
-        translator, lines = random_model(options.model, options.sentences, options.beam)
+        translator, lines = _random_model(options.model, options.sentences, options.beam)
     else:
         translator = make_translator(
             load_run(options.model), BeamSearch(options.beam), options.into

@@ -30,7 +30,7 @@ from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.study import run_study, size_cells
 from moe_ext.lab.training.text import load_text
 
-BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
+_BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
 
 
 def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
@@ -56,7 +56,7 @@ def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
                 *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
                 f"{row['difference']:+.4f}",
                 f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
-                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in BALANCE),
+                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
                 *(f"{speed[arm]:,.0f}" for arm in titles),
             ]
         )

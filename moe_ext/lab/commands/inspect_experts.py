@@ -88,7 +88,7 @@ _PAIRS = (
 )
 
 
-def legend_of(reports: Sequence[ExpertReport], vocabulary: AnyVocabulary) -> str:
+def _legend_of(reports: Sequence[ExpertReport], vocabulary: AnyVocabulary) -> str:
     """What the words and numbers are."""
     pieces = _PIECES if isinstance(vocabulary, Wordpieces) else ""
     return _LEGEND + pieces + (_PAIRS if any(report.pairs for report in reports) else "")
@@ -116,7 +116,7 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
     return "\n".join(lines)
 
 
-def as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
+def _as_html(reports: Sequence[ExpertReport], title: str, legend: str) -> str:
     """The reports as one page that needs no other file."""
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     return template.render(title=title, legend=legend, reports=reports)
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reports = by_specialisation(reports)
     text = as_text(reports)
     title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
-    page = as_html(reports, title, legend_of(reports, trained.vocabulary))
+    page = _as_html(reports, title, _legend_of(reports, trained.vocabulary))
     write_text(output.with_name(f"{output.name}.txt"), text)
     write_text(output.with_name(f"{output.name}.html"), page)
     print(text)

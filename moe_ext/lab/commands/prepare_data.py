@@ -36,7 +36,7 @@ from moe_ext.lab.training.config import ConfigError, DataConfig
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.text import SentenceText, load_text
 
-BLOCK = 2**20
+_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class DataSet:
+class _DataSet:
     """A public corpus.
 
     Attributes:
@@ -70,12 +70,12 @@ class DataSet:
     expected: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def _wikitext(name: str, sha256: str, vocab_size: int) -> DataSet:
+def _wikitext(name: str, sha256: str, vocab_size: int) -> _DataSet:
     urls = (
         "https://wikitext.smerity.com",
         "https://s3.amazonaws.com/research.metamind.io/wikitext",
     )
-    return DataSet(
+    return _DataSet(
         Download(tuple(f"{url}/{name}-v1.zip" for url in urls), sha256),
         corpus=name,
         vocabulary=None,
@@ -85,7 +85,7 @@ def _wikitext(name: str, sha256: str, vocab_size: int) -> DataSet:
 
 
 SETS = {
-    "lm1b": DataSet(
+    "lm1b": _DataSet(
         Download(
             (
                 "https://www.statmt.org/lm-benchmark/"
@@ -140,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         config = DataConfig(vocab_size=options.vocab_size or DataConfig.vocab_size)
     else:
         expected = SETS[options.name]
-        corpus = corpus_of(expected, output, options.source)
+        corpus = _corpus_of(expected, output, options.source)
         if expected.vocabulary and not vocabulary:
-            vocabulary = file_of(expected.vocabulary, output, options.source)
+            vocabulary = _file_of(expected.vocabulary, output, options.source)
         config = DataConfig(vocab_size=10**9)
     config = replace(
         config,
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     return text
 
 
-def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
+def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
     """The folder of the unpacked corpus, there already or made in `output`."""
     for folder in (source, output):
         if folder is None or not folder.is_dir():
@@ -179,9 +179,9 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
         )
     if source and source.is_file():
         archive = source
-        verify(archive, data_set.archive.sha256)
+        _verify(archive, data_set.archive.sha256)
     else:
-        archive = file_of(data_set.archive, output, source)
+        archive = _file_of(data_set.archive, output, source)
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=output) as temporary:
         unpack(archive, Path(temporary))
         unpacked = Path(temporary) / data_set.corpus
@@ -190,17 +190,17 @@ def corpus_of(data_set: DataSet, output: Path, source: Path | None) -> Path:
         return unpacked.rename(output / data_set.corpus)
 
 
-def file_of(download: Download, output: Path, source: Path | None) -> Path:
+def _file_of(download: Download, output: Path, source: Path | None) -> Path:
     """The file, of `source` or `output` or else from the network."""
     for folder in (source, output):
         if folder and (folder / download.name).is_file():
-            verify(folder / download.name, download.sha256)
+            _verify(folder / download.name, download.sha256)
             return folder / download.name
     target, part = output / download.name, output / f"{download.name}.part"
     failures = []
     for url in download.urls:
         try:
-            fetch(url, part)
+            _fetch(url, part)
             break
         except (URLError, OSError, http.client.HTTPException) as error:
             failures.append(f"{url}: {getattr(error, 'reason', error)}")
@@ -210,14 +210,14 @@ def file_of(download: Download, output: Path, source: Path | None) -> Path:
             f"go on, or load it elsewhere and give its folder as --from"
         )
     try:
-        verify(part, download.sha256)
+        _verify(part, download.sha256)
     except ConfigError:
         part.unlink()
         raise
     return part.rename(target)
 
 
-def fetch(url: str, part: Path) -> None:
+def _fetch(url: str, part: Path) -> None:
     """Loads the rest of a file.
 
     Raises:
@@ -234,16 +234,16 @@ def fetch(url: str, part: Path) -> None:
     with response, part.open("ab" if response.status == 206 else "wb") as file:
         length = response.headers["Content-Length"]
         total = file.tell() + int(length) if length else None
-        blocks: Iterator[bytes] = iter(lambda: response.read(BLOCK), b"")
+        blocks: Iterator[bytes] = iter(lambda: response.read(_BLOCK), b"")
         for block in progress(
-            blocks, f"loading {part.stem}", "MiB", -(-int(length) // BLOCK) if length else None
+            blocks, f"loading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
         ):
             file.write(block)
         if total is not None and file.tell() != total:
             raise OSError(f"the connection ended after {file.tell():,} of {total:,} bytes")
 
 
-def verify(file: Path, sha256: str) -> None:
+def _verify(file: Path, sha256: str) -> None:
     if not sha256:
         return
     with file.open("rb") as content:
@@ -265,7 +265,7 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ConfigError(f"{archive} cannot be unpacked: {error}") from error
 
 
-def check(text: SentenceText, expected: DataSet | None) -> None:
+def check(text: SentenceText, expected: _DataSet | None) -> None:
     """Prints the numbers of the parts.
 
     Raises:

@@ -43,10 +43,10 @@ from moe_ext.lab.training.translation import make_translator, require_bleu
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STDIN = "-"
-MAX_INCHES = 38  # of a plot's cells, which are smaller where there are many
+_STDIN = "-"
+_MAX_INCHES = 38  # of a plot's cells, which are smaller where there are many
 # For what matplotlib's own font does not have; those that are installed are taken.
-MORE_FONTS = (
+_MORE_FONTS = (
     "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK SC", "Noto Sans JP", "Noto Sans KR",
     "Noto Sans SC", "IPAexGothic", "IPAGothic", "VL Gothic", "TakaoGothic", "NanumGothic",
     "UnDotum", "WenQuanYi Zen Hei", "Droid Sans Fallback", "Hiragino Sans", "Apple SD Gothic Neo",
@@ -54,12 +54,12 @@ MORE_FONTS = (
 )  # fmt: skip
 
 
-def read_lines(file: str) -> Iterator[str]:
+def _read_lines(file: str) -> Iterator[str]:
     """The lines of a file or of stdin; what is not UTF-8 in them becomes U+FFFD."""
     try:
         with ExitStack() as stack:
             lines = sys.stdin.buffer
-            if file != STDIN:
+            if file != _STDIN:
                 lines = stack.enter_context(open_plain(Path(file)))
             for line in plain_lines(lines):
                 yield line.decode("utf-8", errors="replace")
@@ -78,7 +78,7 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
     )
 
 
-def output_file(path: Path) -> AbstractContextManager[BinaryIO]:
+def _output_file(path: Path) -> AbstractContextManager[BinaryIO]:
     """A file that is there as soon as it is whole, so that it may also be read meanwhile."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path} must be in a folder that exists, {path.parent} does not")
@@ -91,7 +91,7 @@ def attention_plot(translation: Translation) -> "Figure":
     from matplotlib.font_manager import get_font_names
 
     rows, columns = translation.attention.shape
-    inches = min(0.25, MAX_INCHES / max(rows, columns))  # of a cell
+    inches = min(0.25, _MAX_INCHES / max(rows, columns))  # of a cell
     figure = Figure(figsize=(2 + inches * columns, 1.5 + inches * rows), layout="constrained")
     axes = figure.subplots()
     axes.imshow(translation.attention.float().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
@@ -99,7 +99,7 @@ def attention_plot(translation: Translation) -> "Figure":
     labels: dict[str, Any] = {
         "parse_math": False,
         "fontsize": 40 * inches,  # points
-        "fontfamily": ["sans-serif", *(font for font in MORE_FONTS if font in installed)],
+        "fontfamily": ["sans-serif", *(font for font in _MORE_FONTS if font in installed)],
     }
     axes.set_xticks(range(columns), translation.source, rotation=90, **labels)
     axes.set_yticks(range(rows), translation.pieces, **labels)
@@ -117,7 +117,7 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
     is_pdf = path.suffix.lower() == ".pdf"
     num_plots = 0
     no_glyphs = False
-    with output_file(path) as file, pdf.PdfPages(file) if is_pdf else nullcontext() as pages:
+    with _output_file(path) as file, pdf.PdfPages(file) if is_pdf else nullcontext() as pages:
 
         def add(translation: Translation) -> None:
             nonlocal num_plots, no_glyphs
@@ -143,7 +143,7 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
         print(f"{path} has boxes for characters that no installed font has", file=sys.stderr)
 
 
-def plot_file(text: str) -> Path:
+def _plot_file(text: str) -> Path:
     """An argparse type."""
     path = Path(text)
     if path.suffix.lower() not in (".png", ".pdf"):
@@ -151,7 +151,7 @@ def plot_file(text: str) -> Path:
     return path
 
 
-def search_of(options: argparse.Namespace) -> BeamSearch:
+def _search_of(options: argparse.Namespace) -> BeamSearch:
     if options.greedy:
         if options.n_best > 1:
             raise ConfigError(f"--n-best must be 1 with --greedy, got {options.n_best}")
@@ -167,7 +167,7 @@ def search_of(options: argparse.Namespace) -> BeamSearch:
         raise ConfigError(str(error)) from error
 
 
-def options_parser() -> argparse.ArgumentParser:
+def _options_parser() -> argparse.ArgumentParser:
     default = BeamSearch()
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
@@ -200,7 +200,7 @@ def options_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, help="where they go; stdout if not given")
     parser.add_argument("--reference", help="file of translations to compare with")
-    parser.add_argument("--attention", type=plot_file, help="plot it into this .png or .pdf")
+    parser.add_argument("--attention", type=_plot_file, help="plot it into this .png or .pdf")
     parser.add_argument(
         "--max-pieces",
         type=at_least(1),
@@ -223,7 +223,9 @@ def options_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def print_bleu(best: Sequence[str], references: Sequence[str], language: str, file: TextIO) -> None:
+def _print_bleu(
+    best: Sequence[str], references: Sequence[str], language: str, file: TextIO
+) -> None:
     bleu = corpus_bleu(best, references, language=language)
     tokenized = corpus_bleu(best, references, tokenized=True)
     print(
@@ -234,16 +236,16 @@ def print_bleu(best: Sequence[str], references: Sequence[str], language: str, fi
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = options_parser().parse_intermixed_args(arguments)
+    options = _options_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:
         require_bleu()
 
-    files = options.files or [STDIN]
-    if STDIN in files and sys.stdin is None:
+    files = options.files or [_STDIN]
+    if _STDIN in files and sys.stdin is None:
         raise ConfigError("stdin must be open where no files are given, it is closed")
-    one_by_one = STDIN in files and sys.stdin.isatty()
-    search = search_of(options)
+    one_by_one = _STDIN in files and sys.stdin.isatty()
+    search = _search_of(options)
     trained = load_run(options.run, options.device)
     translator = make_translator(
         trained,
@@ -253,16 +255,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_pieces=options.max_pieces,
         **({"lines_at_a_time": 1} if one_by_one else {}),
     )
-    lines: Iterable[str] = (line for file in files for line in read_lines(file))
+    lines: Iterable[str] = (line for file in files for line in _read_lines(file))
     references = None
     if options.reference:
-        lines, references = list(lines), list(read_lines(options.reference))
+        lines, references = list(lines), list(_read_lines(options.reference))
         if len(references) != len(lines) or not lines:
             raise ConfigError(
                 f"{options.reference} must have a line for each of the {len(lines):,} to be "
                 f"translated, of which there must be one, got {len(references):,}"
             )
-    elif STDIN not in files:
+    elif _STDIN not in files:
         lines = list(lines)
 
     best = []
@@ -272,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot = stack.enter_context(attention_file(options.attention)) if options.attention else None
         output = sys.stdout.buffer
         if options.output:
-            output = stack.enter_context(output_file(options.output))
+            output = stack.enter_context(_output_file(options.output))
         # Lines that come in between would break a bar on the same terminal.
         title = None if output.isatty() else "translating"
         for number, translations in enumerate(translator(lines, title=title)):
@@ -300,4 +302,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = sys.stdout if options.output else sys.stderr
         assert isinstance(trained.config, TranslationConfig)  # make_translator has seen to it
         language = options.into or trained.config.data.pairs[0].partition("-")[2]
-        print_bleu(best, references, language, report)
+        _print_bleu(best, references, language, report)

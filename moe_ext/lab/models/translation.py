@@ -26,8 +26,8 @@ from moe_ext.lab.models.parts import (
 )
 from moe_ext.ops import accumulation_dtype
 
-BETWEEN_KINDS = ("moe", "ffn", "none")
-ENCODER_KINDS = ("parallel", "stacked")
+_BETWEEN_KINDS = ("moe", "ffn", "none")
+_ENCODER_KINDS = ("parallel", "stacked")
 
 
 @dataclass
@@ -66,9 +66,9 @@ class TranslationModelConfig:
         require_at_least(0, attention_units=self.attention_units)
         require_lstm_units(self.lstm_units, self.d_model)
         for name, kinds in (
-            ("encoder", ENCODER_KINDS),
+            ("encoder", _ENCODER_KINDS),
             ("attention", ATTENTION_KINDS),
-            ("between", BETWEEN_KINDS),
+            ("between", _BETWEEN_KINDS),
         ):
             value = getattr(self, name)
             require(value in kinds, name, f"be one of {', '.join(kinds)}", value)

@@ -54,26 +54,26 @@ FIRST, LARGEST_FLAT, LARGE = "moe-4", "moe-64", "moe-64-2x"
 ARMS = (*MIXTURES, *DENSE, LARGE)
 SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to choose from, if not given
-QUARTER = 0.25
+_QUARTER = 0.25
 
 Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
 
 
-def at_rate(name: str, rate: float) -> str:
+def _at_rate(name: str, rate: float) -> str:
     """What a model is called when trained with a peak learning rate."""
     return f"{name}-{rate:g}"
 
 
-def runs_at_best_rates(
+def _runs_at_best_rates(
     configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
 ) -> tuple[Results, dict[str, dict[float, float]]]:
     """The runs of each model at the best peak rate, and nats of the dev part by model and rate."""
     asked = [] if options.report else options.arms
 
     def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
-        arms = {at_rate(*model): configs[model] for model in models}
-        names = [at_rate(*model) for model in train]
-        return run_study(arms, seeds, text, options.runs, [QUARTER], names)
+        arms = {_at_rate(*model): configs[model] for model in models}
+        names = [_at_rate(*model) for model in train]
+        return run_study(arms, seeds, text, options.runs, [_QUARTER], names)
 
     trials = itertools.product(asked, options.rates)
     first_runs = runs_of(configs, options.seeds[:1], trials)
@@ -81,13 +81,13 @@ def runs_at_best_rates(
         name: {
             rate: read_metrics(run.run, "dev")[-1]["nll"]
             for rate in RATES
-            for run in first_runs[at_rate(name, rate)].values()
+            for run in first_runs[_at_rate(name, rate)].values()
         }
         for name in ARMS
     }
 
     def tried(name: str, rate: float) -> bool:
-        folder = run_folder(options.runs, at_rate(name, rate), options.seeds[0])
+        folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
         return rate in dev_nll[name] or has_diverged(folder)
 
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
@@ -98,7 +98,7 @@ def runs_at_best_rates(
         if name in best and all(tried(name, rate) for rate in options.rates)
     ]
     runs = runs_of(best.items(), options.seeds, train)
-    results = {name: runs[at_rate(name, best[name])] if name in best else {} for name in ARMS}
+    results = {name: runs[_at_rate(name, best[name])] if name in best else {} for name in ARMS}
     return results, dev_nll
 
 
@@ -119,18 +119,18 @@ def claims(results: Results) -> list[Claim]:
         Claim(
             "M4: more text widens the gap",
             f"{more} against {FIRST}: at the end less after a quarter",
-            widening(results[more], results[FIRST], QUARTER),
+            widening(results[more], results[FIRST], _QUARTER),
         )
         for more in MIXTURES[1:]
     ]
     return rows
 
 
-def five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
+def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
     """Modified Kneser-Ney on as much of the text as a run sees in a quarter and in all steps."""
     seen = min(1.0, seen_tokens / text.train.num_tokens)
     perplexities = {}
-    for share in (QUARTER, 1.0):
+    for share in (_QUARTER, 1.0):
         train = text.train.first(round(share * seen * len(text.train)))
         model = fit_kneser_ney(train, len(text.vocabulary))
         nll = float(model.sentence_nll(text.test).sum()) / text.test.num_tokens
@@ -146,7 +146,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         if not runs:
             continue
         cost = next(iter(runs.values())).cost
-        against = [as_change(difference(runs, results[FIRST], share)) for share in (QUARTER, 1.0)]
+        against = [as_change(difference(runs, results[FIRST], share)) for share in (_QUARTER, 1.0)]
         if name == FIRST:
             against = ["", ""]
         rows.append(
@@ -154,7 +154,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
                 name,
                 *size_cells(cost),
                 len(runs),
-                f"{mean_perplexity(runs, QUARTER):.2f}",
+                f"{mean_perplexity(runs, _QUARTER):.2f}",
                 against[0],
                 f"{mean_perplexity(runs):.2f}",
                 against[1],
@@ -162,7 +162,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
             ]
         )
     grams = facts["five_grams"]
-    quarter, whole = (f"{grams['perplexities'][share]:.2f}" for share in (QUARTER, 1.0))
+    quarter, whole = (f"{grams['perplexities'][share]:.2f}" for share in (_QUARTER, 1.0))
     parameters = f"{grams['parameters'] / 1e6:.2f}M"
     rows.append(["KN-5", "", parameters, "", quarter, "", whole, "", ""])
     table = markdown_table(
@@ -206,7 +206,7 @@ def plot(results: Results) -> Figure:
     experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
-    for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
+    for share, label in ((_QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
         found = [results[name] for name in MIXTURES if results[name]]
         means = [mean_perplexity(runs, share) for runs in found]
         axes.plot(experts, means, marker="o", label=label)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     config = next(iter(configs.values()))
     set_up_for(config)
     text = load_text(config.data)
-    results, dev_nll = runs_at_best_rates(configs, options, text)
+    results, dev_nll = _runs_at_best_rates(configs, options, text)
     if not results[FIRST]:
         print(f"nothing to report yet: a run of {FIRST} must be finished")
         return results
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         "train_tokens": text.train.num_tokens,
         "seen_tokens": seen_tokens,
         "dev_nll": dev_nll,
-        "five_grams": five_grams(text, seen_tokens),
+        "five_grams": _five_grams(text, seen_tokens),
         "test_tokens": text.test.num_tokens,
         "vocabulary": len(text.vocabulary),
         "num_sampled": config.model.num_sampled,

@@ -55,7 +55,7 @@ class Row:
     high: float
 
 
-def rows_of(
+def _rows_of(
     part: str,
     seconds: dict[str, list[float]],
     flops: dict[str, float],
@@ -77,7 +77,7 @@ def rows_of(
     return rows
 
 
-def one_step_of(trainer: Trainer) -> Callable[[], object]:
+def _one_step_of(trainer: Trainer) -> Callable[[], object]:
     """A step on the next of its batches."""
     batches = cycle(list(trainer.batches.epoch(0)))
 
@@ -87,7 +87,7 @@ def one_step_of(trainer: Trainer) -> Callable[[], object]:
     return run
 
 
-def training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
+def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
     """Steps of the Trainer on random text, one model after the other."""
     steps: dict[str, Callable[[], object]] = {}
     flops: dict[str, float] = {}
@@ -115,7 +115,7 @@ def training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row
                 counted = LanguageModel(config.model, config.data.vocab_size)
             flops[name] = tokens * training_flops(counted).total
             text = random_text(config.data.vocab_size, 4 * tokens, config.seed)
-            steps[name] = one_step_of(Trainer(config, text))
+            steps[name] = _one_step_of(Trainer(config, text))
             if name in MIXTURES:
                 moe = config.model.moe
                 per_expert[name] = tokens * moe.experts_per_token / moe.num_experts
@@ -126,11 +126,11 @@ def training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row
     return [
         row
         for against in DENSE
-        for row in rows_of(part, seconds, flops, against, tokens, per_expert)
+        for row in _rows_of(part, seconds, flops, against, tokens, per_expert)
     ]
 
 
-def forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
     """The gradients of x and of the layer's weights."""
     inputs, ones = [x, *layer.parameters()], torch.ones_like(x)
 
@@ -140,7 +140,7 @@ def forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
     return run
 
 
-def layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
+def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
     """The MoE layer, gate included, with ever more experts; a dense layer k times as wide."""
     x = torch.randn(tokens, width, requires_grad=True)
     dense = nn.Sequential(
@@ -154,15 +154,15 @@ def layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> li
         name = f"{num_experts} experts"
         layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
         timed = {
-            DENSE_LAYER: forward_backward(dense, x),
-            name: forward_backward(_Output(layer), x),
+            DENSE_LAYER: _forward_backward(dense, x),
+            name: _forward_backward(_Output(layer), x),
         }
         seconds = interleaved(timed, rounds)
         products = 6.0 * tokens * 2 * k * width * hidden
         gate = 6.0 * tokens * 2 * width * num_experts
         flops = {DENSE_LAYER: products, name: products + gate}
         per_expert = {name: k * tokens / num_experts}
-        found = rows_of("layer", seconds, flops, DENSE_LAYER, tokens, per_expert)
+        found = _rows_of("layer", seconds, flops, DENSE_LAYER, tokens, per_expert)
         rows += found if num_experts == k else found[1:]
         num_experts *= 4
     return rows
@@ -186,21 +186,21 @@ class _StepByStep(_Output):
         return torch.stack([self.layer(step)[0] for step in x])
 
 
-def time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
+def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
     """The convolutional trick of Section 3.1: all steps of a batch as one."""
     num_experts, k = 32, 4
     layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
     x = torch.randn(steps, batch, width, requires_grad=True)
     timed = {
-        "each step by itself": forward_backward(_StepByStep(layer), x),
-        f"{steps} steps at once": forward_backward(_Output(layer), x),
+        "each step by itself": _forward_backward(_StepByStep(layer), x),
+        f"{steps} steps at once": _forward_backward(_Output(layer), x),
     }
     seconds = interleaved(timed, rounds)
     operations = 2 * k * width * hidden + 2 * width * num_experts
     flops = dict.fromkeys(timed, 6.0 * steps * batch * operations)
     by_itself, at_once = timed
     per_expert = {by_itself: k * batch / num_experts, at_once: k * steps * batch / num_experts}
-    return rows_of("time steps", seconds, flops, by_itself, steps * batch, per_expert)
+    return _rows_of("time steps", seconds, flops, by_itself, steps * batch, per_expert)
 
 
 def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> str:
@@ -287,10 +287,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Ro
         rows = [
             row
             for tokens in options.tokens
-            for row in training_steps(root, tokens, width, options.rounds)
+            for row in _training_steps(root, tokens, width, options.rounds)
         ]
-        rows += layer_alone(2_048, width, 2 * width, 4, options.rounds)
-        rows += time_steps(20, 128, width, 2 * width, options.rounds)
+        rows += _layer_alone(2_048, width, 2 * width, 4, options.rounds)
+        rows += _time_steps(20, 128, width, 2 * width, options.rounds)
         setting = (
             f"{environment()}, {options.threads} thread{'s' if options.threads > 1 else ''}, "
             f"float32; medians over {options.rounds} interleaved rounds."

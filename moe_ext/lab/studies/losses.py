@@ -42,7 +42,7 @@ from moe_ext.lab.training.text import load_text
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
 NONE, USUAL = "0,0", "0.1,0.1"
 SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
-MARGIN = math.log(1.005)  # "very similar quality", set in advance
+_MARGIN = math.log(1.005)  # "very similar quality", set in advance
 COLUMNS = {
     "cv_importance": "CV(Importance)",
     "cv_load": "CV(Load)",
@@ -55,9 +55,9 @@ def similar(interval: Interval | None) -> str:
     """What a difference says of the claim that there is hardly any."""
     if interval is None:
         return "not decided: fewer than two pairs"
-    if interval.low > -MARGIN and interval.high < MARGIN:
+    if interval.low > -_MARGIN and interval.high < _MARGIN:
         return "reproduced"
-    return "reversed" if interval.low > MARGIN or interval.high < -MARGIN else "not seen"
+    return "reversed" if interval.low > _MARGIN or interval.high < -_MARGIN else "not seen"
 
 
 def claims(results: Results) -> list[tuple[str, str, str, str]]:

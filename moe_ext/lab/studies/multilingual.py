@@ -48,7 +48,7 @@ from moe_ext.lab.training.translation import bleu_of_test, require_bleu, transla
 MIXTURE, DENSE, OVERSAMPLED, SINGLE = "moe", "dense", "moe-oversampled", "single"
 ARMS = (MIXTURE, DENSE, OVERSAMPLED, SINGLE)
 SETTINGS = ("num_threads=1",)
-OF_ARM = {
+_OF_ARM = {
     MIXTURE: ("small-multilingual-moe-64", ()),
     DENSE: ("small-multilingual-dense", ()),
     OVERSAMPLED: ("small-multilingual-moe-64", ("data.oversample=true",)),
@@ -91,7 +91,7 @@ class Figures(NamedTuple):
     bleu: float
 
 
-class Comparison(NamedTuple):
+class _Comparison(NamedTuple):
     """Two models, language pair by language pair.
 
     Attributes:
@@ -110,7 +110,7 @@ def study(options: argparse.Namespace, root: Path) -> Study:
     """The models, trained, tested and translated with as the options ask for."""
 
     def config_of(arm: str, *changes: str) -> TranslationConfig:
-        name, settings = OF_ARM[arm]
+        name, settings = _OF_ARM[arm]
         return read_config(
             root / "configs" / "mt" / f"{name}.toml",
             [*SETTINGS, *settings, *options.overrides, *changes],
@@ -170,10 +170,10 @@ def figures(study: Study) -> dict[str, dict[str, Figures]]:
     return found
 
 
-def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> Comparison:
+def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
     """Of two models' figures by language pair."""
     both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
-    return Comparison(
+    return _Comparison(
         mean_difference([ours.nll - theirs.nll for ours, theirs in both]),
         len(both),
         sum(ours.nll < theirs.nll for ours, theirs in both),
@@ -181,7 +181,7 @@ def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> Comparison:
     )
 
 
-def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, Comparison]:
+def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
     """What the paper compares, and what oversampling does."""
     return {
         f"{arm} against {other}": comparison(found[arm], found[other])
@@ -190,7 +190,7 @@ def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, Comparison]:
     }
 
 
-def comparisons_table(compared: dict[str, Comparison]) -> str:
+def _comparisons_table(compared: dict[str, _Comparison]) -> str:
     """A line for each two models."""
     rows = [
         [
@@ -221,7 +221,7 @@ def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
     return markdown_table(header, rows)
 
 
-def sizes_of_models(study: Study) -> str:
+def _sizes_of_models(study: Study) -> str:
     """A line for each kind of model."""
     rows = []
     every = {**study.results, SINGLE: next(iter(study.single.values()), {})}
@@ -244,7 +244,7 @@ def sizes_of_models(study: Study) -> str:
     )
 
 
-def least_text(text: PairText) -> list[str]:
+def _least_text(text: PairText) -> list[str]:
     """The two language pairs with the fewest training pairs."""
     order = text.train.pair.bincount(minlength=len(text.train.names)).argsort(stable=True)
     return [text.train.names[index] for index in order[:2].tolist()]
@@ -264,20 +264,20 @@ def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str
         "Perplexity is by target piece of the "
         "test part, exp of the mean over seeds of ln ppl; BLEU is sacreBLEU's, of Japanese by "
         "characters. Operations and parameters are without embedding and softmax.\n\n"
-        f"{sizes_of_models(study)}\n{table(study, found)}\n"
-        f"![{' and '.join(least_text(study.text))}](multilingual.png)\n\n"
+        f"{_sizes_of_models(study)}\n{table(study, found)}\n"
+        f"![{' and '.join(_least_text(study.text))}](multilingual.png)\n\n"
         "Differences are means over the language pairs with their 95% t interval: they say how far "
         "the languages agree, not how far other seeds would. In the paper the mixture has the "
         "higher BLEU in 11 of 12 language pairs against the multilingual model without experts, "
         "and in 8 of 12 against models of one language pair, which saw more of it (Table 5).\n\n"
-        f"{comparisons_table(comparisons(found))}\n"
+        f"{_comparisons_table(comparisons(found))}\n"
         f"sacreBLEU's signatures: {', '.join(f'`{each}`' for each in signatures)}\n"
     )
 
 
 def plot(study: Study) -> Figure:
     """Dev perplexity of the language pairs with the least text, by the steps."""
-    panels = least_text(study.text)
+    panels = _least_text(study.text)
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, languages in zip(axes[0], panels, strict=True):

@@ -95,7 +95,7 @@ def count(published: Published, root: Path) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def _markdown(rows: Sequence[dict[str, Any]]) -> str:
     notes: list[str] = []
 
     def cells(row: dict[str, Any], column: str) -> str:
@@ -167,4 +167,4 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
     parser.add_argument("--output", type=Path, default=root / "docs" / "results")
     options = parser.parse_args(arguments)
     rows = [count(published, root) for published in PUBLISHED]
-    write_report(options.output, "paper_tables", markdown(rows), rows)
+    write_report(options.output, "paper_tables", _markdown(rows), rows)

@@ -23,7 +23,7 @@ from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.logging import read_metrics
 
-MODEL = [
+_MODEL = [
     "data.vocab_size=200", "data.tokens_per_batch=200", "model.d_model=16", "num_threads=1",
     "model.moe.num_experts=6", "model.moe.k=2", "model.moe.hidden_sizes=[16]", "timeout=60",
     "log.save_every=2", "log.eval_every=0", "log.eval_sentences=20", "log.log_every=1",
@@ -39,7 +39,7 @@ def start(
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
     command += [str(root / "configs" / "small" / "moe-32.toml"), f"output={output}"]
     return subprocess.Popen(
-        [*command, f"steps={steps}", *MODEL],
+        [*command, f"steps={steps}", *_MODEL],
         stdout=subprocess.DEVNULL,
         stderr=(output.parent / f"{output.name}.log").open("w"),
         text=True,
@@ -54,7 +54,7 @@ def workers(launcher: int) -> list[int]:
     ]
 
 
-def last_step(run: Path) -> int:
+def _last_step(run: Path) -> int:
     records = read_metrics(run, "train")
     return records[-1]["step"] if records else 0
 
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
         done = 0
         for _ in progress(range(options.kills), "kills", "kills", options.kills):
             # Beyond where the last kill fell, so that the run gets on; then at any moment.
-            target = last_step(killed) + draw.randint(1, options.steps_between)
-            while last_step(killed) < min(target, steps - 1) and run.poll() is None:
+            target = _last_step(killed) + draw.randint(1, options.steps_between)
+            while _last_step(killed) < min(target, steps - 1) and run.poll() is None:
                 time.sleep(0.02)
             time.sleep(draw.uniform(0, 0.2))
             if run.poll() is not None:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
         status = run.wait()
         other = start(root, undisturbed, options.processes, steps, 0).wait()
         same = losses(killed) == losses(undisturbed)
-        report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
+        report = {"kills": done, "steps": _last_step(killed), "of": steps, "same_losses": same}
         print(json.dumps(report | {"status": status, "status_undisturbed": other}))
         if not same or status or other:
             print((Path(folder) / "killed.log").read_text()[-3000:], file=sys.stderr)

@@ -56,14 +56,14 @@ from moe_ext.lab.training.statistics import Interval, mean_difference
 from moe_ext.lab.training.study import Claim, claims_data, verdict
 from moe_ext.lab.training.text import load_part
 
-SHOWN_EXPERTS = 3  # of either kind, as in the paper's table
+_SHOWN_EXPERTS = 3  # of either kind, as in the paper's table
 GATES = ("trained", "untrained")
-FORMAT = 1  # of RUN/specialisation.json
+_FORMAT = 1  # of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of a run: read if it was measured as asked, else measured and written."""
-    asked = {"format": FORMAT, "step": trained.step, **asked}
+    asked = {"format": _FORMAT, "step": trained.step, **asked}
     path = Path(run) / "specialisation.json"
     if not path.is_file() or json.loads(path.read_text("utf-8"))["asked"] != asked:
         try:
@@ -97,7 +97,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
         )
         if texts:
             parts = [route(text, positions // len(texts)) for text in texts]
-            label = {"domain": domain_labels(parts)}
+            label = {"domain": _domain_labels(parts)}
             found |= measure_specialisation(
                 joined(parts), label, num_permutations=permutations, seed=seed
             )
@@ -107,7 +107,7 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "positions": len(routed.windows),
         "num_experts": routed.num_experts,
-        "table": table_9(expert_reports(routed, trained.vocabulary), seed),
+        "table": _table_9(expert_reports(routed, trained.vocabulary), seed),
         "trained": numbers(routed),
     }
     with untrained_gates(find_moe_layer(model, layer), seed):
@@ -115,17 +115,17 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def domain_labels(parts: Sequence[RoutedText]) -> Tensor:
+def _domain_labels(parts: Sequence[RoutedText]) -> Tensor:
     """The number of its text for each position."""
     sizes = torch.tensor([len(routed.windows) for routed in parts])
     return torch.arange(len(parts)).repeat_interleave(sizes)
 
 
-def table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
+def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
     """Three most specialised experts and three drawn from the others, ready for JSON."""
     ranked = by_specialisation(reports)
-    chosen, others = ranked[:SHOWN_EXPERTS], ranked[SHOWN_EXPERTS:]
-    drawn = random.Random(seed).sample(others, min(SHOWN_EXPERTS, len(others)))
+    chosen, others = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
+    drawn = random.Random(seed).sample(others, min(_SHOWN_EXPERTS, len(others)))
     return [
         {"how": how, **asdict(report)}
         for how, some in (("most specialised", chosen), ("drawn at random", drawn))
@@ -133,14 +133,14 @@ def table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def over_runs(values: Sequence[float]) -> str:
+def _over_runs(values: Sequence[float]) -> str:
     """Their mean, with its t interval where there are several."""
     interval = mean_difference(values)
     mean = f"{sum(values) / len(values):.3f}"
     return mean if interval is None else f"{mean} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def above_zero(interval: Interval | None) -> str:
+def _above_zero(interval: Interval | None) -> str:
     """What a difference says of the claim that it is above zero."""
     if interval is None:
         return verdict(None)
@@ -185,11 +185,11 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     rows = [
         [
             label,
-            over_runs(values(runs, "trained", label, "purity")),
-            over_runs(values(runs, "untrained", label, "purity")),
-            over_runs(values(runs, "trained", label, "permuted_purity")),
-            over_runs(values(runs, "trained", label, "share")),
-            over_runs(values(runs, "untrained", label, "share")),
+            _over_runs(values(runs, "trained", label, "purity")),
+            _over_runs(values(runs, "untrained", label, "purity")),
+            _over_runs(values(runs, "trained", label, "permuted_purity")),
+            _over_runs(values(runs, "trained", label, "share")),
+            _over_runs(values(runs, "untrained", label, "share")),
         ]
         for label in first["trained"]
     ]
@@ -203,7 +203,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     verdicts = markdown_table(
         ["claim", "compared", "difference, 95%", "verdict"],
         [
-            [claim, what, f"{gap:+.3f}" if gap else "", above_zero(gap)]
+            [claim, what, f"{gap:+.3f}" if gap else "", _above_zero(gap)]
             for claim, what, gap in claims(runs)
         ],
     )
@@ -211,10 +211,10 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         result[p] for run in runs for result in run["trained"].values()
         for p in ("p_purity", "p_information")
     )  # fmt: skip
-    entropies = {gate: over_runs(values(runs, gate, "current word", "entropy")) for gate in GATES}
+    entropies = {gate: _over_runs(values(runs, gate, "current word", "entropy")) for gate in GATES}
     domains = f" Domains: as many words each of {', '.join(facts['domains'])}."
     tables = "\n".join(
-        f"{how.capitalize()}:\n\n{contexts_table([e for e in first['table'] if e['how'] == how])}"
+        f"{how.capitalize()}:\n\n{_contexts_table([e for e in first['table'] if e['how'] == how])}"
         for how in dict.fromkeys(expert["how"] for expert in first["table"])
     )
     return (
@@ -243,7 +243,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     )
 
 
-def contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
+def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
     """A column for each expert, a row for each rank."""
     header = [
         f"expert {e['expert']}: {100 * e['share']:.1f}% of the words, purity {e['purity']:.2f}"
@@ -297,7 +297,7 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def named_corpora(options: Iterable[str]) -> dict[str, str]:
+def _named_corpora(options: Iterable[str]) -> dict[str, str]:
     """The corpora of NAME=CORPUS by name."""
     options = list(options)
     pairs = [option.partition("=") for option in options]
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_threads(parser)
     options = parser.parse_args(arguments)
     set_up_torch("cpu", options.threads)
-    domains = named_corpora(options.domains) if options.domains else {}
+    domains = _named_corpora(options.domains) if options.domains else {}
 
     models = [load_run(run) for run in options.runs]
     config = models[0].config

@@ -51,8 +51,8 @@ MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
 ARMS = (MIXTURE, BALANCED, DENSE, NONE)
 PAIRS = ("en-fr", "en-de")
 SETTINGS = ("num_threads=1",)
-NUM_SHOWN = 10
-NEAR = 0.8
+_NUM_SHOWN = 10
+_NEAR = 0.8
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
             number for trigram in trigrams(sentence) for number in numbers.get(trigram, ())
         )
         for number, count in shared.items():
-            near[number] |= count >= NEAR * sizes[number]
+            near[number] |= count >= _NEAR * sizes[number]
     return near
 
 
@@ -234,7 +234,7 @@ def shown(study: Study) -> str:
     }
     width = max(map(len, ["reference", *first]))
     lines = []
-    evenly = torch.linspace(0, len(study.test) - 1, NUM_SHOWN, dtype=torch.float64)
+    evenly = torch.linspace(0, len(study.test) - 1, _NUM_SHOWN, dtype=torch.float64)
     for index in evenly.round().long().tolist():
         source, reference = study.test[index]
         all_of_it = {"source": source, "reference": reference}
@@ -256,8 +256,8 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
         "of the test part, exp of the mean over seeds of ln ppl; differences are means over pairs "
         "of runs of one seed with their 95% t interval. BLEU is sacreBLEU's, beam "
         "search with the penalties of Wu et al. (2016); a near duplicate is a test sentence that "
-        f"has {NEAR:.0%} of its word trigrams in one sentence of the training part. Operations and "
-        "parameters are without embedding and softmax.\n",
+        f"has {_NEAR:.0%} of its word trigrams in one sentence of the training part. Operations "
+        "and parameters are without embedding and softmax.\n",
         "![dev perplexity against source words](translation.png)\n",
         claims_table(claims(studies)),
     ]

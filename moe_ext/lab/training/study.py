@@ -26,7 +26,7 @@ from moe_ext.lab.training.text import Text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
-SEEDS = [1, 2, 3]  # of a study, if not given
+_SEEDS = [1, 2, 3]  # of a study, if not given
 
 # Of the studies of configs/small: more words than there, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
@@ -63,7 +63,7 @@ def study_parser(
     """
     parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=SEEDS)
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=_SEEDS)
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
@@ -74,7 +74,7 @@ def study_parser(
 def command_of(name: str, options: argparse.Namespace) -> str:
     """The command of a study, as its page quotes it: without what cannot change the results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
-    seeds = [] if options.seeds == SEEDS else ["--seeds", *map(str, options.seeds)]
+    seeds = [] if options.seeds == _SEEDS else ["--seeds", *map(str, options.seeds)]
     return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
 
 
