@@ -1,7 +1,4 @@
-"""The form that all rules share, of options and of what must be installed."""
-
-import importlib
-from types import ModuleType
+"""The form that all rules share."""
 
 import torch
 from torch import Tensor
@@ -88,26 +85,6 @@ def require_floating(owner: str, x: Tensor) -> None:
     """Raises TypeError if x is not of a floating type."""
     if not x.is_floating_point():
         raise TypeError(f"{owner}: x must be of a floating type, got {x.dtype}")
-
-
-def require_package(owner: str, module: str, extra: str) -> ModuleType:
-    """A module of a package that only some uses need.
-
-    Args:
-        owner: what needs it.
-        module: by its whole name, which begins with the package's.
-        extra: that of pyproject.toml which installs the package.
-
-    Raises:
-        ImportError: "<owner>: <package> must be installed (pip install ...), got: <why>".
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f"{owner}: {package} must be installed (pip install 'moe_ext[{extra}]'), got: {error}"
-        ) from error
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,8 @@ import torch
 import moe_ext
 from moe_ext import _C, MoE
 
+__all__ = ["blas_name", "cpu_name", "cuda_version", "isa", "products"]
+
 
 def cpu_name() -> str:
     """The processor's name and the vector instruction sets that matter here."""
@@ -30,18 +32,28 @@ def blas_name() -> str:
     return f"BLAS {found[1] if found else 'unknown'}"
 
 
+def isa() -> str:
+    """The instruction set of the CPU kernels, such as "avx512_bf16"; MOE_EXT_ISA lowers it."""
+    return _C.isa()
+
+
+def cuda_version() -> str | None:
+    """The CUDA version that the operators were built with; None: they have no CUDA kernels."""
+    return _C.cuda_version
+
+
 def products() -> str:
     """What multiplies the experts' matrices, such as "AVX-512 (float32), AMX (bfloat16)"."""
     return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
 
 
-def operators() -> list[str]:
+def _operators() -> list[str]:
     """The names of the registered operators."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
     return sorted({name for name in names if name.startswith("moe_ext::")})
 
 
-def self_test(device: str) -> str:
+def _self_test(device: str) -> str:
     """Runs the layer forward and backward and checks Eq. 1 on it."""
     torch.manual_seed(0)
     layer = MoE(8, 4, 2, experts=[torch.nn.Identity() for _ in range(4)]).to(device)
@@ -54,31 +66,31 @@ def self_test(device: str) -> str:
     return "passed" if ok else "FAILED: identity experts do not return their input"
 
 
-def main() -> int:
+def _main() -> int:
     cuda = torch.version.cuda or "none"
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     lines = {
         "moe_ext": moe_ext.__version__,
-        "built with": f"torch {_C.torch_version}, CUDA {_C.cuda_version or 'none'}, "
+        "built with": f"torch {_C.torch_version}, CUDA {cuda_version() or 'none'}, "
         f"C++ ABI {int(_C.cxx11_abi)}, compiler {_C.compiler}",
         "running with": f"torch {torch.__version__}, {blas_name()}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),
-        "CPU kernels": f"{_C.isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
+        "CPU kernels": f"{isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
         "expert products": products(),
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "NCCL": nccl,
-        "operators": ", ".join(name.removeprefix("moe_ext::") for name in operators()),
+        "operators": ", ".join(name.removeprefix("moe_ext::") for name in _operators()),
     }
-    tests = {"self-test, cpu": self_test("cpu")}
-    if _C.cuda_version and torch.cuda.is_available():
-        tests["self-test, cuda"] = self_test("cuda")
+    tests = {"self-test, cpu": _self_test("cpu")}
+    if cuda_version() and torch.cuda.is_available():
+        tests["self-test, cuda"] = _self_test("cuda")
     for name, value in {**lines, **tests}.items():
         print(f"{name:>16}: {value}")
     return 0 if set(tests.values()) == {"passed"} else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -1,118 +1,12 @@
 """MoE against a dense model of equal operations, or any two options, over paired seeds.
 
-    python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
-    python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
-    python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
-        --against optimizer.experts=adam
-
-Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. Ranks that are started with
-the same command share the runs, and the one that ends last has all seeds in its report. Writes
-OUTPUT/comparison.json and OUTPUT/comparison.md.
-
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
-report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
-training diverged; 2: an option, file or folder that can't be used, in one sentence.
+`--help` shows the commands and the options.
 """
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from moe_ext.lab.analysis import Cost
-from moe_ext.lab.training.command import add_overrides, at_least, exit_status, make_parser
-from moe_ext.lab.training.comparison import arm_titles, arms, comparison_report
-from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
-from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.study import run_study, size_cells
-from moe_ext.lab.training.text import load_text
-
-BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
-
-
-def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
-    """The report as a page with one row for each seed; `config` is that of the first model."""
-    titles = report["models"]
-    costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}
-    sizes = markdown_table(
-        ["model", "ops/timestep", "parameters", "with embedding and softmax"],
-        [
-            [title, *size_cells(cost), f"{cost.total_parameters / 1e6:.2f}M"]
-            for title, cost in costs.items()
-        ],
-    )
-    header = ["seed", *(f"{title}: test ppl" for title in titles.values()), "difference in ln ppl"]
-    header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
-    header += [f"{title}: words/s" for title in titles.values()]
-    rows = []
-    for row in report["pairs"]:
-        balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
-        rows.append(
-            [
-                row["seed"],
-                *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
-                f"{row['difference']:+.4f}",
-                f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
-                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in BALANCE),
-                *(f"{speed[arm]:,.0f}" for arm in titles),
-            ]
-        )
-    difference = "One seed: no interval over seeds."
-    if report["difference"] is not None:
-        mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
-        change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
-        difference = (
-            f"Mean difference in ln ppl, {' - '.join(titles.values())}: {mean:+.4f}, 95% t "
-            f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
-            f"perplexity {change[0]} [{change[1]}, {change[2]}]."
-        )
-    return f"""\
-{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
-{config.data.corpus}: {report["train_tokens"]:,} training and \
-{report["test_tokens"]:,} test tokens, vocabulary {report["vocabulary"]:,}.
-
-{sizes}
-{markdown_table(header, rows)}
-{difference}
-"""
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file of a model with an MoE layer")
-    add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--against", nargs="+", metavar="key=value", help="compare with these options changed"
-    )
-    parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
-    options = parser.parse_intermixed_args(arguments)
-    changes = [*options.overrides, *(options.against or [])]
-    if any(change.startswith("seed=") for change in changes):
-        raise ConfigError("seed must be given as --seeds")
-    if len(set(options.seeds)) != len(options.seeds):
-        raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
-
-    def with_changes(*changes: str) -> AnyConfig:
-        seed = f"seed={options.seeds[0]}"
-        return read_config(options.config, [*options.overrides, *changes, seed])
-
-    config = with_changes()
-    against = with_changes(*options.against) if options.against else None
-    configs = arms(config, against)
-    output = Path(options.output or f"{config.output}-compare")
-    set_up_for(config)
-    text = load_text(config.data)
-    results = run_study(configs, options.seeds, text, output)
-    report = {"models": arm_titles(config, against), **comparison_report(results, text)}
-    page = as_markdown(report, config)
-    write_report(output, "comparison", page, report)
-    return report
-
+from moe_ext.lab.commands.compare import main
+from moe_ext.lab.training import exit_status
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))

@@ -66,7 +66,7 @@ tests() {
   timeout 60 "$python" -c 'import moe_ext, torch; torch.ones(1, device="cuda").item()' ||
     { echo "moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
-    tests/test_experts.py || echo "torch's grouped product, an expert without rows: $(outcome $?)"
+    tests/ops/test_experts.py || echo "torch's grouped product, an expert without rows: $(outcome $?)"
   if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
@@ -85,8 +85,8 @@ sanitize() {
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 15 -s INT 240 compute-sanitizer --error-exitcode 99 \
     --report-api-errors no "$python" -m pytest -v -x -m cuda -p no:cacheprovider \
-    -k "zero or empty or nan or one_expert or any_layout" tests/test_dispatch.py \
-    tests/test_combine.py tests/test_experts.py > "$output/sanitizer.log" 2>&1
+    -k "zero or empty or nan or one_expert or any_layout" tests/ops/test_dispatch.py \
+    tests/ops/test_combine.py tests/ops/test_experts.py > "$output/sanitizer.log" 2>&1
   local status=$? passed
   passed=$(grep -c ' PASSED' "$output/sanitizer.log")
   tail -n 3 "$output/sanitizer.log"
@@ -103,13 +103,13 @@ benchmark() {
   for each in "bfloat16 5" "float32 2"; do
     read -r dtype minutes <<< "$each"
     say "benchmark, $dtype"
-    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmark_layer.py \
+    timeout -k 15 -s INT $((60 * minutes + 45)) "$python" scripts/benchmarks/layer.py \
       --device cuda --dtype "$dtype" --seconds 1.5 --minutes "$minutes" \
       --peers "sort + split" "sort + grouped_mm" ScatterMoE "ScatterMoE GLU" \
       "HF eager" "HF grouped_mm" "HF batched_mm" --profile "$output/$dtype.kernels.txt" \
       --json "$output/$dtype.json" > "$output/$dtype.log" 2>&1 || tail -n 5 "$output/$dtype.log"
     [ -e "$output/$dtype.json" ] || continue
-    "$python" scripts/benchmark_layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
+    "$python" scripts/benchmarks/layer.py --report "$output/$dtype.json" | tee "$output/$dtype.md"
   done
 }
 

@@ -1,84 +1,12 @@
 """Train a language model or a translation model.
 
-    python scripts/train.py configs/small/moe-32.toml
-    python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
-    python scripts/train.py runs/k2/config.toml resume=true            # continue where it stopped
-    python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
-    python scripts/train.py configs/mt/small-moe-32.toml data.corpus=path/to/parallel/text
-    torchrun --standalone --nproc-per-node=2 scripts/train.py configs/small/moe-32.toml
-    torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
-
-Under torchrun the processes share the experts and the rows of every batch; a run may go on with
-another number of them. When one dies, torchrun ends the others, and with --max-restarts starts all
-again: they go on from the last checkpoint. One that hangs is noticed after `timeout` seconds.
-
-Options are those of moe_ext/training/config.py, and of the model those of its classes in
-moe_ext/models, by dotted key; a run's own config.toml has all of them. The run's folder (runs/NAME
-of the file unless output= says otherwise) gets checkpoints, metrics.jsonl and TensorBoard events:
-`tensorboard --logdir runs`.
-
-Ctrl-C or SIGTERM saves after the step in progress; the script then ends with status 0, as after the
-last step, and says how to continue. A second Ctrl-C stops at once, with status 130, and the last
-checkpoint stands. Status 1: training diverged; 2: an option, file or folder that can't be used, in
-one sentence.
+`--help` shows the commands and the options.
 """
 
 import sys
-from collections.abc import Sequence
 
-import torch
-
-from moe_ext.lab.analysis import cost
-from moe_ext.lab.data import EncodedPairs, PairBatches
-from moe_ext.lab.training.command import add_overrides, exit_status, make_parser
-from moe_ext.lab.training.config import read_config
-from moe_ext.lab.training.launch import processes_of_run
-from moe_ext.lab.training.logging import read_metrics
-from moe_ext.lab.training.loop import Trainer
-from moe_ext.lab.training.model import make_model
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
-    add_overrides(parser)
-    options = parser.parse_args(arguments)
-
-    config = read_config(options.config, options.overrides)
-    with processes_of_run(config) as (config, process_group):
-        train(Trainer(config, process_group=process_group))
-
-
-def train(trainer: Trainer) -> None:
-    if trainer.processes.rank > 0:
-        trainer.run()
-        return
-    with torch.device("meta"):  # the experts of all processes
-        whole = make_model(trainer.config.model, len(trainer.text.vocabulary))
-    print(f"model   {cost(whole)}")
-    text = trainer.text
-    if isinstance(text.train, EncodedPairs):
-        for line in text.train.report().splitlines():
-            print(f"data    {line}")
-    if isinstance(trainer.batches, PairBatches) and trainer.batches.num_left_out:
-        print(f"data    {trainer.batches.num_left_out:,} pairs left out, longer than max_length")
-    print(
-        f"data    {len(text.vocabulary):,} entries in the vocabulary, "
-        f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"
-    )
-    if trainer.step:
-        print(f"resume  from step {trainer.step} of {trainer.config.steps}")
-    if trainer.run():
-        measured = read_metrics(trainer.folder, "dev")
-        dev = f"dev perplexity {measured[-1]['perplexity']:.2f} after " if measured else ""
-        print(f"done    {dev}{trainer.step} steps")
-        print(f"next    python scripts/evaluate.py {trainer.folder}")
-    else:
-        print(
-            f"stopped step {trainer.step} is saved; continue with "
-            f"scripts/train.py {trainer.folder / 'config.toml'} resume=true"
-        )
-
+from moe_ext.lab.commands.train import main
+from moe_ext.lab.training import exit_status
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))

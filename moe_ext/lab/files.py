@@ -6,15 +6,19 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 from moe_ext.distributed.files import atomic_file, sync_folder, write_text
+from moe_ext.lab.packages import require_package
 
 __all__ = [
     "READ_ERRORS",
+    "Locked",
     "atomic_file",
     "file_fingerprint",
+    "file_lock",
     "open_plain",
     "plain_lines",
     "sync_folder",
@@ -43,6 +47,34 @@ def file_fingerprint(file: Path) -> str:
     """What changes with a file: its name, size and time."""
     status = file.stat()
     return f"{file.name} {status.st_size} {status.st_mtime_ns}"
+
+
+class Locked(Exception):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
+    """Holds a lock that only one process at a time can have.
+
+    Args:
+        path: of the lock file.
+        wait: whether to wait for a process that holds the lock.
+
+    Raises:
+        Locked: another process holds the lock, and wait is False.
+        ImportError: filelock is not installed.
+    """
+    filelock = require_package("file_lock", "filelock", "train")
+    lock = filelock.FileLock(path, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise Locked(str(path)) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,125 +1,12 @@
 """What recomputing the experts' hidden layers saves, and what it costs.
 
-    python scripts/benchmark_recompute.py                        # 1 and 2 threads, 3 minutes
-    python scripts/benchmark_recompute.py --experts 256 --json recompute.json
-
-A mixture of feed-forward experts (App. D), forward and backward, in float32: with its hidden layers
-kept and with them computed again, in interleaved rounds. "kept" is what autograd holds for the
-backward pass beside the parameters, in bytes per token, seen by saved-tensor hooks; "peak" is the
-memory that forward and backward take beyond their arguments (Linux, resident set).
+`--help` shows the commands and the options.
 """
 
-import argparse
-import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from moe_ext import MoE, ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
-from moe_ext.lab.benchmarks.memory import peak_mib, saved_bytes
-from moe_ext.lab.training.command import at_least, exit_status, make_parser
-from moe_ext.lab.training.report import report_rows
-
-
-@dataclass
-class Row:
-    """One way of the backward pass; times are medians over the rounds."""
-
-    threads: int
-    hidden: str
-    kept_bytes_per_token: float
-    peak_mib: float
-    forward_ms: float
-    total_ms: float
-    ratio: Quartiles
-    same_gradients: bool
-
-
-def measure(args: argparse.Namespace) -> list[Row]:
-    """Both ways, with each number of threads."""
-    T, E, k, D = args.tokens, args.experts, args.k, args.width
-    torch.manual_seed(0)
-    experts = MoE(D, E, k, hidden_sizes=[args.hidden]).experts
-    parameters = list(experts.parameters())
-    index = torch.rand(T, E).topk(k, dim=-1).indices
-    plan = ops.dispatch_plan(index, E)
-    x = torch.randn(T, D, requires_grad=True)
-    gates = torch.rand(T, k).softmax(dim=-1).requires_grad_()
-    upstream = torch.randn(T, D)
-
-    def forward(recompute: bool) -> Tensor:
-        return experts(x, plan.offsets, inverse=plan.inverse, gates=gates, recompute=recompute)
-
-    def step(recompute: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(recompute), [x, gates, *parameters], upstream)
-
-    same = all(map(torch.equal, step(False), step(True)))
-    rows = []
-    ways = {"kept": False, "recomputed": True}
-    for threads in args.threads:
-        torch.set_num_threads(threads)
-        functions: dict[str, Callable[[], object]] = {}
-        for name, recompute in ways.items():
-            functions[f"forward, {name}"] = partial(forward, recompute)
-            functions[f"total, {name}"] = partial(step, recompute)
-        seconds = interleaved(functions, args.rounds)
-        for name in ways:
-            total = seconds[f"total, {name}"]
-            rows.append(
-                Row(
-                    threads,
-                    name,
-                    saved_bytes(functions[f"forward, {name}"], parameters) / T,
-                    peak_mib(functions[f"total, {name}"]),
-                    1e3 * statistics.median(seconds[f"forward, {name}"]),
-                    1e3 * statistics.median(total),
-                    ratio(total, seconds["total, kept"]),
-                    same,
-                )
-            )
-    return rows
-
-
-def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = make_parser(__doc__)
-    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument("--tokens", type=at_least(1), default=4096)
-    parser.add_argument("--experts", type=at_least(1), default=32)
-    parser.add_argument("--k", type=at_least(1), default=4)
-    parser.add_argument("--width", type=at_least(1), default=512)
-    parser.add_argument("--hidden", type=at_least(1), default=1024)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    T, E, k, D = args.tokens, args.experts, args.k, args.width
-    print(environment())
-    print(f"T = {T}, E = {E}, k = {k}, D = {D}, F = {args.hidden}, {args.rounds} rounds\n")
-    rows = measure(args)
-    print(f"gradients of both have the same bits: {'yes' if rows[0].same_gradients else 'NO'}")
-    print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
-    header = ["threads", "hidden layer", "kept, bytes a token", "peak, MiB"]
-    report_rows(
-        rows,
-        [*header, "forward, ms", "both, ms", "ratio", "quartiles"],
-        lambda row: [
-            row.threads,
-            row.hidden,
-            f"{row.kept_bytes_per_token:,.0f}",
-            f"{row.peak_mib:.0f}",
-            f"{row.forward_ms:.1f}",
-            f"{row.total_ms:.1f}",
-            *row.ratio.cells(),
-        ],
-        args.json,
-    )
-    return rows
-
+from moe_ext.lab.benchmarks.recompute import main
+from moe_ext.lab.training import exit_status
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))

@@ -1,101 +1,14 @@
 """Kill processes of a training run at random moments, and see that nothing is lost.
 
-    python scripts/check_restarts.py --kills 50
-
-Trains a small model on several processes twice: undisturbed, and under torchrun's restarts while a
-process that is picked at random is killed (SIGKILL) at random moments: in steps, in saves and while
-a checkpoint is published, for it is saved every second step. Both runs must end with the same bits
-in the log of their losses. Takes some 15 seconds a kill. Status 0: they do; 1: they don't.
+`--help` shows the commands and the options.
 """
 
-import json
-import os
-import random
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import at_least, exit_status, make_parser
-from moe_ext.lab.training.logging import read_metrics
-
-TRAIN = Path(__file__).parent / "train.py"
-CONFIG = Path(__file__).parent.parent / "configs" / "small" / "moe-32.toml"
-MODEL = [
-    "data.vocab_size=200", "data.tokens_per_batch=200", "model.d_model=16", "num_threads=1",
-    "model.moe.num_experts=6", "model.moe.k=2", "model.moe.hidden_sizes=[16]", "timeout=60",
-    "log.save_every=2", "log.eval_every=0", "log.eval_sentences=20", "log.log_every=1",
-    "log.tensorboard=false", "log.progress=false",
-]  # fmt: skip
-
-
-def start(output: Path, processes: int, steps: int, restarts: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command += ["--monitor-interval=0.1", str(TRAIN), str(CONFIG), f"output={output}"]
-    return subprocess.Popen(
-        [*command, f"steps={steps}", *MODEL],
-        stdout=subprocess.DEVNULL,
-        stderr=(output.parent / f"{output.name}.log").open("w"),
-        text=True,
-    )
-
-
-def workers(launcher: int) -> list[int]:
-    """The processes that a torchrun has started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [
-        int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-
-
-def last_step(run: Path) -> int:
-    records = read_metrics(run, "train")
-    return records[-1]["step"] if records else 0
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    return [(r["step"], r["nll"], r["aux_loss"]) for r in read_metrics(run, "train")]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--kills", type=at_least(1), default=50)
-    parser.add_argument("--processes", type=at_least(2), default=2)
-    parser.add_argument("--steps-between", type=at_least(1), default=6, help="on average")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
-    draw = random.Random(options.seed)
-    steps = options.kills * options.steps_between + 10
-
-    with TemporaryDirectory() as folder:
-        killed, undisturbed = Path(folder) / "killed", Path(folder) / "undisturbed"
-        run = start(killed, options.processes, steps, 10 * options.kills)
-        done = 0
-        for _ in progress(range(options.kills), "kills", "kills", options.kills):
-            # Beyond where the last kill fell, so that the run gets on; then at any moment.
-            target = last_step(killed) + draw.randint(1, options.steps_between)
-            while last_step(killed) < min(target, steps - 1) and run.poll() is None:
-                time.sleep(0.02)
-            time.sleep(draw.uniform(0, 0.2))
-            if run.poll() is not None:
-                break
-            if pids := workers(run.pid):
-                os.kill(draw.choice(pids), signal.SIGKILL)
-                done += 1
-        status = run.wait()
-        other = start(undisturbed, options.processes, steps, 0).wait()
-        same = losses(killed) == losses(undisturbed)
-        report = {"kills": done, "steps": last_step(killed), "of": steps, "same_losses": same}
-        print(json.dumps(report | {"status": status, "status_undisturbed": other}))
-        if not same or status or other:
-            print((Path(folder) / "killed.log").read_text()[-3000:], file=sys.stderr)
-    return 0 if same and status == 0 and done == options.kills else 1
-
+from moe_ext.lab.studies.restarts import main
+from moe_ext.lab.training import exit_status
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    root = Path(__file__).resolve().parents[2]
+    sys.exit(exit_status(lambda: main(root=root)))

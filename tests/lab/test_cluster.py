@@ -6,19 +6,19 @@ import json
 import math
 import pathlib
 
-import plan_cluster
 import pytest
 import torch
 
 from moe_ext.distributed import ExpertPlacement
 from moe_ext.lab.benchmarks.memory import saved_bytes
+from moe_ext.lab.commands import plan_cluster
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.cluster import DEVICES, Device, exchange_bytes, leaving, plan
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.lab.training.loop import make_optimizers
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(moe=None, data=None, optimizer=None, **model):

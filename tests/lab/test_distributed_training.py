@@ -18,7 +18,7 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.metrics import evaluate
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -207,8 +207,8 @@ def test_every_configuration_trains(workers, config, tmp_path, path):
 
 PROGRAM = r"""
 import os, sys, time
-sys.path.insert(0, {scripts!r})
-import train
+from moe_ext.lab.commands.train import main
+from moe_ext.lab.training.command import exit_status
 from moe_ext.lab.training.loop import Trainer
 
 step = Trainer.train_step
@@ -222,7 +222,7 @@ def step_of_rank(self, *arguments):
     return step(self, *arguments)
 
 Trainer.train_step = step_of_rank
-sys.exit(train.exit_status(train.main))
+sys.exit(exit_status(main))
 """
 
 
@@ -231,7 +231,7 @@ class Run:
 
     def __init__(self, config, tmp_path, *options, fails=False, restarts=0):
         program, toml = tmp_path / "program.py", tmp_path / "config.toml"
-        program.write_text(PROGRAM.format(scripts=str(ROOT / "scripts"), fails=fails))
+        program.write_text(PROGRAM.format(fails=fails))
         toml.write_text(to_toml(config))
         self.process = subprocess.Popen(
             [

@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import benchmark_data
 import pytest
 import torch
 
+from moe_ext.lab.benchmarks import data as benchmark
 from moe_ext.lab.benchmarks.harness import environment
 from moe_ext.lab.data import (
     CorpusError,
@@ -400,7 +400,7 @@ def measured_here(monkeypatch):
     def here(function, *arguments):
         return function(*arguments)
 
-    monkeypatch.setattr(benchmark_data, "elsewhere", here)
+    monkeypatch.setattr(benchmark, "elsewhere", here)
 
 
 def test_benchmark_measures_the_same_words_for_any_number_of_workers(
@@ -408,9 +408,7 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
 ):
     options = "--workers 0 1 --words 20000 --vocab-size 50 --sentences 100 --batch-words 9000"
     table = tmp_path / "data.json"
-    rows = benchmark_data.main(
-        [*options.split(), "--tokens-per-batch", "500", "--json", str(table)]
-    )
+    rows = benchmark.main([*options.split(), "--tokens-per-batch", "500", "--json", str(table)])
     counted, encoding, batches = rows[0:2], rows[2:4], rows[4:6]
     words = {row.words for row in (*counted, *encoding)}  # ends of sentences included
     assert len(words) == 1 and 20_000 < words.pop() < 22_000
@@ -424,10 +422,10 @@ def test_benchmark_measures_the_same_words_for_any_number_of_workers(
 
 def test_benchmark_measures_what_a_block_holds_at_the_most():
     held = torch.ones(64 << 18)  # 64 MiB
-    with benchmark_data.measured() as result:
+    with benchmark.measured() as result:
         del held
         time.sleep(0.2)
     assert result[0] >= 0.2 and 0 <= result[2] < 32  # beyond what was held before
-    with benchmark_data.measured() as result:
+    with benchmark.measured() as result:
         held = torch.ones(64 << 18)
     assert 32 < result[2] < 128 and held.sum() == held.numel()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_ext.lab.data import EncodedSentences, Vocabulary
-from moe_ext.lab.models.kneser_ney import kneser_ney
+from moe_ext.lab.models import fit_kneser_ney
 
 A, B, C, EOS, UNK = range(5)
 START = "start"
@@ -88,7 +88,7 @@ class Reference:
 def test_hand_worked():
     # Bigrams <s>a 3, ab 2, ac 1, b</s> 2, c</s> 1: D = 2 / (2 + 2·2) = 1/3. Before a, b, c and
     # </s> stand 1, 1, 1 and 2 words: D = 3 / (3 + 2·1) = 3/5, a share 4·(3/5)/5 for 1/5 each.
-    model = kneser_ney(encoded([A, B], [A, B], [A, C]), 5, order=2, modified=False)
+    model = fit_kneser_ney(encoded([A, B], [A, B], [A, C]), 5, order=2, modified=False)
     assert model.discounts == [pytest.approx([3 / 5] * 3), pytest.approx([1 / 3] * 3)]
     unigram = {A: 0.176, B: 0.176, C: 0.176, EOS: 0.376, UNK: 0.096}
     got = model.token_prob(encoded([A, B], [A, UNK, A], [C, B]))
@@ -114,7 +114,7 @@ def test_modified_discounts():
     # 4 words (with </s>) are there once, 3 twice, 2 three times and 1 four times:
     # Y = 4 / (4 + 2·3) = 2/5.
     words = [A, B, C, *[5, 6, 7] * 2, *[8, 9] * 3, *[10] * 4]
-    model = kneser_ney(encoded(words), 11, order=1)
+    model = fit_kneser_ney(encoded(words), 11, order=1)
     expected = [1 - 2 * 2 / 5 * 3 / 4, 2 - 3 * 2 / 5 * 2 / 3, 3 - 4 * 2 / 5 * 1 / 2]
     assert model.discounts == [pytest.approx(expected)]
 
@@ -122,8 +122,8 @@ def test_modified_discounts():
 def test_discounts_without_rare_words():
     # a and </s> are there three times: nothing tells D.
     text = encoded([A], [A], [A])
-    assert kneser_ney(text, 5, order=1, modified=False).discounts == [[0.5] * 3]
-    assert kneser_ney(text, 5, order=1).discounts == [[0.5, 1.0, 1.5]]
+    assert fit_kneser_ney(text, 5, order=1, modified=False).discounts == [[0.5] * 3]
+    assert fit_kneser_ney(text, 5, order=1).discounts == [[0.5, 1.0, 1.5]]
 
 
 @pytest.mark.parametrize("modified", [False, True])
@@ -131,7 +131,7 @@ def test_discounts_without_rare_words():
 def test_matches_the_reference(order, modified):
     train = random_sentences(150, 30, seed=1)
     test = random_sentences(40, 33, seed=2)  # three words that the model never saw
-    model = kneser_ney(encoded(*train), 33, order, modified=modified)
+    model = fit_kneser_ney(encoded(*train), 33, order, modified=modified)
     reference = Reference(train, 33, order, modified)
     for sentences in (train, test):
         expected = torch.tensor(reference.token_prob(sentences), dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_matches_the_reference(order, modified):
 @pytest.mark.parametrize("modified", [False, True])
 def test_probabilities_sum_to_one(modified):
     train = random_sentences(150, 30, seed=3)
-    model = kneser_ney(encoded(*train), 33, 4, modified=modified)
+    model = fit_kneser_ney(encoded(*train), 33, 4, modified=modified)
     seen = max(train, key=len)
     for context in ([], seen[:1], seen[:5], [7, 7, 7, 7, 7], [31], [31, 32, 2]):
         # The word after the context, in a sentence for each but the end of it, and this.
@@ -161,7 +161,7 @@ def test_probabilities_sum_to_one(modified):
 
 def test_perplexity_by_sentence():
     train = random_sentences(60, 20, seed=4)
-    model = kneser_ney(encoded(*train), 21, 3)
+    model = fit_kneser_ney(encoded(*train), 21, 3)
     together = encoded([A, B], [], [B, 7, 7])
     nll = model.sentence_nll(together)
     alone = [model.sentence_nll(encoded(sentence)) for sentence in ([A, B], [], [B, 7, 7])]
@@ -171,7 +171,7 @@ def test_perplexity_by_sentence():
 
 def test_an_order_that_no_sentence_has():
     sentences = [[A], [], [B]]
-    model = kneser_ney(encoded(*sentences), 5, order=7)
+    model = fit_kneser_ney(encoded(*sentences), 5, order=7)
     assert model.order == 3  # <s> a </s>
     expected = Reference(sentences, 5, 7, True).token_prob(sentences)
     got = model.token_prob(encoded(*sentences))
@@ -180,12 +180,12 @@ def test_an_order_that_no_sentence_has():
 
 def test_errors():
     with pytest.raises(ValueError, match="kneser_ney: order must be at least 1, got 0"):
-        kneser_ney(encoded([A]), 5, order=0)
+        fit_kneser_ney(encoded([A]), 5, order=0)
     with pytest.raises(ValueError, match="kneser_ney: sentences must hold ids below 3, got 3"):
-        kneser_ney(encoded([A]), 3)
+        fit_kneser_ney(encoded([A]), 3)
     with pytest.raises(ValueError, match="kneser_ney: sentences must hold at least one sentence"):
-        kneser_ney(encoded(), 5)
-    model = kneser_ney(encoded([A]), 5, order=2)
+        fit_kneser_ney(encoded(), 5)
+    model = fit_kneser_ney(encoded([A]), 5, order=2)
     with pytest.raises(ValueError, match="token_prob: sentences must hold ids below 5, got 9"):
         model.token_prob(encoded([9]))
 
@@ -196,7 +196,7 @@ def arpa(tmp_path):
     names = [f"w{i}" for i in range(33)]
     names[EOS], names[UNK] = Vocabulary.EOS, Vocabulary.UNK
     vocabulary = Vocabulary(names)
-    model = kneser_ney(encoded(*random_sentences(150, 30, seed=5)), 33, 3)
+    model = fit_kneser_ney(encoded(*random_sentences(150, 30, seed=5)), 33, 3)
     path = tmp_path / "model.arpa"
     model.write_arpa(path, vocabulary)
     return model, vocabulary, path

@@ -20,9 +20,9 @@ from moe_ext import (
 from moe_ext.lab.analysis import (
     ExpertReport,
     by_specialisation,
-    collect_routing,
     cost,
     expert_reports,
+    route_text,
 )
 from moe_ext.lab.data import Batch, EncodedSentences, Vocabulary
 from moe_ext.lab.models import (
@@ -606,8 +606,8 @@ def test_expert_reports_find_what_a_known_gate_does(ragged):
 
     model.forward = forward
     encoded = EncodedSentences(sentences, vocabulary.eos_id)
-    routing = collect_routing(model, encoded, num_positions=10**6)
-    reports = expert_reports(routing, vocabulary, num_contexts=5)
+    routed = route_text(model, encoded, num_positions=10**6)
+    reports = expert_reports(routed, vocabulary, num_contexts=5)
     assert [report.expert for report in reports] == [0, 1, 2, 3]
     inputs = torch.tensor([w for s in sentences for w in (vocabulary.eos_id, *s)])
     for report in reports:
@@ -644,4 +644,4 @@ def test_routing_needs_a_moe_layer():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
     with pytest.raises(ValueError, match=r"layer must be in \[0, 0\)"):
-        collect_routing(build(layers=["lstm"]), encoded)
+        route_text(build(layers=["lstm"]), encoded)

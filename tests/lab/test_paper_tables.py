@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 
-import paper_tables
 import pytest
 import torch
 
@@ -12,10 +11,11 @@ from moe_ext.lab.analysis import cost, training_flops
 from moe_ext.lab.analysis.paper import PUBLISHED
 from moe_ext.lab.benchmarks.memory import peak_mib
 from moe_ext.lab.models import LanguageModel
+from moe_ext.lab.studies import paper_tables
 from moe_ext.lab.training.cluster import DEVICES, plan
 from moe_ext.lab.training.config import config_from_dict, read_config
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def on_meta(config):
@@ -125,7 +125,7 @@ def test_every_model_is_built_without_memory(configs):
 
 @pytest.fixture(scope="module")
 def rows():
-    return [paper_tables.count(published) for published in PUBLISHED]
+    return [paper_tables.count(published, ROOT) for published in PUBLISHED]
 
 
 def test_sizes_are_the_published_ones_to_the_printed_digit(rows):
@@ -215,7 +215,7 @@ def test_flops_worked_by_hand():
 
 
 def test_the_command_writes_what_is_in_the_documents(tmp_path, capsys):
-    paper_tables.main(["--output", str(tmp_path)])
+    paper_tables.main(["--output", str(tmp_path)], ROOT)
     out = capsys.readouterr().out
     assert "ops 22, parameters 23, total 22\nof 23." in out
     assert out.count("| no (") == 2 and "\n2. 5.9397" in out

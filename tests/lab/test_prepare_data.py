@@ -9,9 +9,9 @@ import threading
 import zipfile
 from dataclasses import replace
 
-import prepare_data
 import pytest
 
+from moe_ext.lab.commands import prepare_data
 from moe_ext.lab.data import CorpusError
 from moe_ext.lab.training.command import exit_status
 from moe_ext.lab.training.config import ConfigError, DataConfig

@@ -1,6 +1,5 @@
 """The scripts as a user runs them: what they print, write and refuse."""
 
-import importlib
 import json
 import math
 import pathlib
@@ -10,32 +9,22 @@ import subprocess
 import sys
 import time
 
-import benchmark_hierarchical
-import benchmark_optim
-import benchmark_recurrent
-import compare
-import evaluate
-import inspect_experts
-import kneser_ney
-import measure_step
 import pytest
-import quickstart
-import reproduce_balanced
-import reproduce_efficiency
-import reproduce_specialisation
 import torch
-import train
 
 from moe_ext import BalancedGate, MoE, batchwise_masks
-from moe_ext.distributed.checkpoint import CheckpointError
+from moe_ext.distributed import CheckpointError
+from moe_ext.lab.benchmarks import hierarchical, optim, recurrent, step
 from moe_ext.lab.benchmarks.harness import environment
+from moe_ext.lab.commands import compare, evaluate, inspect_experts, quickstart, train
+from moe_ext.lab.studies import balanced, efficiency, kneser_ney, specialisation
 from moe_ext.lab.training.checkpoint import checkpoints_of
 from moe_ext.lab.training.command import exit_status
 from moe_ext.lab.training.config import ConfigError, read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "small" / "moe-32.toml"
 TINY = [
     "data.vocab_size=60", "data.tokens_per_batch=100", "model.d_model=8", "model.moe.num_experts=4",
@@ -65,9 +54,9 @@ def run(corpus, tmp_path_factory):
     return folder
 
 
-def status_and_error(capsys, name, *arguments):
+def status_and_error(capsys, command, *arguments):
     capsys.readouterr()
-    status = exit_status(lambda: importlib.import_module(name).main([str(a) for a in arguments]))
+    status = exit_status(lambda: command.main([str(a) for a in arguments]))
     error = capsys.readouterr().err
     return status, error
 
@@ -110,7 +99,7 @@ def test_train_refuses_in_one_sentence_with_status_2(run, corpus, capsys, tmp_pa
     options = [option.format(run=run) for option in options]
     status, error = status_and_error(
         capsys,
-        "train",
+        train,
         CONFIG,
         *TINY,
         f"data.corpus={corpus}",
@@ -124,43 +113,43 @@ def test_train_refuses_in_one_sentence_with_status_2(run, corpus, capsys, tmp_pa
 
 
 def test_other_scripts_refuse_alike(capsys, tmp_path, run):
-    for name in ("evaluate", "inspect_experts"):
-        status, error = status_and_error(capsys, name, tmp_path / "none")
+    for command in (evaluate, inspect_experts):
+        status, error = status_and_error(capsys, command, tmp_path / "none")
         assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
-    status, error = status_and_error(capsys, "evaluate", run, "--corpus", tmp_path / "none")
+    status, error = status_and_error(capsys, evaluate, run, "--corpus", tmp_path / "none")
     assert status == 2 and "there is no corpus at" in error
-    status, error = status_and_error(capsys, "evaluate", run, "--bleu")
+    status, error = status_and_error(capsys, evaluate, run, "--bleu")
     assert status == 2 and error == "error: --bleu must be left out for a language model\n"
-    status, error = status_and_error(capsys, "inspect_experts", run, "--layer", 3)
+    status, error = status_and_error(capsys, inspect_experts, run, "--layer", 3)
     assert status == 2 and "layer must be in [0, 1)" in error
-    for name in ("evaluate", "inspect_experts"):
-        status, error = status_and_error(capsys, name, run, "--device", "meta")
+    for command in (evaluate, inspect_experts):
+        status, error = status_and_error(capsys, command, run, "--device", "meta")
         assert status == 2 and "device must be cpu or cuda, got 'meta'" in error
-    status, error = status_and_error(capsys, "compare", tmp_path / "none.toml")
+    status, error = status_and_error(capsys, compare, tmp_path / "none.toml")
     assert status == 2 and "there is no configuration file" in error
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "experts"
-    status, error = status_and_error(capsys, "inspect_experts", run, "--output", output)
+    status, error = status_and_error(capsys, inspect_experts, run, "--output", output)
     assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert str(tmp_path / "file") in error
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "rule"),
+    ("command", "option", "rule"),
     [
-        ("evaluate", "--threads=-1", "at least 0, got '-1'"),
-        ("evaluate", "--tokens-per-batch=0", "at least 1, got '0'"),
-        ("inspect_experts", "--threads=-1", "at least 0, got '-1'"),
-        ("inspect_experts", "--positions=none", "at least 1, got 'none'"),
-        ("inspect_experts", "--contexts=0", "at least 1, got '0'"),
-        ("kneser_ney", "--order=0", "at least 1, got '0'"),
-        ("compare", "--seeds=-1", "at least 0, got '-1'"),
-        ("kneser_ney", "--shares=1.5", "above 0 and at most 1, got '1.5'"),
+        (evaluate, "--threads=-1", "at least 0, got '-1'"),
+        (evaluate, "--tokens-per-batch=0", "at least 1, got '0'"),
+        (inspect_experts, "--threads=-1", "at least 0, got '-1'"),
+        (inspect_experts, "--positions=none", "at least 1, got 'none'"),
+        (inspect_experts, "--contexts=0", "at least 1, got '0'"),
+        (kneser_ney, "--order=0", "at least 1, got '0'"),
+        (compare, "--seeds=-1", "at least 0, got '-1'"),
+        (kneser_ney, "--shares=1.5", "above 0 and at most 1, got '1.5'"),
     ],
 )
-def test_options_out_of_range_are_refused_with_status_2(run, capsys, name, option, rule):
+def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, option, rule):
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(name).main([str(run), option])
+        command.main([str(run), option])
     assert stopped.value.code == 2
     assert rule in capsys.readouterr().err.splitlines()[-1]
 
@@ -222,12 +211,12 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
     assert f"continue with scripts/train.py {folder / 'config.toml'} resume=true" in output
-    step = checkpoints_of(folder).steps()[-1]
-    assert step >= 1
+    last = checkpoints_of(folder).steps()[-1]
+    assert last >= 1
     subprocess.run(
-        [*command, f"steps={step + 2}", "resume=true"], cwd=ROOT, check=True, capture_output=True
+        [*command, f"steps={last + 2}", "resume=true"], cwd=ROOT, check=True, capture_output=True
     )
-    assert checkpoints_of(folder).steps()[-1] == step + 2
+    assert checkpoints_of(folder).steps()[-1] == last + 2
     assert len(checkpoints_of(folder).steps()) == 2
 
 
@@ -246,7 +235,7 @@ def test_evaluate_measures_all_of_another_text(run, tmp_path, capsys):
     text.write_text("w1 w2 w3\nw4 nowhere\n")
     result = evaluate.main([str(run), "--corpus", str(text)])
     assert capsys.readouterr().out.startswith("all perplexity ") and result.num_tokens == 7
-    status, error = status_and_error(capsys, "evaluate", run, "--corpus", text, "--part", "test")
+    status, error = status_and_error(capsys, evaluate, run, "--corpus", text, "--part", "test")
     assert status == 2 and "the test part of" in error
     assert evaluate.main([str(run), "--part", "all"]).sentence_nll.shape == (240,)
 
@@ -299,13 +288,11 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
         )
     (row,) = report["pairs"]
     assert row["config_perplexity"] != row["against_perplexity"]
-    status, error = status_and_error(capsys, "compare", *arguments, "--against", "log.log_every=2")
+    status, error = status_and_error(capsys, compare, *arguments, "--against", "log.log_every=2")
     assert status == 2 and "must differ in some option" in error
-    status, error = status_and_error(capsys, "compare", *arguments, "--against", "seed=5")
+    status, error = status_and_error(capsys, compare, *arguments, "--against", "seed=5")
     assert status == 2 and "seed must be given as --seeds" in error
-    status, error = status_and_error(
-        capsys, "compare", *arguments, "--against", "data.vocab_size=20"
-    )
+    status, error = status_and_error(capsys, compare, *arguments, "--against", "data.vocab_size=20")
     assert status == 2 and "the same seed and data, got other data.vocab_size" in error
 
 
@@ -315,7 +302,7 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
         *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "steps=6",
         "log.eval_every=3", "log.progress=false", "--output", str(tmp_path / "results"),
     ]  # fmt: skip
-    report = reproduce_balanced.main(arguments)
+    report = balanced.main(arguments, ROOT)
     assert report["checked_batches"] == 6 and [r["step"] for r in report["dev"]] == [3, 6]
     last = report["dev"][-1]
     assert report["final"] == {
@@ -326,15 +313,15 @@ def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
     assert page in capsys.readouterr().out and "in all of the 6 training batches" in page
     assert json.loads((tmp_path / "results" / "balanced.json").read_text()) == report
     assert (tmp_path / "results" / "balanced.png").read_bytes().startswith(b"\x89PNG")
-    again = reproduce_balanced.main(arguments)
+    again = balanced.main(arguments, ROOT)
     assert again == {**report, "checked_batches": 0}
     assert "training batches since" not in (tmp_path / "results" / "balanced.md").read_text()
     with pytest.raises(ConfigError, match=r'model.layers must have a "moe", got \[.lstm.\]'):
-        reproduce_balanced.main([*arguments, 'model.layers=["lstm"]'])
+        balanced.main([*arguments, 'model.layers=["lstm"]'], ROOT)
 
 
 def test_an_unequal_load_stops_the_run():
-    check = reproduce_balanced.EqualLoads(k=1, num_experts=3)
+    check = balanced.EqualLoads(k=1, num_experts=3)
     layer = MoE(4, 3, 1, gate=BalancedGate(4, 3, 1))
     layer.register_forward_hook(check)
     layer(torch.randn(6, 4))
@@ -350,7 +337,7 @@ def test_an_unequal_load_stops_the_run():
 
 def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     sizes = ["--experts", "3", "--d-model", "8", "--hidden", "16", "--rounds", "2"]
-    rows = benchmark_optim.main([*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")])
+    rows = optim.main([*sizes, "--threads", "1", "--json", str(tmp_path / "rows.json")])
     ours, *others = rows
     assert ours.step == "FactoredAdam" and ours.ratio == (1, 1, 1)
     assert 4 * (8 + 16) / (8 * 16) < ours.state_bytes < 4 * (8 + 16) / (8 * 16) + 0.1
@@ -363,11 +350,11 @@ def test_benchmark_optim_compares_steps_and_states(tmp_path, capsys):
     assert capsys.readouterr().out.count("| 1 |") == 5
 
 
-def test_measure_step(tmp_path, capsys):
+def test_benchmark_step(tmp_path, capsys):
     path = tmp_path / "step.json"
     changes = ["optimizer.accumulate=2", "optimizer.embedding=factored_adam"]
     arguments = [str(CONFIG), *TINY, *changes, "--steps", "2", "--json", str(path)]
-    record = measure_step.main(arguments)
+    record = step.main(arguments)
     assert json.loads(path.read_text())["steps"] == record["steps"]
     # LSTM 2 · 4 · 8 · 16, gate 2 · 8 · 4, experts 2 · 2 · 8 · 8, softmax 8 · 60 multiply-adds
     assert record["flops_of_token"] == 6 * (1024 + 64 + 256 + 480)
@@ -378,22 +365,22 @@ def test_measure_step(tmp_path, capsys):
     tensors = 4 * 2 + 2 + 2 + 3
     assert record["optimizer_bytes"] == 4 * (196 + 2 * (1024 + 128 + 64 + 512) + tensors)
     assert len(record["steps"]) == 2
-    for step in record["steps"]:
-        assert 200 <= step["tokens"] <= 260 and step["tokens"] % 26 == 0
-        flops = step["tokens"] * record["flops_of_token"]
-        assert step["gflops"] == pytest.approx(flops / step["seconds"] / 1e9)
+    for each in record["steps"]:
+        assert 200 <= each["tokens"] <= 260 and each["tokens"] % 26 == 0
+        flops = each["tokens"] * record["flops_of_token"]
+        assert each["gflops"] == pytest.approx(flops / each["seconds"] / 1e9)
     out = capsys.readouterr().out
     assert "step 2  " in out and "memory  weights 0.000 GB" in out
     with pytest.raises(ConfigError, match="optimizer.experts must be factored_adam with model.dty"):
-        measure_step.main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
+        step.main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
 
 
 def test_efficiency_is_of_equal_operations(tmp_path):
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
-    rows = reproduce_efficiency.main(options)
+    rows = efficiency.main(options, ROOT)
     steps = {row.name: row for row in rows if row.part == "training step"}
-    expected = {*reproduce_efficiency.DENSE, *reproduce_efficiency.MIXTURES}
-    assert steps.keys() == {*expected, reproduce_efficiency.PEAK}
+    expected = {*efficiency.DENSE, *efficiency.MIXTURES}
+    assert steps.keys() == {*expected, efficiency.PEAK}
     assert steps["moe-256-h"].rows_per_expert == 1 and steps["moe-4"].rows_per_expert == 64
     assert all(row.gflops > 0 and row.low <= row.median <= row.high for row in rows)
     layer = [row.rows_per_expert for row in rows if row.part == "layer"]
@@ -409,7 +396,7 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
         "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "num_threads=1",
         "log.progress=false",
     ]  # fmt: skip
-    results = quickstart.main(arguments)
+    results = quickstart.main(arguments, ROOT)
     out = capsys.readouterr().out
     for part in (
         "MoE, 2 of 8 experts",
@@ -422,7 +409,7 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
         assert part in out
     assert out.count("highest gates:") == 3
     assert (tmp_path / "q" / "quickstart.png").read_bytes().startswith(b"\x89PNG")
-    again = quickstart.main(arguments)
+    again = quickstart.main(arguments, ROOT)
     assert again["moe"].test_nll == results["moe"].test_nll
 
 
@@ -459,7 +446,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
         "--output", tmp_path / "results", "--domains", f"given={corpus}", f"other={other}",
     ]  # fmt: skip
     arguments = [str(argument) for argument in arguments]
-    report = reproduce_specialisation.main(arguments)
+    report = specialisation.main(arguments)
     page = (tmp_path / "results" / "specialisation.md").read_text()
     assert page in capsys.readouterr().out
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
@@ -479,10 +466,10 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
     # What was measured is not measured again.
-    monkeypatch.setattr(reproduce_specialisation, "measure", None)
-    assert reproduce_specialisation.main(arguments) == report
+    monkeypatch.setattr(specialisation, "measure", None)
+    assert specialisation.main(arguments) == report
     with pytest.raises(TypeError):
-        reproduce_specialisation.main([*arguments, "--permutations", "21"])
+        specialisation.main([*arguments, "--permutations", "21"])
 
 
 def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
@@ -497,19 +484,19 @@ def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
         ([run, "--domains", f"a={corpus}", "b"], "two or more distinct NAME=CORPUS"),
         ([run, "--domains", f"a={corpus}", f"b={tmp_path / 'nowhere'}"], "there is no corpus at"),
     ):
-        found = status_and_error(capsys, "reproduce_specialisation", *arguments)
+        found = status_and_error(capsys, specialisation, *arguments)
         assert found[0] == 2 and message in found[1] and found[1].count("\n") == 1
 
 
 def test_words_in_their_place_as_markdown():
-    in_place = reproduce_specialisation.in_place
+    in_place = specialisation.in_place
     assert in_place(["", "</s>", "a|b", "*", "x_y"]) == r"&lt;/s&gt; **a\|b** \* x\_y"
 
 
 def test_benchmark_recurrent(capsys, tmp_path):
     sizes = ["--slots", "1", "2", "4", "--steps", "12", "--width", "8", "--rounds", "2"]
     result = tmp_path / "recurrent.json"
-    rows = benchmark_recurrent.main([*sizes, "--json", str(result)])
+    rows = recurrent.main([*sizes, "--json", str(result)])
     assert [row.slots for row in rows] == [0, 1, 2, 4]
     assert [row.evaluations for row in rows] == [12] + [row.minimum + 1 for row in rows[1:]]
     assert rows[0].mib > 2 * max(row.mib for row in rows[1:])
@@ -521,7 +508,7 @@ def test_benchmark_hierarchical(tmp_path, capsys):
     """The layers marked "=" have the large one's multiply-adds, to a column of their experts."""
     sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
     options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
-    rows = benchmark_hierarchical.main([*sizes.split(), *options.split()])
+    rows = hierarchical.main([*sizes.split(), *options.split()])
     large = rows[0]
     # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts of 8 x 4 and 4 x 8 weights.
     assert (large.gate_ops, large.expert_ops, large.ratio) == (384, 256, (1, 1, 1))

@@ -11,15 +11,15 @@ import torch
 
 from moe_ext import BalancedGate, HierarchicalMoE, MoE
 from moe_ext.lab.analysis import (
-    Routing,
-    collect_routing,
+    RoutedText,
     expert_reports,
     joined,
     labels_of,
-    specialisation,
+    measure_specialisation,
+    route_text,
     untrained_gates,
 )
-from moe_ext.lab.analysis.routing import NO_WORD
+from moe_ext.lab.analysis.routed_text import NO_WORD
 from moe_ext.lab.analysis.specialisation import (
     WORD_CLASSES,
     entropy,
@@ -40,7 +40,7 @@ def routing_of(slots, num_experts, words=None):
     number = int(position.max()) + 1 if words is None else len(words)
     padded = torch.full((number + 4,), NO_WORD)
     padded[2:-2] = torch.zeros(number) if words is None else torch.tensor(words)
-    return Routing(num_experts, padded.unfold(0, 5, 1), position, expert, gate)
+    return RoutedText(num_experts, padded.unfold(0, 5, 1), position, expert, gate)
 
 
 def one_expert_each(experts, num_experts):
@@ -70,18 +70,18 @@ def test_information_by_hand():
 
 def test_positions_of_the_experts():
     slots = [(0, 1, 0.75), (0, 2, 0.25), (2, 2, 0.5), (2, 1, 0.5), (3, 1, 0.9), (3, 0, 0.1)]
-    routing = routing_of(slots, num_experts=4)
-    assert routing.highest(2).tolist() == [[3, -1], [3, 0], [2, 0], [-1, -1]]
-    position, expert = routing.first_choice()  # nobody has position 1; of equal gates the first
+    routed = routing_of(slots, num_experts=4)
+    assert routed.highest(2).tolist() == [[3, -1], [3, 0], [2, 0], [-1, -1]]
+    position, expert = routed.first_choice()  # nobody has position 1; of equal gates the first
     assert position.tolist() == [0, 2, 3] and expert.tolist() == [1, 2, 1]
-    both = joined([routing, routing])
+    both = joined([routed, routed])
     assert both.highest(3)[0].tolist() == [3, 7, -1]
     assert len(both.windows) == 8 and both.first_choice()[0].tolist() == [0, 2, 3, 4, 6, 7]
 
 
 def test_experts_that_follow_the_label():
     labels = torch.arange(4).repeat(100)
-    found = specialisation(
+    found = measure_specialisation(
         one_expert_each(labels.tolist(), 4), {"label": labels}, num_permutations=99
     )["label"]
     assert found.purity.tolist() == [1.0] * 4
@@ -95,7 +95,9 @@ def test_information_is_of_the_expert_with_the_highest_gate():
     """The other one, here always the same, does not count."""
     labels = torch.arange(3).repeat(4)
     slots = [slot for i, e in enumerate(labels.tolist()) for slot in ((i, 3, 0.25), (i, e, 0.75))]
-    found = specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)["label"]
+    found = measure_specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)[
+        "label"
+    ]
     assert found.information == pytest.approx(math.log(3), abs=1e-12) == found.entropy
 
 
@@ -103,7 +105,9 @@ def test_experts_that_do_not():
     # Each label meets each expert as often: nothing is to be known, and shuffling can only add.
     labels = torch.arange(5).repeat(80)
     experts = torch.arange(4).repeat_interleave(5).repeat(20).tolist()
-    found = specialisation(one_expert_each(experts, 4), {"label": labels}, num_permutations=99)
+    found = measure_specialisation(
+        one_expert_each(experts, 4), {"label": labels}, num_permutations=99
+    )
     assert found["label"].information == pytest.approx(0, abs=1e-12)
     assert found["label"].p_information == 1.0
     assert found["label"].share < 0
@@ -119,7 +123,7 @@ def test_random_routing_is_not_special():
     N, E, V = 4_000, 8, 20
     experts = torch.randint(E, (N,), generator=generator)
     labels = torch.randint(V, (N,), generator=generator)
-    found = specialisation(
+    found = measure_specialisation(
         one_expert_each(experts.tolist(), E), {"label": labels}, num_permutations=200
     )["label"]
     degrees = (E - 1) * (V - 1)
@@ -137,7 +141,7 @@ def test_permutations_are_fair():
         most = [max(map(part.count, part)) / len(part) for part in (order[:4], order[4:])]
         purities.append(statistics.fmean(most))
         informations.append(mutual_information(torch.tensor(experts), torch.tensor(order)))
-    found = specialisation(
+    found = measure_specialisation(
         one_expert_each(experts, 2), {"label": torch.tensor(labels)}, num_permutations=2_000
     )["label"]
     for shuffled, exact in (
@@ -150,7 +154,7 @@ def test_permutations_are_fair():
 
 def test_summary():
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    found = specialisation(
+    found = measure_specialisation(
         one_expert_each([0, 0, 1, 1, 1, 1], 3), {"a": labels, "b": labels}, num_permutations=50
     )
     assert found["a"].summary() == found["b"].summary()  # of the same shuffles
@@ -164,8 +168,8 @@ def test_labels():
     words = ["the", "</s>", "<unk>", "Paris", "1,024", "--", "slowly", "nation", "cats", "house"]
     vocabulary = Vocabulary(words)
     text = [1, 0, 8, 6]
-    routing = routing_of([(i, 0, 1.0) for i in range(4)], 1, words=text)
-    labels = labels_of(routing, vocabulary)
+    routed = routing_of([(i, 0, 1.0) for i in range(4)], 1, words=text)
+    labels = labels_of(routed, vocabulary)
     assert labels["current word"].tolist() == text
     assert labels["previous word"].tolist() == [0, 2, 1, 9]  # 0: none
     classes = [WORD_CLASSES[i] for i in labels["word class"].tolist()]
@@ -209,8 +213,8 @@ def test_untrained_gates_without_thresholds_only():
 
 def test_words_that_come_once_tell_experts_apart_by_chance_alone():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(8)), "<unk>", "</s>"])
-    routing = routing_of([(i, i % 2, 1.0) for i in range(8)], 2, words=range(8))
-    for report in expert_reports(routing, vocabulary):
+    routed = routing_of([(i, i % 2, 1.0) for i in range(8)], 2, words=range(8))
+    for report in expert_reports(routed, vocabulary):
         assert report.information == pytest.approx(0, abs=1e-12)  # ln 2 less ln 2
 
 
@@ -286,7 +290,7 @@ def model_by_class(wordpieces):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class):
-    routing = collect_routing(
+    routed = route_text(
         model_by_class, pairs, layer=layer, num_positions=10**6, tokens_per_batch=90
     )
     # The encoder sees </s> behind the words, the decoder before them.
@@ -297,21 +301,21 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
         padded = [NO_WORD] * 2 + seen + [NO_WORD] * 2
         for place in range(len([target, source][layer == 0])):
             expected[(int(pairs.pair[index]), *padded[place : place + 5])] += 1
-    found = torch.cat([routing.pair.unsqueeze(1), routing.windows], 1)
+    found = torch.cat([routed.pair.unsqueeze(1), routed.windows], 1)
     assert Counter(map(tuple, found.tolist())) == expected
-    assert routing.pair_names == PAIRS
+    assert routed.pair_names == PAIRS
 
-    classes = [class_of(piece) for piece in wordpieces.pieces(routing.words.tolist())]
-    assert routing.expert.tolist() == classes
-    assert routing.position.tolist() == list(range(len(classes)))
-    both = joined([routing, routing])
-    assert both.pair.tolist() == 2 * routing.pair.tolist() and both.pair_names == PAIRS
+    classes = [class_of(piece) for piece in wordpieces.pieces(routed.words.tolist())]
+    assert routed.expert.tolist() == classes
+    assert routed.position.tolist() == list(range(len(classes)))
+    both = joined([routed, routed])
+    assert both.pair.tolist() == 2 * routed.pair.tolist() and both.pair_names == PAIRS
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
-    routing = collect_routing(model_by_class, pairs, layer=layer, num_positions=10**6)
-    reports = expert_reports(routing, wordpieces, num_words=99)
+    routed = route_text(model_by_class, pairs, layer=layer, num_positions=10**6)
+    reports = expert_reports(routed, wordpieces, num_words=99)
     # By class of word and language pair
     text = pairs.source if layer == 0 else pairs.target
     counts = torch.zeros(3, 3, dtype=torch.float64)
@@ -336,21 +340,21 @@ def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
     assert reports[SPECIAL].pair_information < 0.1
     assert any(context.words[1].startswith("▁") for context in reports[OF_FIRST].contexts)
 
-    routing = collect_routing(model_by_class, pairs, layer=layer, num_positions=10**6)
-    labels = labels_of(routing, wordpieces)
-    found = mutual_information(routing.expert, labels["language pair"])
+    routed = route_text(model_by_class, pairs, layer=layer, num_positions=10**6)
+    labels = labels_of(routed, wordpieces)
+    found = mutual_information(routed.expert, labels["language pair"])
     mean = sum(report.share * report.pair_information for report in reports)
     assert found == pytest.approx(mean, abs=1e-12)
-    of_pair = specialisation(routing, labels, num_permutations=9)["language pair"]
+    of_pair = measure_specialisation(routed, labels, num_permutations=9)["language pair"]
     assert of_pair.information == pytest.approx(found, abs=1e-12)
 
 
 def test_one_language_pair_is_not_reported(wordpieces, pairs, model_by_class):
     alone = EncodedPairs(pairs.source, pairs.target)
-    routing = collect_routing(model_by_class, alone)
-    assert routing.pair is None and joined([routing, routing]).pair is None
-    assert "language pair" not in labels_of(routing, wordpieces)
-    for report in expert_reports(routing, wordpieces):
+    routed = route_text(model_by_class, alone)
+    assert routed.pair is None and joined([routed, routed]).pair is None
+    assert "language pair" not in labels_of(routed, wordpieces)
+    for report in expert_reports(routed, wordpieces):
         assert report.pairs == [] and report.pair_information == 0
 
 
@@ -369,9 +373,9 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     for layer in (0, 1):
-        routing = collect_routing(model, pairs, layer=layer, num_positions=10**6)
-        reports = expert_reports(routing, wordpieces)
-        num_slots, num_positions = len(routing.expert), len(routing.windows)
+        routed = route_text(model, pairs, layer=layer, num_positions=10**6)
+        reports = expert_reports(routed, wordpieces)
+        num_slots, num_positions = len(routed.expert), len(routed.windows)
         assert num_positions == (pairs.num_source_tokens if layer == 0 else pairs.num_tokens)
         assert sum(report.share for report in reports) == pytest.approx(num_slots / num_positions)
         if "gate" not in moe:
@@ -383,7 +387,7 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
     with pytest.raises(
         ValueError, match=r"layer must be in \[0, 2\), the model's MoE layers, got 2"
     ):
-        collect_routing(model, pairs, layer=2)
+        route_text(model, pairs, layer=2)
 
 
 def test_classes_of_pieces():

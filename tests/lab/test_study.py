@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-import reproduce_capacity
-import reproduce_losses
 import torch
 from filelock import FileLock
+from test_scripts import ROOT
 
+from moe_ext.lab.studies import capacity, losses
 from moe_ext.lab.training import results as results_module
 from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
@@ -153,7 +153,7 @@ def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
 
 def test_balance_is_of_the_last_50_batches(config, monkeypatch):
     """Of records of two batches and two layers each: 35 to 59, whose mean is 47, and one more."""
-    keys = [*reproduce_losses.COLUMNS]
+    keys = [*losses.COLUMNS]
     records = [
         {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}
         for i in range(60)
@@ -185,7 +185,7 @@ def test_verdicts():
     assert verdict(Interval(-1, -3, 1)) == verdict(Interval(1, -1, 3)) == "not seen"
     assert verdict(Interval(2, 1, 3)) == "reversed"
     assert verdict(None) == "not decided: fewer than two pairs"
-    similar = reproduce_losses.similar
+    similar = losses.similar
     assert similar(Interval(0.001, -0.004, 0.004)) == "reproduced"
     assert similar(Interval(0.001, -0.004, 0.006)) == "not seen"
     assert (
@@ -199,7 +199,7 @@ def test_verdicts():
 
 def test_claims_of_capacity():
     """Each model is better than the one before it by 0.1 at the end, by 0.05 after a quarter."""
-    study = reproduce_capacity
+    study = capacity
     order = (*study.DENSE, *study.MIXTURES, study.LARGE)
     found = study.claims(
         {arm: dict.fromkeys((1, 2), result(-0.1 * at, -0.05 * at)) for at, arm in enumerate(order)}
@@ -215,11 +215,11 @@ def test_claims_of_capacity():
 def test_a_larger_w_load_is_to_lower_the_highest_load():
     """Here it does, by as much as the weights differ, and everything else grows."""
     results = {}
-    for arm in reproduce_losses.ARMS:
+    for arm in losses.ARMS:
         w_load = float(arm.partition(",")[2])
-        balance = dict.fromkeys(reproduce_losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
+        balance = dict.fromkeys(losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
         results[arm] = dict.fromkeys((1, 2), result(w_load, **balance))
-    assert [row[1:] for row in reproduce_losses.claims(results) if row[0].startswith("M6")] == [
+    assert [row[1:] for row in losses.claims(results) if row[0].startswith("M6")] == [
         ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "reproduced"),
         ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "reproduced"),
         ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "reproduced"),
@@ -241,7 +241,8 @@ def run_script(script, corpus, tmp_path, *options):
             f"--runs={tmp_path / 'runs'}",
             f"--output={tmp_path / 'results'}",
             *options,
-        ]
+        ],
+        ROOT,
     )
 
 
@@ -250,11 +251,11 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
 
     def study(*options):
         rates = "--rates", "4e-3", "1.6e-2"
-        return run_script(reproduce_capacity, corpus, tmp_path, *rates, *options)
+        return run_script(capacity, corpus, tmp_path, *rates, *options)
 
     study("--seeds", "1", "--arms", "moe-16")
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
-    mixtures = ["--arms", *reproduce_capacity.MIXTURES]
+    mixtures = ["--arms", *capacity.MIXTURES]
     study("--seeds", "1", *mixtures)
     assert (
         "not decided: fewer than two pairs" in page.read_text() and picture.stat().st_size > 10_000
@@ -266,7 +267,7 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     data = json.loads((tmp_path / "results" / "capacity.json").read_text())
     assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
     assert data["claims"][0]["difference"]["mean"] == gap.mean
-    for name in reproduce_capacity.MIXTURES:  # the first seed decides
+    for name in capacity.MIXTURES:  # the first seed decides
         nll = data["dev_nll"][name]
         best = min(nll, key=nll.get)
         assert len(nll) == 2 and len(set(nll.values())) == 2
@@ -283,12 +284,12 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
 
 def test_the_rate_of_a_capacity_study_is_chosen(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run_script(reproduce_capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
+        run_script(capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
     assert "optimizer.learning_rate is chosen from --rates" in capsys.readouterr().err
 
 
 def test_losses_are_reported(corpus, tmp_path):
-    results = run_script(reproduce_losses, corpus, tmp_path, "--seeds", "1", "2")
+    results = run_script(losses, corpus, tmp_path, "--seeds", "1", "2")
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
@@ -298,6 +299,6 @@ def test_losses_are_reported(corpus, tmp_path):
         assert arm == f"{moe.w_importance:g},{moe.w_load:g}"
     assert "| w_importance | w_load | seeds |" in page
     rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| 2 \|", page, re.M)
-    assert [",".join(row) for row in rows] == [*reproduce_losses.ARMS]
+    assert [",".join(row) for row in rows] == [*losses.ARMS]
     data = json.loads((tmp_path / "results" / "losses.json").read_text())
-    assert data["models"]["1,1"]["runs"][0]["balance"].keys() == reproduce_losses.COLUMNS.keys()
+    assert data["models"]["1,1"]["runs"][0]["balance"].keys() == losses.COLUMNS.keys()

@@ -44,7 +44,7 @@ from moe_ext.optim import FactoredAdam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -523,7 +523,7 @@ def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
     ],
 )
 def test_a_device_is_one_the_operators_run_on(monkeypatch, name, cuda_version, gpus, message):
-    monkeypatch.setattr(device_module._C, "cuda_version", cuda_version)
+    monkeypatch.setattr(device_module, "cuda_version", lambda: cuda_version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if message is None:

@@ -9,14 +9,13 @@ import re
 import sys
 import warnings
 
-import benchmark_translation
 import pytest
 import torch
-import train
-import translate
 from test_scripts import ROOT, status_and_error
 
+from moe_ext.lab.benchmarks import translation as benchmark
 from moe_ext.lab.benchmarks.harness import environment
+from moe_ext.lab.commands import evaluate, train, translate
 from moe_ext.lab.decoding import BeamSearch, Translation, corpus_bleu
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.translation import make_translator
@@ -177,7 +176,7 @@ def test_attention_needs_text(run, tmp_path, capsys):
     (tmp_path / "empty.en").write_text("\n \n")
     output = tmp_path / "empty.fr"
     options = ["--attention", tmp_path / "a.pdf", "--output", output]
-    status, error = status_and_error(capsys, "translate", run, tmp_path / "empty.en", *options)
+    status, error = status_and_error(capsys, translate, run, tmp_path / "empty.en", *options)
     assert status == 2 and "error: --attention must have text to plot, there was none" in error
     assert output.read_text() == "\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.en", "empty.fr"]
@@ -186,7 +185,7 @@ def test_attention_needs_text(run, tmp_path, capsys):
 def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_pdf", None)
     arguments = [run, file, "--attention", tmp_path / "a.png"]
-    status, error = status_and_error(capsys, "translate", *arguments)
+    status, error = status_and_error(capsys, translate, *arguments)
     assert status == 2 and "--attention: matplotlib must be installed" in error
 
 
@@ -209,7 +208,7 @@ def test_output_of_before_stays_after_an_error(run, file, tmp_path, monkeypatch,
 
     monkeypatch.setattr(translate, "as_text", fail)
     arguments = [run, file, "--output", tmp_path / "text.fr"]
-    assert status_and_error(capsys, "translate", *arguments) == (2, "error: no more\n")
+    assert status_and_error(capsys, translate, *arguments) == (2, "error: no more\n")
     assert (tmp_path / "text.fr").read_text() == "before\n"
     assert {path.name for path in tmp_path.iterdir()} == {file.name, "text.fr"}
 
@@ -221,7 +220,7 @@ def test_output_to_a_device_writes_into_it(run, file, capsys):
 
 def test_closed_stdin(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
-    status, error = status_and_error(capsys, "translate", run)
+    status, error = status_and_error(capsys, translate, run)
     assert (status, error) == (
         2,
         "error: stdin must be open where no files are given, it is closed\n",
@@ -253,7 +252,7 @@ def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
 
 def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path, capsys):
     def error(*arguments):
-        status, error = status_and_error(capsys, "translate", *arguments)
+        status, error = status_and_error(capsys, translate, *arguments)
         assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
         return error
 
@@ -277,7 +276,7 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("script", "option"), [("translate", "--reference=a.fr"), ("evaluate", "--bleu")]
+    ("script", "option"), [(translate, "--reference=a.fr"), (evaluate, "--bleu")]
 )
 def test_without_sacrebleu_nothing_begins(monkeypatch, tmp_path, capsys, script, option):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
@@ -306,7 +305,7 @@ def test_only_translation_models(corpus, tmp_path, capsys):
     options += [f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "log.tensorboard=false"]
     config = ROOT / "configs" / "small" / "moe-32.toml"
     train.main([str(config), *options, "log.progress=false"])
-    status, error = status_and_error(capsys, "translate", tmp_path / "run")
+    status, error = status_and_error(capsys, translate, tmp_path / "run")
     assert status == 2 and 'task must be "translation", got "language_model"' in error
 
 
@@ -314,7 +313,7 @@ def test_benchmark(run, tmp_path, capsys):
     """Of a run and a text, and of a configuration alone."""
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
-    benchmark_translation.main([str(run), str(tmp_path / "text.en"), *options])
+    benchmark.main([str(run), str(tmp_path / "text.en"), *options])
     printed = capsys.readouterr().out
     assert "| batches | 1 | 4 |" in printed and "| one by one | 1 | 3 |" in printed
     assert "3 of the 3 lines have the same translation" in printed
@@ -324,11 +323,11 @@ def test_benchmark(run, tmp_path, capsys):
         'moe = { gate = "balanced", num_experts = 4, k = 2, hidden_sizes = [8], w_load = 0.0 } }\n'
     )
     figures = tmp_path / "figures.json"
-    benchmark_translation.main([str(config), "--sentences=4", *options, f"--json={figures}"])
+    benchmark.main([str(config), "--sentences=4", *options, f"--json={figures}"])
     found = json.loads(figures.read_text())
     assert found["environment"] == environment()
     assert [row["sentences"] for row in found["rows"]] == [4, 3]
     assert found["ratios"]["seconds"]["median"] > 0
     for arguments in ([run], [config, tmp_path / "text.en"]):
-        status, error = status_and_error(capsys, "benchmark_translation", *arguments)
+        status, error = status_and_error(capsys, benchmark, *arguments)
         assert status == 2 and "a text must come with a run" in error

@@ -5,19 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import evaluate as evaluate_script
-import inspect_experts
 import pytest
 import torch
 from test_distributed_training import assert_same_curve, curve
 from test_distributed_training import train as train_in_process
 from test_training import assert_same_run, merged, train
 
-from moe_ext import balanced_gates, training
+from moe_ext import balanced_gates
 from moe_ext.lab.analysis import cost
+from moe_ext.lab.commands import evaluate as evaluate_command
+from moe_ext.lab.commands import inspect_experts
 from moe_ext.lab.data import EncodedPairs, PairBatches, Wordpieces
 from moe_ext.lab.decoding import BeamSearch
 from moe_ext.lab.models import TranslationModel
+from moe_ext.lab.training import translation as translation_module
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.comparison import dense_counterpart
 from moe_ext.lab.training.config import (
@@ -37,7 +38,7 @@ from moe_ext.lab.training.translation import bleu_of_test, translated_test, tran
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIZES = {"train": 120, "dev": 12, "test": 15}
 
 
@@ -364,7 +365,7 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
 
 def test_translations_are_of_the_newest_model(table, monkeypatch):
     monkeypatch.setattr(
-        training.translation,
+        translation_module,
         "translations_of",
         lambda trained, text: [f"{trained.step} {text.target}"],
     )
@@ -381,7 +382,7 @@ def test_translations_are_found_by_beam_search(table, monkeypatch):
     def make_translator(trained, search, into):
         return lambda sources, title: [[SimpleNamespace(text=(search, into))] for _ in sources]
 
-    monkeypatch.setattr(training.translation, "make_translator", make_translator)
+    monkeypatch.setattr(translation_module, "make_translator", make_translator)
     trained = SimpleNamespace(config=merged(table))
     _, german = parallel_text(trained.config.data, "test")
     assert translations_of(trained, german) == [(BeamSearch(), "de")] * 7
@@ -389,7 +390,7 @@ def test_translations_are_found_by_beam_search(table, monkeypatch):
 
 def test_evaluation_of_a_run(table, tmp_path, capsys):
     folder = train(merged(table, steps=2)).folder
-    result = evaluate_script.main([str(folder), "--bleu"])
+    result = evaluate_command.main([str(folder), "--bleu"])
     lines = capsys.readouterr().out.splitlines()
     parts = by_language_pair(result.sentence_nll, load_text(merged(table).data).test)
     assert lines[0].startswith(f"test perplexity {result.perplexity:.3f}")

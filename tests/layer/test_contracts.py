@@ -43,8 +43,8 @@ class ScaleExperts(Experts):
 
 
 def test_a_gate_and_experts_of_ones_own():
-    layer = MoE(D, E, K, gate=RoundRobinGate(D, E, K), experts=ScaleExperts(E, D))
-    x = torch.randn(7, D)
+    layer = MoE(D, E, K, gate=RoundRobinGate(D, E, K), experts=ScaleExperts(E, D)).double()
+    x = torch.randn(7, D, dtype=torch.float64)
     y, aux = layer(x)
     t = torch.arange(7)
     assert_exact(y.detach(), (x * ((t % E + (t + 1) % E) / 2 + 1)[:, None]).detach())

@@ -6,30 +6,30 @@ from moe_ext.lab.analysis.experts import (
     by_specialisation,
     expert_reports,
 )
-from moe_ext.lab.analysis.routing import (
-    Routing,
-    collect_routing,
+from moe_ext.lab.analysis.routed_text import (
+    RoutedText,
     find_moe_layer,
     joined,
+    route_text,
     untrained_gates,
 )
-from moe_ext.lab.analysis.specialisation import Specialisation, labels_of, specialisation
+from moe_ext.lab.analysis.specialisation import Specialisation, labels_of, measure_specialisation
 
 __all__ = [
     "Cost",
     "ExpertReport",
-    "Routing",
+    "RoutedText",
     "Specialisation",
     "TrainingFlops",
     "by_specialisation",
-    "collect_routing",
+    "route_text",
     "cost",
     "expert_reports",
     "joined",
     "labels_of",
     "find_moe_layer",
     "moe_ops",
-    "specialisation",
+    "measure_specialisation",
     "training_flops",
     "untrained_gates",
 ]

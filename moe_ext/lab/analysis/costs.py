@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from moe_ext import (
+    FeedForwardExperts,
+    HierarchicalBalancedGate,
+    HierarchicalNoisyTopKGate,
+    MoE,
+    MoELSTM,
+)
 from moe_ext.checks import require
-from moe_ext.experts import FeedForwardExperts
-from moe_ext.gates import HierarchicalBalancedGate
-from moe_ext.hierarchical import HierarchicalNoisyTopKGate
 from moe_ext.lab.models import AnyModel, LanguageModel, TranslationModel
 from moe_ext.lab.models.translation import AttentionLSTM
-from moe_ext.moe import MoE
-from moe_ext.recurrent import MoELSTM
 
 
 @dataclass(frozen=True)

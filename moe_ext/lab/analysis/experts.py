@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.lab.analysis.routing import NEIGHBOURS, NO_WORD, Routing
+from moe_ext.lab.analysis.routed_text import NEIGHBOURS, NO_WORD, RoutedText
 from moe_ext.lab.analysis.specialisation import PURITY_POSITIONS, purity
 from moe_ext.lab.data import AnyVocabulary
 
@@ -109,7 +109,7 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 
 def expert_reports(
-    routing: Routing,
+    routed: RoutedText,
     vocabulary: AnyVocabulary,
     *,
     num_contexts: int = 10,
@@ -118,18 +118,18 @@ def expert_reports(
     """One report for each expert, in their order; one that got no word has empty lists.
 
     Args:
-        routing: of randomly chosen sentences, from `collect_routing`.
+        routed: of randomly chosen sentences, from `route_text`.
         vocabulary: the model's.
         num_contexts, num_words: how many to report of each expert.
     """
-    num_experts, experts = routing.num_experts, routing.expert
+    num_experts, experts = routed.num_experts, routed.expert
     spelling = vocabulary.words
-    word_at = routing.words
-    words = word_at[routing.position]
-    order, load = routing.slots_by_gate()
+    word_at = routed.words
+    words = word_at[routed.position]
+    order, load = routed.slots_by_gate()
     ends = load.cumsum(0).tolist()
-    pair_shares = _pair_shares(routing)
-    purities = purity(word_at, routing.highest(PURITY_POSITIONS)).nan_to_num().tolist()
+    pair_shares = _pair_shares(routed)
+    purities = purity(word_at, routed.highest(PURITY_POSITIONS)).nan_to_num().tolist()
 
     contribution, key_expert, key_word, count = _information(experts, words, load, len(vocabulary))
     information = torch.zeros(num_experts, dtype=torch.float64)
@@ -163,7 +163,7 @@ def expert_reports(
                     for key in keys[:num_words].tolist()
                     for word in [int(key_word[key])]
                 ],
-                contexts=_contexts(routing, slots, spelling, num_contexts),
+                contexts=_contexts(routed, slots, spelling, num_contexts),
                 pairs=pair_shares[expert],
             )
         )
@@ -182,13 +182,13 @@ def _information(
 
 
 def _contexts(
-    routing: Routing, slots: Tensor, spelling: Sequence[str], num_contexts: int
+    routed: RoutedText, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
     """The distinct contexts of the first slots, which are in order of decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
-        window = tuple(routing.windows[routing.position[slot]].tolist())
-        contexts.setdefault(window, float(routing.gate[slot]))
+        window = tuple(routed.windows[routed.position[slot]].tolist())
+        contexts.setdefault(window, float(routed.gate[slot]))
         if len(contexts) == num_contexts:
             break
     return [
@@ -197,16 +197,16 @@ def _contexts(
     ]
 
 
-def _pair_shares(routing: Routing) -> list[list[PairShare]]:
+def _pair_shares(routed: RoutedText) -> list[list[PairShare]]:
     """Those of each expert that has any."""
-    num_experts, num_pairs = routing.num_experts, len(routing.pair_names)
-    if routing.pair is None:
+    num_experts, num_pairs = routed.num_experts, len(routed.pair_names)
+    if routed.pair is None:
         return [[] for _ in range(num_experts)]
-    keys = routing.expert * num_pairs + routing.pair[routing.position]
+    keys = routed.expert * num_pairs + routed.pair[routed.position]
     number = torch.bincount(keys, minlength=num_experts * num_pairs).view(num_experts, num_pairs)
     expected = (number.sum(0).double() / number.sum()).tolist()
     return [
-        list(map(PairShare, routing.pair_names, (mine / mine.sum()).tolist(), expected))
+        list(map(PairShare, routed.pair_names, (mine / mine.sum()).tolist(), expected))
         if mine.any()
         else []
         for mine in number.double()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import require_sizes
-from moe_ext.lab.analysis.routing import NEIGHBOURS, Routing
+from moe_ext.lab.analysis.routed_text import NEIGHBOURS, RoutedText
 from moe_ext.lab.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.lab.progress import progress
 
@@ -55,15 +55,15 @@ def piece_class(piece: str) -> str:
     return "inside a word" if form and word == piece else known
 
 
-def labels_of(routing: Routing, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
+def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
     """The label of each position by name: the current word, the previous one, the word's class,
     and of several language pairs which one."""
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
-    words = routing.words
-    previous = routing.windows[:, NEIGHBOURS - 1]
+    words = routed.words
+    previous = routed.windows[:, NEIGHBOURS - 1]
     labels = {"current word": words, "previous word": previous + 1, "word class": classes[words]}
-    return labels if routing.pair is None else {**labels, "language pair": routing.pair}
+    return labels if routed.pair is None else {**labels, "language pair": routed.pair}
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
@@ -162,13 +162,17 @@ def _p_value(found: float, shuffled: Tensor) -> float:
     return (1 + int((shuffled >= found).sum())) / (1 + len(shuffled))
 
 
-def specialisation(
-    routing: Routing, labels: Mapping[str, Tensor], *, num_permutations: int = 1_000, seed: int = 0
+def measure_specialisation(
+    routed: RoutedText,
+    labels: Mapping[str, Tensor],
+    *,
+    num_permutations: int = 1_000,
+    seed: int = 0,
 ) -> dict[str, Specialisation]:
     """What the experts tell of each label, beside shuffled labels.
 
     Args:
-        routing: N positions.
+        routed: N positions.
         labels: [N] int64 each, from 0 on.
         num_permutations: P, at least 1.
         seed: of the permutations, the same for all labels.
@@ -177,16 +181,16 @@ def specialisation(
         ValueError: there is no permutation.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
-    highest = routing.highest(PURITY_POSITIONS)
+    highest = routed.highest(PURITY_POSITIONS)
     highest = highest[highest[:, 0] >= 0]
-    position, expert = routing.first_choice()
+    position, expert = routed.first_choice()
     # Small numbers, for short tables: those of the labels that occur.
     compact = {name: label.unique(return_inverse=True)[1] for name, label in labels.items()}
     purities: dict[str, list[Tensor]] = {name: [] for name in labels}
     informations: dict[str, list[float]] = {name: [] for name in labels}
 
     generator = torch.Generator().manual_seed(seed)
-    identity = torch.arange(len(routing.windows))
+    identity = torch.arange(len(routed.windows))
     for number in progress(range(num_permutations + 1), "shuffling labels", "times"):
         order = identity  # the true labels first
         if number:

@@ -10,8 +10,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import torch
 
-from moe_ext import _C
-from moe_ext.info import blas_name, cpu_name
+from moe_ext.info import blas_name, cpu_name, isa
 
 Name = TypeVar("Name")
 Clock = Callable[[Callable[[], object]], float]  # the seconds of one call
@@ -43,7 +42,7 @@ def environment(device: str = "cpu") -> str:
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
         return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
-    return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {_C.isa()}"
+    return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {isa()}"
 
 
 def host_seconds(function: Callable[[], object]) -> float:

@@ -271,7 +271,7 @@ sort_and_slices = partial(_sort_and_loop, _slices)
 sort_and_split = partial(_sort_and_loop, Tensor.split)
 
 
-def sort_and_grouped_mm(problem: Problem) -> Peer:
+def _sort_and_grouped_mm(problem: Problem) -> Peer:
     first, second = (_leaf(weight) for weight in problem.weights)
 
     def forward(x: Tensor, gates: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ PEERS = {
     "mask loop": Kind("relu", mask_loop),
     "sort + slices": Kind("relu", sort_and_slices),
     "sort + split": Kind("relu", sort_and_split),
-    "sort + grouped_mm": Kind("relu", sort_and_grouped_mm),
+    "sort + grouped_mm": Kind("relu", _sort_and_grouped_mm),
     "mixture-of-experts": Kind("relu", mixture_of_experts, _one_hot_extra),
     "st-moe-pytorch": Kind("relu", st_moe_pytorch, _one_hot_extra),
     "ScatterMoE": Kind("relu", _scattermoe("MLP")),

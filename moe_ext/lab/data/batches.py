@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.distributed.ranks import blocks
+from moe_ext.distributed import blocks
 from moe_ext.lab.data.encoded import EncodedSentences
 from moe_ext.lab.data.workers import in_workers
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from moe_ext.lab.data.corpora import CorpusError, Sentences, Shard
 from moe_ext.lab.data.vocabulary import Vocabulary
 from moe_ext.lab.data.workers import in_workers
-from moe_ext.lab.files import sync_folder, write_json
+from moe_ext.lab.files import file_lock, sync_folder, write_json
 from moe_ext.lab.progress import progress
 
 _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
@@ -196,7 +195,7 @@ def made_once(
     made = folder / f"{name}-{hashlib.sha256(f'{recipe} {before}'.encode()).hexdigest()[:16]}"
     if not made.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
+        with file_lock(folder / ".lock", wait=True):
             if not made.is_dir():
                 for left in folder.glob(".encoding-*"):  # of a process that was killed
                     shutil.rmtree(left)

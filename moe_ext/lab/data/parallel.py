@@ -38,11 +38,11 @@ _LINES_FOR_COLUMNS = 100  # of a table, whose first line may be a bad one
 
 KEPT = "kept"
 COLUMNS = "wrong number of columns"
-ENCODING = "not UTF-8"
-EMPTY = "empty side"
-DROPPED = "dropped source"
-TOO_LONG = "too long"
-RATIO = "length ratio"
+_ENCODING = "not UTF-8"
+_EMPTY = "empty side"
+_DROPPED = "dropped source"
+_TOO_LONG = "too long"
+_RATIO = "length ratio"
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class LengthFilter:
         """Why a pair of these lengths is left out; None for one that stays."""
         shorter, longer = sorted((source, target))
         if self.max_length is not None and longer > self.max_length:
-            return TOO_LONG
+            return _TOO_LONG
         if self.max_ratio is not None and longer > self.max_ratio * shorter:
-            return RATIO
+            return _RATIO
         return None
 
 
@@ -91,7 +91,7 @@ class AlignedFiles:
             try:
                 yield self.name, source.decode("utf-8"), target.decode("utf-8")
             except UnicodeDecodeError:
-                counts[ENCODING] += 1
+                counts[_ENCODING] += 1
         if lines[0] != lines[1]:
             raise CorpusError(
                 f"{self} must have as many lines as each other, got {lines[0]:,} and {lines[1]:,}: "
@@ -128,7 +128,7 @@ class TableFile:
             try:
                 columns = line.decode("utf-8").split("\t")
             except UnicodeDecodeError:
-                counts[ENCODING] += 1
+                counts[_ENCODING] += 1
                 continue
             if len(columns) != self.number:
                 counts[COLUMNS] += 1
@@ -183,9 +183,9 @@ class ParallelText(Iterable[Pair]):
         for name, source, target in chain.from_iterable(p.rows(counts) for p in self.places):
             source, target = source.strip(), target.strip()
             if not (source and target):
-                reason: str | None = EMPTY
+                reason: str | None = _EMPTY
             elif any(fnmatchcase(name, pattern) for pattern in self.drop):
-                reason = DROPPED
+                reason = _DROPPED
             else:
                 reason = self.lengths.reason(len(source.split()), len(target.split()))
             counts[reason or KEPT] += 1

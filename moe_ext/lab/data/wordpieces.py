@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from moe_ext.checks import require, require_at_least, require_package
+from moe_ext.checks import require, require_at_least
 from moe_ext.lab.files import atomic_file
+from moe_ext.lab.packages import require_package
 
 _SPACE = "\u2581"  # how a piece spells the space before a word
 _UNKNOWN = "\u2047"  # how decoded text spells what no piece spells

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ext.checks import require, require_package
+from moe_ext.checks import require
+from moe_ext.lab.packages import require_package
 
 # Python splits words at these, multi-bleu.perl, which reads bytes, does not: there they are a part
 # of a word, as are here the symbols, without any meaning, that they become.

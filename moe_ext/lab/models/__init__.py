@@ -1,6 +1,7 @@
 """The paper's models, built on the layers of moe_ext."""
 
 from moe_ext.lab.models.attention import Attention
+from moe_ext.lab.models.kneser_ney import NGramModel, fit_kneser_ney
 from moe_ext.lab.models.language_model import LanguageModel, LanguageModelConfig
 from moe_ext.lab.models.lstm import LSTM
 from moe_ext.lab.models.parts import FeedForwardConfig, LossParts, MoEConfig, evaluating
@@ -24,10 +25,12 @@ __all__ = [
     "LogUniformSampler",
     "LossParts",
     "MoEConfig",
+    "NGramModel",
     "SampledSoftmax",
     "TranslationModel",
     "TranslationModelConfig",
     "evaluating",
+    "fit_kneser_ney",
     "linear_cross_entropy",
     "linear_nll",
     "sampled_cross_entropy",

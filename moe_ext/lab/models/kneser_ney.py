@@ -115,7 +115,7 @@ class NGramModel:
             file.write(b"\n\\end\\\n")
 
 
-def kneser_ney(
+def fit_kneser_ney(
     sentences: EncodedSentences, vocab_size: int, order: int = 5, *, modified: bool = True
 ) -> NGramModel:
     """The model of the equations above, nothing pruned.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from moe_ext import MoEAux, MoELSTM
 from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models.lstm import LSTM
@@ -22,11 +23,9 @@ from moe_ext.lab.models.parts import (
     word_embedding,
     word_softmax,
 )
-from moe_ext.moe import MoEAux
 from moe_ext.ops import accumulation_dtype
-from moe_ext.recurrent import MoELSTM
 
-LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
+_LAYER_KINDS = ("lstm", "moe", "moe_lstm", "ffn")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -68,9 +67,9 @@ class LanguageModelConfig:
         require_at_least(1, d_model=self.d_model)
         require_at_least(0, num_sampled=self.num_sampled, memory_slots=self.memory_slots)
         require(
-            len(self.layers) > 0 and set(self.layers) <= set(LAYER_KINDS),
+            len(self.layers) > 0 and set(self.layers) <= set(_LAYER_KINDS),
             "layers",
-            f"be a list of {', '.join(LAYER_KINDS)}",
+            f"be a list of {', '.join(_LAYER_KINDS)}",
             self.layers,
         )
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)

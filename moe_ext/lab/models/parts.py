@@ -9,21 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.checks import require, require_at_least
-from moe_ext.experts import FeedForwardExperts, uniform_
-from moe_ext.gates import (
+from moe_ext import (
     BalancedGate,
+    FeedForwardExperts,
     Gate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
+    MoE,
+    MoEAux,
     NoisyTopKGate,
     TopKGate,
 )
+from moe_ext.checks import require, require_at_least
+from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
-from moe_ext.moe import MoE, MoEAux
 from moe_ext.ops import ACTIVATIONS, Activation
 
-GATE_KINDS = ("noisy_topk", "topk", "balanced")
+_GATE_KINDS = ("noisy_topk", "topk", "balanced")
 
 
 def _require_activation(name: str) -> None:
@@ -62,7 +64,7 @@ class MoEConfig:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        require(self.gate in GATE_KINDS, "gate", f"be one of {', '.join(GATE_KINDS)}", self.gate)
+        require(self.gate in _GATE_KINDS, "gate", f"be one of {', '.join(_GATE_KINDS)}", self.gate)
         require_at_least(1, num_experts=self.num_experts)
         require(
             self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moe_ext import ops
+from moe_ext import MoEAux, ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data import PairBatch
 from moe_ext.lab.models.attention import ATTENTION_KINDS, Attention
@@ -24,11 +24,10 @@ from moe_ext.lab.models.parts import (
     word_embedding,
     word_softmax,
 )
-from moe_ext.moe import MoEAux
 from moe_ext.ops import accumulation_dtype
 
-BETWEEN_KINDS = ("moe", "ffn", "none")
-ENCODER_KINDS = ("parallel", "stacked")
+_BETWEEN_KINDS = ("moe", "ffn", "none")
+_ENCODER_KINDS = ("parallel", "stacked")
 
 
 @dataclass
@@ -67,9 +66,9 @@ class TranslationModelConfig:
         require_at_least(0, attention_units=self.attention_units)
         require_lstm_units(self.lstm_units, self.d_model)
         for name, kinds in (
-            ("encoder", ENCODER_KINDS),
+            ("encoder", _ENCODER_KINDS),
             ("attention", ATTENTION_KINDS),
-            ("between", BETWEEN_KINDS),
+            ("between", _BETWEEN_KINDS),
         ):
             value = getattr(self, name)
             require(value in kinds, name, f"be one of {', '.join(kinds)}", value)

@@ -12,15 +12,14 @@ from typing import get_args
 import torch
 from torch import nn
 
+from moe_ext import FeedForwardExperts, MoE
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement
-from moe_ext.experts import FeedForwardExperts
 from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.models.lstm import LSTM
 from moe_ext.lab.training.config import Config
-from moe_ext.moe import MoE
 from moe_ext.optim import split_parameters
 
 

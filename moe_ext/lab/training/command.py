@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from moe_ext.distributed.checkpoint import CheckpointError
+from moe_ext.distributed import CheckpointError
 from moe_ext.lab.training.config import ConfigError
 
 

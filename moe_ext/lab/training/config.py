@@ -27,7 +27,7 @@ class DataConfig:
     """The text.
 
     Attributes:
-        corpus: "builtin" or a path (moe_ext/data/corpora.py).
+        corpus: "builtin" or a path (moe_ext/lab/data/corpora.py).
         vocabulary: a file of one word a line ("": the words of the training part are counted).
         vocab_size: where they are: at most so many entries, `<unk>` and `</s>` included.
         min_count: where they are: entries are words seen at least so often.
@@ -62,7 +62,7 @@ class ParallelDataConfig:
     """Sentences and their translations.
 
     Attributes:
-        corpus: a folder of parallel text (moe_ext/data/parallel.py).
+        corpus: a folder of parallel text (moe_ext/lab/data/parallel.py).
         pairs: of languages; "en-fr" is from English into French. Where there are several, each
             source begins with the token `<2xx>` of its target's language.
         wordpieces: a sentencepiece model ("": pieces are found in the training part).

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ext import _C
+from moe_ext.info import cuda_version
 from moe_ext.lab.training.config import ConfigError, RunConfig
 
 
@@ -44,7 +44,7 @@ def check_device(device: str) -> None:
         return
     if kind != "cuda":
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
-    if _C.cuda_version is None:
+    if cuda_version() is None:
         raise ConfigError(
             f"device must be cpu where moe_ext is built without CUDA, got {device!r}; "
             "install it with a CUDA build of torch and its toolkit"

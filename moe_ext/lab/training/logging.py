@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
-from moe_ext.checks import require_package
 from moe_ext.lab.files import atomic_file
+from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.config import ConfigError, LogConfig
 
 
@@ -53,7 +52,7 @@ class RunLog:
         with atomic_file(path) as file:
             file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._file = path.open("a", encoding="utf-8")
-        self._bar = tqdm(
+        self._bar = require_package("RunLog", "tqdm", "train").tqdm(
             total=steps,
             initial=start_step,
             desc=title,

@@ -13,16 +13,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
+from moe_ext import balanced_gates, batchwise_masks
 from moe_ext.distributed import Loaded, Ranks, clip_grad_norm_, parallelize
-from moe_ext.gates import balanced_gates, batchwise_masks
 from moe_ext.lab.data import Batch, EncodedPairs
 from moe_ext.lab.data.batches import mixed_seed
-from moe_ext.lab.files import write_text
+from moe_ext.lab.files import Locked, file_lock, write_text
 from moe_ext.lab.models import AnyModel, LossParts
 from moe_ext.lab.training.checkpoint import (
     check_vocabulary,
@@ -367,7 +366,7 @@ class Trainer:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(self.folder / ".training.lock", timeout=0):
+            with file_lock(self.folder / ".training.lock", wait=False):
                 new = self._newest is None and not self.config.resume
                 begun = new and (self.folder / "config.toml").exists()
                 if begun or max(self._checkpoints.steps(), default=None) != self._newest:
@@ -376,7 +375,7 @@ class Trainer:
                         "there with resume=true, or give another folder with output=..."
                     )
                 yield
-        except Timeout:
+        except Locked:
             raise ConfigError(
                 f"another process is training in {self.folder}; wait until it ends, or give "
                 "another folder with output=..."

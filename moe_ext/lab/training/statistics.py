@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CONFIDENCE = 0.95  # of the intervals
-BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
+_CONFIDENCE = 0.95  # of the intervals
+_BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def mean_difference(differences: Sequence[float]) -> Interval | None:
 
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * error
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(differences) - 1)) * error
     return Interval(mean, mean - half, mean + half)
 
 
@@ -49,9 +49,9 @@ def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()
     means = []
-    for _ in range(BOOTSTRAP_SAMPLES):
+    for _ in range(_BOOTSTRAP_SAMPLES):
         drawn = torch.randint(len(a), (len(a),), generator=generator)
         means.append(float(difference[drawn].sum() / lengths[drawn].sum()))
-    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
+    tails = torch.tensor([(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2], dtype=torch.float64)
     low, high = torch.tensor(means, dtype=torch.float64).quantile(tails).tolist()
     return Interval(float(difference.sum() / lengths.sum()), low, high)

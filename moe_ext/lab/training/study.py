@@ -14,10 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from moe_ext.lab.analysis import Cost
-from moe_ext.lab.files import write_text
+from moe_ext.lab.files import Locked, file_lock, write_text
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
 from moe_ext.lab.training.config import AnyConfig
 from moe_ext.lab.training.metrics import perplexity
@@ -28,7 +26,7 @@ from moe_ext.lab.training.text import Text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
-SEEDS = [1, 2, 3]  # of a study, if not given
+_SEEDS = [1, 2, 3]  # of a study, if not given
 
 # Of the studies of configs/small: more words than there, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
@@ -65,7 +63,7 @@ def study_parser(
     """
     parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=SEEDS)
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=_SEEDS)
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
@@ -76,8 +74,8 @@ def study_parser(
 def command_of(name: str, options: argparse.Namespace) -> str:
     """The command of a study, as its page quotes it: without what cannot change the results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
-    seeds = [] if options.seeds == SEEDS else ["--seeds", *map(str, options.seeds)]
-    return shlex.join(["python", f"scripts/reproduce_{name}.py", *changes, *seeds])
+    seeds = [] if options.seeds == _SEEDS else ["--seeds", *map(str, options.seeds)]
+    return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
 
 
 def run_study(
@@ -124,7 +122,7 @@ def run_study(
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(folder / ".lock", timeout=0):
+            with file_lock(folder / ".lock", wait=False):
                 if has_diverged(folder):
                     continue
                 train_and_test(config, text, shares)
@@ -133,7 +131,7 @@ def run_study(
         except FloatingPointError as error:
             write_text(folder / _DIVERGED, f"{error}\n")
             diverged.append(f"{folder}: {error}")
-        except Timeout:
+        except Locked:
             continue
     if diverged:
         raise FloatingPointError("; ".join([*diverged, "started again, the study goes on without"]))

@@ -6,9 +6,9 @@ import os
 import pathlib
 import subprocess
 
-import benchmark_distributed
 import pytest
 
+from moe_ext.lab.benchmarks import distributed
 from moe_ext.lab.training.cluster import DEVICES, plan
 from moe_ext.lab.training.config import config_from_dict
 
@@ -22,7 +22,7 @@ def run(tmp_path_factory):
     arguments = ["--processes", "2", "--chunks", "1", "2", "--rounds", "2", "--warm-up", "0"]
     arguments += ["--tokens", str(TOKENS), "--experts", "2", "--k", str(K), "--hidden", "8"]
     arguments += ["--width", str(WIDTH), "--json", f"{path}.json", "--plot", f"{path}.png"]
-    assert benchmark_distributed.main(arguments) == 0
+    assert distributed.main(arguments) == 0
     assert pathlib.Path(f"{path}.png").stat().st_size > 1000
     return json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
 
@@ -74,7 +74,7 @@ def test_figures_of_a_run(run):
 
 def test_figures_worked_by_hand(capsys):
     """Two processes, two rounds; a time is that of the slower one."""
-    Key = benchmark_distributed.Key
+    Key = distributed.Key
     args = type("Arguments", (), {"tokens": 10})
     step = functools.partial(Key, 2, "step", "rows")
     seconds = {
@@ -89,13 +89,10 @@ def test_figures_worked_by_hand(capsys):
     for rank in (0, 1):
         of_rank = {key: each[rank] for key, each in seconds.items() if each[rank]}
         waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
-        counted = {
-            name: benchmark_distributed.Bytes(rows=rank + 1, counts=10)
-            for name in benchmark_distributed.PASSES
-        }
+        counted = {name: distributed.Bytes(rows=rank + 1, counts=10) for name in distributed.PASSES}
         passes = {key: counted for key in of_rank if key.what == "step"}
-        everything.append(benchmark_distributed.Found(of_rank, waited, passes))
-    single, one, two = benchmark_distributed.results_of(everything, args)
+        everything.append(distributed.Found(of_rank, waited, passes))
+    single, one, two = distributed.results_of(everything, args)
     assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
     assert single.by_raw is single.hidden is None
     assert one.tokens_per_second == 2 * 10 / 6
@@ -107,8 +104,8 @@ def test_figures_worked_by_hand(capsys):
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
     assert one.hidden == (0, 0, 0)
     assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
-    assert two.bytes["forward"] == benchmark_distributed.Bytes(rows=3, counts=20)
-    benchmark_distributed.print_results([single, one, two])
+    assert two.bytes["forward"] == distributed.Bytes(rows=3, counts=20)
+    distributed.print_results([single, one, two])
     out = capsys.readouterr().out
     assert "| 2 | rows | 1 | forward | 0.000 | 0.000 | 0.000 | – | 0.02 | 0.00 |" in out
     assert "| 2 | rows | 2000.00 | 1500.00 | 0 | 1.500 (1.250 to 1.750) |" in out
@@ -123,9 +120,9 @@ def test_a_limited_link(tmp_path, monkeypatch):
         commands.append((command, env))
         return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(benchmark_distributed.subprocess, "run", note)
-    monkeypatch.setattr(benchmark_distributed.dist, "is_torchelastic_launched", lambda: False)
-    assert benchmark_distributed.main(["--bandwidth", "200", "--processes", "1", "3"]) == 3
+    monkeypatch.setattr(distributed.subprocess, "run", note)
+    monkeypatch.setattr(distributed.dist, "is_torchelastic_launched", lambda: False)
+    assert distributed.main(["--bandwidth", "200", "--processes", "1", "3"]) == 3
     ((command, env),) = commands
     assert command[:4] == ["unshare", "--net", "sh", "-c"]
     assert "tbf rate 1600mbit" in command[4]

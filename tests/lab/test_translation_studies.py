@@ -2,13 +2,14 @@
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import reproduce_multilingual
-import reproduce_translation
+from test_scripts import ROOT
 from test_study import result
 
+from moe_ext.lab.studies import multilingual, translation
 from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
 from moe_ext.lab.training.text import load_text
 from moe_ext.lab.training.translation import bleu_of_test, translated_test
@@ -24,7 +25,7 @@ TINY = [
 def test_near_duplicates_share_most_trigrams_with_one_sentence():
     sentences = ["a b c d e f g h", "a b c x e f g h", "A b c d e f g", "short", "a b c d"]
     text = ["a b c d e f g h", "e f g h", "short"]
-    near = reproduce_translation.near_duplicates(sentences, text)
+    near = translation.near_duplicates(sentences, text)
     # The second has 5 of its 8 trigrams there, the last 3 of 4.
     assert near == [True, False, True, True, False]
 
@@ -35,7 +36,7 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
     for part in ("train", "dev", "test"):
         (tmp_path / f"{part}.en-fr.tsv").write_text("\n".join([*lines, *left_out]) + "\n")
     text = load_text(ParallelDataConfig(str(tmp_path), vocab_size=42, max_ratio=6.0))
-    assert len(text.train) == 3 and reproduce_translation.source_words(text) == 2 + 1 + 3
+    assert len(text.train) == 3 and translation.source_words(text) == 2 + 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_claims_are_of_what_they_name(claim, other, gaps):
     }
     found = {
         each.compared: each.difference.mean
-        for each in reproduce_translation.claims(studies)
+        for each in translation.claims(studies)
         if each.claim == claim
     }
     assert found == pytest.approx(
@@ -70,7 +71,7 @@ def test_claims_are_of_what_they_name(claim, other, gaps):
 
 
 def test_models_of_a_language_pair(parallel_corpus, tmp_path):
-    main = reproduce_translation.main
+    main = partial(translation.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
     main([*command, "--pairs", "en-fr", "--arms", "none", "moe-32"])
@@ -91,7 +92,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
     page = (tmp_path / "docs" / "translation.md").read_text()
     quoted = page.splitlines()[3]
-    assert quoted.startswith("python scripts/reproduce_translation.py steps=2 model.d_model=8 ")
+    assert quoted.startswith("python scripts/studies/translation.py steps=2 model.d_model=8 ")
     assert quoted.endswith(" --seeds 1")
     assert page.count("    source           n") == 20 and "    none             frba" in page
     assert "moe-32 against dense, en-fr |  | not decided: fewer than two pairs" in page
@@ -112,9 +113,10 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    studies = reproduce_translation.main(
+    studies = translation.main(
         [*TINY, f"data.corpus={corpus}", *places]
-        + ["--seeds", "1", "--pairs", "en-fr", "--arms", "moe-32"]
+        + ["--seeds", "1", "--pairs", "en-fr", "--arms", "moe-32"],
+        root=ROOT,
     )
     assert all(studies["en-fr"].near) and studies["en-fr"].distinct_bleu == {}
     page = (tmp_path / "docs" / "translation.md").read_text()
@@ -122,7 +124,7 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    main = reproduce_translation.main
+    main = partial(translation.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}"]
     main([*overrides, *places, "--seeds", "1", "--pairs", "en-fr", "--arms", "none"])
@@ -138,7 +140,7 @@ def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
 
 
 def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
-    main = reproduce_multilingual.main
+    main = partial(multilingual.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}", 'data.pairs=["en-fr","en-de"]']
     main([*overrides, *places, "--seeds", "1"])
@@ -170,19 +172,19 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
 def test_the_better_model_has_less_perplexity_and_more_bleu():
     """Of the language pairs that both have; neither is better where they are equal."""
     ours, theirs = (
-        {name: reproduce_multilingual.Figures(*each) for name, each in figures.items()}
+        {name: multilingual.Figures(*each) for name, each in figures.items()}
         for figures in (
             {"a": (1.0, 20.0), "b": (1.0, 20.0), "c": (1.0, 20.0), "d": (3.0, 20.0), "e": (9, 9)},
             {"d": (2.0, 20.0), "c": (2.0, 21.0), "b": (2.0, 21.0), "a": (2.0, 19.0)},
         )
     )
-    gap, *counts = reproduce_multilingual.comparison(ours, theirs)
+    gap, *counts = multilingual.comparison(ours, theirs)
     assert gap.mean == -0.5 and counts == [4, 3, 1]
 
 
-@pytest.mark.parametrize("script", [reproduce_translation, reproduce_multilingual])
+@pytest.mark.parametrize("script", [translation, multilingual])
 def test_without_sacrebleu_nothing_is_trained(monkeypatch, parallel_corpus, tmp_path, script):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(ConfigError, match="sacrebleu must be installed"):
-        script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")])
+        script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")], ROOT)
     assert not (tmp_path / "runs").exists()

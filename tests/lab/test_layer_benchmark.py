@@ -4,16 +4,14 @@ import dataclasses
 import functools
 import json
 
-import benchmark_layer as layer
-import layer_peers as peers
 import pytest
 import reference as ref
 import torch
-from layer_peers import PEERS, Kind, Peer, Problem, Shape, random_routing
 
-from moe_ext.lab.analysis import roofline
+from moe_ext.lab.benchmarks import layer, peers, roofline
 from moe_ext.lab.benchmarks.harness import clock_of
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib
+from moe_ext.lab.benchmarks.peers import PEERS, Kind, Peer, Problem, Shape, random_routing
 from moe_ext.lab.benchmarks.roofline import Work, experts_work, limit
 
 

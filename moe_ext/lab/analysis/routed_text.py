@@ -14,19 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_ext import Gate, ops
+from moe_ext import Gate, MoE, MoEAux, MoELSTM, ops
 from moe_ext.lab.data import AnyText, EncodedPairs, PairBatch, batches_of
 from moe_ext.lab.models import AnyModel, evaluating
 from moe_ext.lab.progress import progress
-from moe_ext.moe import MoE, MoEAux
-from moe_ext.recurrent import MoELSTM
 
 NEIGHBOURS = 2  # words on either side of a position
 NO_WORD = -1
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutedText:
     """Where N positions went, in R slots: (position, expert) pairs.
 
     Attributes:
@@ -76,21 +74,21 @@ class Routing:
         return self.position[order[first]], self.expert[order[first]]
 
 
-def joined(routings: Sequence[Routing]) -> Routing:
+def joined(texts: Sequence[RoutedText]) -> RoutedText:
     """The positions of several texts one after the other."""
     offset, positions = 0, []
-    pairs = [routing.pair for routing in routings if routing.pair is not None]
-    for routing in routings:
-        positions.append(routing.position + offset)
-        offset += len(routing.windows)
-    return Routing(
-        routings[0].num_experts,
-        torch.cat([routing.windows for routing in routings]),
+    pairs = [routed.pair for routed in texts if routed.pair is not None]
+    for routed in texts:
+        positions.append(routed.position + offset)
+        offset += len(routed.windows)
+    return RoutedText(
+        texts[0].num_experts,
+        torch.cat([routed.windows for routed in texts]),
         torch.cat(positions),
-        torch.cat([routing.expert for routing in routings]),
-        torch.cat([routing.gate for routing in routings]),
+        torch.cat([routed.expert for routed in texts]),
+        torch.cat([routed.gate for routed in texts]),
         torch.cat(pairs) if pairs else None,
-        routings[0].pair_names,
+        texts[0].pair_names,
     )
 
 
@@ -109,14 +107,14 @@ def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
 
 
 @torch.inference_mode()
-def collect_routing(
+def route_text(
     model: AnyModel,
     text: AnyText,
     *,
     num_positions: int = 200_000,
     layer: int = 0,
     tokens_per_batch: int = 2_560,
-) -> Routing:
+) -> RoutedText:
     """Runs randomly chosen sentences without noise or dropout.
 
     Args:
@@ -154,7 +152,7 @@ def collect_routing(
             if language_pair is not None:
                 pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))
             windows = _windows(ids, mask, after)
-            parts.append(Routing(num_experts, windows, *_slots(aux[layer]), pair, names))
+            parts.append(RoutedText(num_experts, windows, *_slots(aux[layer]), pair, names))
             seen += len(windows)
             if seen >= num_positions:
                 break

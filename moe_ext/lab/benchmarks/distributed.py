@@ -1,0 +1,619 @@
+"""What sharing the experts between processes costs: bytes, time of the exchange, throughput.
+
+    python scripts/benchmarks/distributed.py                          # 1, 2, 4 processes: 4 minutes
+    python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200      # MB/s; Linux, root
+    python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200 --compute-ms 200
+    python scripts/benchmarks/distributed.py --json distributed.json --plot distributed.png
+    torchrun --nproc-per-node 8 scripts/benchmarks/distributed.py --processes 1 8 --device cuda
+
+It starts processes of its own (gloo on the CPU, NCCL on CUDA) where torchrun has not. A step is a
+`MoE` layer's forward pass, and its backward pass from a gradient of y and from the balancing losses
+to x and all parameters; --tokens and --experts are those of one process, so that each has as many
+rows at any number of them (Sec. 3.1). The gate's gradients are left local.
+
+Bytes are those that leave a process for another, of what the layer gave to `all_to_all_single`,
+over all processes. The least possible: with "rows" (token, expert) pairs that are not at home,
+x (d_in + d_out) forward and as much backward; with "tokens" the (token, process) pairs, and for
+each row a gate and an index, and the gate's gradient. Numbers of rows ("counts") are apart, and so
+is what is summed over the processes ("losses"), as it is given to `all_reduce`.
+
+Rounds are interleaved, between all numbers of processes too, each step after a barrier; a time is
+that of the slowest process, figures are medians over the rounds, in brackets quartiles:
+
+    alone       a layer of each process's own experts, all processes at the same time: the same
+                products without an exchange (if they are k at least), and what the machine makes of
+                so many processes
+    transfers   everything the layer sends in a step, one after the other, through `AllToAll`
+    raw         the same by `all_to_all_single` between tensors that are there already; of both, the
+                second of two calls, which finds the caches alike
+    waits       for the others' rows: share of the step, mean over the processes
+    efficiency  tokens a second, by those of as many single processes; more processes than
+                processors share these, which "by alone" = alone / step leaves out
+    hidden      (step with 1 chunk - step) / min(transfers, alone): how much of the exchange
+                disappears behind computation, of what could at best
+
+--bandwidth limits the loopback device, in a network namespace of its own: all processes share it.
+With --compute-ms the experts only take time, so much in a step and a third of it forward, and no
+processor: as where an accelerator computes, while processors that compute also have to send here.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ext import Experts, MoE, MoEAux
+from moe_ext.distributed import AllToAll, Exchange, ExchangeUnit, ExpertSharding, Ranks
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, ratio
+from moe_ext.lab.benchmarks.memory import keep_freed_memory
+from moe_ext.lab.files import write_json
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.cluster import exchange_bytes
+from moe_ext.lab.training.command import at_least, exit_status, make_parser
+from moe_ext.lab.training.device import avoid_missing_amx
+from moe_ext.lab.training.report import markdown_table
+
+PASSES = ("forward", "backward")
+_EXCHANGES = list(get_args(ExchangeUnit))
+
+
+class Key(NamedTuple):
+    """What is timed: "alone", "transfers", "raw" or "step"."""
+
+    processes: int
+    what: str
+    exchange: str = ""
+    chunks: int = 1
+
+
+class _Call(NamedTuple):
+    """One all_to_all_single of one process."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of a row
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def kind(self) -> str:
+        """What travels, after the counts."""
+        if not self.dtype.is_floating_point:
+            return "indices"
+        return "gates" if self.shape == (1,) else "rows"
+
+    def leaving(self, rank: int) -> int:
+        """Bytes that this process sends to others."""
+        number = sum(self.sent) - self.sent[rank]
+        return number * self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+@dataclass
+class Bytes:
+    """What leaves processes in one pass, in all."""
+
+    rows: int = 0
+    gates: int = 0
+    indices: int = 0
+    minimum: float = 0
+    counts: int = 0
+    losses: int = 0
+
+
+@dataclass
+class Result:
+    """A layer on so many processes; quartiles are over the rounds."""
+
+    processes: int
+    exchange: str
+    chunks: int
+    step_ms: Quartiles
+    tokens_per_second: float
+    efficiency: float | None
+    by_alone: Quartiles
+    waits: float
+    alone_ms: float
+    transfers_ms: float | None = None
+    raw_ms: float | None = None
+    by_raw: Quartiles | None = None
+    raw_mb_per_second: float | None = None
+    hidden: Quartiles | None = None
+    bytes: dict[str, Bytes] | None = None
+
+
+# What each process does
+
+
+@contextlib.contextmanager
+def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
+    """Notes every all_to_all_single, and the bytes of every all_reduce."""
+    all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
+
+    def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:
+        calls.append(_Call(input.dtype, tuple(input.shape[1:]), list(sent), list(received)))
+        return all_to_all_single(output, input, received, sent, **options)
+
+    def note_sum(tensor: Tensor, *options: Any, **more: Any) -> Any:
+        sums.append(tensor.nbytes)
+        return all_reduce(tensor, *options, **more)
+
+    with (
+        patch.object(dist, "all_to_all_single", note_call),
+        patch.object(dist, "all_reduce", note_sum),
+    ):
+        yield
+
+
+class _Waiting:
+    """The seconds that this process has waited for transfers."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        finish = AllToAll.finish
+
+        def timed(transfer: AllToAll) -> Tensor:
+            start = time.perf_counter()
+            buffer = finish(transfer)
+            self.seconds += time.perf_counter() - start
+            return buffer
+
+        patch.object(AllToAll, "finish", timed).start()
+
+
+class _Resting(Experts):
+    """Experts that take time without computing."""
+
+    def __init__(self, num_experts: int, seconds_per_row: float) -> None:
+        super().__init__(num_experts, None)
+        self.seconds_per_row = seconds_per_row
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return _Rest.apply(x, len(x) * self.seconds_per_row)
+
+    def split(self, sizes: Sequence[int]) -> list["_Resting"]:
+        return [_Resting(size, self.seconds_per_row) for size in sizes]
+
+
+class _Rest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds * 2 / 3)
+        return grad.clone(), None
+
+
+class _World:
+    """The layers of one process in a group, and what is timed of them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, args: argparse.Namespace) -> None:
+        self.ranks = Ranks(group)
+        size = self.ranks.size
+        dtype, device = getattr(torch, args.dtype), torch.device(args.device)
+        self.layer = self.make(args, group).to(device, dtype)
+        self.x = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
+        self.x.requires_grad_()
+        self.dy = torch.randn_like(self.x) / args.tokens
+        self.functions: dict[Key, Callable[[], object]] = {}
+        self.passes: dict[Key, dict[str, Bytes]] = {}
+        alone = self.make(args, None).to(device, dtype)
+        self.functions[Key(size, "alone")] = lambda: self.step(alone)
+        if size == 1:
+            return
+        for exchange in args.exchanges:
+            for chunks in args.chunks:
+                key = Key(size, "step", exchange, chunks)
+                shared = Exchange(self.sharding.placement, self.ranks, exchange, chunks)
+                calls = self.count(key, shared)
+                self.functions[key] = partial(self.step, self.layer, shared)
+                if chunks == 1:
+                    self.add_transfers(size, exchange, *calls)
+
+    @property
+    def sharding(self) -> ExpertSharding:
+        assert self.layer.sharding is not None  # it has a process group
+        return self.layer.sharding
+
+    @staticmethod
+    def make(args: argparse.Namespace, group: dist.ProcessGroup | None) -> MoE:
+        size = 1 if group is None else dist.get_world_size(group)
+        experts = args.experts * size
+        k = min(args.k, experts)
+        options: dict[str, Any] = {"hidden_sizes": [args.hidden]}
+        if args.compute_ms:
+            seconds_per_row = args.compute_ms / 1e3 / (args.tokens * k)
+            options = {"experts": _Resting(args.experts, seconds_per_row)}
+        return MoE(args.width, experts, k, process_group=group, **options)
+
+    def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], MoEAux]:
+        if exchange is not None:
+            self.sharding.exchange = exchange
+        y, aux = layer(self.x)
+        return [y, aux.loss], aux
+
+    def backward(self, layer: MoE, results: list[Tensor]) -> None:
+        torch.autograd.backward(results, [self.dy, None])
+        self.x.grad = None
+        layer.zero_grad()
+
+    def step(self, layer: MoE, exchange: Exchange | None = None) -> None:
+        self.backward(layer, self.forward(layer, exchange)[0])
+
+    def count(self, key: Key, exchange: Exchange) -> tuple[list[_Call], list[_Call]]:
+        """Notes the bytes of one step; its calls forward and backward."""
+        calls: list[list[_Call]] = [[], []]
+        sums: list[list[int]] = [[], []]
+        with recorded(calls[0], sums[0]):
+            results, aux = self.forward(self.layer, exchange)
+        with recorded(calls[1], sums[1]):
+            self.backward(self.layer, results)
+        least = exchange_bytes(
+            *self.leaving(aux.expert_index),
+            self.x.shape[1],
+            results[0].shape[1],
+            self.x.element_size(),
+            key.exchange,
+            aux.gates.element_size(),
+        )
+        self.passes[key] = {}
+        for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):
+            found = Bytes(minimum=minimum, losses=sum(summed))
+            for number, call in enumerate(called):
+                kind = "counts" if (name, number) == ("forward", 0) else call.kind
+                setattr(found, kind, getattr(found, kind) + call.leaving(self.ranks.rank))
+            self.passes[key][name] = found
+        return calls[0], calls[1]
+
+    def leaving(self, expert_index: Tensor) -> tuple[int, int]:
+        """Rows, and tokens, that this process's tokens have to send to each other process."""
+        placement, home = self.sharding.placement, self.ranks.rank
+        owners = [
+            {placement.owner(e) for e in experts if placement.owner(e) != home}
+            for experts in expert_index.tolist()
+        ]
+        rows = sum(placement.owner(e) != home for e in expert_index.flatten().tolist())
+        return rows, sum(map(len, owners))
+
+    def add_transfers(
+        self, size: int, exchange: str, forward: list[_Call], backward: list[_Call]
+    ) -> None:
+        """The same calls without a layer: through `AllToAll`, and as they are."""
+        group, device = self.ranks.group, self.x.device
+
+        def tensor(call: _Call, number: list[int]) -> Tensor:
+            return torch.ones(sum(number), *call.shape, dtype=call.dtype, device=device)
+
+        calls = [*forward, *backward]
+        sent = [tensor(call, call.sent) for call in calls]
+        received = [tensor(call, call.received) for call in calls]
+
+        def raw() -> None:
+            for call, rows, buffer in zip(calls, sent, received, strict=True):
+                dist.all_to_all_single(buffer, rows, call.received, call.sent, group=group)
+
+        leaves = [
+            rows.clone().requires_grad_(rows.is_floating_point()) for rows in sent[: len(forward)]
+        ]
+
+        def transfers() -> None:
+            arrived = [
+                AllToAll(rows, self.ranks, call.sent, call.received).wait()
+                for call, rows in zip(forward, leaves, strict=True)
+            ]
+            outputs, inputs, grads = zip(
+                *(
+                    (there, here, grad)
+                    for there, here, grad in zip(arrived, leaves, received, strict=False)
+                    if there.requires_grad
+                ),
+                strict=True,
+            )
+            torch.autograd.grad(outputs, inputs, grads)
+
+        self.functions[Key(size, "transfers", exchange)] = transfers
+        self.functions[Key(size, "raw", exchange)] = raw
+
+
+class Found(NamedTuple):
+    """What one process has to tell: seconds of each round, and how much of it it waited."""
+
+    seconds: dict[Key, list[float]]
+    waited: dict[Key, list[float]]
+    passes: dict[Key, dict[str, Bytes]]
+
+
+def measure(args: argparse.Namespace) -> list[Found]:
+    """Every process's findings, in each of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
+    torch.manual_seed(rank)
+    waiting = _Waiting()
+    keys: list[Key] = []
+    found = Found({}, {}, {})
+    functions: dict[Key, Callable[[], object]] = {}
+    for number in args.processes:
+        group = dist.new_group(range(number)) if number > 1 else None
+        names: list[Any] = [None]
+        if rank < number and group != dist.GroupMember.NON_GROUP_MEMBER:
+            world = _World(group, args)
+            functions |= world.functions
+            found.passes.update(world.passes)
+            names = [list(world.functions)]
+        dist.broadcast_object_list(names)  # rank 0 is in every group
+        keys += names[0]
+    rounds = range(-args.warm_up, args.rounds)
+    for number in progress(rounds, "rounds", "round") if rank == 0 else rounds:
+        for key in keys:
+            if key in functions and key.what in ("transfers", "raw"):
+                functions[key]()
+            dist.barrier()
+            if key not in functions:
+                continue
+            waiting.seconds = 0.0
+            start = time.perf_counter()
+            functions[key]()
+            synchronize()
+            if number >= 0:
+                found.seconds.setdefault(key, []).append(time.perf_counter() - start)
+                found.waited.setdefault(key, []).append(waiting.seconds)
+    everything: list[Any] = [None] * size
+    dist.all_gather_object(everything, found)
+    return everything
+
+
+# What is made of it
+
+
+def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Result]:
+    """A result for each number of processes, exchange and number of chunks."""
+    seconds: dict[Key, list[float]] = {}
+    for key in everything[0].seconds:
+        of_each = [found.seconds[key] for found in everything if key in found.seconds]
+        seconds[key] = [max(each) for each in zip(*of_each, strict=True)]
+
+    def median_ms(key: Key) -> float:
+        return 1e3 * statistics.median(seconds[key])
+
+    single = seconds.get(Key(1, "alone"))
+    found = []
+    for key, each in seconds.items():
+        size = key.processes
+        if key.what != "step" and key != Key(1, "alone"):
+            continue
+        alone = Key(size, "alone")
+        step_ms = Quartiles.of(1e3 * s for s in each)
+        waited = [
+            statistics.median(w / s for w, s in zip(f.waited[key], f.seconds[key], strict=True))
+            for f in everything
+            if key in f.waited
+        ]
+        result = Result(
+            processes=size,
+            exchange=key.exchange,
+            chunks=key.chunks,
+            step_ms=step_ms,
+            tokens_per_second=1e3 * size * args.tokens / step_ms.median,
+            efficiency=None if single is None else ratio(single, each).median,
+            by_alone=ratio(seconds[alone], each),
+            waits=statistics.mean(waited),
+            alone_ms=median_ms(alone),
+        )
+        if key.what == "step":
+            result.bytes = {name: total(f.passes[key][name] for f in everything if key in f.passes)
+                            for name in PASSES}  # fmt: skip
+            transfers, raw = (Key(size, what, key.exchange) for what in ("transfers", "raw"))
+            if transfers in seconds:
+                result.transfers_ms, result.raw_ms = median_ms(transfers), median_ms(raw)
+                result.by_raw = ratio(seconds[transfers], seconds[raw])
+                first = key._replace(chunks=1)
+                moved = [
+                    sum(b.rows + b.gates + b.indices + b.counts for b in f.passes[first].values())
+                    for f in everything
+                    if first in f.passes
+                ]
+                result.raw_mb_per_second = sum(moved) / result.raw_ms / 1e3
+                could = [min(pair) for pair in zip(seconds[transfers], seconds[alone], strict=True)]
+                gain = [a - b for a, b in zip(seconds[first], each, strict=True)]
+                result.hidden = ratio(gain, could)
+        found.append(result)
+    return found
+
+
+def total(each: Iterable[Bytes]) -> Bytes:
+    """The sum over the processes."""
+    return Bytes(*(sum(values) for values in zip(*(asdict(b).values() for b in each), strict=True)))
+
+
+def quartiles(values: Quartiles | None, form: str, scale: float = 1.0) -> str:
+    if values is None:
+        return "–"
+    low, middle, high = (format(scale * value, form) for value in values)
+    return f"{middle} ({low} to {high})"
+
+
+def print_results(results: Sequence[Result]) -> None:
+    header = ["processes", "exchange", "chunks", "pass", "rows, MB", "gates, MB", "indices, MB"]
+    header += ["all three / least", "counts, kB", "losses, kB"]
+    lines = []
+    for result in results:
+        for name, found in (result.bytes or {}).items():
+            moved = found.rows + found.gates + found.indices
+            lines.append(
+                [
+                    *(str(value) for value in (result.processes, result.exchange, result.chunks)),
+                    name,
+                    *(f"{b / 1e6:.3f}" for b in (found.rows, found.gates, found.indices)),
+                    "–" if found.minimum == 0 else f"{moved / found.minimum:.4f}",
+                    *(f"{b / 1e3:.2f}" for b in (found.counts, found.losses)),
+                ]
+            )
+    print("\nBytes that leave a process in a step, all processes together\n")
+    print(markdown_table(header, lines))
+
+    header = ["processes", "exchange", "transfers, ms", "raw, ms", "raw, MB/s", "transfers / raw"]
+    lines = []
+    for result in results:
+        if result.raw_ms is not None and result.chunks == 1:
+            lines.append(
+                [
+                    str(result.processes),
+                    result.exchange,
+                    f"{result.transfers_ms:.2f}",
+                    f"{result.raw_ms:.2f}",
+                    f"{result.raw_mb_per_second:.0f}",
+                    quartiles(result.by_raw, ".3f"),
+                ]
+            )
+    print("The exchange by itself, everything that a step sends\n")
+    print(markdown_table(header, lines))
+
+    header = ["processes", "exchange", "chunks", "step, ms", "tokens/s", "efficiency", "alone, ms"]
+    header += ["by alone", "waits", "hidden"]
+    lines = []
+    for result in results:
+        lines.append(
+            [
+                str(result.processes),
+                *((result.exchange, str(result.chunks)) if result.exchange else ("–", "–")),
+                quartiles(result.step_ms, ".1f"),
+                f"{result.tokens_per_second:,.0f}",
+                "–" if result.efficiency is None else f"{result.efficiency:.2f}",
+                f"{result.alone_ms:.1f}",
+                quartiles(result.by_alone, ".2f"),
+                f"{100 * result.waits:.0f}%",
+                "–" if result.chunks == 1 else quartiles(result.hidden, ".0f", 100) + " %",
+            ]
+        )
+    print("Steps\n")
+    print(markdown_table(header, lines))
+
+
+def plot(results: Sequence[Result], path: Path, title: str) -> None:
+    """Tokens a second by number of processes, and where a step's time goes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    speed, share = figure.subplots(1, 2)
+    sizes = sorted({result.processes for result in results})
+    single = [result.tokens_per_second for result in results if result.processes == 1]
+    variants = dict.fromkeys((r.exchange, r.chunks) for r in results if r.exchange)
+    for exchange, chunks in variants:
+        points = [(1, each) for each in single] + [
+            (r.processes, r.tokens_per_second)
+            for r in results
+            if (r.exchange, r.chunks) == (exchange, chunks)
+        ]
+        speed.plot(*zip(*points, strict=True), marker="o", label=f"{exchange}, chunks: {chunks}")
+    if single:
+        speed.plot(sizes, [single[0] * size for size in sizes], "k--", label="linear")
+    alone = {r.processes: 1e3 * r.processes / r.alone_ms for r in results}
+    tokens = results[0].tokens_per_second * results[0].step_ms.median / results[0].processes / 1e3
+    speed.plot(sizes, [tokens * alone[size] for size in sizes], "k:", label="no exchange")
+    speed.set(xlabel="processes", ylabel="tokens/s", xticks=sizes, ylim=(0, None))
+    speed.legend(fontsize=8)
+    shown = [r for r in results if r.exchange]
+    names = [f"{r.processes}: {r.exchange}, {r.chunks}" for r in shown]
+    share.barh(names, [r.step_ms.median for r in shown], color="tab:orange", label="waits")
+    share.barh(
+        names, [r.step_ms.median * (1 - r.waits) for r in shown], color="tab:blue", label="rest"
+    )
+    share.set(xlabel="step, ms")
+    share.invert_yaxis()
+    share.legend(fontsize=8)
+    figure.suptitle(title, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
+    """This benchmark in processes of its own, perhaps on a limited link; the exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "localhost", "--nproc-per-node", str(max(args.processes))]
+    command += ["--module", "moe_ext.lab.benchmarks.distributed", *arguments]
+    environ = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    if args.bandwidth:
+        # Packets pass a bucket of tokens; none is dropped, however many wait.
+        limit = f"rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
+        set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
+        command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return subprocess.run(command, env=environ).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--exchanges", nargs="+", choices=_EXCHANGES, default=_EXCHANGES)
+    parser.add_argument(
+        "--chunks", type=at_least(1), nargs="+", default=[1, 2, 4], help="1 among them"
+    )
+    parser.add_argument("--tokens", type=at_least(1), default=1024, help="of one process")
+    parser.add_argument("--experts", type=at_least(1), default=8, help="of one process")
+    parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--width", type=at_least(1), default=512)
+    parser.add_argument("--hidden", type=at_least(1), default=1024)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of one process")
+    parser.add_argument("--rounds", type=at_least(2), default=15)
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="rounds before")
+    parser.add_argument("--bandwidth", type=float, default=0, help="MB/s (0: no limit)")
+    parser.add_argument("--compute-ms", type=float, default=0, help="(0: computes)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args(arguments)
+    if not dist.is_torchelastic_launched():
+        return launch(sys.argv[1:] if arguments is None else arguments, args)
+
+    torch.set_num_threads(args.threads)
+    if args.dtype == "bfloat16":
+        avoid_missing_amx()
+    keep_freed_memory()
+    dist.init_process_group(
+        {"cpu": "gloo", "cuda": "nccl"}[args.device], timeout=timedelta(minutes=2)
+    )
+    everything = measure(args)
+    if dist.get_rank() == 0:
+        results = results_of(everything, args)
+        link = f"{args.bandwidth:g} MB/s for all" if args.bandwidth else "not limited"
+        title = (
+            f"{environment()}; processors: {os.cpu_count()}, threads of a process: {args.threads}\n"
+            f"T = {args.tokens} and E = {args.experts} a process, k = {args.k}, D = {args.width}, "
+            f"F = {args.hidden}, {args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
+            + (f", experts that rest for {args.compute_ms:g} ms" if args.compute_ms else "")
+        )
+        print(title)
+        print_results(results)
+        if args.json:
+            record = {
+                "environment": title,
+                "arguments": {key: str(value) for key, value in vars(args).items()},
+                "results": [asdict(result) for result in results],
+            }
+            write_json(args.json, record)
+        if args.plot:
+            plot(results, args.plot, title)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,927 @@
+"""Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
+
+    python -m pip install '.[benchmark]'              # peers from PyPI, matplotlib; each optional
+    python scripts/benchmarks/layer.py                     # 1 and 2 threads, float32: 20 minutes
+    python scripts/benchmarks/layer.py --shapes e32 t256-zipf --rounds 5 --threads 1
+    python scripts/benchmarks/layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
+    python scripts/benchmarks/layer.py --seconds 60 --json layer.json --plot layer.png
+    python scripts/benchmarks/layer.py --check-memory      # what is kept for the backward pass
+    python scripts/benchmarks/layer.py --device cuda --dtype bfloat16 float32 --seconds 2
+    python scripts/benchmarks/layer.py --report layer.json # the tables of what was measured before
+    python scripts/benchmarks/layer.py --report monday.json tuesday.json --json both.json
+
+All start from the same x [T, d], gates [T, k], expert_index [T, k] and weights, and end with
+y [T, d] or, with the backward pass, with the gradients of x, gates and all weights, zeros too, in
+fresh tensors. Experts are d -> h -> d with ReLU and no biases. HF, transformers' MixtralExperts,
+knows gated activations alone: it is compared to ours with SwiGLU on the same weights, with h
+smaller by a third, as makes the products cost the same. mixture-of-experts and st-moe-pytorch are
+called as layers whose gate is replaced by the given one, with groups of the size that costs them
+least and a capacity that drops no token. The loops have separate parameters for each expert, as
+modules have; with "split" autograd need not make a gradient of all rows for each slice. ScatterMoE
+needs a GPU, and is taken from where Python finds it. "experts" are our products on T·k rows that
+lie sorted, "dense" is one network of torch's linear layers on as many: the same operations, not the
+same result. Before anything is timed, y and all gradients of every peer are compared to ours.
+
+The limit is max(flops / GEMM peak, least bytes / stream bandwidth). The peak is torch.mm of two
+squares of 2048 in the same type (on a GPU of 8192), the bandwidth torch.dot of two float32 vectors
+of 256 MiB: reading alone (on a GPU a copy of 2 GiB, read and written). The least bytes: forward
+reads x and the weights of experts that have rows, and writes y; backward reads x, dy, these weights
+and the hidden layer's input, and writes dx and the gradients of all weights.
+
+Rounds are interleaved: peak and stream (medians of 3 calls), then ours and all peers one after the
+other, each called twice in a row and timed the second time: as in a loop of it alone, where memory
+that one call frees serves the next. (Memory that others used before can take seconds to get, where
+a virtual machine fetches it from its host.) There are as many rounds as --seconds allow, at least
+2. Figures are medians over the rounds; ratios (time by ours) and shares are medians of the rounds'
+ratios. What takes more than 2.5 times our time, and half a second (on a GPU a twentieth), takes
+part in one round ("~"); what is expected to need more than --memory, or --patience beyond what the
+products take, in none ("–"). A wrong peer is not timed either, and makes the exit status 1. Of
+several occasions figures are the medians, and those in brackets the least and the greatest.
+
+On a GPU times are between two events of the stream, after the second-level cache was overwritten
+and with the launches enqueued ahead (moe_ext.lab.benchmarks.harness.DeviceClock). "Routing" is all
+between the gate's logits and the experts: gating, in training importance and load, and the dispatch
+plan; torch's are topk, softmax, a stable argsort and bincount.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext.lab.benchmarks.harness import (
+    Clock,
+    Quartiles,
+    clock_of,
+    environment,
+    host_seconds,
+    interleaved,
+    pinned,
+    ratio,
+)
+from moe_ext.lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib, saved_bytes
+from moe_ext.lab.benchmarks.peers import (
+    PEERS,
+    ROUTINGS,
+    Kind,
+    Peer,
+    Problem,
+    Shape,
+    Stacked,
+    dense,
+    experts_alone,
+    ours,
+)
+from moe_ext.lab.benchmarks.roofline import Work, gemm_probe, limit, stream_probe
+from moe_ext.lab.files import write_json
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.device import avoid_missing_amx, check_device
+from moe_ext.lab.training.report import markdown_table
+
+SHAPES = {
+    "e4": Shape(4096, 4, 4, 512, 1024),
+    "e32": Shape(4096, 32, 4, 512, 1024),
+    "e256": Shape(4096, 256, 4, 512, 1024),
+    "t256": Shape(256, 256, 4, 512, 1024),
+    "e1024": Shape(4096, 1024, 4, 512, 1024),
+    "k1": Shape(8192, 64, 1, 512, 2048),
+    "wide": Shape(4096, 64, 2, 1024, 4096),
+    "t1": Shape(1, 256, 4, 512, 1024),
+    "hierarchical": Shape(4096, 256, 4, 512, 1024, "hierarchical"),
+    "e32-zipf": Shape(4096, 32, 4, 512, 1024, "zipf"),
+    "e256-zipf": Shape(4096, 256, 4, 512, 1024, "zipf"),
+    "t256-zipf": Shape(256, 256, 4, 512, 1024, "zipf"),
+}
+# Beside these; the first one's gated experts are 1024 wide.
+GPU_SHAPES = {
+    "e128": Shape(32768, 128, 8, 4096, 1536),
+    "t16384": Shape(16384, 256, 4, 512, 1024),
+    "e4096": Shape(65536, 4096, 4, 512, 1024),
+    "e2048": Shape(65536, 2048, 4, 512, 2048),
+    "t65536-k1": Shape(65536, 64, 1, 512, 2048),
+}
+_ALL_SHAPES = SHAPES | GPU_SHAPES
+_ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
+LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05  # seconds: what takes them is timed once where ours is fast
+ACTIVATIONS = ("relu", "swiglu")
+_BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
+FORWARD, BOTH = PASSES = ("forward", "forward+backward")
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+T = TypeVar("T")
+Key = tuple[str, str]  # an implementation, or "machine"; a pass, or what of the machine
+GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
+Functions = dict[Key, Callable[[], object]]
+
+
+@dataclass
+class Options:
+    """What to time, and how long."""
+
+    threads: Sequence[int | None]  # None: as they are, on a GPU
+    rounds: int
+    seconds: float
+    memory: float
+    patience: float
+    peers: list[str]
+    long: float
+    clock: Clock = host_seconds
+
+
+class _WrongResult(AssertionError):
+    """A peer computes something else than ours does."""
+
+
+@dataclass
+class Figures:
+    """Of one implementation in one pass; three numbers are quartiles over the rounds, or of several
+    occasions the least, the median and the greatest."""
+
+    rounds: int
+    ms: Sequence[float]
+    gflops: float
+    share_of_limit: Sequence[float]
+    ratio_to_ours: Sequence[float]
+
+
+@dataclass
+class Result:
+    """A problem at a number of threads: figures by implementation and pass, or why there are none.
+
+    Attributes:
+        threads: None on a GPU.
+        limit_ms: by pass.
+        gemm_gflops, stream_gbytes: what the machine could do in these rounds, medians.
+        peak_mib: on a GPU, the most memory that a pass took beside its inputs.
+        occasions: that figures are the medians of.
+    """
+
+    name: str
+    shape: Shape
+    activation: str
+    hidden: int
+    used_experts: int
+    dtype: str
+    threads: int | None
+    gemm_gflops: float
+    stream_gbytes: float
+    limit_ms: dict[str, float]
+    figures: dict[str, dict[str, Figures]]
+    remarks: dict[str, dict[str, str]]
+    peak_mib: dict[str, dict[str, float]]
+    occasions: int = 1
+
+    @classmethod
+    def of_json(cls, record: dict[str, Any]) -> "Result":
+        figures = {
+            name: {which: Figures(**each) for which, each in found.items()}
+            for name, found in record["figures"].items()
+        }
+        return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
+
+    def best_ratio(self, which: str) -> float | None:
+        """The fastest peer's time by ours."""
+        ratios = [
+            found[which].ratio_to_ours[1]
+            for name, found in self.figures.items()
+            if name in PEERS and which in found
+        ]
+        return min(ratios, default=None)
+
+
+def _parse_shape(text: str) -> tuple[str, Shape]:
+    """A name, or T,E,k,d,h and perhaps how tokens are routed."""
+    if text in _ALL_SHAPES:
+        return text, _ALL_SHAPES[text]
+    numbers, routing = text.split(","), "uniform"
+    if numbers[-1] in ROUTINGS:
+        routing = numbers.pop()
+    if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(_ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
+            f"got {text!r}"
+        )
+    return text, Shape._make((*map(int, numbers), routing))
+
+
+# What is timed
+
+
+def gradients(peer: Peer, problem: Problem) -> tuple[Tensor, ...]:
+    """y and the gradients of x, gates and all parameters, zeros too, in fresh tensors."""
+    y = peer.forward(problem.x, problem.gates)
+    leaves = [problem.x, problem.gates, *peer.parameters]
+    return y, *torch.autograd.grad(y, leaves, problem.upstream, materialize_grads=True)
+
+
+def passes(name: str, peer: Peer, problem: Problem) -> Functions:
+    def forward() -> None:
+        with torch.no_grad():
+            peer.forward(problem.x, problem.gates)
+
+    def both() -> None:
+        gradients(peer, problem)
+
+    return {(name, BOTH): both, (name, FORWARD): forward}
+
+
+def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
+    """What a pass gives; the gradients of weights by expert."""
+    if which == FORWARD:
+        with torch.no_grad():
+            return {"y": [peer.forward(problem.x, problem.gates)]}
+    y, dx, dgates, *weights = (each.detach() for each in gradients(peer, problem))
+    first, second = peer.by_expert(weights)
+    return {"y": [y], "dx": [dx], "dgates": [dgates], "dW1": first, "dW2": second}
+
+
+def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
+    """Raises _WrongResult where something found is not as expected, up to rounding.
+
+    Compares norms: a sum near zero, rounded in another way, may switch a unit of a hidden layer on
+    or off, which changes a few numbers by more than rounding does.
+    """
+    for name, tensors in found.items():
+        pairs = list(zip(tensors, expected[name], strict=True))
+        error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
+        size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
+        if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
+            raise _WrongResult(f"{name} differs from ours by {error:.2g} in norm, of {size:.2g}")
+
+
+def _reason_to_skip(
+    kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
+) -> str:
+    """Why a peer is not tried in a pass, "" if it is."""
+    extra = kind.extra(problem, which == BOTH)
+    seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
+    if extra.memory > options.memory * 2**30:
+        return f"would need {extra.memory / 2**30:.1f} GiB"
+    return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
+
+
+class _Candidates(NamedTuple):
+    """What is timed at a problem, with the seconds of a first round, and why the rest is not."""
+
+    functions: Functions
+    seconds: dict[Key, list[float]]
+    remarks: dict[Key, str]
+    peak_mib: dict[Key, float]
+
+
+def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
+    """Compares the peers to ours, each just before its first round."""
+    functions: Functions = {}
+    seconds: dict[Key, list[float]] = {}
+    peak_mib: dict[Key, float] = {}
+
+    def add(calls: Functions, warm_up: int) -> None:
+        found = interleaved(calls, 1, warm_up, clock=options.clock)
+        if problem.device != "cpu":
+            for key, call in calls.items():
+                peak_mib[key] = peak_allocated_mib(call, problem.device)
+        functions.update(calls)
+        seconds.update(found)
+
+    mine = ours(problem)
+    expected = results(mine, problem, BOTH)
+    add(passes("ours", mine, problem), warm_up=1)
+    remarks: dict[Key, str] = {}
+    of_rows = problem.of_rows()
+    for name, beside in zip(_BESIDE_PEERS, (experts_alone(problem), dense(of_rows)), strict=True):
+        add(passes(name, beside, of_rows), warm_up=1)
+    for name in options.peers:
+        kind = PEERS[name]
+        if kind.activation != problem.activation:
+            continue
+        skipped = {
+            (name, which): reason
+            for which in PASSES
+            if (reason := _reason_to_skip(kind, problem, which, rates, options))
+        }
+        try:
+            if (name, FORWARD) not in skipped:
+                peer = kind.build(problem)
+                which = FORWARD if (name, BOTH) in skipped else BOTH
+                check(results(peer, problem, which), expected)
+                calls = passes(name, peer, problem)
+                add({key: call for key, call in calls.items() if key not in skipped}, warm_up=0)
+        except ImportError as error:
+            skipped = {(name, which): f"not installed: {error}" for which in PASSES}
+        except _WrongResult as error:
+            skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
+        except torch.OutOfMemoryError:
+            skipped = {(name, which): "out of memory" for which in PASSES}
+        except Exception as error:  # what a peer does not support, in its own words
+            skipped = {(name, which): f"fails: {_first_line(error)}" for which in PASSES}
+        remarks |= skipped
+    return _Candidates(functions, seconds, remarks, peak_mib)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# Rounds and figures
+
+
+def add_rounds(
+    found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
+) -> None:
+    """After a first round, 1 at least and as many as fit into the time, without what takes far
+    longer than ours."""
+    often = {
+        (name, which): function
+        for (name, which), function in functions.items()
+        if found[name, which][0] < max(2.5 * found["ours", which][0], options.long)
+    }
+    start = time.perf_counter()
+    for rounds in range(1, options.rounds):
+        took = time.perf_counter() - start
+        if rounds > 1 and took * rounds / (rounds - 1) > options.seconds:
+            break
+        for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items():
+            found[key].append(statistics.median(each))
+        for key, each in interleaved(often, 1, warm_up=0, twice=True, clock=options.clock).items():
+            found[key] += each
+
+
+def figures_of(
+    seconds: Mapping[Key, Sequence[float]], work: Mapping[str, Work]
+) -> tuple[dict[str, float], dict[str, dict[str, Figures]]]:
+    """Each pass's limit in ms, and figures by implementation and pass.
+
+    Args:
+        seconds: of every round, GEMM and STREAM among them; of some functions only one.
+        work: of each pass, and of "gemm" and "stream".
+    """
+    gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
+    stream = [work["stream"].bytes / each for each in seconds[STREAM]]
+    limits = {
+        which: [limit(work[which], *rates) for rates in zip(gemm, stream, strict=True)]
+        for which in PASSES
+    }
+    figures: dict[str, dict[str, Figures]] = {}
+    for (name, which), each in seconds.items():
+        if name == "machine":
+            continue
+        ideal, mine = limits[which], seconds["ours", which]
+        if len(each) == 1:  # in the first round alone; quartiles are of two at least
+            ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
+        figures.setdefault(name, {})[which] = Figures(
+            rounds=len(seconds[name, which]),
+            ms=Quartiles.of(1e3 * s for s in each),
+            gflops=work[which].flops / statistics.median(each) / 1e9,
+            share_of_limit=ratio(ideal, each),
+            ratio_to_ours=ratio(each, mine),
+        )
+    return {which: 1e3 * statistics.median(each) for which, each in limits.items()}, figures
+
+
+def _over_occasions(occasions: Sequence[Result]) -> Result:
+    """One problem's results on several occasions as one; one occasion's stay as they are."""
+    if len(occasions) == 1:
+        return occasions[0]
+    figures: dict[Key, list[Figures]] = {}
+    for result in occasions:
+        for name, found in result.figures.items():
+            for which, each in found.items():
+                figures.setdefault((name, which), []).append(each)
+    return replace(
+        occasions[0],
+        gemm_gflops=statistics.median(result.gemm_gflops for result in occasions),
+        stream_gbytes=statistics.median(result.stream_gbytes for result in occasions),
+        limit_ms={
+            which: statistics.median(result.limit_ms[which] for result in occasions)
+            for which in PASSES
+        },
+        figures=_by_pass({key: _median_figures(each) for key, each in figures.items()}),
+        occasions=sum(result.occasions for result in occasions),
+    )
+
+
+def _median_figures(occasions: Sequence[Figures]) -> Figures:
+    def spread(quartiles: Iterable[Sequence[float]]) -> list[float]:
+        medians = [median for _, median, _ in quartiles]
+        return [min(medians), statistics.median(medians), max(medians)]
+
+    return Figures(
+        rounds=sum(each.rounds for each in occasions),
+        ms=spread(each.ms for each in occasions),
+        gflops=statistics.median(each.gflops for each in occasions),
+        share_of_limit=spread(each.share_of_limit for each in occasions),
+        ratio_to_ours=spread(each.ratio_to_ours for each in occasions),
+    )
+
+
+def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+    """By implementation, then by pass."""
+    nested: dict[str, dict[str, T]] = {}
+    for (name, which), each in found.items():
+        nested.setdefault(name, {})[which] = each
+    return nested
+
+
+def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
+    """A problem's results at all numbers of threads."""
+    device = problem.device
+    probes = {
+        "gemm": gemm_probe(problem.dtype, device=device),
+        "stream": stream_probe(device=device),
+    }
+    machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
+    work = dict(zip(PASSES, problem.work(), strict=True))
+    work |= {what: probe.work for what, probe in probes.items()}
+    chosen: _Candidates | None = None
+    found = []
+    for threads in options.threads:
+        with pinned(threads) if threads else contextlib.nullcontext():
+            seconds = {
+                key: [statistics.median(each)]
+                for key, each in interleaved(machine, 3, warm_up=1, clock=options.clock).items()
+            }
+            if chosen is None:
+                rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
+                chosen = candidates(problem, rates, options)
+                seconds |= chosen.seconds
+            else:
+                seconds |= interleaved(
+                    chosen.functions, 1, warm_up=0, twice=True, clock=options.clock
+                )
+            add_rounds(seconds, machine, chosen.functions, options)
+        limit_ms, figures = figures_of(seconds, work)
+        found.append(
+            Result(
+                name=name,
+                shape=problem.shape,
+                activation=problem.activation,
+                hidden=problem.hidden,
+                used_experts=problem.used_experts,
+                dtype=str(problem.dtype).removeprefix("torch."),
+                threads=threads,
+                gemm_gflops=work["gemm"].flops / statistics.median(seconds[GEMM]) / 1e9,
+                stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
+                limit_ms=limit_ms,
+                figures=figures,
+                remarks=_by_pass(chosen.remarks),
+                peak_mib=_by_pass(chosen.peak_mib),
+            )
+        )
+    return found
+
+
+def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
+    """Milliseconds from the gate's logits, in float32, to the plan; and what moving the bytes that
+    come in and go out takes. Quartiles."""
+    T, E, k = shape
+    clean, raw, noise = (torch.randn(T, E, device=device) for _ in range(3))
+
+    def training() -> None:
+        kept = ops.noisy_topk_gating(clean, raw, noise, k)
+        ops.importance(kept.gates, kept.expert_index, E)
+        ops.load(clean, kept.noise_stddev, kept.threshold, kept.expert_index)
+        ops.dispatch_plan(kept.expert_index, E)
+
+    def evaluation() -> None:
+        kept = ops.noisy_topk_gating(clean, None, None, k)
+        ops.dispatch_plan(kept.expert_index, E)
+
+    def torchs() -> None:
+        largest, expert_index = clean.topk(k)
+        torch.softmax(largest, dim=-1)
+        flat = expert_index.flatten()
+        flat.argsort(stable=True)
+        flat.bincount(minlength=E)
+
+    stream = stream_probe(device=device)
+    functions = {
+        "training": training,
+        "evaluation": evaluation,
+        "torch, evaluation": torchs,
+        "stream": stream.function,
+    }
+    with torch.no_grad():
+        seconds = interleaved(functions, options.rounds, clock=options.clock)
+    bandwidth = stream.work.bytes / statistics.median(seconds.pop("stream"))
+    slots = T * k * (4 + 3 * 8)  # gates; indices, permutation and its inverse
+    least = {"training": 4 * 4 * T * E + slots, "evaluation": 4 * T * E + slots}
+    return {
+        "shape": shape,
+        "ms": {name: Quartiles.of(1e3 * s for s in found) for name, found in seconds.items()},
+        "limit_ms": {name: 1e3 * bytes / bandwidth for name, bytes in least.items()},
+    }
+
+
+def profile(problem: Problem, options: Options) -> str:
+    """What our two passes spend their time on: the kernels, or the CPU's operators."""
+    on_gpu = problem.device != "cpu"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    tables = []
+    for (_, which), function in passes("ours", ours(problem), problem).items():
+        function()
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(3):
+                options.clock(function)
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        rows = found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
+        tables.append(f"{which}, 3 calls\n{rows}")
+    return "\n".join(tables)
+
+
+def _kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
+    """Bytes that autograd keeps for the backward pass, beside the weights, by implementation."""
+    weights = problem.weights
+    inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
+    found: dict[str, Any] = {
+        "name": name,
+        "activation": problem.activation,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "x": problem.x.nbytes,
+        "hidden": problem.rows * inputs * problem.dtype.itemsize,
+        "kept": {},
+    }
+    peers = {"ours": Kind(problem.activation, ours)} | {name: PEERS[name] for name in options.peers}
+    for peer_name, kind in peers.items():
+        if kind.activation != problem.activation:
+            continue
+        if kind.extra(problem, True).memory > options.memory * 2**30:
+            continue
+        try:
+            peer = kind.build(problem)
+        except ImportError:
+            continue
+        forward = functools.partial(peer.forward, problem.x, problem.gates)
+        found["kept"][peer_name] = saved_bytes(forward, [*weights, *peer.parameters])
+    return found
+
+
+# What is printed
+
+
+class _Unit(NamedTuple):
+    """In which operations per second are printed."""
+
+    name: str
+    gflops: float
+
+    @classmethod
+    def of(cls, threads: int | None) -> "_Unit":
+        return cls("GF/s", 1) if threads else cls("TF/s", 1000)
+
+
+def place(threads: int | None) -> str:
+    return f"threads: {threads}" if threads else "GPU"
+
+
+def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
+    """Operations per second, and the time by ours."""
+    found = result.figures.get(name, {}).get(which)
+    if found is None:
+        return "–"
+    once = "~" if found.rounds == 1 else ""
+    return f"{once}{found.gflops / unit.gflops:.3g} ({found.ratio_to_ours[1]:.2f})"
+
+
+def _speed_table(group: Sequence[Result], which: str) -> str:
+    """The results of one type and number of threads in one pass, a line for each shape."""
+    head, lines = ["shape"], []
+    unit = _Unit.of(group[0].threads)
+    activations = by(group, lambda result: result.activation)
+    peers = {
+        activation: [
+            name
+            for name in (*_BESIDE_PEERS, *PEERS)
+            if any(name in result.figures for result in found)
+        ]
+        for activation, found in activations.items()
+    }
+    for activation, names in peers.items():
+        head += [f"ours, {activation}: ms", unit.name, "limit, ms", "% of it", *names]
+    for name, results in by(group, lambda result: result.name).items():
+        line = [name]
+        for result in results:
+            mine = result.figures["ours"][which]
+            line += [
+                f"{Quartiles(*mine.ms):.4g}",
+                f"{mine.gflops / unit.gflops:.3g}",
+                f"{result.limit_ms[which]:.4g}",
+                f"{Quartiles(*(100 * share for share in mine.share_of_limit)):.0f}",
+                *(cell(result, peer, which, unit) for peer in peers[result.activation]),
+            ]
+        best = [ratio for result in results if (ratio := result.best_ratio(which)) is not None]
+        lines.append([*line, f"{min(best):.2f}" if best else "–"])
+    return markdown_table([*head, "best peer"], lines)
+
+
+def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Grouped, in the order in which they come."""
+    groups: dict[Any, list[T]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups
+
+
+def print_results(results: Sequence[Result]) -> None:
+    for (dtype, threads), group in by(results, lambda r: (r.dtype, r.threads)).items():
+        gemm = statistics.median(result.gemm_gflops for result in group)
+        stream = statistics.median(result.stream_gbytes for result in group)
+        unit = _Unit.of(threads)
+        print(
+            f"\n{dtype}, {place(threads)}, GEMM peak {gemm / unit.gflops:.0f} {unit.name}, "
+            f"stream {stream:.1f} GB/s (medians over the shapes)"
+        )
+        for which in PASSES:
+            print(f"\n{which}: peers in {unit.name}, and in brackets their time by ours\n")
+            print(_speed_table(group, which), end="")
+        if any(result.peak_mib for result in group):
+            print(f"\nMemory at its peak beside inputs and weights, {dtype}: MiB\n")
+            print(_peak_table(group), end="")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for peer, remarks in result.remarks.items():
+            for which, reason in remarks.items():
+                where = reasons.setdefault((peer, f"{which}: {reason}"), [])
+                if (problem := f"{result.name} {result.dtype}") not in where:
+                    where.append(problem)
+    if reasons:
+        print("\nNot timed:")
+    for (peer, reason), places in reasons.items():
+        print(f"- {peer}, {reason} ({', '.join(places)})")
+
+
+def _peak_table(group: Sequence[Result]) -> str:
+    """A line for each shape, activation and pass."""
+    names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
+    lines = []
+    for result in group:
+        for which in PASSES:
+            found = [result.peak_mib.get(name, {}).get(which) for name in names]
+            sizes = ["–" if size is None else f"{size:.0f}" for size in found]
+            lines.append([result.name, result.activation, which, *sizes])
+    return markdown_table(["shape", "activation", "pass", *names], lines)
+
+
+def print_routing(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["ms"]))
+    header = ["T, E, k", *names, *(f"limit, {name}" for name in found[0]["limit_ms"])]
+    lines = []
+    for each in found:
+        times = [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
+        limits = [f"{limit:.4g}" for limit in each["limit_ms"].values()]
+        lines.append([", ".join(map(str, each["shape"])), *times, *limits])
+    print("\nRouting: ms from the gate's logits to the plan\n")
+    print(markdown_table(header, lines), end="")
+
+
+def _print_speed_up(results: Sequence[Result], field: str) -> None:
+    """How much faster ours is than with the first number of threads, or in the first type."""
+
+    def rest(result: Result) -> tuple:
+        names = {"name", "activation", "dtype", "threads"} - {field}
+        return tuple(getattr(result, name) for name in sorted(names))
+
+    first = getattr(results[0], field)
+    base = {rest(result): result for result in results if getattr(result, field) == first}
+    others = [result for result in results if getattr(result, field) != first]
+    lines = []
+    for result in others:
+        ms = [[r.figures["ours"][p].ms[1] for p in PASSES] for r in (base[rest(result)], result)]
+        speed_ups = [f"{a / b:.2f}" for a, b in zip(*ms, strict=True)]
+        lines.append(
+            [result.name, result.activation, result.dtype, place(result.threads), *speed_ups]
+        )
+    if others:
+        print(f"\nOurs, time with {field} = {first} by time with the one given\n")
+        print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
+
+
+def _print_memory(found: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each["kept"]))
+    header = ["shape", "type", "activation", "x, MiB", "hidden, MiB", *names]
+    lines = []
+    for each in found:
+        size = each["x"] + each["hidden"]
+        kept = [each["kept"].get(name) for name in names]
+        lines.append(
+            [
+                *(each[key] for key in ("name", "dtype", "activation")),
+                *(f"{each[key] / 2**20:.1f}" for key in ("x", "hidden")),
+                *("–" if bytes is None else f"{bytes / size:.2f}" for bytes in kept),
+            ]
+        )
+    print("Kept for the backward pass beside the weights, by x + hidden\n")
+    print(markdown_table(header, lines), end="")
+
+
+def plot(results: Sequence[Result], machine: str, path: Path) -> None:
+    """Shares of the limit of the first type and number of threads, a panel for each pass."""
+    from matplotlib.figure import Figure
+
+    first = results[0]
+    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
+    shapes = list(dict.fromkeys(result.name for result in chosen))
+    colours = {"relu": "tab:blue", "swiglu": "tab:orange"}
+    peers = [(name, kind.activation) for name, kind in PEERS.items()]
+    series = [("ours", activation) for activation in ACTIVATIONS] + peers
+    figure = Figure(figsize=(max(10, 1.2 * len(shapes)), 8), layout="constrained")
+    for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
+        for number, (name, activation) in enumerate(series):
+            at = -0.2 if activation == "relu" else 0.2
+            marker: dict[str, Any] = {"marker": "_", "s": 500, "linewidth": 3}
+            if name != "ours":
+                marker = {"marker": f"${number - 1}$"}
+                at += 0.08 * (number % 3 - 1)  # beside each other
+            points = [
+                (shapes.index(r.name) + at, 100 * r.figures[name][which].share_of_limit[1])
+                for r in chosen
+                if r.activation == activation and which in r.figures.get(name, {})
+            ]
+            if points:
+                label = f"ours, {activation}" if name == "ours" else name
+                axes.scatter(
+                    *zip(*points, strict=True), color=colours[activation], label=label, **marker
+                )
+        axes.axhline(100, color="black", linewidth=0.8)
+        axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, 110), ylabel=f"{which}: % of the limit")
+        axes.grid(axis="y", alpha=0.3)
+    axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+    figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=120)
+
+
+def versions() -> str:
+    """The packages that peers are from."""
+    found = []
+    for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several runs wrote, as one's."""
+    results = by(
+        [Result.of_json(each) for record in records for each in record["results"]],
+        lambda r: (r.name, r.activation, r.dtype, r.threads),
+    )
+    lists = {
+        key: [each for record in records for each in record[key]]
+        for key in ("memory", "routing", "left_out")
+    }
+    environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
+    medians = [asdict(_over_occasions(found)) for found in results.values()]
+    return records[0] | {"environment": environments, "results": medians} | lists
+
+
+def report(record: dict[str, Any]) -> list[Result]:
+    """Prints what a run, or one that was ended, wrote."""
+    print(record["environment"])
+    print(record["versions"])
+    results = [Result.of_json(each) for each in record["results"]]
+    occasions = max((result.occasions for result in results), default=1)
+    if occasions > 1:
+        print(f"Medians over up to {occasions} occasions (the least-the greatest)")
+    if record["memory"]:
+        _print_memory(record["memory"])
+    if results:
+        print_results(results)
+        _print_speed_up(results, "threads")
+        _print_speed_up(results, "dtype")
+    if record["routing"]:
+        print_routing(record["routing"])
+    if record["left_out"]:
+        print("\nLeft out:")
+    for line in record["left_out"]:
+        print(f"- {line}")
+    return results
+
+
+def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
+    """Writes and prints a record; the exit status."""
+    if args.json:
+        write_json(args.json, record)
+    results = report(record)
+    if args.plot and results:
+        plot(results, record["environment"], args.plot)
+    wrong = [
+        f"{result.name}, {result.dtype}: {peer}: {reason}"
+        for result in results
+        for peer, remarks in result.remarks.items()
+        for reason in set(remarks.values())
+        if reason.startswith("WRONG")
+    ]
+    for line in dict.fromkeys(wrong):
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--shapes", type=_parse_shape, nargs="+", help="of all that the device has")
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="on the CPU")
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
+    )
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
+    parser.add_argument("--rounds", type=at_least(2), default=21, help="at most")
+    parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
+    parser.add_argument("--minutes", type=float, help="after which no further problem is begun")
+    parser.add_argument("--memory", type=float, help="GiB that a peer may take: 6, and 40 on a GPU")
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds that it may waste")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
+    parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
+    parser.add_argument("--json", type=Path, help="written anew after every problem")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--profile", type=Path, help="our kernels by their time, as text")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", help="files of --json: print them, measure nothing"
+    )
+    args = parser.parse_args(arguments)
+    if args.report:
+        return finish(merged([json.loads(path.read_text()) for path in args.report]), args)
+    try:
+        check_device(args.device)
+    except ConfigError as error:
+        parser.error(f"--{error}")
+    on_cpu = args.device == "cpu"
+    if on_cpu and "bfloat16" in args.dtype:
+        avoid_missing_amx()
+    if args.keep_freed_memory:
+        keep_freed_memory()
+    if not on_cpu:
+        torch.cuda.set_device(torch.device(args.device).index or 0)
+    torch.manual_seed(0)
+    shapes = args.shapes or list((SHAPES if on_cpu else GPU_SHAPES | SHAPES).items())
+    options = Options(
+        args.threads if on_cpu else [None],
+        args.rounds,
+        args.seconds,
+        (6.0 if on_cpu else 40.0) if args.memory is None else args.memory,
+        args.patience,
+        args.peers,
+        LONG_ON_CPU if on_cpu else LONG_ON_GPU,
+        clock_of(args.device),
+    )
+    todo = [
+        (name, shape, getattr(torch, dtype), activation)
+        for dtype in args.dtype
+        for name, shape in shapes
+        for activation in args.activations
+        # "ours" alone is timed only where no peer is asked for
+        if not args.peers or any(PEERS[peer].activation == activation for peer in args.peers)
+    ]
+    record: dict[str, Any] = {
+        "environment": environment(args.device),
+        "versions": versions(),
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "results": [],
+        "memory": [],
+        "routing": [],
+        "left_out": [],
+    }
+    start = time.monotonic()
+    if not on_cpu:
+        record["routing"].append(routing_times(_ROUTING_SHAPE, args.device, options))
+    problem: Problem | None = None
+    for name, shape, dtype, activation in progress(todo, "problems", "problem"):
+        what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
+        if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
+            record["left_out"].append(f"{what}: no time was left")
+            continue
+        try:
+            problem = Problem(shape, dtype, activation, args.device)
+            if args.check_memory:
+                record["memory"].append(_kept_memory(name, problem, options))
+            else:
+                record["results"] += map(asdict, benchmark(name, problem, options))
+            if args.json:
+                write_json(args.json, record)
+            if args.profile:
+                with args.profile.open("a") as file:
+                    print(what, profile(problem, options), sep="\n", file=file)
+        except torch.OutOfMemoryError:
+            record["left_out"].append(f"{what}: out of memory")
+        problem = None
+        if not on_cpu:
+            torch.cuda.empty_cache()
+    return finish(record, args)

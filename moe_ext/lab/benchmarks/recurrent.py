@@ -1,0 +1,142 @@
+"""Time and memory of back-propagation through a MoE-LSTM with m stored states, against plain.
+
+    python scripts/benchmarks/recurrent.py                       # 1 thread, 4 minutes, 3 GiB
+    python scripts/benchmarks/recurrent.py --slots 2 5 --json recurrent.json
+
+A run is the forward pass over t steps and the backward pass, from a gradient of y and of the
+balancing losses, to all weights. "evaluations" are counted: t in the forward pass and the rest in
+the backward pass, together C(t, m) + 1. Rounds are interleaved (plain, 1 slot, 2 slots, …); a time
+is the median over the rounds, "x" the median of the rounds' ratios to plain, with its quartiles. "x
+by C(t, m)" is what the evaluations alone would make of plain's time, at the time that one takes in
+a forward pass that keeps nothing. "MiB" is the most that torch has allocated at once beyond
+weights, x and the gradient of y; "states" is what m states are of it.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ext import MoELSTM
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, ratio
+from moe_ext.lab.benchmarks.memory import peak_allocated_mib
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.report import report_rows
+from moe_ext.recurrent import num_evaluations
+
+
+@dataclass
+class Row:
+    """One number of slots (0: plain)."""
+
+    slots: int
+    evaluations: int
+    minimum: int
+    ms: float
+    ratio: Quartiles
+    expected_ratio: float
+    mib: float
+    states_mib: float
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Plain, and with each number of slots."""
+    S, B, D = args.steps, args.batch, args.width
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    layer = MoELSTM(D, D, args.experts, args.k, dropout=0.1)
+    parameters = list(layer.parameters())
+    x, grad_y = torch.randn(2, B, S, D)
+    evaluations = 0
+
+    def count(*_: object) -> None:
+        nonlocal evaluations
+        evaluations += 1
+
+    layer.cell.moe.register_forward_pre_hook(count)
+
+    def run_with(slots: int | None) -> Callable[[], object]:
+        def run() -> None:
+            layer.memory_slots = slots
+            y, _, aux = layer(x)
+            torch.autograd.grad([y, aux.loss], parameters, [grad_y, None])
+
+        return run
+
+    runs = {slots: run_with(slots or None) for slots in (0, *args.slots)}
+    mib, counted = {}, {}
+    for slots, run in progress(runs.items(), "memory", "runs", len(runs)):
+        evaluations = 0
+        mib[slots] = peak_allocated_mib(run)
+        counted[slots] = evaluations
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    timed = {str(slots): run for slots, run in runs.items()}
+    seconds = interleaved({"forward": forward, **timed}, args.rounds, 1)
+    plain = seconds["0"]
+    evaluation = statistics.median(seconds["forward"]) / S
+    rows = []
+    for slots in runs:
+        mine = seconds[str(slots)]
+        again = (counted[slots] - S) * evaluation
+        rows.append(
+            Row(
+                slots,
+                counted[slots],
+                num_evaluations(S, slots) if slots else S,
+                1e3 * statistics.median(mine),
+                ratio(mine, plain),
+                1 + again / statistics.median(plain),
+                mib[slots],
+                slots * 2 * B * D * 4 / 2**20,
+            )
+        )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = make_parser(__doc__)
+    slots = [1, 2, 3, 5, 10, 20, 50, 100]
+    parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--batch", type=at_least(1), default=256)
+    parser.add_argument("--width", type=at_least(1), default=128, help="of input and state")
+    parser.add_argument("--experts", type=at_least(1), default=8)
+    parser.add_argument("--k", type=at_least(1), default=2)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(2), default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    S, B, D = args.steps, args.batch, args.width
+    threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
+    print(environment())
+    print(
+        f"t = {S} steps, batch {B}, widths {D} and {D}, {args.experts} experts "
+        f"[{2 * D}, {4 * D}], k = {args.k}, float32, {threads}, {args.rounds} rounds\n"
+    )
+    rows = measure(args)
+    header = ["m", "evaluations", "C(t, m)", "C / t", "ms", "x", "quartiles", "x by C(t, m)"]
+    report_rows(
+        rows,
+        [*header, "MiB", "states"],
+        lambda row: [
+            row.slots or "plain",
+            row.evaluations,
+            row.minimum,
+            f"{row.minimum / S:.2f}",
+            f"{row.ms:.0f}",
+            *row.ratio.cells(),
+            f"{row.expected_ratio:.2f}",
+            f"{row.mib:.1f}",
+            f"{row.states_mib:.1f}",
+        ],
+        args.json,
+    )
+    return rows

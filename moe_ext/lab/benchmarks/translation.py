@@ -1,0 +1,199 @@
+"""Sentences a second of translating a text, against one sentence after the other.
+
+    python scripts/benchmarks/translation.py runs/en-fr text.en
+    python scripts/benchmarks/translation.py configs/mt/small-moe-32.toml     # made-up sentences
+    python scripts/benchmarks/translation.py runs/en-fr text.en --rounds 5 --json translation.json
+
+Both ways are the same beam search: over the first --sentences lines, which are sorted by length and
+translated in batches; and over one line at a time, --alone of the same lines, of all lengths. In
+each round both are timed; "x" is the median of the rounds' ratios, with quartiles. The time of the
+processors hardly depends on what else the machine does.
+
+A configuration stands for a model with random weights, whose translations do not end by themselves:
+they are as long as their sources, of made-up words, as many as in prose. Instead of a strictly
+balanced gate, whose thresholds have to be trained, it has one that takes the top k.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, ratio
+from moe_ext.lab.data import Wordpieces
+from moe_ext.lab.decoding import BeamSearch, Translation, Translator
+from moe_ext.lab.files import open_plain, write_json
+from moe_ext.lab.models import TranslationModel
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.checkpoint import load_run
+from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
+from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.translation import make_translator
+
+
+class _Measured(NamedTuple):
+    """A round of one way."""
+
+    seconds: float
+    processor_seconds: float
+
+
+@dataclass
+class Row:
+    """Medians of a way's rounds, for a sentence."""
+
+    way: str
+    threads: int
+    sentences: int
+    seconds: float
+    processor_seconds: float
+
+
+def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
+    """Sentences, and wordpieces of as many such as it takes."""
+    draw = random.Random(0)
+    syllables = [first + second for first in "bcdfghjklmnprstvz" for second in "aeiou"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 5))) for _ in range(4 * vocab_size)]
+    rare = [1 / (rank + 10) for rank in range(len(words))]
+
+    def sentences(number: int) -> list[str]:
+        lengths = (min(80, 1 + int(draw.lognormvariate(2.8, 0.6))) for _ in range(number))
+        return [" ".join(draw.choices(words, rare, k=length)) for length in lengths]
+
+    return sentences(number), Wordpieces.train(sentences(max(1_000, 2 * vocab_size)), vocab_size)
+
+
+def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list[str]]:
+    """A model of that configuration, and sentences for it."""
+    of_run = read_config(config, [], TranslationConfig)
+    lines, wordpieces = _made_up(number, of_run.data.vocab_size)
+    moe = of_run.model.moe
+    if moe.gate == "balanced":
+        moe = replace(moe, gate="topk", num_groups=0, k=moe.experts_per_token)
+    torch.manual_seed(0)
+    model = TranslationModel(replace(of_run.model, moe=moe), len(wordpieces)).eval()
+    return Translator(model, wordpieces, BeamSearch(beam, max_length_ratio=1.0)), lines
+
+
+def evenly(lines: Sequence[str], number: int) -> list[str]:
+    """So many of the lines, of all lengths."""
+    lines = sorted(lines, key=len)
+    step = len(lines) / min(number, len(lines))
+    return [lines[int((index + 0.5) * step)] for index in range(min(number, len(lines)))]
+
+
+def measured(function: Callable[[], object]) -> _Measured:
+    start = time.perf_counter(), time.process_time()
+    function()
+    return _Measured(time.perf_counter() - start[0], time.process_time() - start[1])
+
+
+def compare(
+    translator: Translator, lines: Sequence[str], alone: Sequence[str], rounds: int
+) -> tuple[list[Row], dict[str, Quartiles], int]:
+    """The rows of both ways, their ratio by either clock, and how many of the lines that were also
+    translated by themselves have the same translation."""
+    found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
+
+    def batches() -> None:
+        results = translator(lines, title=None)
+        found["batches"].update(zip(lines, results, strict=True))
+
+    def one_by_one() -> None:
+        for line in alone:
+            found["one by one"][line] = next(translator([line], title=None))
+
+    ways = {"batches": (batches, len(lines)), "one by one": (one_by_one, len(alone))}
+    list(translator(alone[:2], title=None))  # the first calls take longer
+    times: dict[str, list[_Measured]] = {way: [] for way in ways}
+    schedule = [way for _ in range(rounds) for way in ways]
+    for way in progress(schedule, "translating", "ways"):
+        function, number = ways[way]
+        times[way].append(_Measured(*(clock / number for clock in measured(function))))
+
+    def median(way: str, clock: str) -> float:
+        return statistics.median(getattr(each, clock) for each in times[way])
+
+    threads = torch.get_num_threads()
+    rows = [
+        Row(way, threads, number, *(median(way, name) for name in _Measured._fields))
+        for way, (_, number) in ways.items()
+    ]
+    ratios = {
+        name: ratio(*([getattr(each, name) for each in times[way]] for way in reversed(ways)))
+        for name in _Measured._fields
+    }
+    same = sum(
+        found["batches"][line][0].text == found["one by one"][line][0].text for line in alone
+    )
+    return rows, ratios, same
+
+
+def as_markdown(rows: Sequence[Row], ratios: dict[str, Quartiles]) -> str:
+    table = [
+        [
+            row.way,
+            f"{row.threads}",
+            f"{row.sentences:,}",
+            f"{1 / row.seconds:.2f}",
+            f"{1 / row.processor_seconds:.2f}",
+        ]
+        for row in rows
+    ]
+    table.append(["x", "", "", *(f"{x:.1f}" for x in ratios.values())])
+    return markdown_table(
+        ["way", "threads", "sentences", "sentences/s", "sentences/processor s"], table
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
+    parser = make_parser(__doc__)
+    parser.add_argument("model", help="the folder of a training run, or a configuration (.toml)")
+    parser.add_argument("text", nargs="?", type=Path, help="of a run: a sentence a line")
+    parser.add_argument("--into", help="language, of a run of several language pairs")
+    parser.add_argument("--sentences", type=at_least(1), default=1_000)
+    parser.add_argument("--alone", type=at_least(1), default=50, help="lines by themselves")
+    parser.add_argument("--beam", type=at_least(1), default=8)
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=at_least(2), default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if (options.text is None) != options.model.endswith(".toml"):
+        raise ConfigError("a text must come with a run, and not with a configuration")
+    if options.text is None:
+        translator, lines = _random_model(options.model, options.sentences, options.beam)
+    else:
+        translator = make_translator(
+            load_run(options.model), BeamSearch(options.beam), options.into
+        )
+        with open_plain(options.text) as file:
+            text = (line.decode("utf-8", errors="replace").strip() for line in file)
+            lines = list(islice(filter(None, text), options.sentences))
+        if not lines:
+            raise ConfigError(f"{options.text} must hold at least one sentence, got none")
+    alone = evenly(lines, options.alone)
+    pieces = sum(len(translator.wordpieces.encode(line)) for line in lines) / len(lines)
+    print(
+        f"{options.model}, {len(translator.wordpieces):,} wordpieces, sentences of {pieces:.1f} on "
+        f"average, beam {options.beam}, float32; {environment()}\n"
+    )
+    rows, ratios, same = compare(translator, lines, alone, options.rounds)
+    print(as_markdown(rows, ratios))
+    print(f"{same} of the {len(alone)} lines have the same translation in a batch and alone")
+    if options.json:
+        figures = {
+            "environment": environment(),
+            "rows": [asdict(row) for row in rows],
+            "ratios": {name: each._asdict() for name, each in ratios.items()},
+            "same": same,
+        }
+        write_json(options.json, figures)
+    return ratios

@@ -1,0 +1,139 @@
+"""What a language model takes of a cluster: memory, bytes on the wire, step time and efficiency.
+
+    python scripts/plan_cluster.py configs/small/moe-32.toml --devices 1 2 4 --device a100
+    python scripts/plan_cluster.py configs/small/moe-32.toml model.moe.num_experts=64 \\
+        --devices 8 --device h200 link=450e9 memory=140e9 --exchange tokens
+
+The largest model of the paper, 131,072 experts on 128 K40s (App. D), and then as many more experts
+as devices: a trillion parameters (Sec. 3.1), the same memory, bytes and time on each device:
+
+    python scripts/plan_cluster.py configs/news/moe-131072-h.toml data.tokens_per_batch=19531 \\
+        --devices 128 256 512 1024 --device k40 --weak --split-gates
+
+Arguments after the configuration are overrides as for train.py; data.tokens_per_batch is a
+device's. With --weak the experts, and their groups, are those on the first number of devices, and
+grow with it. --split-gates has the secondary gates of a hierarchical mixture where their groups
+are, as in the paper; moe_ext has copies of them everywhere, which at these sizes weigh more than
+all else. A device is a preset, values, or a preset and values that replace some of its own. The
+arithmetic, and what is exact and what an estimate, is in moe_ext/lab/training/cluster.py.
+
+    memory       of the device with most experts, GB, by what it is for; "fits" if the device has it
+    wire         MB that a device sends in a step: for the experts; for the dense gradients
+    intensity    flops of an expert by bytes of its rows on the wire, and of the device by its link:
+                 the first has to be larger for computing, forward, to take longer than sending
+    step         ms: compute + network + optimizer; with all of the exchange behind the computation,
+                 max(compute, network) + optimizer
+    efficiency   the step without network, by these two
+    peak         flops of the model by the device's peak, in these two
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import get_args
+
+from moe_ext.distributed import ExchangeUnit
+from moe_ext.lab.files import write_json
+from moe_ext.lab.training.cluster import DEVICES, Device, Plan, plan
+from moe_ext.lab.training.command import add_overrides, at_least, make_parser
+from moe_ext.lab.training.config import Config, ConfigError, read_config
+from moe_ext.lab.training.report import markdown_table
+
+
+def parse_device(words: Sequence[str]) -> Device:
+    """A preset's name and key=value, each optional."""
+    names = [field.name for field in fields(Device)]
+    values: dict[str, float] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals and word in DEVICES:
+            values = asdict(DEVICES[word]) | values
+        elif key in names:
+            try:
+                values[key] = float(text)
+            except ValueError:
+                raise ConfigError(f"--device: {key} must be a number, got {text!r}") from None
+        else:
+            raise ConfigError(
+                f"--device must be of {', '.join(DEVICES)} and {'=, '.join(names)}=, got {word!r}"
+            )
+    if missing := [name for name in names if name not in values]:
+        raise ConfigError(f"--device must be a preset or also have {', '.join(missing)}")
+    try:
+        return Device(**values)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from None
+
+
+def grown(config: Config, factor: int) -> Config:
+    """`factor` times as many experts, and groups of them."""
+    moe = config.model.moe
+    moe = replace(moe, num_experts=factor * moe.num_experts, num_groups=factor * moe.num_groups)
+    return replace(config, model=replace(config.model, moe=moe))
+
+
+def table(plans: Sequence[Plan], device: Device) -> str:
+    """Markdown, a column for each number of devices."""
+
+    def both(values: Iterable[float], form: str) -> str:
+        return " / ".join(format(value, form) for value in values)
+
+    def of(function: Callable[..., float]) -> tuple[float, float]:
+        return function(overlap=False), function(overlap=True)
+
+    lines = {
+        "devices": lambda p: str(p.num_devices),
+        "experts of a MoE layer": lambda p: f"{p.num_experts:,}",
+        "parameters, dense": lambda p: f"{p.dense_parameters / 1e6:,.2f}M",
+        "parameters, experts": lambda p: f"{p.expert_parameters / 1e6:,.2f}M",
+        "memory: parameters, GB": lambda p: f"{p.parameter_bytes / 1e9:.3f}",
+        "memory: gradients, GB": lambda p: f"{p.gradient_bytes / 1e9:.3f}",
+        "memory: optimizer, GB": lambda p: f"{p.optimizer_bytes / 1e9:.3f}",
+        "memory: kept for backward, GB": lambda p: f"{p.activation_bytes / 1e9:.3f}",
+        "memory, GB": lambda p: f"{p.memory_bytes / 1e9:.3f}",
+        "fits": lambda p: "yes" if p.memory_bytes <= device.memory else "NO",
+        "wire: exchange, MB": lambda p: f"{p.exchange_bytes / 1e6:,.3f}",
+        "wire: dense gradients, MB": lambda p: f"{p.reduce_bytes / 1e6:,.3f}",
+        "intensity, expert / device": lambda p: both(
+            (p.expert_intensity, p.device_intensity), ",.0f"
+        ),
+        "compute, ms": lambda p: f"{1e3 * p.compute_seconds:,.2f}",
+        "optimizer, ms": lambda p: f"{1e3 * p.optimizer_seconds:,.2f}",
+        "network, ms": lambda p: f"{1e3 * p.network_seconds:,.2f}",
+        "step, sum / max, ms": lambda p: both(
+            tuple(1e3 * seconds for seconds in of(p.step_seconds)), ",.2f"
+        ),
+        "tokens/s of all": lambda p: both(
+            tuple(p.num_devices * p.tokens / seconds for seconds in of(p.step_seconds)), ",.0f"
+        ),
+        "efficiency": lambda p: both(of(p.efficiency), ".2f"),
+        "share of peak": lambda p: both(of(p.share_of_peak), ".2f"),
+    }  # fmt: skip
+    header, *rows = ([name, *map(value, plans)] for name, value in lines.items())
+    return markdown_table(header, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("config", type=Path)
+    add_overrides(parser)
+    parser.add_argument("--devices", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
+    parser.add_argument("--exchange", choices=get_args(ExchangeUnit), default="rows")
+    parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
+    parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_intermixed_args(arguments)
+    config = read_config(args.config, args.overrides, Config)
+    device = parse_device(args.device)
+    plans = []
+    for number in args.devices:
+        if args.weak and number % args.devices[0]:
+            raise ConfigError(f"--devices must be multiples of the first with --weak, got {number}")
+        these = grown(config, number // args.devices[0]) if args.weak else config
+        options = {name: getattr(args, name) for name in ("exchange", "split_gates")}
+        plans.append(plan(these, device, number, **options))
+    values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
+    print(f"{args.config}, device: {values}\n\n{table(plans, device)}")
+    if args.json:
+        write_json(args.json, {"device": asdict(device), "plans": [asdict(p) for p in plans]})

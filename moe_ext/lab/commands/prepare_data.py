@@ -1,0 +1,302 @@
+"""Get a corpus ready for training: download, check, unpack, count or take the vocabulary, encode.
+
+    python scripts/prepare_data.py lm1b            # the 1-billion-word benchmark: 1.8 GB to load,
+                                                   # 10 GB of disk, 10 minutes to encode
+    python scripts/prepare_data.py wikitext-103    # 190 MB to load; wikitext-2: 4 MB
+    python scripts/prepare_data.py lm1b --from FOLDER     # what is there is not loaded
+    python scripts/prepare_data.py text --from PATH --vocab-size 100000      # any other corpus
+
+A download that was cut short goes on where it stopped when the command is given again, and nothing
+is done twice. --from is an archive, a folder that holds it or the vocabulary file, or the unpacked
+corpus; for "text", a corpus as in moe_ext/lab/data/corpora.py. The archives are checked by their
+SHA-256, the 793,471 words of the benchmark's vocabulary by their number, and the parts by the
+published numbers of sentences and words. At the end stand the options for scripts/train.py.
+"""
+
+import hashlib
+import http.client
+import os
+import shlex
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from moe_ext.lab.data import EncodedSentences
+from moe_ext.lab.data.corpora import PARTS
+from moe_ext.lab.progress import progress
+from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.config import ConfigError, DataConfig
+from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.text import SentenceText, load_text
+
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file, at the first of some addresses that answers."""
+
+    urls: tuple[str, ...]
+    sha256: str = ""
+
+    @property
+    def name(self) -> str:
+        return Path(urlsplit(self.urls[0]).path).name
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """A public corpus.
+
+    Attributes:
+        archive: of it.
+        corpus: the folder in it.
+        vocabulary: None: the words of the training part are counted.
+        vocab_size: the number of its entries.
+        expected: published numbers by part: sentences, words and predictions (with their ends).
+    """
+
+    archive: Download
+    corpus: str
+    vocabulary: Download | None
+    vocab_size: int
+    expected: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def _wikitext(name: str, sha256: str, vocab_size: int) -> _DataSet:
+    urls = (
+        "https://wikitext.smerity.com",
+        "https://s3.amazonaws.com/research.metamind.io/wikitext",
+    )
+    return _DataSet(
+        Download(tuple(f"{url}/{name}-v1.zip" for url in urls), sha256),
+        corpus=name,
+        vocabulary=None,
+        vocab_size=vocab_size,
+        expected={"dev": {"words": 213_886}, "test": {"words": 241_211}},
+    )
+
+
+SETS = {
+    "lm1b": _DataSet(
+        Download(
+            (
+                "https://www.statmt.org/lm-benchmark/"
+                "1-billion-word-language-modeling-benchmark-r13output.tar.gz",
+            ),
+            "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+        ),
+        corpus="1-billion-word-language-modeling-benchmark-r13output",
+        vocabulary=Download(
+            (
+                "http://download.tensorflow.org/models/LM_LSTM_CNN/vocab-2016-09-10.txt",
+                "https://s3-us-west-2.amazonaws.com/allennlp/models/elmo/vocab-2016-09-10.txt",
+            )
+        ),
+        vocab_size=793_471,
+        expected={
+            "train": {"sentences": 30_301_028},
+            "dev": {"sentences": 6_206},
+            "test": {"sentences": 6_075, "predictions": 159_658},
+        },
+    ),
+    "wikitext-103": _wikitext(
+        "wikitext-103", "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590", 267_735
+    ),
+    "wikitext-2": _wikitext(
+        "wikitext-2", "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c", 33_278
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> SentenceText:
+    parser = make_parser(__doc__)
+    parser.add_argument("name", choices=[*SETS, "text"])
+    parser.add_argument("--from", dest="source", type=Path, help="local files")
+    parser.add_argument("--output", type=Path, help="data/NAME if not given")
+    parser.add_argument("--vocabulary", type=Path, help="a file to use")
+    parser.add_argument("--vocab-size", type=at_least(3), help="for text: at most so many words")
+    parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    if options.name == "text" and options.source is None:
+        parser.error("text needs --from")
+    if options.name != "text" and options.vocab_size is not None:
+        parser.error(f"--vocab-size is for text, {options.name} has its own")
+    if options.source and not options.source.exists() and options.name != "text":
+        raise ConfigError(f"--from must be a file or folder, there is none at {options.source}")
+    output = options.output or Path("data") / options.name
+    output.mkdir(parents=True, exist_ok=True)
+
+    vocabulary = options.vocabulary
+    if options.name == "text":
+        expected, corpus = None, options.source
+        config = DataConfig(vocab_size=options.vocab_size or DataConfig.vocab_size)
+    else:
+        expected = SETS[options.name]
+        corpus = _corpus_of(expected, output, options.source)
+        if expected.vocabulary and not vocabulary:
+            vocabulary = _file_of(expected.vocabulary, output, options.source)
+        config = DataConfig(vocab_size=10**9)
+    config = replace(
+        config,
+        corpus=str(corpus),
+        vocabulary=str(vocabulary or ""),
+        encoded=str(output / "encoded"),
+        num_workers=options.workers,
+    )
+    text = load_text(config)
+    if not vocabulary:
+        vocabulary = output / "vocabulary.txt"
+        text.vocabulary.save(vocabulary)
+    check(text, expected)
+    values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}
+    found = shlex.join(f"data.{option}={value}" for option, value in values.items())
+    print(f"python scripts/train.py CONFIG data.num_workers=1 \\\n    {found}")
+    return text
+
+
+def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
+    """The folder of the unpacked corpus, there already or made in `output`."""
+    for folder in (source, output):
+        if folder is None or not folder.is_dir():
+            continue
+        if (folder / data_set.corpus).is_dir():
+            return folder / data_set.corpus
+    downloads = [each.name for each in (data_set.archive, data_set.vocabulary) if each]
+    if source and source.is_dir() and not any((source / name).is_file() for name in downloads):
+        if source.name == data_set.corpus:
+            return source
+        raise ConfigError(
+            f"--from must hold {data_set.archive.name} or the folder {data_set.corpus}, "
+            f"{source} has neither"
+        )
+    if source and source.is_file():
+        archive = source
+        _verify(archive, data_set.archive.sha256)
+    else:
+        archive = _file_of(data_set.archive, output, source)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=output) as temporary:
+        unpack(archive, Path(temporary))
+        unpacked = Path(temporary) / data_set.corpus
+        if not unpacked.is_dir():
+            raise ConfigError(f"{archive} must hold the folder {data_set.corpus}, it does not")
+        return unpacked.rename(output / data_set.corpus)
+
+
+def _file_of(download: Download, output: Path, source: Path | None) -> Path:
+    """The file, of `source` or `output` or else from the network."""
+    for folder in (source, output):
+        if folder and (folder / download.name).is_file():
+            _verify(folder / download.name, download.sha256)
+            return folder / download.name
+    target, part = output / download.name, output / f"{download.name}.part"
+    failures = []
+    for url in download.urls:
+        try:
+            _fetch(url, part)
+            break
+        except (URLError, OSError, http.client.HTTPException) as error:
+            failures.append(f"{url}: {getattr(error, 'reason', error)}")
+    else:
+        raise ConfigError(
+            f"{download.name} cannot be loaded ({'; '.join(failures)}); give the command again to "
+            f"go on, or load it elsewhere and give its folder as --from"
+        )
+    try:
+        _verify(part, download.sha256)
+    except ConfigError:
+        part.unlink()
+        raise
+    return part.rename(target)
+
+
+def _fetch(url: str, part: Path) -> None:
+    """Loads the rest of a file.
+
+    Raises:
+        OSError: the server cannot be reached, refuses or stops.
+    """
+    there = part.stat().st_size if part.is_file() else 0
+    headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
+    try:
+        response = urlopen(Request(url, headers=headers), timeout=60)
+    except HTTPError as error:
+        if error.code == 416 and there:  # there is no more: the sum will tell
+            return
+        raise
+    with response, part.open("ab" if response.status == 206 else "wb") as file:
+        length = response.headers["Content-Length"]
+        total = file.tell() + int(length) if length else None
+        blocks: Iterator[bytes] = iter(lambda: response.read(_BLOCK), b"")
+        for block in progress(
+            blocks, f"loading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
+        ):
+            file.write(block)
+        if total is not None and file.tell() != total:
+            raise OSError(f"the connection ended after {file.tell():,} of {total:,} bytes")
+
+
+def _verify(file: Path, sha256: str) -> None:
+    if not sha256:
+        return
+    with file.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != sha256:
+        raise ConfigError(f"{file} must have the SHA-256 {sha256}, got {found}; load it again")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed:
+                packed.extractall(folder)  # never outside
+        else:
+            with tarfile.open(archive) as packed:
+                for member in progress(packed, f"unpacking {archive.name}", "files"):
+                    packed.extract(member, folder, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{archive} cannot be unpacked: {error}") from error
+
+
+def check(text: SentenceText, expected: _DataSet | None) -> None:
+    """Prints the numbers of the parts.
+
+    Raises:
+        ConfigError: they are not the published ones.
+    """
+    wrong = []
+
+    def row(what: str, found: int, published: int | None) -> str:
+        if published not in (None, found):
+            wrong.append(f"{what} is {found:,} in place of {published:,}")
+        return f"{found:,}"
+
+    size = row("the vocabulary", len(text.vocabulary), expected.vocab_size if expected else None)
+    print(f"{size} words in the vocabulary\n")
+    rows = []
+    for part in PARTS:
+        sentences: EncodedSentences = getattr(text, part)
+        numbers = {
+            "sentences": len(sentences),
+            "words": sentences.num_tokens - len(sentences),
+            "predictions": sentences.num_tokens,
+        }
+        published = expected.expected.get(part, {}) if expected else {}
+        cells = [
+            row(f"the number of {what} in {part}", found, published.get(what))
+            for what, found in numbers.items()
+        ]
+        rows.append([part, *cells])
+    print(markdown_table(["part", "sentences", "words", "predictions"], rows))
+    if wrong:
+        raise ConfigError(
+            f"this is not the published corpus: {'; '.join(wrong)}; unpack it again, "
+            "or prepare what is there as text"
+        )

@@ -1,0 +1,192 @@
+"""Strictly balanced gating (App. F) in training: how the thresholds follow, and what they cost.
+
+    python scripts/studies/balanced.py data.corpus=path/to/text
+    python scripts/studies/balanced.py steps=500 --output runs/balanced
+
+Trains configs/small/moe-32-balanced.toml. Every training batch must give each expert exactly m of
+its tokens, or the script stops. Writes OUTPUT/balanced.png, .md and .json (OUTPUT is docs/results
+if not given): perplexity of the dev part by the thresholds and by the mask of the batch, how far
+the two masks differ, and the share of the tokens that no expert chose, against the steps.
+
+Ctrl-C or SIGTERM saves the run and ends the script with status 130, because there is no report yet;
+the same command goes on. Status 1: training diverged; 2: an option, file or folder that can't be
+used, in one sentence.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+
+from moe_ext import MoE, MoEAux, batchwise_masks
+from moe_ext.gates import rows_per_expert
+from moe_ext.lab.training.command import add_overrides, make_parser
+from moe_ext.lab.training.config import Config, ConfigError, read_config
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.loop import Trainer
+from moe_ext.lab.training.metrics import evaluate
+from moe_ext.lab.training.report import markdown_table, write_report
+
+
+class EqualLoads:
+    """A forward hook that checks the training batches of a layer, and counts them."""
+
+    def __init__(self, k: int, num_experts: int) -> None:
+        self.k, self.num_experts = k, num_experts
+        self.num_batches = 0
+
+    def __call__(self, layer: MoE, inputs: Any, outputs: tuple[Any, MoEAux]) -> None:
+        if not layer.training:
+            return
+        aux = outputs[1]
+        assert aux.token_offsets is not None  # of a gate without a fixed number of experts
+        m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
+        if not (aux.tokens_per_expert == m).all():
+            raise RuntimeError(
+                f"every expert must get {m} tokens of a batch, got {aux.tokens_per_expert.tolist()}"
+            )
+        self.num_batches += 1
+
+
+def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
+    """Perplexities on the left, disagreement and tokens without an expert on the right."""
+    figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
+    left, right = figure.subplots(1, 2)
+    steps = [record["step"] for record in dev]
+    for key, label in (("perplexity_batchwise", "batchwise"), ("perplexity", "threshold")):
+        values = [record[key] for record in dev]
+        style = {"marker": "o", "linestyle": "--" if key == "perplexity" else "-"}
+        left.plot(steps, values, label=f"{label} mask: {values[-1]:.1f} at the end", **style)
+    left.set(xlabel="step", ylabel="dev perplexity", yscale="log")
+    for formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
+        formatter(StrMethodFormatter("{x:.0f}"))
+    left.grid(alpha=0.3, which="both")
+    left.legend()
+    left.set_title("Perplexity under both masks")
+
+    steps = [record["step"] for record in train]
+    for key, label in (
+        ("mask_disagreement", "disagreement of the masks"),
+        ("share_without_expert", "tokens without an expert"),
+    ):
+        right.plot(steps, [100 * record[key] for record in train], label=label)
+    right.axhline(10, color="black", linewidth=0.8, linestyle="--")
+    right.set(xlabel="step", ylabel="%, in training batches", ylim=(0, None))
+    right.grid(alpha=0.3)
+    right.legend()
+    right.set_title("The masks in training")
+    return figure
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report as a page."""
+    final, test = report["final"], report["test"]
+    rows = []
+    for record in report["dev"]:
+        by_threshold, by_batch = record["perplexity"], record["perplexity_batchwise"]
+        change = f"{100 * (by_threshold / by_batch - 1):+.2f}%"
+        rows.append([f"{record['step']:,}", f"{by_threshold:.2f}", f"{by_batch:.2f}", change])
+    steps = markdown_table(
+        ["step", "dev perplexity, threshold mask", "batchwise mask", "difference"], rows
+    )
+    disagreement, difference, without = (
+        f"{100 * final[key]:.2f}%"
+        for key in ("mask_disagreement", "difference", "share_without_expert")
+    )
+    end = markdown_table(
+        ["at the end", "", "aim"],
+        [
+            ["disagreement of the masks, training batches", disagreement, "below 10%"],
+            ["dev perplexity, threshold over batchwise mask", f"{difference} more", "within 2%"],
+            ["tokens without an expert, training batches", without, ""],
+            ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
+            ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
+        ],
+    )
+    checked = ""
+    if report["checked_batches"]:  # none where the run had ended before
+        checked = f""" Each expert got exactly m tokens in all of the \
+{report["checked_batches"]:,} training batches since the last start."""
+    return f"""\
+# Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
+
+```
+{shlex.join(["python", "scripts/studies/balanced.py", *report["overrides"]])}
+```
+
+{report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
+{report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}.{checked}
+
+![perplexity and masks against steps](balanced.png)
+
+{steps}
+{end}
+Disagreement: pairs of a token and an expert that one mask alone selects, over the sum of \
+what the two select. The batchwise mask sees the other tokens of the batch, so only the \
+perplexity under the threshold mask is that of a language model.
+"""
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
+    parser = make_parser(__doc__)
+    add_overrides(parser)
+    parser.add_argument("--output", type=Path, default=root / "docs" / "results")
+    options = parser.parse_intermixed_args(arguments)
+
+    config = read_config(
+        root / "configs" / "small" / "moe-32-balanced.toml", options.overrides, Config
+    )
+    moe = config.model.moe
+    if moe.gate != "balanced" or moe.num_groups:
+        raise ConfigError(
+            'model.moe must have gate = "balanced" and num_groups = 0, '
+            f"got {moe.gate!r} and {moe.num_groups}"
+        )
+    if "moe" not in config.model.layers:
+        raise ConfigError(f'model.layers must have a "moe", got {config.model.layers}')
+    config = replace(config, resume=(Path(config.output) / "config.toml").exists())
+    trainer = Trainer(config)
+    checks = []
+    for layer in trainer.model.layers:
+        if isinstance(layer, MoE):
+            checks.append(EqualLoads(moe.k, moe.num_experts))
+            layer.register_forward_hook(checks[-1])
+    if not trainer.run():
+        raise KeyboardInterrupt
+
+    def test_perplexity() -> float:
+        size = config.data.tokens_per_batch
+        return evaluate(trainer.model, trainer.text.test, tokens_per_batch=size).perplexity
+
+    test = {"perplexity": test_perplexity()}
+    with batchwise_masks(trainer.model):
+        test["perplexity_batchwise"] = test_perplexity()
+    dev = read_metrics(trainer.folder, "dev")
+    train = [
+        {"step": record["step"]}
+        | {key: record[key][0] for key in ("mask_disagreement", "share_without_expert")}
+        for record in read_metrics(trainer.folder, "train")
+    ]
+    report = {
+        "overrides": options.overrides,
+        "steps": config.steps,
+        "seed": config.seed,
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "num_experts": moe.num_experts,
+        "k": moe.k,
+        "checked_batches": sum(check.num_batches for check in checks),
+        "final": {
+            **{key: train[-1][key] for key in ("mask_disagreement", "share_without_expert")},
+            "difference": dev[-1]["perplexity"] / dev[-1]["perplexity_batchwise"] - 1,
+        },
+        "test": test,
+        "dev": dev,
+        "train": train,
+    }
+    page = as_markdown(report)
+    write_report(options.output, "balanced", page, report, plot(dev, train))
+    return report

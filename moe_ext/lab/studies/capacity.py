@@ -1,0 +1,274 @@
+"""More experts at equal operations (Figures 2-left and 3, Table 7 of the paper, in small).
+
+    python scripts/studies/capacity.py data.corpus=path/to/text
+    python scripts/studies/capacity.py data.corpus=path/to/text --seeds 1 2 --arms moe-4 moe-64
+    python scripts/studies/capacity.py data.corpus=path/to/text --rates 4e-3 8e-3
+    python scripts/studies/capacity.py --report data.corpus=path/to/text
+
+Trains the models of configs/small on 10.7 million words with each of the peak learning rates, for
+the first seed, and with the rate that was the best on the dev part for the other seeds; tests them
+after a quarter and after all of the steps, and writes OUTPUT/capacity.md, .json and .png (OUTPUT is
+docs/results if not given). That is 45 runs of 5 to 20 minutes on one processor; --arms and --rates
+ask for some of them, and the page has what is there. Started several times with the same --runs,
+the processes share them; with --report nothing is trained.
+"""
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from matplotlib.figure import Figure
+
+from moe_ext.lab.models import fit_kneser_ney
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.study import (
+    SMALL,
+    Claim,
+    Results,
+    as_change,
+    as_data,
+    claims_data,
+    claims_table,
+    command_of,
+    difference,
+    has_diverged,
+    mean_perplexity,
+    run_folder,
+    run_study,
+    size_cells,
+    study_parser,
+    widening,
+)
+from moe_ext.lab.training.text import SentenceText, load_text
+
+MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
+DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-512-128")
+FIRST, LARGEST_FLAT, LARGE = "moe-4", "moe-64", "moe-64-2x"
+ARMS = (*MIXTURES, *DENSE, LARGE)
+SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
+RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to choose from, if not given
+_QUARTER = 0.25
+
+Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
+
+
+def _at_rate(name: str, rate: float) -> str:
+    """What a model is called when trained with a peak learning rate."""
+    return f"{name}-{rate:g}"
+
+
+def _runs_at_best_rates(
+    configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
+) -> tuple[Results, dict[str, dict[float, float]]]:
+    """The runs of each model at the best peak rate, and nats of the dev part by model and rate."""
+    asked = [] if options.report else options.arms
+
+    def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
+        arms = {_at_rate(*model): configs[model] for model in models}
+        names = [_at_rate(*model) for model in train]
+        return run_study(arms, seeds, text, options.runs, [_QUARTER], names)
+
+    trials = itertools.product(asked, options.rates)
+    first_runs = runs_of(configs, options.seeds[:1], trials)
+    dev_nll = {
+        name: {
+            rate: read_metrics(run.run, "dev")[-1]["nll"]
+            for rate in RATES
+            for run in first_runs[_at_rate(name, rate)].values()
+        }
+        for name in ARMS
+    }
+
+    def tried(name: str, rate: float) -> bool:
+        folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
+        return rate in dev_nll[name] or has_diverged(folder)
+
+    best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
+    # What other processes are still trying they will also train with the other seeds.
+    train = [
+        (name, best[name])
+        for name in asked
+        if name in best and all(tried(name, rate) for rate in options.rates)
+    ]
+    runs = runs_of(best.items(), options.seeds, train)
+    results = {name: runs[_at_rate(name, best[name])] if name in best else {} for name in ARMS}
+    return results, dev_nll
+
+
+def claims(results: Results) -> list[Claim]:
+    """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
+
+    def row(claim: str, a: str, b: str) -> Claim:
+        return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
+
+    rows = [row("M1: more experts are better at equal operations", LARGEST_FLAT, FIRST)]
+    rows += [
+        row("M2: and each step of them further", more, fewer)
+        for fewer, more in zip(MIXTURES, MIXTURES[1:], strict=False)
+    ]
+    rows += [row("M1: and better than dense models", LARGEST_FLAT, dense) for dense in DENSE]
+    rows.append(row("M3: more operations help a large mixture too", LARGE, LARGEST_FLAT))
+    rows += [
+        Claim(
+            "M4: more text widens the gap",
+            f"{more} against {FIRST}: at the end less after a quarter",
+            widening(results[more], results[FIRST], _QUARTER),
+        )
+        for more in MIXTURES[1:]
+    ]
+    return rows
+
+
+def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
+    """Modified Kneser-Ney on as much of the text as a run sees in a quarter and in all steps."""
+    seen = min(1.0, seen_tokens / text.train.num_tokens)
+    perplexities = {}
+    for share in (_QUARTER, 1.0):
+        train = text.train.first(round(share * seen * len(text.train)))
+        model = fit_kneser_ney(train, len(text.vocabulary))
+        nll = float(model.sentence_nll(text.test).sum()) / text.test.num_tokens
+        perplexities[share] = perplexity(nll)
+    return {"parameters": model.num_parameters, "perplexities": perplexities}
+
+
+def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
+    """The page: the models, and what became of the claims."""
+
+    rows = []
+    for name, runs in results.items():
+        if not runs:
+            continue
+        cost = next(iter(runs.values())).cost
+        against = [as_change(difference(runs, results[FIRST], share)) for share in (_QUARTER, 1.0)]
+        if name == FIRST:
+            against = ["", ""]
+        rows.append(
+            [
+                name,
+                *size_cells(cost),
+                len(runs),
+                f"{mean_perplexity(runs, _QUARTER):.2f}",
+                against[0],
+                f"{mean_perplexity(runs):.2f}",
+                against[1],
+                f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
+            ]
+        )
+    grams = facts["five_grams"]
+    quarter, whole = (f"{grams['perplexities'][share]:.2f}" for share in (_QUARTER, 1.0))
+    parameters = f"{grams['parameters'] / 1e6:.2f}M"
+    rows.append(["KN-5", "", parameters, "", quarter, "", whole, "", ""])
+    table = markdown_table(
+        [
+            "model", "ops/timestep", "parameters", "seeds", "test ppl after 25%",
+            f"against {FIRST}, 95%", "test ppl", f"against {FIRST}, 95%", "words/s",
+        ],
+        rows,
+    )  # fmt: skip
+    rates = markdown_table(
+        ["model", *(f"{rate:g}" for rate in RATES)],
+        [
+            [name, *(f"{perplexity(nll[rate]):.2f}" if rate in nll else "" for rate in RATES)]
+            for name, nll in facts["dev_nll"].items()
+            if nll
+        ],
+    )
+    verdicts = claims_table(claims(results))
+    sampled = f"{facts['num_sampled']:,} sampled" if facts["num_sampled"] else "all"
+    return (
+        "# More experts at equal operations\n\n"
+        f"```\n{command}\n```\n\n"
+        f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
+        f"{facts['seen_tokens']:,}; {facts['test_tokens']:,} in the test part; "
+        f"vocabulary {facts['vocabulary']:,}; in training the softmax over "
+        f"{sampled} classes, in the test over all. "
+        "KN-5 is the modified Kneser-Ney 5-gram of the same text. "
+        "Operations and parameters are without embedding and softmax. "
+        "Perplexities are exp of the mean over seeds of ln ppl, differences means over pairs of "
+        "runs of one seed with their 95% t interval.\n\n"
+        f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
+        "Each model has the peak learning rate with which its first seed ends with the least "
+        f"perplexity of the dev part (blank: not tried, or it diverged):\n\n{rates}\n"
+        "A claim is reproduced where the interval lies below zero, reversed where above, else not "
+        f"seen.\n\n{verdicts}"
+    )
+
+
+def plot(results: Results) -> Figure:
+    """Perplexity against the number of experts after a quarter and all of the steps."""
+    experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for share, label in ((_QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
+        found = [results[name] for name in MIXTURES if results[name]]
+        means = [mean_perplexity(runs, share) for runs in found]
+        axes.plot(experts, means, marker="o", label=label)
+        for x, runs in zip(experts, found, strict=True):
+            values = [perplexity(result.nll_at(share)) for result in runs.values()]
+            axes.plot([x] * len(values), values, ".", color="grey", ms=4)
+    others = [(mean_perplexity(results[name]), name) for name in (*DENSE, LARGE) if results[name]]
+    for place, (level, name) in enumerate(sorted(others)):  # side by side: levels may be near
+        axes.axhline(level, lw=0.8, ls="--", color="grey")
+        where = axes.get_yaxis_transform()
+        axes.annotate(name, (0.05 + 0.15 * place, level), xycoords=where, fontsize=7, va="bottom")
+    axes.set_xscale("log", base=4)
+    axes.set_xticks(experts, [str(n) for n in experts])
+    axes.set(xlabel="experts", ylabel="test perplexity", title="equal operations a word")
+    axes.legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    parser = study_parser(__doc__, "capacity", ARMS)
+    parser.add_argument(
+        "--rates", type=float, nargs="+", choices=RATES, default=RATES, help="try only these"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
+        parser.error("optimizer.learning_rate is chosen from --rates; give those")
+
+    configs = {
+        (name, rate): read_config(
+            root / "configs" / "small" / f"{name}.toml",
+            [*SETTINGS, *options.overrides, f"optimizer.learning_rate={rate}"],
+            Config,
+        )
+        for name in ARMS
+        for rate in RATES
+    }
+    config = next(iter(configs.values()))
+    set_up_for(config)
+    text = load_text(config.data)
+    results, dev_nll = _runs_at_best_rates(configs, options, text)
+    if not results[FIRST]:
+        print(f"nothing to report yet: a run of {FIRST} must be finished")
+        return results
+    seen_tokens = config.steps * config.data.tokens_per_batch
+    facts = {
+        "corpus": config.data.corpus,
+        "train_tokens": text.train.num_tokens,
+        "seen_tokens": seen_tokens,
+        "dev_nll": dev_nll,
+        "five_grams": _five_grams(text, seen_tokens),
+        "test_tokens": text.test.num_tokens,
+        "vocabulary": len(text.vocabulary),
+        "num_sampled": config.model.num_sampled,
+    }
+    command = command_of("capacity", options)
+    if options.rates != RATES:
+        command += f" --rates {' '.join(map(str, options.rates))}"
+    page = as_markdown(results, facts, command)
+    data = {
+        **facts,
+        "models": as_data(results),
+        "claims": claims_data(claims(results)),
+    }
+    write_report(options.output, "capacity", page, data, plot(results))
+    return results

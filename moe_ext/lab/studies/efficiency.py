@@ -1,0 +1,305 @@
+"""What sparsity costs in speed (Section 5.1's TFLOPS, in small).
+
+    python scripts/studies/efficiency.py                     # one thread; takes 6 GiB
+    python scripts/studies/efficiency.py --threads 2 --rounds 20 --output runs/efficiency
+
+Times, in interleaved rounds, (1) whole training steps of mixtures and dense models of equal
+operations, at the paper's width, on random words; (2) the layer alone, forward and backward,
+against a dense layer of equal operations while the experts' number grows and their rows get fewer;
+(3) the layer on all time steps of a batch at once (Section 3.1) and on each by itself. Speed is
+counted as the paper does: operations of the products, backward twice as many as forward, in
+GFLOP/s. Writes OUTPUT/efficiency.md, .json and .png (OUTPUT is docs/results if not given).
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from moe_ext import MoE
+from moe_ext.lab.analysis import training_flops
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
+from moe_ext.lab.benchmarks.roofline import gemm_probe
+from moe_ext.lab.models import LanguageModel
+from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.loop import Trainer
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.text import random_text
+
+DENSE = ("4xlstm-512", "moe-1-wide")  # what a mixture is compared with
+MIXTURES = ("moe-4", "moe-32", "moe-256", "moe-256-h")
+PEAK, DENSE_LAYER = "torch.mm", "dense layer"
+# Of a dense model's speed; the paper's mixtures have 0.57 to 0.84, with 293 rows an expert or more.
+CLAIM, ROWS_PER_EXPERT = 0.6, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way of computing: median GFLOP/s, and quartiles of its speed over the compared one's."""
+
+    part: str
+    name: str
+    tokens: int
+    rows_per_expert: float
+    gflops: float
+    against: str
+    low: float
+    median: float
+    high: float
+
+
+def _rows_of(
+    part: str,
+    seconds: dict[str, list[float]],
+    flops: dict[str, float],
+    against: str,
+    tokens: int,
+    rows_per_expert: dict[str, float],
+) -> list[Row]:
+    """The timings as speeds; `against` is the name that the others are compared with."""
+    rows = []
+    for name, times in seconds.items():
+        # Speed over speed: time over time, corrected for the gates' operations.
+        quartiles = ratio(
+            [t / flops[against] for t in seconds[against]], [t / flops[name] for t in times]
+        )
+        gflops = flops[name] / statistics.median(times) / 1e9
+        rows.append(
+            Row(part, name, tokens, rows_per_expert.get(name, 0.0), gflops, against, *quartiles)
+        )
+    return rows
+
+
+def _one_step_of(trainer: Trainer) -> Callable[[], object]:
+    """A step on the next of its batches."""
+    batches = cycle(list(trainer.batches.epoch(0)))
+
+    def run() -> None:
+        trainer.train_step([next(batches)])
+
+    return run
+
+
+def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
+    """Steps of the Trainer on random text, one model after the other."""
+    steps: dict[str, Callable[[], object]] = {}
+    flops: dict[str, float] = {}
+    per_expert: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (*DENSE, *MIXTURES):
+            config = read_config(
+                root / "configs" / "lm1b" / f"{name}.toml",
+                [
+                    f"output={folder}/{name}",
+                    f"num_threads={torch.get_num_threads()}",
+                    f"model.d_model={width}",
+                    f"model.moe.hidden_sizes=[{2 * width}]",
+                    f"model.ffn.hidden_sizes=[{8 * width}]",
+                    "data.vocab_size=10000",
+                    f"data.tokens_per_batch={tokens}",
+                    "model.num_sampled=1024",
+                    "optimizer.experts=factored_adam",
+                    "log.tensorboard=false",
+                    "log.progress=false",
+                ],
+                Config,
+            )
+            with torch.device("meta"):
+                counted = LanguageModel(config.model, config.data.vocab_size)
+            flops[name] = tokens * training_flops(counted).total
+            text = random_text(config.data.vocab_size, 4 * tokens, config.seed)
+            steps[name] = _one_step_of(Trainer(config, text))
+            if name in MIXTURES:
+                moe = config.model.moe
+                per_expert[name] = tokens * moe.experts_per_token / moe.num_experts
+        probe = gemm_probe(torch.float32)
+        steps[PEAK], flops[PEAK] = probe.function, probe.work.flops
+        seconds = interleaved(steps, rounds)
+    part = "training step"
+    return [
+        row
+        for against in DENSE
+        for row in _rows_of(part, seconds, flops, against, tokens, per_expert)
+    ]
+
+
+def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
+    """The gradients of x and of the layer's weights."""
+    inputs, ones = [x, *layer.parameters()], torch.ones_like(x)
+
+    def run() -> None:
+        torch.autograd.grad(layer(x), inputs, ones)
+
+    return run
+
+
+def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
+    """The MoE layer, gate included, with ever more experts; a dense layer k times as wide."""
+    x = torch.randn(tokens, width, requires_grad=True)
+    dense = nn.Sequential(
+        nn.Linear(width, k * hidden, bias=False),
+        nn.ReLU(),
+        nn.Linear(k * hidden, width, bias=False),
+    )
+    rows = []
+    num_experts = k
+    while k * tokens >= 8 * num_experts:
+        name = f"{num_experts} experts"
+        layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
+        timed = {
+            DENSE_LAYER: _forward_backward(dense, x),
+            name: _forward_backward(_Output(layer), x),
+        }
+        seconds = interleaved(timed, rounds)
+        products = 6.0 * tokens * 2 * k * width * hidden
+        gate = 6.0 * tokens * 2 * width * num_experts
+        flops = {DENSE_LAYER: products, name: products + gate}
+        per_expert = {name: k * tokens / num_experts}
+        found = _rows_of("layer", seconds, flops, DENSE_LAYER, tokens, per_expert)
+        rows += found if num_experts == k else found[1:]
+        num_experts *= 4
+    return rows
+
+
+class _Output(nn.Module):
+    """A layer without its report."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class _StepByStep(_Output):
+    """The layer on each time step of [S, B, D] by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(step)[0] for step in x])
+
+
+def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
+    """The convolutional trick of Section 3.1: all steps of a batch as one."""
+    num_experts, k = 32, 4
+    layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
+    x = torch.randn(steps, batch, width, requires_grad=True)
+    timed = {
+        "each step by itself": _forward_backward(_StepByStep(layer), x),
+        f"{steps} steps at once": _forward_backward(_Output(layer), x),
+    }
+    seconds = interleaved(timed, rounds)
+    operations = 2 * k * width * hidden + 2 * width * num_experts
+    flops = dict.fromkeys(timed, 6.0 * steps * batch * operations)
+    by_itself, at_once = timed
+    per_expert = {by_itself: k * batch / num_experts, at_once: k * steps * batch / num_experts}
+    return _rows_of("time steps", seconds, flops, by_itself, steps * batch, per_expert)
+
+
+def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> str:
+    """The page: a table for each part, and the claim."""
+
+    def table(part: str, *against: str) -> str:
+        header = ["words", "", "rows per expert", "GFLOP/s"]
+        header += [f"speed over {name}, quartiles" for name in against]
+        lines: dict[tuple[int, str], list[str]] = {}
+        for row in rows:
+            if row.part != part:
+                continue
+            per_expert = f"{row.rows_per_expert:,.0f}" if row.rows_per_expert else ""
+            first = [f"{row.tokens:,}", row.name, per_expert, f"{row.gflops:.1f}"]
+            line = lines.setdefault((row.tokens, row.name), first)
+            line.append(f"{Quartiles(row.low, row.median, row.high):.2f}")
+        return markdown_table(header, lines.values())
+
+    judged = [
+        row
+        for row in rows
+        if row.part == "training step" and row.rows_per_expert >= ROWS_PER_EXPERT
+    ]
+    claim = (
+        f"**M9: with at least {ROWS_PER_EXPERT} rows for each expert a mixture trains with at "
+        f"least {CLAIM} of the efficiency of a dense model of equal operations** (in the paper "
+        "0.57 to 0.84): "
+    )
+    if judged:
+        lowest = min(judged, key=lambda row: row.median)
+        claim += (
+            f"{'reproduced' if lowest.low >= CLAIM else 'not seen'}; the lowest is {lowest.name} "
+            f"with {lowest.tokens:,} words, {lowest.median:.2f} of {lowest.against} "
+            f"[{lowest.low:.2f}, {lowest.high:.2f}]."
+        )
+    else:
+        claim += "no step had so many."
+    return (
+        f"# What sparsity costs in speed\n\n```\n{command}\n```\n\n{setting}\n\n"
+        "## Training steps\n\n"
+        "The models of `configs/lm1b` with 10,000 words, 1,024 sampled classes and factored Adam "
+        "for the experts: equal operations but for the gates.\n\n"
+        + table("training step", *DENSE)
+        + f"\n{claim}\n\n"
+        "## The layer alone\n\n"
+        f"Forward and backward, gate included, width {width}, 4 experts of {2 * width:,} a word; "
+        f"the dense layer has {8 * width:,} hidden units.\n\n"
+        + table("layer", DENSE_LAYER)
+        + "\n![speed against rows per expert](efficiency.png)\n\n"
+        "## All time steps at once\n\n"
+        "32 experts on a batch of 128 sentences, 20 steps: as one batch, as Section 3.1 does, and "
+        "step by step.\n\n"
+        + table("time steps", "each step by itself")
+        + "\nWhat computing hidden layers again costs: [recompute.md](recompute.md); several "
+        "processes: [distributed.md](distributed.md).\n"
+    )
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """The layer's speed over the dense one's against the rows that an expert gets."""
+    some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
+    x = [row.rows_per_expert for row in some]
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    axes.fill_between(x, [r.low for r in some], [r.high for r in some], alpha=0.25)
+    axes.plot(x, [r.median for r in some], marker="o")
+    axes.axhline(1.0, lw=0.8, ls="--", color="grey")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="rows per expert", ylabel="speed over the dense layer's", ylim=(0, None))
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Row]:
+    parser = make_parser(__doc__)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(2), default=20)
+    parser.add_argument("--tokens", type=at_least(64), nargs="+", default=[1_280, 5_120])
+    parser.add_argument("--width", type=at_least(1), default=512, help="d_model")
+    parser.add_argument("--output", default="docs/results", type=Path)
+    options = parser.parse_args(arguments)
+
+    width = options.width
+    with pinned(options.threads):
+        rows = [
+            row
+            for tokens in options.tokens
+            for row in _training_steps(root, tokens, width, options.rounds)
+        ]
+        rows += _layer_alone(2_048, width, 2 * width, 4, options.rounds)
+        rows += _time_steps(20, 128, width, 2 * width, options.rounds)
+        setting = (
+            f"{environment()}, {options.threads} thread{'s' if options.threads > 1 else ''}, "
+            f"float32; medians over {options.rounds} interleaved rounds."
+        )
+    command = (
+        f"python scripts/studies/efficiency.py --threads {options.threads} "
+        f"--rounds {options.rounds} --tokens {' '.join(map(str, options.tokens))} --width {width}"
+    )
+    page = as_markdown(rows, setting, command, width)
+    data = {"setting": setting, "rows": [asdict(row) for row in rows]}
+    write_report(options.output, "efficiency", page, data, plot(rows))
+    return rows

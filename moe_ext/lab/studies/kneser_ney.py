@@ -1,0 +1,128 @@
+"""The n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+
+    python scripts/studies/kneser_ney.py configs/small/moe-32.toml data.corpus=path/to/text
+    python scripts/studies/kneser_ney.py configs/small/moe-32.toml --shares 0.25 1 --output runs/kn5
+    python scripts/studies/kneser_ney.py configs/small/moe-32.toml --discounts 1 --order 3
+
+Takes the text and the vocabulary of a configuration's [data], as training does, and estimates one
+model from each share of the training sentences, the first ones, with the vocabulary of all. Its
+perplexity is that of scripts/evaluate.py: over all words, unknown ones and ends of sentences
+included. Writes OUTPUT/kneser_ney.json, with the nats of each test sentence, and .md, and with
+--arpa OUTPUT/kneser_ney.arpa, for other programs, of the last share.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_ext.lab.data import EncodedSentences
+from moe_ext.lab.models import NGramModel, fit_kneser_ney
+from moe_ext.lab.training.command import add_overrides, at_least, make_parser
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_torch
+from moe_ext.lab.training.metrics import Evaluation
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.text import SentenceText, load_text
+
+
+def share(text: str) -> float:
+    """An argparse type: a number in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return value
+
+
+def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
+    """What is reported of a model, ready for JSON."""
+    dev, test = (
+        Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)
+    )
+    return {
+        "train_sentences": len(train),
+        "train_tokens": train.num_tokens,
+        "num_ngrams": model.num_ngrams,
+        "num_parameters": model.num_parameters,
+        "discounts": model.discounts,
+        "dev_perplexity": dev.perplexity,
+        "test_perplexity": test.perplexity,
+        "test_nll": test.nll,
+        "test_sentence_nll": test.sentence_nll.tolist(),
+    }
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report as a page."""
+    kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
+    orders = range(1, report["order"] + 1)
+    table = markdown_table(
+        ["training tokens", "dev perplexity", "test perplexity", "parameters", "seconds"]
+        + [f"{n}-grams" for n in orders],
+        [
+            [
+                f"{model['train_tokens']:,}",
+                f"{model['dev_perplexity']:.2f}",
+                f"{model['test_perplexity']:.2f}",
+                f"{model['num_parameters'] / 1e6:.2f}M",
+                f"{model['seconds']:.0f}",
+                *(f"{number:,}" for number in model["num_ngrams"]),
+            ]
+            for model in report["models"]
+        ],
+    )
+    return (
+        f"Interpolated Kneser-Ney {report['order']}-gram ({kind} for each order), nothing pruned; "
+        f"corpus {report['corpus']}, vocabulary {report['vocabulary']:,}, "
+        f"{report['test_tokens']:,} test tokens.\n\n"
+        f"{table}\nParameters: stored probabilities and back-off weights.\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = make_parser(__doc__)
+    parser.add_argument("config", help="a TOML file, of which [data] counts")
+    add_overrides(parser)
+    parser.add_argument("--order", type=at_least(1), default=5, help="n of the longest n-grams")
+    parser.add_argument(
+        "--discounts", type=int, choices=(1, 3), default=3, help="for each order; 3: modified"
+    )
+    parser.add_argument(
+        "--shares", type=share, nargs="+", default=[1.0], help="of the training sentences"
+    )
+    parser.add_argument("--arpa", action="store_true", help="write the model as text too")
+    parser.add_argument("--output", type=Path, default=Path("runs/kneser-ney"))
+    options = parser.parse_intermixed_args(arguments)
+
+    config = read_config(options.config, options.overrides, Config)
+    set_up_torch("cpu", config.num_threads)
+    text = load_text(config.data)
+    options.output.mkdir(parents=True, exist_ok=True)
+    models = []
+    for part in options.shares:
+        train = text.train.first(math.ceil(part * len(text.train)))
+        start = time.perf_counter()
+        model = fit_kneser_ney(
+            train, len(text.vocabulary), options.order, modified=options.discounts == 3
+        )
+        seconds = time.perf_counter() - start
+        models.append({"seconds": seconds, **measured(model, train, text)})
+    if options.arpa:
+        model.write_arpa(options.output / "kneser_ney.arpa", text.vocabulary)
+    report = {
+        "corpus": config.data.corpus,
+        "vocabulary": len(text.vocabulary),
+        "order": options.order,
+        "num_discounts": options.discounts,
+        "test_tokens": text.test.num_tokens,
+        "test_sentence_tokens": text.test.lengths.tolist(),
+        "models": models,
+    }
+    page = as_markdown(report)
+    write_report(options.output, "kneser_ney", page, report)
+    return report

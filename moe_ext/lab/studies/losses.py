@@ -1,0 +1,171 @@
+"""The balancing losses' weights (Table 6 of the paper, in small).
+
+    python scripts/studies/losses.py data.corpus=path/to/text
+    python scripts/studies/losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
+    python scripts/studies/losses.py --report data.corpus=path/to/text
+
+Trains configs/small/moe-32.toml with six settings of w_importance,w_load on 3.1 million words for
+each seed and writes OUTPUT/losses.md, .json and .png (OUTPUT is docs/results if not given):
+perplexity, and how even the experts' use was over the last 50 training batches. A run takes 3
+minutes on one processor. Started several times with the same --runs, the processes share the runs;
+with --report nothing is trained.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from moe_ext.lab.training.config import Config, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.results import BALANCE_BATCHES
+from moe_ext.lab.training.statistics import Interval
+from moe_ext.lab.training.study import (
+    SMALL,
+    Results,
+    as_change,
+    as_data,
+    command_of,
+    difference,
+    mean_perplexity,
+    paired,
+    run_study,
+    study_parser,
+    verdict,
+)
+from moe_ext.lab.training.text import load_text
+
+ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
+NONE, USUAL = "0,0", "0.1,0.1"
+SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
+_MARGIN = math.log(1.005)  # "very similar quality", set in advance
+COLUMNS = {
+    "cv_importance": "CV(Importance)",
+    "cv_load": "CV(Load)",
+    "max_over_mean_load": "max/mean Load",
+    "cv_tokens": "CV(tokens)",
+}
+
+
+def similar(interval: Interval | None) -> str:
+    """What a difference says of the claim that there is hardly any."""
+    if interval is None:
+        return "not decided: fewer than two pairs"
+    if interval.low > -_MARGIN and interval.high < _MARGIN:
+        return "reproduced"
+    return "reversed" if interval.low > _MARGIN or interval.high < -_MARGIN else "not seen"
+
+
+def claims(results: Results) -> list[tuple[str, str, str, str]]:
+    """The paper's claim, what is compared here, how it came out, the verdict."""
+    gap = difference(results[USUAL], results[NONE])
+    claim, what = "M5: without losses quality is worse", f"{USUAL} against {NONE}"
+    table = [(claim, what, as_change(gap), verdict(gap))]
+    for name in ARMS:
+        if name not in (NONE, USUAL):
+            gap = difference(results[name], results[USUAL])
+            what = f"{name} against {USUAL}, within 0.5%"
+            claim = "M5: with any losses quality is similar"
+            table.append((claim, what, as_change(gap), similar(gap)))
+    for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
+        change = paired(
+            results[more], results[less], lambda result: result.balance["max_over_mean_load"]
+        )
+        shown = f"{change:+.3f}" if change else ""
+        claim = "M6: a larger w_load lowers max/mean Load"
+        table.append((claim, f"{more} against {less}", shown, verdict(change)))
+    return table
+
+
+def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
+    """The page: Table 6, and what became of the claims."""
+    rows = []
+    for name, runs in results.items():
+        if not runs:
+            continue
+        gap = "" if name == USUAL else as_change(difference(runs, results[USUAL]))
+        balance = [
+            f"{statistics.fmean(r.balance[key] for r in runs.values()):.3f}" for key in COLUMNS
+        ]
+        ppl = f"{mean_perplexity(runs):.2f}"
+        rows.append([*name.split(","), len(runs), ppl, gap, *balance])
+    table = markdown_table(
+        [
+            "w_importance", "w_load", "seeds", "test ppl", f"against {USUAL}, 95%",
+            *COLUMNS.values(),
+        ],
+        rows,
+    )  # fmt: skip
+    n, k, batch = facts["num_experts"], facts["k"], facts["tokens_per_batch"]
+    floor, ceiling = math.sqrt((1 - k / n) / (batch * k / n)), math.sqrt(n / k - 1)
+    verdicts = markdown_table(["claim", "compared", "difference, 95%", "verdict"], claims(results))
+    return (
+        "# The weights of the balancing losses\n\n"
+        f"```\n{command}\n```\n\n"
+        f"Table 6 of the paper with {k} of {n} experts, {facts['steps']:,} steps of {batch:,} "
+        "words and ends of sentences. The right half is a mean over the last "
+        f"{min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper; "
+        "CV(tokens) is that of the true numbers of tokens, which for uniform "
+        f"routing at random would be {floor:.3f} and for everything on {k} experts {ceiling:.2f}, "
+        f"with max/mean {n / k:.0f}. Perplexities are exp of the mean over seeds of ln ppl, "
+        "differences means over pairs of runs of one seed with their 95% t interval.\n\n"
+        f"{table}\n![perplexity and balance](losses.png)\n\n"
+        "A claim is reproduced where the interval lies on its side (of 0, or within 0.5%), "
+        f"reversed where it lies on the other, else not seen.\n\n{verdicts}"
+    )
+
+
+def plot(results: Results) -> Figure:
+    """Each run's perplexity against how unevenly it used its experts."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for name, runs in results.items():
+        axes.plot(
+            [r.balance["max_over_mean_load"] for r in runs.values()],
+            [r.perplexity for r in runs.values()],
+            "o",
+            label=name,
+        )
+    axes.set_xscale("log")
+    axes.set(xlabel="max(Load) / mean(Load)", ylabel="test perplexity")
+    axes.legend(title="w_importance,w_load")
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    parser = study_parser(__doc__, "losses", ARMS)
+    options = parser.parse_intermixed_args(arguments)
+
+    configs = {}
+    for name in ARMS:
+        w_importance, w_load = name.split(",")
+        weights = [f"model.moe.w_importance={w_importance}", f"model.moe.w_load={w_load}"]
+        configs[name] = read_config(
+            root / "configs" / "small" / "moe-32.toml",
+            [*SETTINGS, *options.overrides, *weights],
+            Config,
+        )
+    config = configs[USUAL]
+    set_up_for(config)
+    train = () if options.report else options.arms
+    text = load_text(config.data)
+    results = run_study(configs, options.seeds, text, options.runs, train=train)
+    if not all(results.values()):
+        print("nothing to report yet: a run of each setting must be finished")
+        return results
+    facts = {
+        "corpus": config.data.corpus,
+        "steps": config.steps,
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "num_experts": config.model.moe.num_experts,
+        "k": config.model.moe.experts_per_token,
+    }
+    page = as_markdown(results, facts, command_of("losses", options))
+    write_report(
+        options.output, "losses", page, {**facts, "models": as_data(results)}, plot(results)
+    )
+    return results

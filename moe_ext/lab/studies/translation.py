@@ -1,0 +1,339 @@
+"""Mixtures of experts in translation (Figure 4 and Tables 2 to 4 of the paper, in small).
+
+    python scripts/studies/translation.py data.corpus=path/to/parallel/text
+    python scripts/studies/translation.py data.corpus=PATH --pairs en-fr --seeds 1 --arms none
+    python scripts/studies/translation.py --report data.corpus=PATH
+
+For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, by
+noisy top-k and by strictly balanced gates, with dense layers of equal operations in their place (an
+arm that the paper does not have), and with nothing there (its baseline). Translates the test part
+with each and writes OUTPUT/translation.md, .json and .png (OUTPUT is docs/results if not given):
+perplexity and BLEU, the learning curves against the source words processed, and ten translations as
+they are. A run takes 10 to 20 minutes on one processor. Started several times with the same --runs,
+the processes share the runs; with --report nothing is trained.
+"""
+
+import argparse
+import shlex
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from moe_ext.lab.decoding import Bleu
+from moe_ext.lab.training.config import TranslationConfig, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.study import (
+    Claim,
+    Results,
+    as_change,
+    as_data,
+    claims_data,
+    claims_table,
+    command_of,
+    difference,
+    mean_perplexity,
+    run_study,
+    size_cells,
+    study_parser,
+)
+from moe_ext.lab.training.text import PairText, load_text, parallel_text
+from moe_ext.lab.training.translation import bleu_of_test, require_bleu, translated_test
+
+MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
+ARMS = (MIXTURE, BALANCED, DENSE, NONE)
+PAIRS = ("en-fr", "en-de")
+SETTINGS = ("num_threads=1",)
+_NUM_SHOWN = 10
+_NEAR = 0.8
+
+
+@dataclass(frozen=True)
+class Study:
+    """All of one language pair.
+
+    Attributes:
+        config: of one of its runs.
+        text: the corpus as ids.
+        results: of the models.
+        source_words: of an epoch.
+        test: the sentences of the test part and their translations by people.
+        near: whether a sentence of the test part is nearly one of the training part.
+        bleu, distinct_bleu: of each model, by its seeds; the second without near duplicates, if
+            there are other sentences.
+    """
+
+    config: TranslationConfig
+    text: PairText
+    results: Results
+    source_words: int
+    test: list[tuple[str, str]]
+    near: list[bool]
+    bleu: dict[str, list[Bleu]]
+    distinct_bleu: dict[str, list[Bleu]]
+
+
+def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
+    """Which of the sentences share at least 80% of their word trigrams with one of a text."""
+
+    def trigrams(sentence: str) -> set[tuple[str, ...]]:
+        words = ["", *sentence.lower().split(), ""]
+        return set(zip(words, words[1:], words[2:], strict=False))
+
+    numbers = defaultdict(list)
+    sizes = []
+    for number, sentence in enumerate(sentences):
+        own = trigrams(sentence)
+        sizes.append(len(own))
+        for trigram in own:
+            numbers[trigram].append(number)
+    near = [False] * len(sentences)
+    for sentence in text:
+        shared = Counter(
+            number for trigram in trigrams(sentence) for number in numbers.get(trigram, ())
+        )
+        for number, count in shared.items():
+            near[number] |= count >= _NEAR * sizes[number]
+    return near
+
+
+def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
+    """The models of a language pair, trained, tested and translated with as the options ask for."""
+    arms = {
+        name: read_config(
+            root / "configs" / "mt" / f"small-{name}.toml",
+            [*SETTINGS, f'data.pairs=["{languages}"]', *options.overrides],
+            TranslationConfig,
+        )
+        for name in ARMS
+    }
+    config = arms[MIXTURE]
+    set_up_for(config)
+    text = load_text(config.data)
+    results = run_study(
+        arms,
+        options.seeds,
+        text,
+        Path(options.runs) / languages,
+        train=() if options.report else options.arms,
+        then=translated_test,
+    )
+    (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
+    pairs = [*test]
+    near = near_duplicates([source for source, _ in pairs], (source for source, _ in train))
+
+    def bleu(keep: Sequence[bool] | None = None) -> dict[str, list[Bleu]]:
+        return {
+            name: [bleu_of_test(result.run, keep)[languages] for result in runs.values()]
+            for name, runs in results.items()
+        }
+
+    distinct = {} if all(near) else bleu([not each for each in near])
+    return Study(config, text, results, source_words(text), pairs, near, bleu(), distinct)
+
+
+def source_words(text: PairText) -> int:
+    """Of the training pairs that the length filter left."""
+    pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
+    begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
+    return int(begins_word[text.train.source.stream].sum())
+
+
+def claims(studies: dict[str, Study]) -> list[Claim]:
+    """The paper's claim for both gates, in each language pair and over all of them."""
+    pooled = {
+        arm: {
+            (languages, seed): run
+            for languages, each in studies.items()
+            for seed, run in each.results[arm].items()
+        }
+        for arm in ARMS
+    }
+    parts = {languages: each.results for languages, each in studies.items()} | {"all": pooled}
+    return [
+        Claim(claim, f"{arm} against {other}, {part}", difference(results[arm], results[other]))
+        for claim, other in (
+            ("mixtures of experts translate better than none", NONE),
+            ("and better than dense layers of equal operations", DENSE),
+        )
+        for arm in (MIXTURE, BALANCED)
+        for part, results in parts.items()
+    ]
+
+
+def table(study: Study) -> str:
+    """A line for each model."""
+    rows = []
+    for name, runs in study.results.items():
+        if not runs:
+            continue
+        cost = next(iter(runs.values())).cost
+        bleu = study.bleu[name], study.distinct_bleu.get(name)
+        rows.append(
+            [
+                name,
+                *size_cells(cost),
+                len(runs),
+                f"{mean_perplexity(runs):.3f}",
+                "" if name == NONE else as_change(difference(runs, study.results[NONE])),
+                *(
+                    f"{statistics.fmean(each.score for each in of_runs):.2f}" if of_runs else ""
+                    for of_runs in bleu
+                ),
+                f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
+            ]
+        )
+    header = [
+        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"against {NONE}, 95%", "BLEU",
+        "BLEU without near duplicates", "pieces/s",
+    ]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def balance(study: Study) -> str:
+    """How the strictly balanced gates did."""
+    train, dev = [], []
+    for result in study.results[BALANCED].values():
+        train.append(read_metrics(result.run, "train")[-1])
+        dev.append(read_metrics(result.run, "dev")[-1])
+    if not train:
+        return ""
+
+    def mean(key: str) -> str:
+        values = (
+            100 * statistics.fmean(record[key][layer] for record in train) for layer in (0, 1)
+        )
+        return " and ".join(f"{value:.1f}%" for value in values)
+
+    by_batch, by_threshold = (
+        statistics.fmean(record[key] for record in dev) for key in ("nll_batchwise", "nll")
+    )
+    return (
+        f"The gates of {BALANCED} are strictly balanced: at the end the dev perplexity by the "
+        f"thresholds was {perplexity(by_threshold):.3f}, by the masks of the batches "
+        f"{perplexity(by_batch):.3f}; of the last training batches the two masks differed in "
+        f"{mean('mask_disagreement')} of the assignments in encoder and decoder, and "
+        f"{mean('share_without_expert')} of the tokens had no expert by the batch's.\n"
+    )
+
+
+def shown(study: Study) -> str:
+    """Ten sentences of the test part at even distances, and what became of them."""
+    (languages,) = study.config.data.pairs
+    first = {
+        name: translated_test(next(iter(runs.values())).run)[languages]
+        for name, runs in study.results.items()
+        if runs
+    }
+    width = max(map(len, ["reference", *first]))
+    lines = []
+    evenly = torch.linspace(0, len(study.test) - 1, _NUM_SHOWN, dtype=torch.float64)
+    for index in evenly.round().long().tolist():
+        source, reference = study.test[index]
+        all_of_it = {"source": source, "reference": reference}
+        all_of_it |= {name: translations[index] for name, translations in first.items()}
+        lines += [f"    {name:<{width}}  {sentence}" for name, sentence in all_of_it.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown(studies: dict[str, Study], command: str) -> str:
+    """The page, which quotes the command that made it."""
+    config = next(iter(studies.values())).config
+    steps, batch = config.steps, config.data.tokens_per_batch
+    lines = [
+        "# Mixtures of experts in translation\n",
+        f"```\n{command}\n```\n",
+        f"{steps:,} steps of about {batch:,} source and target pieces; one vocabulary of "
+        f"{config.data.vocab_size:,} wordpieces for both languages. Perplexity is by target piece "
+        "of the test part, exp of the mean over seeds of ln ppl; differences are means over pairs "
+        "of runs of one seed with their 95% t interval. BLEU is sacreBLEU's, beam "
+        "search with the penalties of Wu et al. (2016); a near duplicate is a test sentence that "
+        f"has {_NEAR:.0%} of its word trigrams in one sentence of the training part. Operations "
+        "and parameters are without embedding and softmax.\n",
+        "![dev perplexity against source words](translation.png)\n",
+        claims_table(claims(studies)),
+    ]
+    for languages, each in studies.items():
+        text = each.text
+        lines += [
+            f"## {languages}\n",
+            f"{len(text.train):,} training pairs ({each.source_words:,} source words, "
+            f"{text.train.num_tokens:,} target pieces), {len(text.test):,} in the test part, "
+            f"{sum(each.near):,} of them near duplicates.\n",
+            table(each),
+            balance(each),
+            "Ten sentences of the test part, at even distances in it, by the first seed's "
+            "models:\n",
+            shown(each),
+        ]
+    bleu = [score for each in studies.values() for scores in each.bleu.values() for score in scores]
+    lines.append(f"sacreBLEU's signature: `{bleu[0].signature}`\n")
+    return "\n".join(lines)
+
+
+def plot(studies: dict[str, Study]) -> Figure:
+    """Dev perplexity against the source words processed, a curve for each model (Figure 4)."""
+    figure = Figure(figsize=(6 * len(studies), 4.2), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(studies), squeeze=False)
+    for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
+        words_per_piece = each.source_words / each.text.train.num_tokens
+        for name, runs in each.results.items():
+            of_steps = defaultdict(list)
+            for result in runs.values():
+                for record in read_metrics(result.run, "dev"):
+                    of_steps[record["step"]].append(record)
+            # Where all were measured: each may have had a log.eval_every of its own.
+            common = [
+                of_steps[step] for step in sorted(of_steps) if len(of_steps[step]) == len(runs)
+            ]
+            words = [of_step[0]["tokens"] * words_per_piece / 1e6 for of_step in common]
+            means = [perplexity(statistics.fmean(r["nll"] for r in of_step)) for of_step in common]
+            if runs:
+                axes.plot(words, means, label=name, lw=1.2)
+        axes.set_yscale("log")
+        axes.set(
+            xlabel="source words processed, millions", ylabel="dev perplexity", title=languages
+        )
+        axes.legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Study]:
+    parser = study_parser(__doc__, "translation", ARMS)
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="of languages")
+    options = parser.parse_intermixed_args(arguments)
+    require_bleu()
+    studies = {languages: study(languages, options, root) for languages in options.pairs}
+    studies = {languages: each for languages, each in studies.items() if any(each.results.values())}
+    if not studies:
+        print("nothing to report yet: a run must be finished")
+        return studies
+    command = command_of("translation", options)
+    if tuple(options.pairs) != PAIRS:
+        command += f" --pairs {shlex.join(options.pairs)}"
+    page = as_markdown(studies, command)
+    data = {
+        "claims": claims_data(claims(studies)),
+        "languages": {
+            languages: {
+                "corpus": each.config.data.corpus,
+                "train_pairs": len(each.text.train),
+                "source_words": each.source_words,
+                "test_pairs": len(each.text.test),
+                "near_duplicates": sum(each.near),
+                "models": as_data(each.results),
+                "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
+            }
+            for languages, each in studies.items()
+        },
+    }
+    write_report(options.output, "translation", page, data, plot(studies))
+    return studies

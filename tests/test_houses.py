@@ -1,0 +1,146 @@
+"""Two houses: the layer, and the laboratory on top of it, which uses the layer's public names."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import moe_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "moe_ext"
+LAB = sorted((PACKAGE / "lab").rglob("*.py"))
+LAYER = sorted(set(PACKAGE.rglob("*.py")) - set(LAB))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+PUBLIC = {
+    "moe_ext",
+    *(f"moe_ext.{name}" for name in ("checks", "distributed", "experts", "gates", "info")),
+    *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
+    "moe_ext.distributed.files",
+}
+
+
+def name_of(file):
+    """A module's name by its file."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(file):
+    """(module, name) of each import of moe_ext, wherever it stands; name is "" for all of it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if is_ours(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            if is_ours(node.module):
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def is_ours(module):
+    return module.partition(".")[0] == "moe_ext"
+
+
+def in_lab(module, name=""):
+    return f"{module}.{name}.".startswith("moe_ext.lab.")
+
+
+def is_public(module, name):
+    """Whether it is a public module of the layer, or a name that one exports."""
+    if not name:
+        return module in PUBLIC
+    if f"{module}.{name}" in PUBLIC:
+        return True
+    exported = module in PUBLIC and name in importlib.import_module(module).__all__
+    return exported and (module == "moe_ext" or name not in moe_ext.__all__)  # the shortest path
+
+
+def run(code):
+    """The code in a fresh process, from the package that is tested."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize("file", LAYER, ids=name_of)
+def test_the_layer_does_not_import_the_laboratory(file):
+    assert [each for each in imports_of(file) if in_lab(*each)] == []
+
+
+def test_the_layer_loads_without_the_laboratory():
+    code = "from moe_ext import MoE; print(*(m for m in sys.modules if 'moe_ext.lab' in m))"
+    assert run(code) == "\n"
+
+
+@pytest.mark.parametrize("file", LAB, ids=name_of)
+def test_the_laboratory_imports_public_names(file):
+    found = [each for each in imports_of(file) if not in_lab(*each)]
+    assert [each for each in found if not is_public(*each)] == []
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_scripts_import_public_names_of_the_laboratory(file):
+    found = list(imports_of(file))
+    assert found and all(in_lab(*each) for each in found)
+    for module, name in found:
+        assert not any(part.startswith("_") for part in f"{module}.{name}".split("."))
+        assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("file", LAYER, ids=name_of)
+def test_the_layer_does_not_mention_the_repository(file):
+    """The index of moe_ext/__init__.py may name the laboratory."""
+    constants = [
+        node.value
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    text = "\n".join(constants)
+    if file == PACKAGE / "__init__.py":
+        text = text.replace("moe_ext/lab/", "")
+    assert re.findall(r"\b(?:scripts|configs|docs|tests)/|moe_ext[./]lab\b", text) == []
+
+
+PACKAGES = sorted(name_of(file) for file in PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_exports_is_there_and_hides_no_module(package):
+    module = importlib.import_module(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    folder = Path(module.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix in (".py", "")}
+    for name in module.__all__:
+        assert not name.startswith("_")
+        if name in modules:
+            importlib.import_module(f"{package}.{name}")
+            assert isinstance(getattr(module, name), ModuleType), f"{name} hides a module"
+        assert hasattr(module, name)
+
+
+def test_the_layer_runs_without_optional_packages():
+    """All those of the extras are blocked, in a process of its own."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    packages = [re.match(r"[\w-]+", each)[0] for extra in extras.values() for each in extra]
+    names = {package.replace("-", "_") for package in packages}
+    assert len(names) > 10
+    run(
+        f"""
+sys.modules.update(dict.fromkeys({sorted(names)}))
+import torch
+from moe_ext import MoE, MoELSTM
+x = torch.randn(6, 8, requires_grad=True)
+layer = MoE(8, 4, 2, hidden_sizes=[16])
+y, aux = layer(x)
+(y.sum() + aux.loss).backward()
+assert x.grad.isfinite().all() and all(p.grad is not None for p in layer.parameters())
+import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
+"""
+    )
