@@ -237,6 +237,9 @@ class FeedForwardExperts(Experts):
             recompute=recompute,
         )
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def split(self, sizes: Sequence[int]) -> list[_FeedForward]:
         weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)

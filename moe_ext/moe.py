@@ -268,8 +268,7 @@ class MoE(nn.Module):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
     if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]: ...
+        __call__ = forward
 
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
         """The tokens of all rows of a nested tensor, one after the other."""

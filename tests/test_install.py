@@ -297,3 +297,32 @@ def test_instruction_sets_that_are_missing():
     assert unknown == "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got mmx"
     assert missing == "MOE_EXT_ISA must name an instruction set of this processor, got amx"
     assert chosen == [isa for isa in preferred_instruction_sets() if isa != "amx"][-1]
+
+
+TYPED = """
+import torch
+from moe_ext import HierarchicalMoE, MoE, MoELSTM
+
+y, aux = MoE(8, 4, 2)(torch.randn(2, 8))
+reveal_type(y)
+reveal_type(aux)
+reveal_type(HierarchicalMoE(8, 4, 2, 2)(torch.randn(2, 8))[1].load)
+reveal_type(MoELSTM(8, 4, 2, 2)(torch.randn(2, 3, 8))[2])
+"""
+
+
+def test_a_type_checker_finds_the_installed_package(tmp_path):
+    """From another folder, as an editor does: what a call returns has a type."""
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", ROOT / ".mypy_cache", "typed.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    revealed = re.findall(r'Revealed type is "(.*)"', result.stdout)
+    tensor, report = "torch._tensor.Tensor", "moe_ext.moe.MoEAux"
+    assert revealed[0] == revealed[2] == tensor
+    assert report in revealed[1] and report in revealed[3]

@@ -101,6 +101,9 @@ class Gate(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, ranks=None)")
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise of the shape and type of `like`, from `generator`.
 

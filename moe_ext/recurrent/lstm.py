@@ -134,6 +134,9 @@ class MoELSTMCell(nn.Module):
         z, aux = self.moe(torch.cat([x, h], 1))
         return lstm_state(z + self.bias, c), aux
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def extra_repr(self) -> str:
         return f"d_input={self.d_input}, d_hidden={self.d_hidden}, dropout={self.dropout}"
 
@@ -282,6 +285,9 @@ class MoELSTM(nn.Module):
             load_factors=load_factors,
         )
         return y.to(x.dtype), (h, c), aux
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         axes = "B, S" if self.batch_first else "S, B"
