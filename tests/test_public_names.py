@@ -67,14 +67,6 @@ def test_public_modules_name_all_that_they_offer(name):
     assert set(module.__all__) <= where, "docs/api.md lacks some of its names"
 
 
-def test_no_module_hides_behind_a_function_of_its_name():
-    for name in public_modules():
-        package, _, last = name.rpartition(".")
-        if package:
-            found = getattr(importlib.import_module(package), last, None)
-            assert found is None or isinstance(found, types.ModuleType), name
-
-
 def test_tab_completion_shows_public_names():
     assert set(dir(moe_ext)) == {*moe_ext.__all__, "__version__"}
 
