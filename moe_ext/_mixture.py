@@ -1,6 +1,6 @@
 """The mixture of the chosen experts' outputs, Eq. 1, as one operator or in three steps."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -8,37 +8,30 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import ops
 
 
-class PartOfExperts(Protocol):
-    """`moe_ext.Experts`, or what their `split` returns."""
-
-    @property
-    def fused(self) -> bool: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
-
-
 def mixture(
-    experts: PartOfExperts,
+    experts: Callable[..., Tensor],
     x: Tensor,
     gates: Tensor,
     plan: ops.DispatchPlan,
     token_offsets: Tensor | None = None,
     *,
+    fused: bool,
     equal_load: bool = False,
     recompute: bool = False,
 ) -> Tensor:
     """Σ_i G(x)_i E_i(x) of the tokens' chosen experts (Eq. 1), [T, d_output].
 
     Args:
-        experts: see `Experts`.
+        experts: see `Experts`; or some of them, as its `split` returns them.
         x: [T, D].
         gates: [T, K], or [R] with token_offsets.
         plan: of the chosen experts.
         token_offsets: see `moe_ext.ops.combine`.
+        fused: whether experts take the gates and the plan too, see `Experts`.
         equal_load: every expert has R / E rows, so that the counts need not be read.
         recompute: keep nothing of the experts for the backward pass.
     """
-    if experts.fused:
+    if fused:
         return experts(
             x,
             None if equal_load else plan.offsets,

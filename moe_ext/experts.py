@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,9 +15,6 @@ from moe_ext import ops
 from moe_ext._former_names import current_names
 from moe_ext.checks import is_whole, require, require_sizes
 from moe_ext.ops import ACTIVATIONS, GATED_ACTIVATIONS, Activation
-
-if TYPE_CHECKING:
-    from moe_ext._mixture import PartOfExperts
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
@@ -83,7 +80,7 @@ class Experts(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, offsets)")
 
-    def split(self, sizes: Sequence[int]) -> Sequence[PartOfExperts]:
+    def split(self, sizes: Sequence[int]) -> Sequence[Callable[..., Tensor]]:
         """The first sizes[0] experts, the next sizes[1], …; each is called as the whole is."""
         raise NotImplementedError(f"{type(self).__name__} does not define split(sizes)")
 
@@ -98,10 +95,6 @@ class _FeedForward(NamedTuple):
     weights: Sequence[Tensor]
     biases: Sequence[Tensor] | None
     activation: Activation
-
-    @property
-    def fused(self) -> bool:
-        return True
 
     def __call__(self, x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
         """See `FeedForwardExperts.forward`."""
@@ -240,7 +233,7 @@ class FeedForwardExperts(Experts):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def split(self, sizes: Sequence[int]) -> list[_FeedForward]:
+    def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
         weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
         return [_FeedForward(w, b, self.activation) for w, b in zip_longest(weights, biases)]

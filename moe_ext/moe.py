@@ -212,6 +212,8 @@ class MoE(nn.Module):
         if self.sharding is not None:
             self.sharding.require_experts(experts)
         self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
+        # Asked once: an adapter puts a module in the experts' place that has their forward alone.
+        self._fused = self.experts.fused
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
         """x [..., D] to y [..., d_output] in x's type, and what came with it.
@@ -290,6 +292,7 @@ class MoE(nn.Module):
             routing.gates,
             plan,
             routing.token_offsets,
+            fused=self._fused,
             equal_load=routing.equal_load,
             recompute=self.recompute,
         )

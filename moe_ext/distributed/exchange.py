@@ -190,7 +190,15 @@ class Exchange:
                 coming = [send(c + 1) for send in senders]
             index, gates_c, offsets = _slots(counts, received[:, num_local + c], len(x_c), slots)
             plan_c = ops.dispatch_plan(index, counts.shape[1])
-            y = mixture(parts[c], x_c, gates_c, plan_c, offsets, recompute=recompute)
+            y = mixture(
+                parts[c],
+                x_c,
+                gates_c,
+                plan_c,
+                offsets,
+                fused=experts.fused,
+                recompute=recompute,
+            )
             if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
                 y.requires_grad_()  # of frozen experts too: all go back together
             if going is not None:

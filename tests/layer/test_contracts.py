@@ -144,6 +144,26 @@ def test_hooks_of_the_experts_run():
     assert calls == ["before", "after"]
 
 
+class Adapter(torch.nn.Module):
+    """As adapters are: it has the forward of the module whose place it takes, and nothing else."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args, **options):
+        return self.base_layer(*args, **options)
+
+
+@pytest.mark.parametrize("experts", [None, ScaleExperts(E, D)])
+def test_a_module_around_the_experts(experts):
+    layer = MoE(D, E, K, experts=experts).eval()
+    x = torch.randn(4, D)
+    before = layer(x)[0]
+    layer.experts = Adapter(layer.experts)
+    assert_same_bits(layer(x)[0], before)
+
+
 def test_parametrised_weights():
     class Doubled(torch.nn.Module):
         def forward(self, weight):
