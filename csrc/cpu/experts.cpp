@@ -23,7 +23,7 @@
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "empty_rows.h"
-#include "gemm.h"
+#include "gemm/gemm.h"
 #include "ordered_reduction.h"
 #include "slots.h"
 #include "vectorize.h"

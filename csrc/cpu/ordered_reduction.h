@@ -13,7 +13,7 @@
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "empty_rows.h"
-#include "gemm.h"
+#include "gemm/gemm.h"
 #include "vectorize.h"
 #include "workspace.h"
 

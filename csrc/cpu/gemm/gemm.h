@@ -6,8 +6,7 @@
 
 #include <cstdint>
 
-#include "micro_kernels.h"
-#include "region.h"
+#include "../region.h"
 
 namespace moe_ext::cpu {
 

@@ -9,10 +9,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "elementwise.h"
+#include "../elementwise.h"
+#include "../vectorize.h"
 #include "micro_kernels.h"
-#include "pack.h"
-#include "vectorize.h"
+#include "packing.h"
 
 namespace moe_ext::cpu {
 namespace {
@@ -62,16 +62,16 @@ void pack_panel(bool pairs, const Source<from_t>& source, int64_t i, int64_t p, 
   };
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<acc_t, float>) {
-    if (pairs) return arguments([](auto... all) { run_avx512<PackPanel<Pairs<64>>>(all...); });
+    if (pairs) return arguments([](auto... all) { run_avx512<PackMicroPanel<Pairs<64>>>(all...); });
   }
   if (isa() >= Isa::kAvx512) {
-    return arguments([](auto... all) { run_avx512<PackPanel<Words<64, acc_t>>>(all...); });
+    return arguments([](auto... all) { run_avx512<PackMicroPanel<Groups<64, acc_t>>>(all...); });
   }
   if (isa() == Isa::kAvx2) {
-    return arguments([](auto... all) { run_avx2<PackPanel<Words<32, acc_t>>>(all...); });
+    return arguments([](auto... all) { run_avx2<PackMicroPanel<Groups<32, acc_t>>>(all...); });
   }
 #endif
-  arguments([](auto... all) { PackPanel<Words<16, acc_t>>::run(all...); });
+  arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
 }
 
 // The product for at most kMaxRows rows.
@@ -106,7 +106,7 @@ class Product {
         write == Write::kStream && readable_ && !by_rows_ && k_ <= kMaxSquares * depth_;
     if (write == Write::kStream && !streams) write = Write::kReplace;
     if (few_ && transposable_) return columns_of_b(write, c);
-    if (kernels_.start != nullptr) kernels_.start();
+    if (kernels_.begin != nullptr) kernels_.begin();
     const int64_t at_a_time = streams ? kMaxSquares * depth_ : depth_;
     for (int64_t p = 0; p < k_; p += at_a_time, write = Write::kAdd) {
       pack_a(p, std::min(k_, p + at_a_time));
@@ -119,7 +119,7 @@ class Product {
         for (int64_t j = 0; j < n_; j += width_) panel_of_b(j, write, c + j);
       }
     }
-    if (kernels_.stop != nullptr) kernels_.stop();
+    if (kernels_.end != nullptr) kernels_.end();
     // Products of pairs are so fast that it pays to go by whole rows afterwards.
     if (kernels_.pairs && beside_.finish) beside_.finish({first_row_, m_, 0, n_});
 #if defined(__x86_64__)
@@ -140,17 +140,17 @@ class Product {
   static int64_t width() { return kMaxTileVectors * kernels().lanes; }
   static int64_t numbers() { return kernels().pairs ? 2 : 1; }  // in a word
   static int64_t words(int64_t depth) {
-    return at::round_up(at::ceil_div(depth, numbers()), kernels().depth);
+    return at::round_up(at::ceil_div(depth, numbers()), kernels().group_multiple);
   }
 
-  static int64_t tile_size() { return kernels().rows * width(); }
+  static int64_t tile_size() { return kernels().max_rows * width(); }
   static int64_t sums_size(int64_t n) {
     return kMaxFewRows * at::round_up(std::min(n, kMaxColumns), width());
   }
   static int64_t deepest(int64_t k) { return std::min(kMaxSquares * kSize, words(k)); }
   static int64_t panel_size(int64_t k) { return std::min(kSize, words(k)) * width(); }
   static int64_t panels_size(int64_t m, int64_t k) {
-    return at::ceil_div(std::min(m, kMaxRows), kernels().rows) * kernels().panel_stride *
+    return at::ceil_div(std::min(m, kMaxRows), kernels().max_rows) * kernels().a_panel_width *
            deepest(k);
   }
 
@@ -160,7 +160,7 @@ class Product {
   int64_t first(int64_t panel) const { return panel * rows_each_ + std::min(panel, num_longer_); }
   int64_t num_rows(int64_t panel) const { return first(panel + 1) - first(panel); }
   acc_t* panel_a(const Square& square, int64_t i) const {
-    return square.panels_a + i * square.num_words * kernels_.panel_stride;
+    return square.panels_a + i * square.num_words * kernels_.a_panel_width;
   }
 
   // The squares from p to end, and a's panels of them.
@@ -171,9 +171,9 @@ class Product {
       const int64_t depth = std::min(end - p, depth_);
       const Square square{p, depth, words(depth), panels};
       for (int64_t i = 0; i < num_panels_; ++i) {
-        const int64_t rows = std::min(m_ - first(i), kernels_.panel_stride);
+        const int64_t rows = std::min(m_ - first(i), kernels_.a_panel_width);
         pack_panel(kernels_.pairs, a_, first(i), p, rows, depth, square.num_words,
-                   kernels_.panel_stride, kernels_.a_by_rows, panel_a(square, i));
+                   kernels_.a_panel_width, kernels_.a_in_row_blocks, panel_a(square, i));
       }
       panels = panel_a(square, num_panels_);
       squares_.push_back(square);
@@ -198,16 +198,16 @@ class Product {
     auto [panel, stride] = panel_b(square, j, num_columns);
     acc_t* packed = readable_ && num_panels_ > kFewPanels ? packed_b_ : nullptr;
     Prefetch next = prefetch(square.p, j);
-    for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.slowness) {
+    for (int64_t i = 0; i < num_panels_; ++i, next.first += square.num_words >> next.shift_groups) {
       const Region region{first_row_ + first(i), num_rows(i), j, num_columns};
-      Out<acc_t> out{c + first(i) * n_, n_};
+      Tile<acc_t> out{c + first(i) * n_, n_};
       if (write == Write::kAdd) {
         out.add = out.c;
-        out.stride_add = n_;
+        out.ld_add = n_;
       }
       if (finishing && beside_.prepare) beside_.prepare(region);
       tile(i, panel_a(square, i), square.num_words, panel, stride, num_columns, out,
-           i < 1 << next.slowness ? next : none_, packed);
+           i < 1 << next.shift_groups ? next : none_, packed);
       if (packed != nullptr) {
         panel = std::exchange(packed, nullptr);
         stride = width_;
@@ -238,12 +238,12 @@ class Product {
     if (beside_.prepare) beside_.prepare(region);
     for (const Square& square : squares_) {
       const bool ends = &square == &squares_.back();
-      Out<acc_t> out = ends ? Out<acc_t>{c, n_} : Out<acc_t>{tile_, width_};
+      Tile<acc_t> out = ends ? Tile<acc_t>{c, n_} : Tile<acc_t>{tile_, width_};
       if (&square != &squares_.front()) {
         out.add = tile_;
-        out.stride_add = width_;
+        out.ld_add = width_;
       }
-      out.stream = ends;
+      out.non_temporal = ends;
       tile(i, panel_a(square, i), square.num_words, b_.at(j, square.p), b_.stride, num_columns, out,
            none_);
     }
@@ -263,8 +263,8 @@ class Product {
         for (int64_t q = 0; q < square.depth; q += rows_ahead_) {
           const int64_t num_words = std::min(square.depth - q, rows_ahead_);
           for (int64_t i = 0; i < num_panels_; ++i) {
-            kernels_.few_rows[num_rows(i) - 1](
-                num_words, panel_a(square, i) + q * kernels_.panel_stride, b_.at(j, square.p + q),
+            kernels_.axpyf[num_rows(i) - 1](
+                num_words, panel_a(square, i) + q * kernels_.a_panel_width, b_.at(j, square.p + q),
                 b_.stride, num_columns, ahead(square.p + q, j), q == 0, sums + first(i) * stride,
                 stride);
           }
@@ -290,9 +290,8 @@ class Product {
           if (ahead == nullptr) ahead = b_.at(j, 0);
           for (int64_t p = 0; p < k_; p += depth_) {
             const bool starts = p == 0 && write != Write::kAdd;
-            kernels_.few_rows_transposed[m_ - 1](std::min(k_ - p, depth_), a_.at(0, p), a_.stride,
-                                                 b_.at(j, p), b_.stride, ahead + p * kernels_.lanes,
-                                                 starts, c + j, n_);
+            kernels_.dotxf[m_ - 1](std::min(k_ - p, depth_), a_.at(0, p), a_.stride, b_.at(j, p),
+                                   b_.stride, ahead + p * kernels_.lanes, starts, c + j, n_);
           }
         }
         if (beside_.finish) beside_.finish(region);
@@ -330,19 +329,18 @@ class Product {
 
   // The rows of panel i of a times a panel of b.
   void tile(int64_t i, const acc_t* panel_a, int64_t num_words, const acc_t* panel_b,
-            int64_t stride_b, int64_t num_columns, const Out<acc_t>& out, const Prefetch& prefetch,
+            int64_t stride_b, int64_t num_columns, const Tile<acc_t>& out, const Prefetch& prefetch,
             acc_t* packed = nullptr) {
     const int64_t vectors = at::ceil_div(num_columns, kernels_.lanes);
-    const auto multiply = kernels_.tile[vectors - 1][num_rows(i) - 1];
+    const auto multiply = kernels_.gemm[vectors - 1][num_rows(i) - 1];
     if (is_whole(num_columns)) {
       return multiply(num_words, panel_a, panel_b, stride_b, out, prefetch, packed);
     }
-    multiply(num_words, panel_a, panel_b, stride_b, Out<acc_t>{tile_, width_}, prefetch, packed);
+    multiply(num_words, panel_a, panel_b, stride_b, Tile<acc_t>{tile_, width_}, prefetch, packed);
     for (int64_t r = 0; r < num_rows(i); ++r) {
       for (int64_t l = 0; l < num_columns; ++l) {
         const acc_t sum = tile_[r * width_ + l];
-        out.c[r * out.stride + l] =
-            out.add == nullptr ? sum : out.add[r * out.stride_add + l] + sum;
+        out.c[r * out.ldc + l] = out.add == nullptr ? sum : out.add[r * out.ld_add + l] + sum;
       }
     }
   }
@@ -355,7 +353,7 @@ class Product {
   const Beside<b_t>& beside_;
   const int64_t first_row_;
   const int64_t m_, n_, k_;
-  const int64_t num_panels_ = at::ceil_div(m_, kernels_.rows);
+  const int64_t num_panels_ = at::ceil_div(m_, kernels_.max_rows);
   const int64_t rows_each_ = m_ / num_panels_, num_longer_ = m_ % num_panels_;
   // Whether b can be read where it is. Where few rows of a meet it, it is read by rows, or by
   // columns.
