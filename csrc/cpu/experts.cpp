@@ -99,15 +99,15 @@ class Experts {
   // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
   int64_t rows_size(int64_t width) const { return whole_lines(most_rows_ * width); }
   int64_t activations_size() const {
-    int64_t size = product_size();
+    int64_t size = gemm_size();
     for (int64_t l = 0; l < num_layers(); ++l) {
       size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? 2 * rows_size(columns(l)) : 0);
     }
     return size;
   }
 
-  int64_t product_size() const {
-    return whole_lines(gemm_space<scalar_t>(std::max(most_rows_, widest_)));
+  int64_t gemm_size() const {
+    return whole_lines(gemm_workspace_size<scalar_t>(std::max(most_rows_, widest_)));
   }
 
   const scalar_t* weight(int64_t expert, int64_t layer) const {
@@ -143,7 +143,7 @@ class Experts {
     const scalar_t* first;               // [num_rows, fan_in], the input of the first layer
     c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, if needed
     c10::SmallVector<scalar_t*, 4> out;  // its activation, the next layer's input
-    acc_t* product_space;
+    acc_t* gemm_workspace;
 
     const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
   };
@@ -152,7 +152,7 @@ class Experts {
   Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool needs_z,
                      acc_t*& workspace) const {
     Activations a;
-    a.product_space = take<acc_t>(workspace, product_size());
+    a.gemm_workspace = take<acc_t>(workspace, gemm_size());
     a.first = gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(), fan_in(0),
                      take<scalar_t>(workspace, block.num_rows * fan_in(0)));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
@@ -176,7 +176,7 @@ class Experts {
       acc_t* product = nullptr;
       if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
       if (product == nullptr) product = take<acc_t>(workspace, block.num_rows * columns(l));
-      linear(block, l, a.input(l), a.product_space, product, [&](const Region& region) {
+      linear(block, l, a.input(l), a.gemm_workspace, product, [&](const Region& region) {
         const auto* wide = static_cast<const acc_t*>(product);
         if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
         activate(wide, region, width, out);
@@ -184,24 +184,24 @@ class Experts {
     }
   }
 
-  // product = in W + b, [num_rows, columns]; `finish` as gemm's.
+  // product = in W + b, [num_rows, columns]; `epilogue` is gemm's.
   void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, acc_t* product,
-              typename Beside<scalar_t>::Body finish) const {
+              typename Epilogue<scalar_t>::Body epilogue) const {
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
         vectorized<Convert>(bias(block.expert, layer), columns(layer),
                             product + r * columns(layer));
       }
     }
-    Beside<scalar_t> beside{finish};
+    Epilogue<scalar_t> after_gemm{.run = epilogue};
     if (layer + 1 < num_layers()) {
-      beside.next = plain(weight(block.expert, layer + 1), columns(layer + 1));
+      after_gemm.next_b = plain(weight(block.expert, layer + 1), columns(layer + 1));
     } else if (const Block* next = after(block)) {
-      beside.next = plain(weight(next->expert, 0), columns(0));
+      after_gemm.next_b = plain(weight(next->expert, 0), columns(0));
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    plain(weight(block.expert, layer), columns(layer)),
-                   has_bias() ? Write::kAdd : Write::kReplace, product, space, beside);
+                   has_bias() ? Write::kAdd : Write::kReplace, product, space, after_gemm);
   }
 
   // The next block, if there is one.
@@ -264,11 +264,11 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
         experts.compute_hidden(block, a, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (std::is_same_v<scalar_t, acc_t>) {
-          experts.linear(block, last, a.input(last), a.product_space, out, nullptr);
+          experts.linear(block, last, a.input(last), a.gemm_workspace, out, nullptr);
         } else {
           acc_t* wide = workspace;
           experts.linear(
-              block, last, a.input(last), a.product_space, wide, [&](const Region& region) {
+              block, last, a.input(last), a.gemm_workspace, wide, [&](const Region& region) {
                 vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
               });
         }
@@ -378,11 +378,11 @@ class BlockBackward {
       region.column += width_z - width;
       return region;
     };
-    const auto prepare = [&](const Region& region) {
+    const auto prefetch = [&](const Region& region) {
       experts_.fetch(z, region, width_z);
       if (width_z != width) experts_.fetch(z, in_z(region), width_z);
     };
-    const auto finish = [&](const Region& region) {
+    const auto run = [&](const Region& region) {
       if (!activated) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
       if (gated_sum) {
         vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
@@ -395,16 +395,16 @@ class BlockBackward {
         vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
       }
     };
-    Beside<scalar_t> beside{finish};
+    Epilogue<scalar_t> epilogue{.run = run};
     if (l > 0) {
-      beside.prepare = prepare;
-      beside.next = transposed(experts_.weight(block_.expert, l - 1), width_z);
+      epilogue.prefetch = prefetch;
+      epilogue.next_b = transposed(experts_.weight(block_.expert, l - 1), width_z);
     } else if (const Block* next = experts_.after(block_)) {
-      beside.next = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
+      epilogue.next_b = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
     }
     gemm<scalar_t>(block_.num_rows, width, columns, plain(grad_z, columns),
                    transposed(experts_.weight(block_.expert, l), columns), Write::kReplace, grad_a,
-                   a_.product_space, beside);
+                   a_.gemm_workspace, epilogue);
     return grad_before;
   }
 
@@ -429,7 +429,7 @@ class BlockBackward {
     const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
     gradients_.parameters.add(block_, l, parameter_, [&](acc_t* target, Write write) {
       gemm<scalar_t>(fan_in, columns, n, transposed(a_.input(l), fan_in), plain(grad_z, columns),
-                     write, target, a_.product_space);
+                     write, target, a_.gemm_workspace);
     });
     if (!experts_.has_bias()) return;
     gradients_.parameters.add(

@@ -1,4 +1,4 @@
-// Matrix products on one thread, with kernels of our own.
+// General matrix multiplication (GEMM) on one thread, with an epilogue.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -10,51 +10,50 @@
 
 namespace moe_ext::cpu {
 
-enum class Layout { kPlain, kTransposed };
-
-// A matrix product's factor: contiguous rows of a width, read as they are or transposed.
+// A matrix by rows, which are `ld` numbers apart (the leading dimension), read as it is or
+// transposed.
 template <typename T>
-struct Factor {
+struct Operand {
   const T* data;
-  int64_t width;
-  Layout layout = Layout::kPlain;
+  int64_t ld;
+  bool transposed = false;
 };
 
 template <typename T>
-Factor<T> plain(const T* data, int64_t width) {
-  return {data, width};
+Operand<T> plain(const T* data, int64_t ld) {
+  return {.data = data, .ld = ld};
 }
 
 template <typename T>
-Factor<T> transposed(const T* data, int64_t width) {
-  return {data, width, Layout::kTransposed};
+Operand<T> transposed(const T* data, int64_t ld) {
+  return {.data = data, .ld = ld, .transposed = true};
 }
 
-// What is done beside a product.
+// What follows a product.
 template <typename b_t>
-struct Beside {
+struct Epilogue {
   using Body = c10::function_ref<void(const Region&)>;
-  // Called once with every element of c when it is final, while the first cache level has it if
+  // Called once with every element of C when it is final, while the first cache level has it if
   // that pays; may change it. The columns of a row come in ascending order.
-  Body finish = nullptr;
-  // Hints. Called some time before `finish`, to fetch what it needs; and what b is in the next
-  // product, to be fetched toward the end of this one.
-  Body prepare = nullptr;
-  Factor<b_t> next = {nullptr, 0};
+  Body run = nullptr;
+  // Two hints. `prefetch` is called some time before `run` to prefetch what it reads; next_b is the
+  // B of the next product, which is prefetched toward the end of this one.
+  Body prefetch = nullptr;
+  Operand<b_t> next_b = {.data = nullptr, .ld = 0};
 };
 
-// How a product is written; kStream is kReplace past the caches where that is possible.
+// How C is written. kStream is kReplace with non-temporal stores, past the caches, if possible.
 enum class Write { kReplace, kAdd, kStream };
 
-// How many numbers of a workspace gemm needs when m, n and k are at most `largest`.
+// How many numbers of a workspace gemm needs if m, n and k are at most `largest`.
 template <typename scalar_t>
-int64_t gemm_space(int64_t largest);
+int64_t gemm_workspace_size(int64_t largest);
 
-// c = a b, as `write` says, all by rows: a [m, k], b [k, n], c [m, n]; a transposed factor is
-// stored as [k, m] or [n, k]. An element of c depends on its row of a and its column of b alone, to
-// the last bit, whatever m and n are. `space` has gemm_space numbers, aligned to 64 bytes.
+// C = A B, or C += A B, where A is [m, k], B is [k, n] and C is [m, n], contiguous. An element of C
+// depends only on its row of A and its column of B, bitwise, whatever m and n are. `workspace` has
+// gemm_workspace_size numbers, aligned to 64 bytes.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
-void gemm(int64_t m, int64_t n, int64_t k, Factor<a_t> a, Factor<b_t> b, Write write, acc_t* c,
-          acc_t* space, const Beside<b_t>& beside = {});
+void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
+          acc_t* workspace, const Epilogue<b_t>& epilogue = {});
 
 }  // namespace moe_ext::cpu
