@@ -1,13 +1,16 @@
-// The loops of the micro-kernels, which the file of each instruction set includes once. It defines
-// MOE_EXT_TARGET before that, the attributes of its functions: only what has them can call the
-// intrinsics of the instruction set, and fused multiply-adds must not be left to the optimizer.
-// That fuses or not as the code around happens to be, so that a row's bits would depend on its
-// batch.
+// The loops of the micro-kernels. The source file of each instruction set includes this header once
+// and defines MOE_EXT_TARGET before that: the attributes that let a function use the instruction
+// set. The loops have them too, since they call multiply-adds that are intrinsics. The optimizer
+// must not choose which multiply-adds to fuse: its choice depends on the code around them, and then
+// the bits of a row depend on its batch.
 //
-// `Simd` is the arithmetic of the instruction set: kBytes of a vector, kMaxRows of a tile, so that
-// registers are left for vectors of B and a K-group of A, kAPanelWidth, whether K-groups are
-// kPairs, multiply_add(a, b, sum), which adds a b to the lanes of sum, and stream(to, vector) if it
-// kHasStream, which stores past the caches.
+// `Simd` describes the instruction set:
+//   kBytes              the size of a vector
+//   kMaxRows            the rows of a tile, which leave registers for B and for a K-group of A
+//   kAPanelWidth        the width of A's micro-panels
+//   kPairs              whether K-groups are pairs of bfloat16 numbers
+//   multiply_add        sum += a b in each lane, rounded once where the instruction set can
+//   kHasStream, stream  whether it can store a vector past the caches, and how
 #pragma once
 
 #include <algorithm>
