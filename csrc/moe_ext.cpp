@@ -9,7 +9,7 @@
 #include <torch/version.h>
 
 #include "cpu/empty_rows.h"
-#include "cpu/micro_kernels.h"
+#include "cpu/gemm/micro_kernels.h"
 #include "cpu/vectorize.h"
 
 TORCH_LIBRARY(moe_ext, m) {

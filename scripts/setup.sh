@@ -26,7 +26,8 @@ if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
 fi
 python=$venv/bin/python
 
-sources=$(cat setup.py pyproject.toml scripts/setup.sh csrc/*.* csrc/*/*.* | sha256sum | cut -c1-16)
+sources=$(find setup.py pyproject.toml scripts/setup.sh csrc -type f -print0 | LC_ALL=C sort -z |
+  xargs -0 cat | sha256sum | cut -c1-16)
 if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "torch (a download of some gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \

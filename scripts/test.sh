@@ -5,6 +5,7 @@ source "$(dirname "$0")/setup.sh"
 
 say "style and types"
 find csrc tests/emulation -type f -exec "$venv/bin/clang-format" --dry-run -Werror {} +
+PYTHON=$python bash scripts/check_clang.sh
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy

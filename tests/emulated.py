@@ -36,7 +36,7 @@ def write_sources():
     """Writes csrc/cuda with the changes, and what it includes, into BUILD; returns the files to be
     compiled. One that is there already is left alone, so that it is not compiled again."""
     sources, used = [], set()
-    for path in [*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/math/*"), *ROOT.glob("csrc/cuda/*")]:
+    for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
         instead = EMULATION / path.name
         text = (instead if instead.exists() else path).read_text()
         to = BUILD / path.relative_to(ROOT)

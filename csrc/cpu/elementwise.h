@@ -136,8 +136,7 @@ struct Activate {
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(static_cast<scalar_t>(from[i]));
       };
-#pragma GCC ivdep
-      for (int64_t i = begin; i < end; ++i) {  // may be in place
+      MOE_EXT_NO_ALIAS for (int64_t i = begin; i < end; ++i) {  // may be in place
         acc_t value = Activation::value(wide(i));
         if constexpr (Activation::kGated) value *= wide(width + i);
         to[i] = static_cast<scalar_t>(value);
@@ -161,8 +160,7 @@ struct ActivateBackward {
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(from[i]);
       };
-#pragma GCC ivdep
-      for (int64_t i = region.column; i < end; ++i) {  // may be in place
+      MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // may be in place
         if constexpr (Activation::kGated) {
           to[i] = Activation::gradient(grad_row[i] * wide(width + i), wide(i));
           to[width + i] = grad_row[i] * Activation::value(wide(i));

@@ -13,7 +13,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
@@ -21,78 +20,17 @@
 #include <vector>
 
 #include "../checks.h"
+#include "block_scheduler.h"
 #include "elementwise.h"
 #include "empty_rows.h"
-#include "gemm.h"
-#include "parallel.h"
+#include "gemm/gemm.h"
+#include "ordered_reduction.h"
 #include "slots.h"
 #include "vectorize.h"
+#include "workspace.h"
 
 namespace moe_ext::cpu {
 namespace {
-
-// Sizes in a workspace are multiples of a cache line.
-inline int64_t whole_lines(int64_t size) { return at::round_up<int64_t>(size, 16); }
-
-// Consecutive rows of one expert. The gradients of its weights are sums over its blocks.
-struct Block {
-  int64_t expert;
-  int64_t first_row;
-  int64_t num_rows;
-  int part;        // which of the expert's blocks
-  bool last;       // of the expert's blocks
-  int64_t shared;  // which of the experts with several blocks; -1 for the only block of one
-};
-
-// How many rows a block has at most: enough for the products to reach their full rate. It does not
-// depend on the number of threads, on which so the results do not depend.
-constexpr int64_t kMaxBlock = 640;
-
-std::vector<Block> blocks_of(const Tensor& offsets, int64_t num_experts, int64_t num_rows) {
-  const auto* bound = offsets.defined() ? offsets.const_data_ptr<int64_t>() : nullptr;
-  const int64_t each = num_rows / std::max<int64_t>(1, num_experts);
-  std::vector<Block> blocks;
-  blocks.reserve(num_experts + num_rows / kMaxBlock);
-  int64_t num_shared = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    const int64_t first = bound ? bound[expert] : expert * each;
-    const int64_t count = bound ? bound[expert + 1] - first : each;
-    const int parts = static_cast<int>(std::max<int64_t>(1, at::ceil_div(count, kMaxBlock)));
-    const int64_t shared = parts > 1 ? num_shared++ : -1;
-    for (int part = 0; part < parts; ++part) {
-      const int64_t begin = part * count / parts;
-      const int64_t end = (part + 1) * count / parts;
-      blocks.push_back({expert, first + begin, end - begin, part, part == parts - 1, shared});
-    }
-  }
-  return blocks;
-}
-
-// Calls body(block, workspace) for every block, each thread with a workspace of its own for
-// `workspace_size` numbers and taking the next block when it is done with one: those before a block
-// are done or under way, so that it may wait for them.
-template <typename acc_t, typename Body>
-void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t workspace_size,
-                    const at::TensorOptions& options, const Body& body) {
-  constexpr int64_t kMinFlops = 1 << 18;
-  isa();  // an error in MOE_EXT_ISA must not first come up in the parallel region
-  const int64_t num_blocks = static_cast<int64_t>(blocks.size());
-  const int64_t num_threads =
-      std::clamp<int64_t>(flops / kMinFlops, 1, torch::stable::get_num_threads());
-  const bool may_wait = std::any_of(blocks.begin(), blocks.end(),
-                                    [](const Block& block) { return block.shared >= 0; });
-  const int64_t at_once = may_wait ? 1 : std::max<int64_t>(1, num_blocks / (32 * num_threads));
-  Tensor workspaces = empty_rows({num_threads, workspace_size}, options);
-  auto* workspace = workspaces.mutable_data_ptr<acc_t>();
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) {
-    for (int64_t first; (first = next.fetch_add(at_once)) < num_blocks;) {
-      for (int64_t b = first; b < std::min(num_blocks, first + at_once); ++b) {
-        body(blocks[b], workspace + thread * workspaces.size(1));
-      }
-    }
-  });
-}
 
 // What the two directions share: the layers, the blocks, and where the rows come from.
 template <typename scalar_t>
@@ -137,10 +75,10 @@ class Experts {
       widest_ = std::max({widest_, weights[l].size(1), weights[l].size(2)});
       flops_per_row_ += 2 * weights[l].size(1) * weights[l].size(2);
     }
-    blocks_ = blocks_of(offsets_, weights[0].size(0), num_rows_);
+    blocks_ = split_into_blocks(offsets_, weights[0].size(0), num_rows_);
     for (const Block& block : blocks_) {
       most_rows_ = std::max(most_rows_, block.num_rows);
-      num_shared_ = std::max(num_shared_, block.shared + 1);
+      num_split_experts_ = std::max(num_split_experts_, block.split_index + 1);
     }
   }
 
@@ -155,28 +93,21 @@ class Experts {
   int64_t token_of(int64_t row) const { return token_of_[row]; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
-  int64_t num_shared() const { return num_shared_; }
+  int64_t num_split_experts() const { return num_split_experts_; }
   int64_t widest() const { return widest_; }
 
   // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
   int64_t rows_size(int64_t width) const { return whole_lines(most_rows_ * width); }
   int64_t activations_size() const {
-    int64_t size = product_size();
+    int64_t size = gemm_size();
     for (int64_t l = 0; l < num_layers(); ++l) {
       size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? 2 * rows_size(columns(l)) : 0);
     }
     return size;
   }
 
-  int64_t product_size() const {
-    return whole_lines(gemm_space<scalar_t>(std::max(most_rows_, widest_)));
-  }
-
-  // Room for `size` numbers in a workspace.
-  template <typename T = acc_t>
-  static T* take(acc_t*& workspace, int64_t size) {
-    static_assert(sizeof(T) <= sizeof(acc_t));
-    return reinterpret_cast<T*>(std::exchange(workspace, workspace + whole_lines(size)));
+  int64_t gemm_size() const {
+    return whole_lines(gemm_workspace_size<scalar_t>(std::max(most_rows_, widest_)));
   }
 
   const scalar_t* weight(int64_t expert, int64_t layer) const {
@@ -212,7 +143,7 @@ class Experts {
     const scalar_t* first;               // [num_rows, fan_in], the input of the first layer
     c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, if needed
     c10::SmallVector<scalar_t*, 4> out;  // its activation, the next layer's input
-    acc_t* product_space;
+    acc_t* gemm_workspace;
 
     const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
   };
@@ -221,7 +152,7 @@ class Experts {
   Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool needs_z,
                      acc_t*& workspace) const {
     Activations a;
-    a.product_space = take(workspace, product_size());
+    a.gemm_workspace = take<acc_t>(workspace, gemm_size());
     a.first = gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(), fan_in(0),
                      take<scalar_t>(workspace, block.num_rows * fan_in(0)));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
@@ -244,8 +175,8 @@ class Experts {
       scalar_t *z = a.z[l], *out = a.out[l];
       acc_t* product = nullptr;
       if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
-      if (product == nullptr) product = take(workspace, block.num_rows * columns(l));
-      linear(block, l, a.input(l), a.product_space, product, [&](const Region& region) {
+      if (product == nullptr) product = take<acc_t>(workspace, block.num_rows * columns(l));
+      linear(block, l, a.input(l), a.gemm_workspace, product, [&](const Region& region) {
         const auto* wide = static_cast<const acc_t*>(product);
         if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
         activate(wide, region, width, out);
@@ -253,24 +184,24 @@ class Experts {
     }
   }
 
-  // product = in W + b, [num_rows, columns]; `finish` as gemm's.
+  // product = in W + b, [num_rows, columns]; `epilogue` is gemm's.
   void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, acc_t* product,
-              typename Beside<scalar_t>::Body finish) const {
+              typename Epilogue<scalar_t>::Body epilogue) const {
     if (has_bias()) {
       for (int64_t r = 0; r < block.num_rows; ++r) {
         vectorized<Convert>(bias(block.expert, layer), columns(layer),
                             product + r * columns(layer));
       }
     }
-    Beside<scalar_t> beside{finish};
+    Epilogue<scalar_t> after_gemm{.run = epilogue};
     if (layer + 1 < num_layers()) {
-      beside.next = plain(weight(block.expert, layer + 1), columns(layer + 1));
+      after_gemm.next_b = plain(weight(block.expert, layer + 1), columns(layer + 1));
     } else if (const Block* next = after(block)) {
-      beside.next = plain(weight(next->expert, 0), columns(0));
+      after_gemm.next_b = plain(weight(next->expert, 0), columns(0));
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
                    plain(weight(block.expert, layer), columns(layer)),
-                   has_bias() ? Write::kAdd : Write::kReplace, product, space, beside);
+                   has_bias() ? Write::kAdd : Write::kReplace, product, space, after_gemm);
   }
 
   // The next block, if there is one.
@@ -304,7 +235,7 @@ class Experts {
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;
-  int64_t most_rows_ = 0, num_shared_ = 0;
+  int64_t most_rows_ = 0, num_split_experts_ = 0;
 };
 
 template <typename scalar_t>
@@ -333,11 +264,11 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
         experts.compute_hidden(block, a, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (std::is_same_v<scalar_t, acc_t>) {
-          experts.linear(block, last, a.input(last), a.product_space, out, nullptr);
+          experts.linear(block, last, a.input(last), a.gemm_workspace, out, nullptr);
         } else {
           acc_t* wide = workspace;
           experts.linear(
-              block, last, a.input(last), a.product_space, wide, [&](const Region& region) {
+              block, last, a.input(last), a.gemm_workspace, wide, [&](const Region& region) {
                 vectorized<ConvertRegion>(static_cast<const acc_t*>(wide), region, width, out);
               });
         }
@@ -345,111 +276,18 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
   return rows;
 }
 
-// One parameter's gradient for all experts.
-template <typename scalar_t>
-struct ParameterGradient {
-  scalar_t* data;
-  int64_t size;    // of one expert
-  int64_t offset;  // among all gradients of one expert
-};
-
 // What the backward passes of all blocks share: what comes in, and where the gradients go.
 template <typename scalar_t>
-class Gradients {
- public:
+struct Gradients {
   using acc_t = at::opmath_type<scalar_t>;
 
-  // Those of the parameters, of the weights first, and of the gates get into the tensors given. No
-  // parameters: theirs are not needed.
-  Gradients(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
-            at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
-            const Tensor& grad_gates)
-      : experts(experts),
-        rows(empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options())),
-        needs_x(needs_x),
-        needs_parameters(!grad_parameters.empty()),
-        hidden(data_of<scalar_t>(hidden)),
-        out(grad.const_data_ptr<scalar_t>()),
-        gates(gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr),
-        grad_gates(grad_gates.mutable_data_ptr<acc_t>()) {
-    for (const Tensor& each : grad_parameters) {
-      const int64_t size = each.numel() / std::max<int64_t>(1, experts.num_experts());
-      largest_ = std::max(largest_, size);
-      parameters_.push_back({each.mutable_data_ptr<scalar_t>(), size, size_});
-      size_ += whole_lines(size);
-    }
-    // Gradients that do not fit into the caches are not read again soon.
-    constexpr int64_t kLarge = 8 << 20;
-    const bool large = size_ * experts.num_experts() * sizeof(acc_t) > kLarge;
-    if (large) write_ = Write::kStream;
-    if (!kSame) sums_ = empty_rows({experts.num_shared(), size_}, wide_options());
-    num_added_ = std::vector<std::atomic<int>>(experts.num_shared() * parameters_.size());
-  }
-
-  at::TensorOptions wide_options() const {
-    return rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
-  }
-
-  // The room that `write` needs: for the largest gradient of one expert, if it can't be computed in
-  // its place.
-  int64_t space_size() const { return kSame && experts.num_shared() == 0 ? 0 : largest_; }
-
-  // Adds a block's share of a parameter's gradient, which compute(target, how) writes. Shares are
-  // added in the order of the expert's blocks, whichever is there first.
-  template <typename Compute>
-  void write(const Block& block, int64_t index, acc_t* space, const Compute& compute) const {
-    const auto& parameter = parameters_[index];
-    scalar_t* whole = parameter.data + block.expert * parameter.size;
-    const bool shared = block.shared >= 0;
-    acc_t* sum = space;
-    if constexpr (kSame) {
-      sum = whole;
-    } else if (shared) {
-      sum = sums_.mutable_data_ptr<acc_t>() + block.shared * size_ + parameter.offset;
-    }
-    if (block.part == 0) {
-      compute(sum, sum == space ? Write::kReplace : write_);
-    } else {
-      compute(space, Write::kReplace);
-    }
-    if (shared) {
-      auto& num_added = num_added_[block.shared * parameters_.size() + index];
-      for (int added; (added = num_added.load()) != block.part;) num_added.wait(added);
-      if (block.part > 0) {
-        vectorized<Add>(static_cast<const acc_t*>(space), parameter.size, sum);
-      }
-      num_added.store(block.part + 1);
-      num_added.notify_all();
-    }
-    if (!kSame && block.last) {
-      vectorized<Convert>(static_cast<const acc_t*>(sum), parameter.size, whole);
-    }
-  }
-
-  // Those of an expert without rows.
-  void write_zeros(const Block& block) const {
-    for (const auto& each : parameters_) {
-      std::fill_n(each.data + block.expert * each.size, each.size, scalar_t(0));
-    }
-  }
-
   const Experts<scalar_t>& experts;
-  const Tensor rows;  // of the input rows, if needed
-  const bool needs_x, needs_parameters;
-  const std::vector<scalar_t*> hidden;  // z of each hidden layer, if kept
-  const scalar_t* const out;            // of y, or of the rows that came out
-  const acc_t* const gates;             // of each slot; null without gates
+  const std::vector<scalar_t*> hidden;  // z of each hidden layer, if saved for backward
+  const scalar_t* const grad_out;       // of y, or of the output rows without gates
+  const acc_t* const gates;             // of each slot, or null
   acc_t* const grad_gates;
-
- private:
-  static constexpr bool kSame = Experts<scalar_t>::kSame;
-
-  std::vector<ParameterGradient<scalar_t>> parameters_;
-  int64_t size_ = 0, largest_ = 0;  // of all gradients of one expert, and of its largest
-  Tensor sums_;  // [experts with several blocks, size_], where acc_t is wider than scalar_t
-  // How many blocks are in each of their gradients.
-  mutable std::vector<std::atomic<int>> num_added_;
-  Write write_ = Write::kReplace;
+  scalar_t* const grad_rows;                    // of the input rows, or null
+  const OrderedReduction<scalar_t> parameters;  // of the weights, then of the biases; or empty
 };
 
 // The backward pass of a block, from the last layer to the first.
@@ -464,16 +302,16 @@ class BlockBackward {
         block_(block),
         a_(experts_.places(block, gradients.hidden, /*needs_z=*/true, workspace)) {
     if (gradients.hidden.empty()) experts_.compute_hidden(block, a_, workspace);
-    grad_out_ = experts_.take(workspace, experts_.rows_size(experts_.columns(last_)));
+    grad_out_ = take<acc_t>(workspace, experts_.rows_size(experts_.columns(last_)));
     for (acc_t** rows : {&grad_a_, &grad_z_[0], &grad_z_[1]}) {
-      *rows = experts_.take(workspace, experts_.rows_size(experts_.widest()));
+      *rows = take<acc_t>(workspace, experts_.rows_size(experts_.widest()));
     }
     if (has_gates()) {
-      gate_ = experts_.take(workspace, experts_.rows_size(1));
-      grad_gate_ = experts_.take(workspace, kLanes * experts_.rows_size(1));
+      gate_ = take<acc_t>(workspace, experts_.rows_size(1));
+      grad_gate_ = take<acc_t>(workspace, kLanes * experts_.rows_size(1));
     }
-    bias_ = experts_.take(workspace, experts_.widest());
-    parameter_ = experts_.take(workspace, gradients.space_size());
+    bias_ = take<acc_t>(workspace, experts_.widest());
+    parameter_ = take<acc_t>(workspace, gradients.parameters.space_size());
   }
 
   static int64_t workspace_size(const Gradients<scalar_t>& gradients) {
@@ -482,19 +320,20 @@ class BlockBackward {
            experts.rows_size(experts.columns(experts.num_layers() - 1)) +
            3 * experts.rows_size(experts.widest()) +
            (gradients.gates != nullptr ? (1 + kLanes) * experts.rows_size(1) : 0) +
-           whole_lines(experts.widest()) + whole_lines(gradients.space_size());
+           whole_lines(experts.widest()) + whole_lines(gradients.parameters.space_size());
   }
 
   void run() const {
     take_output_gradient();
     const acc_t* grad_z = grad_out_;
     for (int64_t l = last_; l >= 0; --l) {
-      const bool needs_rest = gradients_.needs_x || (gradients_.needs_parameters && l > 0);
+      const bool needs_parameters = !gradients_.parameters.empty();
+      const bool needs_rest = gradients_.grad_rows != nullptr || (needs_parameters && l > 0);
       const bool needs_gates = l == last_ && has_gates();
       const acc_t* grad_before = nullptr;
       if (needs_rest || needs_gates) grad_before = input_gradient(l, grad_z);
       if (needs_gates) gate_gradient();
-      if (gradients_.needs_parameters) parameter_gradients(l, grad_z);
+      if (needs_parameters) parameter_gradients(l, grad_z);
       if (!needs_rest) return;
       grad_z = grad_before;
     }
@@ -507,7 +346,8 @@ class BlockBackward {
 
   // dL/dy of the block's rows, which lacks the gates as yet, and these.
   void take_output_gradient() const {
-    experts_.copy_rows(block_, gradients_.out, has_gates(), experts_.columns(last_), grad_out_);
+    experts_.copy_rows(block_, gradients_.grad_out, has_gates(), experts_.columns(last_),
+                       grad_out_);
     if (!has_gates()) return;
     for (int64_t r = 0; r < block_.num_rows; ++r) {
       gate_[r] = gradients_.gates[experts_.slot_of(block_.first_row + r)];
@@ -526,8 +366,8 @@ class BlockBackward {
     // A half type's activations are of the rounded z here, whether it was kept or not.
     const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
     scalar_t* grad_rows = nullptr;
-    if (l == 0 && gradients_.needs_x) {
-      grad_rows = gradients_.rows.template mutable_data_ptr<scalar_t>() + block_.first_row * width;
+    if (l == 0 && gradients_.grad_rows != nullptr) {
+      grad_rows = gradients_.grad_rows + block_.first_row * width;
     }
     acc_t* grad_before = grad_z_[l % 2];
     acc_t* grad_a = l > 0 && width_z == width ? grad_before : grad_a_;
@@ -538,11 +378,11 @@ class BlockBackward {
       region.column += width_z - width;
       return region;
     };
-    const auto prepare = [&](const Region& region) {
+    const auto prefetch = [&](const Region& region) {
       experts_.fetch(z, region, width_z);
       if (width_z != width) experts_.fetch(z, in_z(region), width_z);
     };
-    const auto finish = [&](const Region& region) {
+    const auto run = [&](const Region& region) {
       if (!activated) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);
       if (gated_sum) {
         vectorized<DotRegion>(static_cast<const acc_t*>(grad_a), a_.input(l), region, width,
@@ -555,16 +395,16 @@ class BlockBackward {
         vectorized<ConvertRegion>(static_cast<const acc_t*>(grad_a), region, width, grad_rows);
       }
     };
-    Beside<scalar_t> beside{finish};
+    Epilogue<scalar_t> epilogue{.run = run};
     if (l > 0) {
-      beside.prepare = prepare;
-      beside.next = transposed(experts_.weight(block_.expert, l - 1), width_z);
+      epilogue.prefetch = prefetch;
+      epilogue.next_b = transposed(experts_.weight(block_.expert, l - 1), width_z);
     } else if (const Block* next = experts_.after(block_)) {
-      beside.next = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
+      epilogue.next_b = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
     }
     gemm<scalar_t>(block_.num_rows, width, columns, plain(grad_z, columns),
                    transposed(experts_.weight(block_.expert, l), columns), Write::kReplace, grad_a,
-                   a_.product_space, beside);
+                   a_.gemm_workspace, epilogue);
     return grad_before;
   }
 
@@ -587,14 +427,14 @@ class BlockBackward {
 
   void parameter_gradients(int64_t l, const acc_t* grad_z) const {
     const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
-    gradients_.write(block_, l, parameter_, [&](acc_t* target, Write write) {
+    gradients_.parameters.add(block_, l, parameter_, [&](acc_t* target, Write write) {
       gemm<scalar_t>(fan_in, columns, n, transposed(a_.input(l), fan_in), plain(grad_z, columns),
-                     write, target, a_.product_space);
+                     write, target, a_.gemm_workspace);
     });
     if (!experts_.has_bias()) return;
-    gradients_.write(block_, experts_.num_layers() + l, parameter_, [&](acc_t* target, Write) {
-      vectorized<SumOfRows>(grad_z, n, columns, bias_, target);
-    });
+    gradients_.parameters.add(
+        block_, experts_.num_layers() + l, parameter_,
+        [&](acc_t* target, Write) { vectorized<SumOfRows>(grad_z, n, columns, bias_, target); });
   }
 
   const Gradients<scalar_t>& gradients_;
@@ -618,15 +458,24 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
                 const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
-  const Gradients<scalar_t> gradients(experts, grad, gates, hidden, needs_x, grad_parameters,
-                                      grad_gates);
-  const int64_t workspace_size = BlockBackward<scalar_t>::workspace_size(gradients);
-  for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(), workspace_size,
-                        gradients.wide_options(), [&](const Block& block, acc_t* workspace) {
-                          if (block.num_rows == 0) return gradients.write_zeros(block);
+  const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
+  Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
+  const Gradients<scalar_t> gradients{
+      .experts = experts,
+      .hidden = data_of<scalar_t>(hidden),
+      .grad_out = grad.const_data_ptr<scalar_t>(),
+      .gates = gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr,
+      .grad_gates = grad_gates.mutable_data_ptr<acc_t>(),
+      .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
+      .parameters = OrderedReduction<scalar_t>(grad_parameters, experts.num_experts(),
+                                               experts.num_split_experts(), acc_options)};
+  for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(),
+                        BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
+                        [&](const Block& block, acc_t* workspace) {
+                          if (block.num_rows == 0) return gradients.parameters.write_zeros(block);
                           BlockBackward<scalar_t>(gradients, block, workspace).run();
                         });
-  return gradients.rows;
+  return rows;
 }
 
 std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const OptionalTensor& offsets,

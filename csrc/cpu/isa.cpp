@@ -30,6 +30,27 @@ constexpr Choice kChoices[] = {{Isa::kAmx, "amx"},
                                {Isa::kDefault, "default"}};
 
 #if defined(__x86_64__)
+// The levels of the x86-64 ABI, which clang's __builtin_cpu_supports knows from version 18 on.
+#if defined(__clang__) && __clang_major__ < 18
+bool has_x86_64_v3() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kFma = 1u << 12, kMovbe = 1u << 22, kF16c = 1u << 29, kLzcnt = 1u << 5;
+  constexpr unsigned kLeaf1 = kFma | kMovbe | kF16c;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && __get_cpuid(1, &a, &b, &c, &d) &&
+         (c & kLeaf1) == kLeaf1 && __get_cpuid(0x80000001, &a, &b, &c, &d) && (c & kLzcnt) != 0;
+}
+
+bool has_x86_64_v4() {
+  return has_x86_64_v3() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#else
+bool has_x86_64_v3() { return __builtin_cpu_supports("x86-64-v3"); }
+bool has_x86_64_v4() { return __builtin_cpu_supports("x86-64-v4"); }
+#endif
+
 // Whether the system lets this process use AMX's tiles. Not what cpuid's leaf 0x1D says of their
 // sizes: some virtual machines leave it empty, and the only palette there is works all the same.
 bool has_amx() {
@@ -55,9 +76,9 @@ bool available(Isa isa) {
     case Isa::kAvx512Bf16:
       return available(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
     case Isa::kAvx512:
-      return __builtin_cpu_supports("x86-64-v4");
+      return has_x86_64_v4();
     case Isa::kAvx2:
-      return __builtin_cpu_supports("x86-64-v3");
+      return has_x86_64_v3();
 #endif
     case Isa::kDefault:
       return true;

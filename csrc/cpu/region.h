@@ -1,4 +1,4 @@
-// Some rows and columns of a matrix, all of one tile of a product, say.
+// Some consecutive rows and columns of a matrix, such as a tile.
 #pragma once
 
 #include <cstdint>

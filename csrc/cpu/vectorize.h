@@ -10,7 +10,26 @@
 #include <cstdint>
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define MOE_EXT_UNROLL _Pragma("clang loop unroll_count(16)")
+#define MOE_EXT_NO_ALIAS _Pragma("clang loop vectorize(assume_safety)")
+#else
 #define MOE_EXT_UNROLL _Pragma("GCC unroll 16")
+#define MOE_EXT_NO_ALIAS _Pragma("GCC ivdep")
+#endif
+
+// The attributes of a function for an instruction set, with vectors as wide as it has them.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#define MOE_EXT_TARGET_OF_512_BITS(set) __attribute__((target(set), min_vector_width(512)))
+#else
+#define MOE_EXT_TARGET_OF_512_BITS(set) __attribute__((target(set ",prefer-vector-width=512")))
+#endif
+#define MOE_EXT_TARGET_AVX2 __attribute__((target("arch=x86-64-v3")))
+#define MOE_EXT_TARGET_AVX512 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4")
+#define MOE_EXT_TARGET_AVX512_BF16 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16")
+#define MOE_EXT_TARGET_AMX MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,amx-tile,amx-bf16")
+#endif
 
 namespace moe_ext::cpu {
 
@@ -24,13 +43,12 @@ const char* isa_name();
 
 #if defined(__x86_64__)
 template <typename Kernel, typename... Args>
-__attribute__((noinline, target("arch=x86-64-v4,prefer-vector-width=512"))) void run_avx512(
-    Args... args) {
+MOE_EXT_TARGET_AVX512 __attribute__((noinline)) void run_avx512(Args... args) {
   Kernel::run(args...);
 }
 
 template <typename Kernel, typename... Args>
-__attribute__((noinline, target("arch=x86-64-v3"))) void run_avx2(Args... args) {
+MOE_EXT_TARGET_AVX2 __attribute__((noinline)) void run_avx2(Args... args) {
   Kernel::run(args...);
 }
 #endif

@@ -1,5 +1,4 @@
-// Panels of a matrix product's factors, in the words that are computed with: numbers of acc_t, or
-// two bfloat16 numbers, neighbours in the depth of the product, in the place of a float.
+// Packing: copies of parts of A and B in the K-groups of micro_kernels.h, as micro-panels.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -8,20 +7,20 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
+#include "../vectorize.h"
 #include "micro_kernels.h"
-#include "vectorize.h"
 
 namespace moe_ext::cpu {
 
-// A vector of kBytes of words.
+// Vectors of kBytes of K-groups that are one number each.
 template <int kBytes, typename acc_t>
-struct Words {
+struct Groups {
   static constexpr int kLanes = kBytes / sizeof(acc_t);
-  static constexpr int kNumbers = 1;  // in a word
+  static constexpr int kNumbers = 1;  // in a K-group
   using Index = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
   typedef acc_t Vector __attribute__((vector_size(kBytes)));
-  typedef Index Mask __attribute__((vector_size(kBytes)));
   typedef std::make_unsigned_t<Index> Bits __attribute__((vector_size(kBytes)));
 
   // Those of the next kLanes numbers.
@@ -36,13 +35,13 @@ struct Words {
     }
   }
 
-  // Words along a row.
+  // K-groups along a row.
   template <typename from_t>
   MOE_EXT_KERNEL void load_along(const from_t* row, Vector& to) {
     load(row, to);
   }
 
-  // Words across kNumbers rows.
+  // K-groups across kNumbers rows.
   template <typename from_t>
   MOE_EXT_KERNEL void load_across(const from_t* row, int64_t stride, Vector& to) {
     load(row, to);
@@ -52,28 +51,31 @@ struct Words {
   // highest bit of the row's number becomes the lowest of the lane's, and the lane's highest the
   // row's lowest.
   MOE_EXT_KERNEL void transpose(Vector* rows) {
-    Mask low, high;
-    MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-      low[l] = l / 2 + l % 2 * kLanes;
-      high[l] = low[l] + kLanes / 2;
-    }
     MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
       Vector from[kLanes];
       MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) from[r] = rows[r];
       MOE_EXT_UNROLL for (int r = 0; r < kLanes / 2; ++r) {
-        rows[2 * r] = __builtin_shuffle(from[r], from[r + kLanes / 2], low);
-        rows[2 * r + 1] = __builtin_shuffle(from[r], from[r + kLanes / 2], high);
+        interleave(from[r], from[r + kLanes / 2], rows + 2 * r,
+                   std::make_integer_sequence<int, kLanes>());
       }
     }
   }
+
+ private:
+  template <int... lane>
+  MOE_EXT_KERNEL void interleave(const Vector& a, const Vector& b, Vector* to,
+                                 std::integer_sequence<int, lane...>) {
+    to[0] = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes)...);
+    to[1] = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes + kLanes / 2)...);
+  }
 };
 
+// The same of K-groups that are pairs of bfloat16 numbers.
 template <int kBytes>
-struct Pairs : Words<kBytes, float> {
-  using Base = Words<kBytes, float>;
+struct Pairs : Groups<kBytes, float> {
+  using Base = Groups<kBytes, float>;
   using Base::kLanes;
   using typename Base::Bits;
-  using typename Base::Mask;
   using typename Base::Vector;
   static constexpr int kNumbers = 2;
 
@@ -100,12 +102,9 @@ struct Pairs : Words<kBytes, float> {
       Vector first, second;
       Base::load(row, first);
       Base::load(row + kLanes, second);
-      Mask even, odd;
-      MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-        even[l] = 2 * l;
-        odd[l] = 2 * l + 1;
-      }
-      join(__builtin_shuffle(first, second, even), __builtin_shuffle(first, second, odd), to);
+      Vector even, odd;
+      deinterleave(first, second, even, odd, std::make_integer_sequence<int, kLanes>());
+      join(even, odd, to);
     }
   }
 
@@ -122,29 +121,38 @@ struct Pairs : Words<kBytes, float> {
       join(even, odd, to);
     }
   }
+
+ private:
+  template <int... lane>
+  MOE_EXT_KERNEL void deinterleave(const Vector& first, const Vector& second, Vector& even,
+                                   Vector& odd, std::integer_sequence<int, lane...>) {
+    even = __builtin_shufflevector(first, second, (2 * lane)...);
+    odd = __builtin_shufflevector(first, second, (2 * lane + 1)...);
+  }
 };
 
-// A panel of `width` columns, of which num_columns are given, and of `num_words` words in depth:
-// the numbers after num_columns are arbitrary, those after `depth` zero. Column i, word q of a
-// panel is at q * width + i or, by_columns, in blocks of kLanes words, at q / kLanes * kLanes *
-// width + i * kLanes + q % kLanes.
-template <typename words_t>
-struct PackPanel {
-  using Vector = typename words_t::Vector;
-  static constexpr int64_t kLanes = words_t::kLanes;
-  static constexpr int64_t kNumbers = words_t::kNumbers;
+// Packs a micro-panel of `width` columns, of which num_columns are given, and of num_groups
+// K-groups, of which the first `depth` numbers are given. The columns after num_columns are
+// arbitrary, the numbers after `depth` zero. K-group q of column i is at q * width + i or, if
+// by_columns, in blocks of kLanes K-groups, at q / kLanes * kLanes * width + i * kLanes + q %
+// kLanes.
+template <typename groups_t>
+struct PackMicroPanel {
+  using Vector = typename groups_t::Vector;
+  static constexpr int64_t kLanes = groups_t::kLanes;
+  static constexpr int64_t kNumbers = groups_t::kNumbers;
 
-  // A block of kLanes words by kLanes columns, one column after the other. What is there of it is
-  // num_columns, all of them deep enough.
+  // Loads a block of kLanes K-groups by kLanes columns, one column after the other. num_columns are
+  // given, all of them deep enough.
   template <typename from_t>
   MOE_EXT_KERNEL void load_deep_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                         Vector* block) {
     MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
-      words_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
+      groups_t::load_along(from + std::min(r, num_columns - 1) * stride, block[r]);
     }
   }
 
-  // The same of columns with `depth` numbers.
+  // The same for columns of which `depth` numbers are given.
   template <typename from_t>
   MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                    int64_t depth, Vector* block) {
@@ -152,51 +160,51 @@ struct PackPanel {
     for (int64_t r = 0; r < kLanes; ++r) {
       from_t numbers[kLanes * kNumbers] = {};
       if (r < num_columns) std::copy_n(from + r * stride, depth, numbers);
-      words_t::load_along(numbers, block[r]);
+      groups_t::load_along(numbers, block[r]);
     }
   }
 
-  // One vector of words across the columns: as above, with `depth` up to kNumbers.
+  // Loads K-groups across the columns, of which `depth` numbers are given.
   template <typename from_t>
   MOE_EXT_KERNEL void load_row(const from_t* from, int64_t stride, int64_t num_columns,
-                               int64_t depth, Vector& words) {
+                               int64_t depth, Vector& groups) {
     if (num_columns >= kLanes && depth >= kNumbers) {
-      words_t::load_across(from, stride, words);
+      groups_t::load_across(from, stride, groups);
       return;
     }
     from_t numbers[kNumbers * kLanes] = {};
     for (int64_t p = 0; p < std::min(depth, kNumbers); ++p) {
       std::copy_n(from + p * stride, std::min(num_columns, kLanes), numbers + p * kLanes);
     }
-    words_t::load_across(numbers, kLanes, words);
+    groups_t::load_across(numbers, kLanes, groups);
   }
 
   template <typename acc_t, typename from_t>
   MOE_EXT_KERNEL void run(const from_t* from, int64_t stride, bool depth_contiguous,
-                          int64_t num_columns, int64_t depth, int64_t num_words, int64_t width,
+                          int64_t num_columns, int64_t depth, int64_t num_groups, int64_t width,
                           bool by_columns, acc_t* to) {
     for (int64_t i = 0; i < num_columns; i += kLanes) {
       if (!depth_contiguous && !by_columns) {
         const int64_t whole = num_columns - i >= kLanes ? depth / kNumbers : 0;
-        for (int64_t q = 0; q < num_words; ++q) {
+        for (int64_t q = 0; q < num_groups; ++q) {
           const from_t* row = from + q * kNumbers * stride + i;
-          Vector words;
+          Vector groups;
           if (q < whole) {
-            words_t::load_across(row, stride, words);
+            groups_t::load_across(row, stride, groups);
           } else {
-            load_row(row, stride, num_columns - i, depth - q * kNumbers, words);
+            load_row(row, stride, num_columns - i, depth - q * kNumbers, groups);
           }
-          std::memcpy(to + q * width + i, &words, sizeof(Vector));
+          std::memcpy(to + q * width + i, &groups, sizeof(Vector));
         }
         continue;
       }
-      for (int64_t q = 0; q < num_words; q += kLanes) {
+      for (int64_t q = 0; q < num_groups; q += kLanes) {
         const int64_t p = q * kNumbers;
         if (depth_contiguous && !by_columns && depth - p >= kLanes * kNumbers) {
-          // What there is most of stays in registers.
+          // The usual case, where the block stays in registers.
           Vector rows[kLanes];
           load_deep_columns(from + i * stride + p, stride, num_columns - i, rows);
-          words_t::transpose(rows);
+          groups_t::transpose(rows);
           MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
             std::memcpy(to + (q + r) * width + i, &rows[r], sizeof(Vector));
           }
@@ -211,9 +219,9 @@ struct PackPanel {
             load_row(from + row * stride + i, stride, num_columns - i, depth - row, block[r]);
           }
         }
-        if (depth_contiguous != by_columns) words_t::transpose(block);
+        if (depth_contiguous != by_columns) groups_t::transpose(block);
         acc_t* out = by_columns ? to + q * width + i * kLanes : to + q * width + i;
-        const int64_t size = by_columns ? kLanes : std::min(num_words - q, kLanes);
+        const int64_t size = by_columns ? kLanes : std::min(num_groups - q, kLanes);
         MOE_EXT_UNROLL for (int64_t r = 0; r < kLanes; ++r) {
           if (r < size) {
             std::memcpy(out + r * (by_columns ? kLanes : width), &block[r], sizeof(Vector));

@@ -1,0 +1,85 @@
+#include "gemm.h"
+
+#include <ATen/ceil_div.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+
+#include "product.h"
+#include "traversals.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+// Chooses the traversal of a product.
+template <typename Product, typename acc_t>
+void multiply(Product& product, Write write, acc_t* c) {
+  // With few rows of A, reading B is what takes time, and packing it would double that.
+  const bool few_rows = product.m <= kMaxFewRows;
+  // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
+  if (few_rows && product.both_in_place) return Dotxf(product).run(write, c);
+  // B is contiguous along N, as in C = A W: B is read in the order of memory.
+  if (few_rows && product.b_in_place) return Axpyf(product).run(write, c);
+  // C is large and not read again soon, as the gradients of weights: it need not displace A and B.
+  // All its K-blocks have to be packed at once, as non-temporal stores cannot add.
+  const bool streams =
+      write == Write::kStream && product.b_in_place && product.k <= kMaxKBlocks * product.kc;
+  if (streams) return NonTemporalC(product).run(write, c);
+  // The general case, at the full rate of the processor where m is large.
+  Gebp(product).run(write, c);
+}
+
+}  // namespace
+
+template <typename scalar_t>
+int64_t gemm_workspace_size(int64_t largest) {
+  return Product<scalar_t, scalar_t, scalar_t>::workspace_size(largest);
+}
+
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
+void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
+          acc_t* workspace, const Epilogue<b_t>& epilogue) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
+    if (epilogue.run) epilogue.run({.row = 0, .num_rows = m, .column = 0, .num_columns = n});
+    return;
+  }
+  const View<a_t> rows = view_of_a(a);
+  const int64_t num_blocks = at::ceil_div(m, kMC);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t first = block * m / num_blocks, last = (block + 1) * m / num_blocks;
+    const View<a_t> a_block{
+        .data = rows.at(first, 0), .ld = rows.ld, .k_contiguous = rows.k_contiguous};
+    Product<scalar_t, a_t, b_t> product(a_block, view_of_b(b), last - first, n, k, workspace,
+                                        epilogue, first);
+    if (product.kernels.begin != nullptr) product.kernels.begin();
+    multiply(product, write, c + first * n);
+    if (product.kernels.end != nullptr) product.kernels.end();
+    // Gebp leaves the epilogue of bfloat16 pairs to be run by whole rows.
+    if (product.kernels.pairs && epilogue.run) {
+      epilogue.run({.row = first, .num_rows = last - first, .column = 0, .num_columns = n});
+    }
+  }
+}
+
+#define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                          \
+  template void gemm<scalar_t, a_t, b_t, acc_t>(int64_t, int64_t, int64_t, Operand<a_t>, \
+                                                Operand<b_t>, Write, acc_t*, acc_t*,     \
+                                                const Epilogue<b_t>&);
+MOE_EXT_GEMM(float, float, float, float)
+MOE_EXT_GEMM(double, double, double, double)
+#define MOE_EXT_GEMM_HALF(scalar_t)                 \
+  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float) \
+  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)    \
+  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)
+MOE_EXT_GEMM_HALF(c10::Half)
+MOE_EXT_GEMM_HALF(c10::BFloat16)
+
+template int64_t gemm_workspace_size<float>(int64_t);
+template int64_t gemm_workspace_size<double>(int64_t);
+template int64_t gemm_workspace_size<c10::Half>(int64_t);
+template int64_t gemm_workspace_size<c10::BFloat16>(int64_t);
+
+}  // namespace moe_ext::cpu

@@ -1,0 +1,237 @@
+// The loops of the micro-kernels. The source file of each instruction set includes this header once
+// and defines MOE_EXT_TARGET before that: the attributes that let a function use the instruction
+// set. The loops have them too, since they call multiply-adds that are intrinsics. The optimizer
+// must not choose which multiply-adds to fuse: its choice depends on the code around them, and then
+// the bits of a row depend on its batch.
+//
+// `Simd` describes the instruction set:
+//   kBytes              the size of a vector
+//   kMaxRows            the rows of a tile, which leave registers for B and for a K-group of A
+//   kAPanelWidth        the width of A's micro-panels
+//   kPairs              whether K-groups are pairs of bfloat16 numbers
+//   multiply_add        sum += a b in each lane, rounded once where the instruction set can
+//   kHasStream, stream  whether it can store a vector past the caches, and how
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "../vectorize.h"
+#include "micro_kernels.h"
+#include "packing.h"
+
+#ifndef MOE_EXT_TARGET
+#error "MOE_EXT_TARGET must be defined before micro_kernel_loops.h"
+#endif
+
+namespace moe_ext::cpu {
+namespace {
+
+template <typename acc_t, int kBytes>
+struct Vector {
+  typedef acc_t Aligned __attribute__((vector_size(kBytes)));
+  typedef acc_t Unaligned __attribute__((vector_size(kBytes), aligned(sizeof(acc_t))));
+};
+
+// Prefetches the chunk of kBytes that belongs to K-group q.
+template <int kBytes>
+MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
+  const int64_t n = prefetch.first + (q >> prefetch.shift_groups);
+  const char* chunk = prefetch.data + (n & prefetch.row_mask) * prefetch.stride +
+                      (n >> prefetch.shift_rows) * kBytes;
+  MOE_EXT_UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
+}
+
+// A GemmKernel. The tile stays in kRows * kVectors registers.
+template <typename acc_t, typename Simd, int kRows, int kVectors>
+MOE_EXT_TARGET void gemm_kernel(int64_t num_groups, const acc_t* __restrict a,
+                                const acc_t* __restrict b, int64_t ldb, const Tile<acc_t>& tile,
+                                const Prefetch& prefetch, acc_t* __restrict packed) {
+  using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
+  using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
+  constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
+  constexpr int kPanelBytes = kMaxTileVectors * Simd::kBytes;
+  Aligned sum[kRows][kVectors] = {};
+  // The rows that are read or written at the end.
+  const acc_t* needed = tile.c;
+  int64_t ld_needed = tile.ldc;
+  if (tile.add != nullptr) {
+    needed = tile.add;
+    ld_needed = tile.ld_add;
+  } else if (tile.non_temporal) {
+    needed = b;
+    ld_needed = 0;
+  }
+  const Prefetch later = prefetch;  // in registers
+  const auto run = [&](auto packs) __attribute__((always_inline)) MOE_EXT_TARGET {
+    const auto group = [&](int64_t q) __attribute__((always_inline)) MOE_EXT_TARGET {
+      __builtin_prefetch(a + 16 * Simd::kAPanelWidth);
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        __builtin_prefetch(b + 4 * ldb + v * kLanes);
+      }
+      Aligned column[kVectors];
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        column[v] = *reinterpret_cast<const Unaligned*>(b + v * kLanes);
+        if constexpr (packs()) {
+          *reinterpret_cast<Aligned*>(packed + (q * kMaxTileVectors + v) * kLanes) = column[v];
+        }
+      }
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          Simd::multiply_add(a[r], column[v], sum[r][v]);
+        }
+      }
+      a += Simd::kAPanelWidth;
+      b += ldb;
+    };
+    // Two K-groups at a time: the second often prefetches what the first does.
+    int64_t q = 0;
+    for (; q + 1 < num_groups; q += 2) {
+      fetch<kPanelBytes>(later, q);
+      group(q);
+      if (later.shift_groups == 0) fetch<kPanelBytes>(later, q + 1);
+      // One cache line in 8 K-groups: as many at once would keep a and b waiting.
+      __builtin_prefetch(needed + q / 16 * ld_needed + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
+      group(q + 1);
+    }
+    if (q < num_groups) group(q);
+  };
+  packed != nullptr ? run(std::true_type()) : run(std::false_type());
+  if (tile.add != nullptr) {
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const acc_t* add = tile.add + r * tile.ld_add + v * kLanes;
+        sum[r][v] = *reinterpret_cast<const Unaligned*>(add) + sum[r][v];
+      }
+    }
+  }
+  if constexpr (Simd::kHasStream) {
+    if (tile.non_temporal &&
+        (reinterpret_cast<uintptr_t>(tile.c) | tile.ldc * sizeof(acc_t)) % Simd::kBytes == 0) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+          Simd::stream(tile.c + r * tile.ldc + v * kLanes, sum[r][v]);
+        }
+      }
+      return;
+    }
+  }
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
+      *reinterpret_cast<Unaligned*>(tile.c + r * tile.ldc + v * kLanes) = sum[r][v];
+    }
+  }
+}
+
+// Adds kDepth rows of B, times the K-groups of A, which stay in the first cache level.
+template <typename acc_t, typename Simd, int kRows, int kDepth>
+MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const acc_t* __restrict b,
+                                              int64_t ldb, int64_t num_columns,
+                                              const acc_t* prefetch_b, bool starts,
+                                              acc_t* __restrict c, int64_t ldc) {
+  using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
+  using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
+  constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
+  int64_t left = num_columns;  // of the row that is prefetched
+  for (int64_t j = 0; j < num_columns; j += kLanes) {
+    Aligned row[kDepth];
+    MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
+      __builtin_prefetch(prefetch_b + q * kLanes);
+      row[q] = *reinterpret_cast<const Unaligned*>(b + q * ldb + j);
+    }
+    prefetch_b += kDepth * kLanes;
+    left -= kDepth * kLanes;
+    if (left <= 0) {
+      left += num_columns;
+      prefetch_b += ldb - num_columns;
+    }
+    MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+      auto& to = *reinterpret_cast<Unaligned*>(c + r * ldc + j);
+      Aligned sum = starts ? Aligned{} : Aligned(to);
+      MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
+        Simd::multiply_add(a[q * Simd::kAPanelWidth + r], row[q], sum);
+      }
+      to = sum;
+    }
+  }
+}
+
+// An AxpyfKernel. Memory likes few rows of B at a time; more of them save reading and writing C.
+template <typename acc_t, typename Simd, int kRows>
+MOE_EXT_TARGET void axpyf_kernel(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
+                                 int64_t num_columns, const acc_t* prefetch_b, bool starts,
+                                 acc_t* c, int64_t ldc) {
+  constexpr int kStores = kRows * 64 / Simd::kBytes;  // for each cache line of a row of B
+  constexpr int kDepth = kStores <= 3 ? 1 : kStores <= 6 ? 2 : 4;
+  int64_t q = 0;
+  const auto add = [&](auto depth) __attribute__((always_inline)) MOE_EXT_TARGET {
+    axpyf_rows<acc_t, Simd, kRows, depth()>(a + q * Simd::kAPanelWidth, b + q * ldb, ldb,
+                                            num_columns, prefetch_b + q * ldb, starts && q == 0, c,
+                                            ldc);
+    q += depth();
+  };
+  while (q + kDepth <= num_groups) add(std::integral_constant<int, kDepth>());
+  while (q < num_groups) add(std::integral_constant<int, 1>());
+}
+
+// A DotxfKernel. B is transposed in registers, as many of its columns at a time as a vector has
+// lanes.
+template <typename acc_t, typename Simd, int kRows>
+MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
+                                 int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
+                                 int64_t ldc) {
+  using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
+  using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
+  constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
+  Aligned sum[kRows] = {};
+  for (int64_t p = 0; p < depth; p += kLanes, prefetch_b += kLanes * kLanes) {
+    Aligned block[kLanes];
+    MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
+      __builtin_prefetch(prefetch_b + l * kLanes, 0, 2);
+      block[l] = *reinterpret_cast<const Unaligned*>(b + l * ldb + p);
+    }
+    Groups<Simd::kBytes, acc_t>::transpose(block);
+    MOE_EXT_UNROLL for (int q = 0; q < kLanes; ++q) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        Simd::multiply_add(a[r * lda + p + q], block[q], sum[r]);
+      }
+    }
+  }
+  MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+    auto& to = *reinterpret_cast<Unaligned*>(c + r * ldc);
+    to = starts ? sum[r] : Aligned(to) + sum[r];
+  }
+}
+
+template <typename acc_t, typename Simd, int kVectors, int... kRow>
+constexpr void fill_gemm(MicroKernels<acc_t>& kernels, std::integer_sequence<int, kRow...>) {
+  ((kernels.gemm[kVectors - 1][kRow] = gemm_kernel<acc_t, Simd, kRow + 1, kVectors>), ...);
+}
+
+template <typename acc_t, typename Simd, int... kRow>
+constexpr void fill_few_rows(MicroKernels<acc_t>& kernels, std::integer_sequence<int, kRow...>) {
+  ((kernels.axpyf[kRow] = axpyf_kernel<acc_t, Simd, kRow + 1>), ...);
+  ((kernels.dotxf[kRow] = dotxf_kernel<acc_t, Simd, kRow + 1>), ...);
+}
+
+// The micro-kernels of an instruction set, with tiles of up to Simd::kMaxRows rows.
+template <typename acc_t, typename Simd>
+constexpr MicroKernels<acc_t> make_micro_kernels(const char* name) {
+  MicroKernels<acc_t> kernels{.name = name,
+                              .pairs = Simd::kPairs,
+                              .max_rows = Simd::kMaxRows,
+                              .a_panel_width = Simd::kAPanelWidth,
+                              .lanes = Simd::kBytes / sizeof(acc_t)};
+  constexpr auto kTileRows = std::make_integer_sequence<int, Simd::kMaxRows>();
+  fill_gemm<acc_t, Simd, 1>(kernels, kTileRows);
+  fill_gemm<acc_t, Simd, 2>(kernels, kTileRows);
+  if constexpr (!Simd::kPairs) {
+    fill_few_rows<acc_t, Simd>(kernels, std::make_integer_sequence<int, kMaxFewRows>());
+  }
+  return kernels;
+}
+
+}  // namespace
+}  // namespace moe_ext::cpu

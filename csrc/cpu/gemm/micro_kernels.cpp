@@ -1,0 +1,30 @@
+#include "micro_kernels.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <type_traits>
+
+#include "../vectorize.h"
+
+namespace moe_ext::cpu {
+
+template <typename scalar_t, typename acc_t>
+const MicroKernels<acc_t>& micro_kernels() {
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+    if (isa() == Isa::kAmx) return amx_micro_kernels();
+    if (isa() == Isa::kAvx512Bf16) return avx512_bf16_micro_kernels();
+  }
+  if (isa() >= Isa::kAvx512) return avx512_micro_kernels<acc_t>();
+  if (isa() == Isa::kAvx2) return avx2_micro_kernels<acc_t>();
+#endif
+  return portable_micro_kernels<acc_t>();
+}
+
+template const MicroKernels<float>& micro_kernels<float, float>();
+template const MicroKernels<double>& micro_kernels<double, double>();
+template const MicroKernels<float>& micro_kernels<c10::Half, float>();
+template const MicroKernels<float>& micro_kernels<c10::BFloat16, float>();
+
+}  // namespace moe_ext::cpu

@@ -1,0 +1,40 @@
+// AVX2 and FMA.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "../vectorize.h"
+
+#define MOE_EXT_TARGET MOE_EXT_TARGET_AVX2
+#include "micro_kernel_loops.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+template <typename acc_t>
+struct Avx2 {
+  static constexpr int kBytes = 32, kMaxRows = 6, kAPanelWidth = 8;
+  static constexpr bool kPairs = false, kHasStream = false;
+  using Aligned = typename Vector<acc_t, kBytes>::Aligned;
+
+  MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {
+    if constexpr (std::is_same_v<acc_t, float>) {
+      sum = _mm256_fmadd_ps(_mm256_set1_ps(a), b, sum);
+    } else {
+      sum = _mm256_fmadd_pd(_mm256_set1_pd(a), b, sum);
+    }
+  }
+};
+
+}  // namespace
+
+template <typename acc_t>
+const MicroKernels<acc_t>& avx2_micro_kernels() {
+  static constexpr auto kKernels = make_micro_kernels<acc_t, Avx2<acc_t>>("AVX2");
+  return kKernels;
+}
+
+template const MicroKernels<float>& avx2_micro_kernels<float>();
+template const MicroKernels<double>& avx2_micro_kernels<double>();
+
+}  // namespace moe_ext::cpu
+#endif

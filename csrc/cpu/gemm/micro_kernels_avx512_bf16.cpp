@@ -1,0 +1,37 @@
+// AVX512-BF16: two bfloat16 products and their sum in each lane.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "../vectorize.h"
+
+#define MOE_EXT_TARGET MOE_EXT_TARGET_AVX512_BF16
+#include "micro_kernel_loops.h"
+
+namespace moe_ext::cpu {
+namespace {
+
+struct Avx512Bf16 {
+  static constexpr int kBytes = 64, kMaxRows = 14, kAPanelWidth = 16;
+  static constexpr bool kPairs = true, kHasStream = true;
+  using Aligned = typename Vector<float, kBytes>::Aligned;
+
+  MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {
+    const __m512i pairs = _mm512_set1_epi32(__builtin_bit_cast(int32_t, a));
+    // The intrinsic costs up to 15% more instructions with gcc 12, which then copies sums.
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(pairs));
+  }
+
+  MOE_EXT_TARGET MOE_EXT_KERNEL void stream(float* to, const Aligned& vector) {
+    _mm512_stream_ps(to, vector);
+  }
+};
+
+}  // namespace
+
+const MicroKernels<float>& avx512_bf16_micro_kernels() {
+  static constexpr auto kKernels = make_micro_kernels<float, Avx512Bf16>("AVX512-BF16");
+  return kKernels;
+}
+
+}  // namespace moe_ext::cpu
+#endif

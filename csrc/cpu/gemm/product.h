@@ -1,0 +1,233 @@
+// One product C = A B as the traversals of traversals.h see it: its operands and blocks, and what
+// is packed of them.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "gemm.h"
+#include "micro_kernels.h"
+#include "packing.h"
+
+namespace moe_ext::cpu {
+
+// The rows of an M-block (MC). Its micro-panels of A in a K-block stay in the second cache level.
+constexpr int64_t kMC = 640;
+
+// The K-groups of a K-block (KC) at most; all K-blocks are about the same. A packed micro-panel of
+// B in a K-block stays in the first cache level while it meets the micro-panels of A. An element of
+// C is the sum of the sums over each K-block.
+template <typename acc_t>
+constexpr int64_t kKC = 1024 / sizeof(acc_t);
+
+// The depth of a K-block is a multiple of it, on all instruction sets, so that their sums are
+// bitwise identical.
+constexpr int64_t kKCMultiple = 32;
+
+// The K-blocks that NonTemporalC packs at once, at most.
+constexpr int64_t kMaxKBlocks = 3;
+
+// The columns of C that Axpyf and Dotxf compute at a time, so that they stay in the first cache
+// level.
+constexpr int64_t kMaxColumns = 1024;
+
+// An operand as micro-panels see it: element (i, p) is in row or column i of the micro-panels, and
+// at p in K.
+template <typename T>
+struct View {
+  const T* data;
+  int64_t ld;
+  bool k_contiguous;
+
+  const T* at(int64_t i, int64_t p) const {
+    return data + (k_contiguous ? i * ld + p : p * ld + i);
+  }
+};
+
+template <typename T>
+View<T> view_of_a(const Operand<T>& a) {
+  return {.data = a.data, .ld = a.ld, .k_contiguous = !a.transposed};
+}
+
+template <typename T>
+View<T> view_of_b(const Operand<T>& b) {
+  return {.data = b.data, .ld = b.ld, .k_contiguous = b.transposed};
+}
+
+// Calls PackMicroPanel::run with the vectors of the instruction set in use.
+template <typename acc_t, typename T>
+void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int64_t num_columns,
+                      int64_t depth, int64_t num_groups, int64_t width, bool by_columns,
+                      acc_t* to) {
+  const T* from = view.at(i, p);
+  const auto arguments = [&](auto run) {
+    run(from, view.ld, view.k_contiguous, num_columns, depth, num_groups, width, by_columns, to);
+  };
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (pairs) return arguments([](auto... all) { run_avx512<PackMicroPanel<Pairs<64>>>(all...); });
+  }
+  if (isa() >= Isa::kAvx512) {
+    return arguments([](auto... all) { run_avx512<PackMicroPanel<Groups<64, acc_t>>>(all...); });
+  }
+  if (isa() == Isa::kAvx2) {
+    return arguments([](auto... all) { run_avx2<PackMicroPanel<Groups<32, acc_t>>>(all...); });
+  }
+#endif
+  arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
+}
+
+// A product of at most kMC rows.
+template <typename scalar_t, typename a_t, typename b_t>
+class Product {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
+  using b_type = b_t;
+
+  // A part of K, and the micro-panels of A that are packed for it.
+  struct KBlock {
+    int64_t p, depth, num_groups;
+    acc_t* panels_a;
+  };
+
+  // Row 0 is row first_row of the matrix that the epilogue is about.
+  Product(View<a_t> a, View<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* workspace,
+          const Epilogue<b_t>& epilogue, int64_t first_row)
+      : a(a),
+        b(b),
+        next_b(view_of_b(epilogue.next_b)),
+        epilogue(epilogue),
+        first_row(first_row),
+        m(m),
+        n(n),
+        k(k),
+        tile_space(workspace),
+        row_space(tile_space + tile_size()),
+        packed_b(row_space + row_space_size(n)),
+        packed_a(packed_b + packed_b_size(k)) {}
+
+  // The workspace of a product whose m, n and k are at most `largest`.
+  static int64_t workspace_size(int64_t largest) {
+    return tile_size() + row_space_size(largest) + packed_b_size(largest) +
+           packed_a_size(largest, largest);
+  }
+
+  // The rows of micro-panel i of A: those with a row more than the others come first.
+  int64_t first(int64_t i) const { return i * rows_each_ + std::min(i, num_longer_); }
+  int64_t num_rows(int64_t i) const { return first(i + 1) - first(i); }
+  acc_t* panel_a(const KBlock& block, int64_t i) const {
+    return block.panels_a + i * block.num_groups * kernels.a_panel_width;
+  }
+  Region region(int64_t i, int64_t j, int64_t num_columns) const {
+    return {.row = first_row + first(i),
+            .num_rows = num_rows(i),
+            .column = j,
+            .num_columns = num_columns};
+  }
+
+  // Packs A from p to end in K, as k_blocks.
+  void pack_a(int64_t p, int64_t end) {
+    k_blocks.clear();
+    acc_t* panels = packed_a;
+    for (; p < end; p += kc) {
+      const int64_t depth = std::min(end - p, kc);
+      const KBlock block{
+          .p = p, .depth = depth, .num_groups = num_groups(depth), .panels_a = panels};
+      for (int64_t i = 0; i < num_panels; ++i) {
+        const int64_t rows = std::min(m - first(i), kernels.a_panel_width);
+        pack_micro_panel(kernels.pairs, a, first(i), p, rows, depth, block.num_groups,
+                         kernels.a_panel_width, kernels.a_in_row_blocks, panel_a(block, i));
+      }
+      panels = panel_a(block, num_panels);
+      k_blocks.push_back(block);
+    }
+  }
+
+  // A tile: micro-panel i of A times a micro-panel of B.
+  void multiply_tile(int64_t i, const acc_t* panel_a, int64_t num_groups, const acc_t* panel_b,
+                     int64_t ldb, int64_t num_columns, const Tile<acc_t>& tile,
+                     const Prefetch& prefetch, acc_t* packed = nullptr) const {
+    const int64_t vectors = at::ceil_div(num_columns, kernels.lanes);
+    const auto kernel = kernels.gemm[vectors - 1][num_rows(i) - 1];
+    if (num_columns % kernels.lanes == 0) {
+      return kernel(num_groups, panel_a, panel_b, ldb, tile, prefetch, packed);
+    }
+    kernel(num_groups, panel_a, panel_b, ldb, Tile<acc_t>{.c = tile_space, .ldc = nr}, prefetch,
+           packed);
+    for (int64_t r = 0; r < num_rows(i); ++r) {
+      for (int64_t l = 0; l < num_columns; ++l) {
+        const acc_t sum = tile_space[r * nr + l];
+        tile.c[r * tile.ldc + l] = tile.add == nullptr ? sum : tile.add[r * tile.ld_add + l] + sum;
+      }
+    }
+  }
+
+  static int64_t bytes(int64_t size) { return size * static_cast<int64_t>(sizeof(b_t)); }
+
+  const MicroKernels<acc_t>& kernels = micro_kernels<scalar_t, acc_t>();
+  const int64_t group_size = group_size_of(kernels);
+  const int64_t nr = nr_of(kernels);  // the columns of a tile
+  const View<a_t> a;
+  const View<b_t> b, next_b;
+  const Epilogue<b_t>& epilogue;
+  const int64_t first_row;
+  const int64_t m, n, k;
+  const int64_t num_panels = at::ceil_div(m, kernels.max_rows);  // of A
+  // The depth of a K-block.
+  const int64_t kc =
+      at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
+  // Whether micro-kernels can read B in place, by rows; or A and B both, along K.
+  const bool b_in_place =
+      std::is_same_v<b_t, acc_t> && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
+  const bool both_in_place = std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t> &&
+                             !kernels.pairs && a.k_contiguous && b.k_contiguous &&
+                             n % kernels.lanes == 0 && k % kernels.lanes == 0;
+  c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // those of A that are packed
+  // The workspace.
+  acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
+  acc_t* const row_space;   // kMaxFewRows rows of C
+  acc_t* const packed_b;    // a micro-panel
+  acc_t* const packed_a;    // the micro-panels of the K-blocks
+  const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),
+                             .stride = 0,
+                             .row_mask = 0,
+                             .shift_rows = 63,
+                             .shift_groups = 0,
+                             .first = 0};
+
+ private:
+  using Kernels = MicroKernels<acc_t>;
+  static int64_t group_size_of(const Kernels& kernels) { return kernels.pairs ? 2 : 1; }
+  static int64_t nr_of(const Kernels& kernels) { return kMaxTileVectors * kernels.lanes; }
+  static int64_t num_groups(int64_t depth) {
+    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
+    return at::round_up(at::ceil_div(depth, group_size_of(kernels)), kernels.group_multiple);
+  }
+
+  static int64_t tile_size() {
+    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
+    return kernels.max_rows * nr_of(kernels);
+  }
+  static int64_t row_space_size(int64_t n) {
+    return kMaxFewRows *
+           at::round_up(std::min(n, kMaxColumns), nr_of(micro_kernels<scalar_t, acc_t>()));
+  }
+  static int64_t packed_b_size(int64_t k) {
+    return std::min(kKC<acc_t>, num_groups(k)) * nr_of(micro_kernels<scalar_t, acc_t>());
+  }
+  static int64_t packed_a_size(int64_t m, int64_t k) {
+    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
+    return at::ceil_div(std::min(m, kMC), kernels.max_rows) * kernels.a_panel_width *
+           std::min(kMaxKBlocks * kKC<acc_t>, num_groups(k));
+  }
+
+  const int64_t rows_each_ = m / num_panels, num_longer_ = m % num_panels;
+};
+
+}  // namespace moe_ext::cpu

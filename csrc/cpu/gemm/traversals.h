@@ -1,0 +1,260 @@
+// The four orders in which a product is computed. Each is a type with `run`, which writes C; they
+// have the same constructor. gemm.cpp chooses among them.
+//
+// In each, an element of C is the same sum: chains of multiply-adds along K, one for each K-block,
+// which are added in order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "../elementwise.h"
+#include "../vectorize.h"
+#include "product.h"
+
+namespace moe_ext::cpu {
+
+// A block of A times a micro-panel of B at a time (GEBP; Goto and van de Geijn, 2008): for each
+// K-block, A is packed; for each micro-panel of B, which is packed if it is not read in place, and
+// for each micro-panel of A, a tile is added to C.
+template <typename Product>
+class Gebp {
+ public:
+  using acc_t = typename Product::acc_t;
+  using b_t = typename Product::b_type;
+
+  explicit Gebp(Product& product) : in_(product) {}
+
+  void run(Write write, acc_t* c) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
+      in_.pack_a(p, std::min(in_.k, p + in_.kc));
+      for (int64_t j = 0; j < in_.n; j += in_.nr) multiply_panel(j, write, c + j);
+    }
+  }
+
+ private:
+  // Up to as many micro-panels of A, packing B costs more than reading it in place each time.
+  static constexpr int64_t kMaxPanelsInPlace = 8;
+
+  // The columns of C from j on, for the micro-panel of B there.
+  void multiply_panel(int64_t j, Write write, acc_t* c) {
+    const auto& block = in_.k_blocks.front();
+    const int64_t num_columns = std::min(in_.n - j, in_.nr);
+    // bfloat16 pairs are so fast that the epilogue pays by whole rows afterwards.
+    const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
+    auto [panel, ldb] = panel_b(block, j, num_columns);
+    // The first micro-panel of A packs B on the way.
+    acc_t* packed = in_.b_in_place && in_.num_panels > kMaxPanelsInPlace ? in_.packed_b : nullptr;
+    Prefetch next = prefetch(block.p, j);
+    for (int64_t i = 0; i < in_.num_panels;
+         ++i, next.first += block.num_groups >> next.shift_groups) {
+      const Region region = in_.region(i, j, num_columns);
+      Tile<acc_t> tile{.c = c + in_.first(i) * in_.n, .ldc = in_.n};
+      if (write == Write::kAdd) {
+        tile.add = tile.c;
+        tile.ld_add = in_.n;
+      }
+      if (finishes && in_.epilogue.prefetch) in_.epilogue.prefetch(region);
+      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, panel, ldb, num_columns, tile,
+                        i < 1 << next.shift_groups ? next : in_.no_prefetch, packed);
+      if (packed != nullptr) {
+        panel = std::exchange(packed, nullptr);
+        ldb = in_.nr;
+      }
+      if (finishes && in_.epilogue.run) in_.epilogue.run(region);
+    }
+  }
+
+  // B's micro-panel at column j, in place or packed, and its leading dimension.
+  std::pair<const acc_t*, int64_t> panel_b(const typename Product::KBlock& block, int64_t j,
+                                           int64_t num_columns) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      if (in_.b_in_place) return {in_.b.at(j, block.p), in_.b.ld};
+    }
+    pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, num_columns, block.depth,
+                     block.num_groups, in_.nr, /*by_columns=*/false, in_.packed_b);
+    return {in_.packed_b, in_.nr};
+  }
+
+  // What the tiles of the first micro-panels of A prefetch while the micro-panel of B at (p, j) is
+  // in use. If B is contiguous along K it is the next micro-panel of B; else, as many rows of the
+  // next K-block by kKC columns as each of its micro-panels has to.
+  Prefetch prefetch(int64_t p, int64_t j) const {
+    const int64_t ahead = in_.b.k_contiguous ? in_.nr : kKC<acc_t>;
+    int64_t next_p = p, next_j = j / ahead * ahead + ahead;
+    if (next_j >= in_.n) next_p = in_.k_blocks.back().p + in_.kc, next_j = 0;
+    const bool here = next_p < in_.k;
+    const View<b_t>& from = here ? in_.b : in_.next_b;
+    if (from.data == nullptr) return in_.no_prefetch;
+    const int64_t num_rows = from.k_contiguous ? in_.nr : in_.nr * in_.group_size;
+    const int64_t row = from.k_contiguous ? 0 : j % kKC<acc_t> * in_.group_size;
+    const b_t* data = here ? from.at(next_j, next_p + row) : from.at(0, row);
+    return {.data = reinterpret_cast<const char*>(data),
+            .stride = Product::bytes(from.ld),
+            .row_mask = num_rows - 1,
+            .shift_rows = __builtin_ctzll(num_rows),
+            .shift_groups = in_.num_panels >= 8   ? 3
+                            : in_.num_panels >= 4 ? 2
+                            : in_.num_panels >= 2 ? 1
+                                                  : 0,
+            .first = 0};
+  }
+
+  Product& in_;
+};
+
+// C past the caches, by non-temporal stores, in the order of its rows, which memory likes: all
+// K-blocks of a tile are computed at once. B is read in place, some columns at a time.
+template <typename Product>
+class NonTemporalC {
+ public:
+  using acc_t = typename Product::acc_t;
+  using b_t = typename Product::b_type;
+
+  explicit NonTemporalC(Product& product) : in_(product) {}
+
+  void run(Write /*write*/, acc_t* c) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      in_.pack_a(0, in_.k);
+      const int64_t bytes_of_column = in_.k * static_cast<int64_t>(sizeof(acc_t));
+      const int64_t columns = std::max(kBytesOfB / bytes_of_column / in_.nr, int64_t{1}) * in_.nr;
+      for (int64_t begin = 0; begin < in_.n; begin += columns) {
+        const int64_t end = std::min(in_.n, begin + columns);
+        for (int64_t i = 0; i < in_.num_panels; ++i) {
+          for (int64_t j = begin; j < end; j += in_.nr) {
+            multiply_tile(i, j, std::min(end - j, in_.nr), c + in_.first(i) * in_.n + j);
+          }
+        }
+      }
+#if defined(__x86_64__)
+      __builtin_ia32_sfence();
+#endif
+    }
+  }
+
+ private:
+  // The columns of B in work at a time stay in the second cache level.
+  static constexpr int64_t kBytesOfB = 512 << 10;
+
+  void multiply_tile(int64_t i, int64_t j, int64_t num_columns, acc_t* c) {
+    const Region region = in_.region(i, j, num_columns);
+    if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
+    for (const auto& block : in_.k_blocks) {
+      const bool ends = &block == &in_.k_blocks.back();
+      Tile<acc_t> tile{.c = ends ? c : in_.tile_space, .ldc = ends ? in_.n : in_.nr};
+      if (&block != &in_.k_blocks.front()) {
+        tile.add = in_.tile_space;
+        tile.ld_add = in_.nr;
+      }
+      tile.non_temporal = ends;
+      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, in_.b.at(j, block.p), in_.b.ld,
+                        num_columns, tile, in_.no_prefetch);
+    }
+    if (in_.epilogue.run) in_.epilogue.run(region);
+  }
+
+  Product& in_;
+};
+
+// All of C by rows of B, which are read in place one after the other, by the micro-kernel axpyf.
+template <typename Product>
+class Axpyf {
+ public:
+  using acc_t = typename Product::acc_t;
+  using b_t = typename Product::b_type;
+
+  explicit Axpyf(Product& product) : in_(product) {}
+
+  void run(Write write, acc_t* c) {
+    for (int64_t p = 0; p < in_.k; p += in_.kc, write = Write::kAdd) {
+      in_.pack_a(p, std::min(in_.k, p + in_.kc));
+      multiply_block(write, c);
+    }
+  }
+
+ private:
+  // B's rows are prefetched into the first cache level so far ahead, some at a time.
+  static constexpr int64_t kBytesAhead = 16 << 10;
+  static constexpr int64_t kRowsAtATime = 4;
+
+  void multiply_block(Write write, acc_t* c) {
+    if constexpr (std::is_same_v<b_t, acc_t>) {
+      const auto& block = in_.k_blocks.front();
+      // What is added to C is summed apart, as it is in a tile.
+      const bool apart = write == Write::kAdd;
+      for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
+        const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
+        acc_t* sums = apart ? in_.row_space : c + j;
+        const int64_t ld = apart ? num_columns : in_.n;
+        for (int64_t q = 0; q < block.depth; q += rows_ahead_) {
+          const int64_t num_groups = std::min(block.depth - q, rows_ahead_);
+          for (int64_t i = 0; i < in_.num_panels; ++i) {
+            in_.kernels.axpyf[in_.num_rows(i) - 1](
+                num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
+                in_.b.at(j, block.p + q), in_.b.ld, num_columns, ahead(block.p + q, j), q == 0,
+                sums + in_.first(i) * ld, ld);
+          }
+        }
+        for (int64_t r = 0; apart && r < in_.m; ++r) {
+          vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
+        }
+        if (block.p + in_.kc >= in_.k && in_.epilogue.run) {
+          in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
+        }
+      }
+    }
+  }
+
+  // What is prefetched while the rows of B at (p, j) are in use.
+  const b_t* ahead(int64_t p, int64_t j) const {
+    if (p + rows_ahead_ < in_.k) return in_.b.at(j, p + rows_ahead_);
+    return in_.next_b.data == nullptr ? in_.b.at(j, p) : in_.next_b.at(j, 0);
+  }
+
+  Product& in_;
+  const int64_t rows_ahead_ = at::round_up(
+      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns))), kRowsAtATime);
+};
+
+// All of C by columns of B, contiguous along K, by the micro-kernel dotxf: all K-blocks of some
+// columns after each other.
+template <typename Product>
+class Dotxf {
+ public:
+  using acc_t = typename Product::acc_t;
+  using b_t = typename Product::b_type;
+
+  explicit Dotxf(Product& product) : in_(product) {}
+
+  void run(Write write, acc_t* c) {
+    if constexpr (std::is_same_v<decltype(in_.a.data), const acc_t*> &&
+                  std::is_same_v<b_t, acc_t>) {
+      const int64_t lanes = in_.kernels.lanes;
+      for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
+        const Region region{.row = in_.first_row,
+                            .num_rows = in_.m,
+                            .column = begin,
+                            .num_columns = std::min(in_.n - begin, kMaxColumns)};
+        if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
+        for (int64_t j = begin; j < begin + region.num_columns; j += lanes) {
+          const acc_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
+          if (ahead == nullptr) ahead = in_.b.at(j, 0);
+          for (int64_t p = 0; p < in_.k; p += in_.kc) {
+            const bool starts = p == 0 && write != Write::kAdd;
+            in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), in_.a.at(0, p), in_.a.ld,
+                                         in_.b.at(j, p), in_.b.ld, ahead + p * lanes, starts, c + j,
+                                         in_.n);
+          }
+        }
+        if (in_.epilogue.run) in_.epilogue.run(region);
+      }
+    }
+  }
+
+ private:
+  Product& in_;
+};
+
+}  // namespace moe_ext::cpu

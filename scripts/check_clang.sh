@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Compiles csrc/**/*.cpp with clang 16 or later, without code generation: a warning is an error.
+# Prints that it is skipped where no such clang is installed.
+#
+# PYTHON names an interpreter that has torch (default .venv/bin/python), CLANG the compiler.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+
+clang=${CLANG:-}
+for name in clang++ clang++-{16..30}; do
+  [ -z "$clang" ] || break
+  major=$("$name" -dumpversion 2> /dev/null | cut -d. -f1) || continue
+  if [ "${major:-0}" -ge 16 ]; then clang=$name; fi
+done
+if [ -z "$clang" ]; then
+  echo "clang: skipped, there is no clang 16 or later (Debian: apt-get install clang-16)"
+  exit 0
+fi
+
+# The flags of setup.py; torch's headers are those of a system, whose warnings do not count.
+read -ra includes < <("$python" -c '
+import sysconfig
+from torch.utils.cpp_extension import include_paths
+print(*(f"-isystem {path}" for path in [*include_paths(), sysconfig.get_path("include")]))')
+flags=(-fsyntax-only -std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
+flags+=(-Wall -Wextra -Wno-unused-parameter -Werror -DTORCH_EXTENSION_NAME=_C)
+echo "clang: csrc/**/*.cpp with $("$clang" --version | head -1)"
+find csrc -name '*.cpp' -print0 |
+  xargs -0 -n 1 -P "$(nproc)" "$clang" "${flags[@]}" "${includes[@]}"
