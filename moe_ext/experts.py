@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from moe_ext.checks import is_whole, require, require_sizes
 from moe_ext.ops import ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
+
+
+_Part = Callable[..., Tensor]  # some of the experts, called as all of them are
 
 
 def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = None) -> None:
@@ -80,27 +83,13 @@ class Experts(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, offsets)")
 
-    def split(self, sizes: Sequence[int]) -> Sequence[Callable[..., Tensor]]:
+    def split(self, sizes: Sequence[int]) -> Sequence[_Part]:
         """The first sizes[0] experts, the next sizes[1], …; each is called as the whole is."""
         raise NotImplementedError(f"{type(self).__name__} does not define split(sizes)")
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
         """The type in which rows of x are sent between ranks."""
         return x.dtype
-
-
-class _FeedForward(NamedTuple):
-    """Feed-forward experts as their tensors."""
-
-    weights: Sequence[Tensor]
-    biases: Sequence[Tensor] | None
-    activation: Activation
-
-    def __call__(self, x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-        """See `FeedForwardExperts.forward`."""
-        return ops.experts(
-            x, self.weights, self.biases, self.activation, offsets=offsets, **options
-        )
 
 
 class FeedForwardExperts(Experts):
@@ -220,10 +209,12 @@ class FeedForwardExperts(Experts):
         Or, with the further arguments of `moe_ext.ops.experts`, tokens x [T, D] to the mixture
         [T, d_output].
         """
-        network = _FeedForward(self.weights, self.biases, self.activation)
-        return network(
+        return ops.experts(
             x,
-            offsets,
+            self.weights,
+            self.biases,
+            self.activation,
+            offsets=offsets,
             inverse=inverse,
             gates=gates,
             token_offsets=token_offsets,
@@ -233,10 +224,17 @@ class FeedForwardExperts(Experts):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def split(self, sizes: Sequence[int]) -> list[Callable[..., Tensor]]:
+    def split(self, sizes: Sequence[int]) -> list[_Part]:
         weights = zip(*(weight.split(sizes) for weight in self.weights), strict=True)
         biases = zip(*(bias.split(sizes) for bias in self.biases or ()), strict=True)
-        return [_FeedForward(w, b, self.activation) for w, b in zip_longest(weights, biases)]
+
+        def part(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> _Part:
+            def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
+                return ops.experts(x, weights, biases, self.activation, offsets=offsets, **options)
+
+            return forward
+
+        return [part(w, b) for w, b in zip_longest(weights, biases)]
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
         """The type in which rows of x are sent between ranks: under autocast the products' type."""
