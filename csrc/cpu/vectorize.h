@@ -10,7 +10,9 @@
 #include <cstdint>
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
+// Hints for the loop that follows: unroll it; its arrays are the same or do not overlap.
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed"  // where a hint cannot be followed, as with gcc
 #define MOE_EXT_UNROLL _Pragma("clang loop unroll_count(16)")
 #define MOE_EXT_NO_ALIAS _Pragma("clang loop vectorize(assume_safety)")
 #else
