@@ -127,23 +127,19 @@ def test_targets_that_are_no_class(target):
     hidden, weight, bias = torch.randn(2, 4), torch.randn(7, 4), torch.zeros(7)
     softmax = SampledSoftmax(4, 7, 3)
     targets = torch.tensor([3, target])
-    with pytest.raises(
-        ValueError, match=r"^linear_cross_entropy: targets must be in \[0, 7\), got"
-    ):
+    with pytest.raises(ValueError, match="^linear_cross_entropy: targets must"):
         linear_cross_entropy(hidden, weight, bias, targets)
-    with pytest.raises(
-        ValueError, match=r"^sampled_cross_entropy: targets must .*, got .*(7|-100)"
-    ):
+    with pytest.raises(ValueError, match="^sampled_cross_entropy: targets must .*got .*(7|-100)"):
         softmax.loss(hidden, targets)
 
 
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"targets": torch.tensor([1])}, r"targets must have shape \(2,\), got \(1,\)"),
-        ({"bias": torch.zeros(1)}, r"bias must have shape \(7,\), got \(1,\)"),
-        ({"hidden": torch.randn(2, 3)}, r"hidden must have shape \(2, 4\), got \(2, 3\)"),
-        ({"weight": torch.randn(7)}, r"weight must have shape \[V, D\], got \(7,\)"),
+        ({"targets": torch.tensor([1])}, "targets must"),
+        ({"bias": torch.zeros(1)}, "bias must"),
+        ({"hidden": torch.randn(2, 3)}, "hidden must"),
+        ({"weight": torch.randn(7)}, "weight must"),
     ],
 )
 def test_shapes_that_do_not_fit_a_softmax(changed, message):
@@ -205,7 +201,7 @@ def test_lstm_weights_have_unit_gain():
     lstm = LSTM(64, 64)
     assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
     assert lstm.projection.var().item() == pytest.approx(1 / 64, rel=0.05)
-    with pytest.raises(ValueError, match="units must be at least d_model"):
+    with pytest.raises(ValueError, match="units must"):
         LSTM(64, 32)
 
 
@@ -400,15 +396,15 @@ def test_copies_and_pickles_after_a_forward():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": ["lstm", "mlp"]}, "layers must be a list of lstm, moe, moe_lstm, ffn"),
-        ({"layers": []}, "layers must be"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"memory_slots": -1}, "memory_slots must be at least 0, got -1"),
+        ({"layers": ["lstm", "mlp"]}, "layers must"),
+        ({"layers": []}, "layers must"),
+        ({"dropout": 1.0}, "dropout must"),
+        ({"memory_slots": -1}, "memory_slots must"),
         (
             {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)},
-            "moe.gate must choose k experts for every token.*, got 'balanced'",
+            "moe.gate must",
         ),
-        ({"lstm_units": 4}, "lstm_units must be 0 or at least d_model = 8, got 4"),
+        ({"lstm_units": 4}, "lstm_units must"),
     ],
 )
 def test_configuration_errors(change, message):
@@ -417,21 +413,21 @@ def test_configuration_errors(change, message):
 
 
 def test_moe_configuration_errors():
-    with pytest.raises(ValueError, match=r"k must be in \[1, num_experts = 4\], got 5"):
+    with pytest.raises(ValueError, match="k must .*got 5"):
         MoEConfig(num_experts=4, k=5)
-    with pytest.raises(ValueError, match="w_load must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="w_load must .*got -1"):
         MoEConfig(w_load=-1)
-    with pytest.raises(ValueError, match="gate must be one of noisy_topk, topk, .*, got 'top'"):
+    with pytest.raises(ValueError, match="gate must .*got 'top'"):
         MoEConfig(gate="top")
-    with pytest.raises(ValueError, match="w_load must be 0 with gate = .balanced.*got 0.1"):
+    with pytest.raises(ValueError, match="w_load must .*got 0.1"):
         MoEConfig(gate="balanced")
-    with pytest.raises(ValueError, match="num_groups must divide num_experts = 32, got 5"):
+    with pytest.raises(ValueError, match="num_groups must .*got 5"):
         MoEConfig(num_groups=5)
-    with pytest.raises(ValueError, match='num_groups must be .* 0 with gate = "topk", got 4'):
+    with pytest.raises(ValueError, match="num_groups must .*got 4"):
         MoEConfig(gate="topk", num_groups=4, w_load=0)
-    with pytest.raises(ValueError, match=r"k must be in \[1, .*group = 4\], got 5"):
+    with pytest.raises(ValueError, match="k must .*got 5"):
         MoEConfig(num_experts=32, num_groups=8, k=5)
-    with pytest.raises(ValueError, match="activation must be one of .*relu.*, got .rely"):
+    with pytest.raises(ValueError, match="activation must .*got .rely"):
         FeedForwardConfig(activation="rely")
 
 
@@ -643,5 +639,5 @@ def test_experts_with_few_tokens_come_last():
 def test_routing_needs_a_moe_layer():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 0\)"):
+    with pytest.raises(ValueError, match="layer must"):
         route_text(build(layers=["lstm"]), encoded)

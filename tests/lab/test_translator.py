@@ -207,15 +207,15 @@ def test_language_to_translate_into(translator, wordpieces):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"into": None}, "into must be one of aa, zz, got None"),
-        ({"into": "fr"}, "into must be one of aa, zz, got 'fr'"),
+        ({"into": None}, "into must"),
+        ({"into": "fr"}, "into must"),
         (
             {"into": "zz", "languages": ()},
-            "into must be None, as the model translates into one language, got 'zz'",
+            "into must",
         ),
-        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
-        ({"lines_at_a_time": 0}, "lines_at_a_time must be at least 1, got 0"),
-        ({"max_pieces": 0}, "max_pieces must be at least 1, got 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must"),
+        ({"lines_at_a_time": 0}, "lines_at_a_time must"),
+        ({"max_pieces": 0}, "max_pieces must"),
     ],
 )
 def test_arguments(translator, options, message):
@@ -225,5 +225,5 @@ def test_arguments(translator, options, message):
 
 
 def test_one_line_is_no_list_of_them(translator):
-    with pytest.raises(ValueError, match="^Translator: lines must be several, not one, got 'the'$"):
+    with pytest.raises(ValueError, match="^Translator: lines must .*got 'the'$"):
         translator()("the")

@@ -56,7 +56,7 @@ class _Objective(nn.Module):
         return self.model.loss(batch)
 
 
-class _Window:
+class Window:
     """What the steps since the last log line add up to: nats and tokens in this process, what the
     MoE layers report in all."""
 
@@ -231,7 +231,7 @@ class Trainer:
             ConfigError: another process trains in the folder, or has in the meantime.
         """
         config, steps = self.config, self.config.steps
-        window = _Window()
+        window = Window()
         with ExitStack() as stack:
             log = None
             if self.processes.rank == 0:
@@ -260,7 +260,7 @@ class Trainer:
                     values = window.summary(self.processes) | progress
                     if log:
                         log.write("train", self.step, values)
-                    window = _Window()
+                    window = Window()
                 if end or _due(self.step, config.log.eval_every):
                     values = self._evaluate() | {"tokens": self.tokens}
                     if log:
@@ -276,13 +276,13 @@ class Trainer:
         (number,) = self.processes.sum(torch.tensor(int(here)))
         return bool(number)
 
-    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
+    def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
         """One optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
             FloatingPointError: as `run`; weights and averages are as they were.
         """
-        window = _Window() if window is None else window
+        window = Window() if window is None else window
         self.model.train()
         # All processes draw the same classes, after a restart too.
         self.class_generator.manual_seed(self._seed("classes", self.step))
