@@ -134,24 +134,31 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
     assert str(tmp_path / "file") in error
 
 
+def assert_names_option(capsys, option):
+    """The last line on stderr names an option, given as --name=value, and its value."""
+    name, value = option.split("=")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {name}: must" in last and f"got {value!r}" in last
+
+
 @pytest.mark.parametrize(
-    ("command", "option", "rule"),
+    ("command", "option"),
     [
-        (evaluate, "--threads=-1", "at least 0, got '-1'"),
-        (evaluate, "--tokens-per-batch=0", "at least 1, got '0'"),
-        (inspect_experts, "--threads=-1", "at least 0, got '-1'"),
-        (inspect_experts, "--positions=none", "at least 1, got 'none'"),
-        (inspect_experts, "--contexts=0", "at least 1, got '0'"),
-        (kneser_ney, "--order=0", "at least 1, got '0'"),
-        (compare, "--seeds=-1", "at least 0, got '-1'"),
-        (kneser_ney, "--shares=1.5", "above 0 and at most 1, got '1.5'"),
+        (evaluate, "--threads=-1"),
+        (evaluate, "--tokens-per-batch=0"),
+        (inspect_experts, "--threads=-1"),
+        (inspect_experts, "--positions=none"),
+        (inspect_experts, "--contexts=0"),
+        (kneser_ney, "--order=0"),
+        (compare, "--seeds=-1"),
+        (kneser_ney, "--shares=1.5"),
     ],
 )
-def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, option, rule):
+def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, option):
     with pytest.raises(SystemExit) as stopped:
         command.main([str(run), option])
     assert stopped.value.code == 2
-    assert rule in capsys.readouterr().err.splitlines()[-1]
+    assert_names_option(capsys, option)
 
 
 def test_how_a_script_ends(capsys):

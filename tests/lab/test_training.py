@@ -110,37 +110,45 @@ def test_overrides_are_toml_or_else_strings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override",
     [
-        ("model.droput=0.1", "unknown option model.droput; did you mean model.dropout?"),
-        ("learning_rate=1", "unknown option learning_rate; did you mean optimizer.learning_rate?"),
-        ("modle.moe.k=1", "unknown option modle; did you mean model?"),
-        ("model.moe.k=two", "model.moe.k must"),
-        ("model.moe.k=true", "model.moe.k must"),
-        ("model.moe.k=99", "model.moe.k must"),
-        ("model.dropout=1.5", "model.dropout must"),
-        ("model.layers=lstm", "model.layers must"),
-        ("model.moe.hidden_sizes=[1.5]", "model.moe.hidden_sizes must"),
-        ("model=3", "model must"),
-        ("steps=0", "steps must"),
-        ("autocast=float16", "autocast must"),
-        ("optimizer.clip_norm=inf", "optimizer.clip_norm must"),
-        ("model.moe.w_load=nan", "model.moe.w_load must"),
-        (
-            "optimizer.experts=factored",
-            "optimizer.experts must",
-        ),
-        (f"optimizer.eps={10**400}", "optimizer.eps must"),
-        ("seed=-1", "seed must"),
-        (f"seed={2**62}", "seed must"),
-        ("steps", "an override must"),
-        ("steps.more=1", "override 'steps.more=1': steps must"),
+        "model.moe.k=two",
+        "model.moe.k=true",
+        "model.moe.k=99",
+        "model.dropout=1.5",
+        "model.layers=lstm",
+        "model.moe.hidden_sizes=[1.5]",
+        "model=3",
+        "steps=0",
+        "autocast=float16",
+        "optimizer.clip_norm=inf",
+        "model.moe.w_load=nan",
+        "optimizer.experts=factored",
+        f"optimizer.eps={10**400}",
+        "seed=-1",
+        f"seed={2**62}",
     ],
 )
-def test_configuration_errors_say_option_rule_and_value(tmp_path, override, message):
+def test_configuration_errors_say_option_rule_and_value(tmp_path, override):
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{key} must .*got"):
+        read_config(write(tmp_path, "steps = 5\n"), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.droput=0.1", ["option model.droput", "mean model.dropout?"]),
+        ("learning_rate=1", ["option learning_rate", "mean optimizer.learning_rate?"]),
+        ("modle.moe.k=1", ["option modle", "mean model?"]),
+        ("steps", ["override", "'steps'"]),
+        ("steps.more=1", ["override 'steps.more=1'", "steps must"]),
+    ],
+)
+def test_overrides_of_no_option_say_which_one_is_near(tmp_path, override, parts):
     with pytest.raises(ConfigError) as error:
         read_config(write(tmp_path, "steps = 5\n"), [override])
-    assert str(error.value) == message
+    assert all(part in str(error.value) for part in parts)
 
 
 def test_configuration_files_that_do_not_read(tmp_path):

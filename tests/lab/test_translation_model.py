@@ -535,17 +535,17 @@ def test_costs_of_language_models_leave_the_softmax_out():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("option", "value"),
     [
-        ({"between": "mlp"}, "between must"),
-        ({"encoder": "both"}, "encoder must"),
-        ({"attention": "dot"}, "attention must"),
-        ({"attention_units": -1}, "attention_units must"),
-        ({"dropout": 1.0}, "dropout must"),
-        ({"lstm_units": 4}, "lstm_units must"),
-        ({"d_model": 0}, "d_model must"),
+        ("between", "mlp"),
+        ("encoder", "both"),
+        ("attention", "dot"),
+        ("attention_units", -1),
+        ("dropout", 1.0),
+        ("lstm_units", 4),
+        ("d_model", 0),
     ],
 )
-def test_configuration_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        small_config(**change)
+def test_configuration_errors(option, value):
+    with pytest.raises(ValueError, match=f"{option} must .*got {value!r}"):
+        small_config(**{option: value})

@@ -103,26 +103,25 @@ def test_the_task_decides_what_the_tables_hold(table, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("option", "value"),
     [
-        ("pairs", [], "data.pairs must"),
-        ("pairs", "en-fr", "data.pairs must"),
-        ("pairs", "en-fr,en-de", "data.pairs must"),
-        ("pairs", 3, "data.pairs must"),
-        ("pairs", ["en"], "data.pairs must"),
-        ("pairs", ["en-en"], "data.pairs must"),
-        ("pairs", ["en-fr", "en-fr"], "data.pairs must"),
-        ("kind", "words", "data.kind must"),
-        ("max_ratio", 0.5, "data.max_ratio must"),
-        ("max_length", -1, "data.max_length must"),
-        ("vocab_size", 2, "data.vocab_size must"),
-        ("tokens_per_batch", 0, "data.tokens_per_batch must"),
+        ("pairs", []),
+        ("pairs", "en-fr"),
+        ("pairs", "en-fr,en-de"),
+        ("pairs", 3),
+        ("pairs", ["en"]),
+        ("pairs", ["en-en"]),
+        ("pairs", ["en-fr", "en-fr"]),
+        ("kind", "words"),
+        ("max_ratio", 0.5),
+        ("max_length", -1),
+        ("vocab_size", 2),
+        ("tokens_per_batch", 0),
     ],
 )
-def test_errors_of_the_data_options(table, option, value, message):
-    with pytest.raises(ConfigError) as error:
+def test_errors_of_the_data_options(table, option, value):
+    with pytest.raises(ConfigError, match=f"^data.{option} must .*got"):
         merged(table, data={option: value})
-    assert str(error.value).startswith(message)
 
 
 # Text

@@ -178,17 +178,17 @@ def test_errors(wordpieces, tmp_path, monkeypatch):
             wordpieces.decode([0, index])
         with pytest.raises(IndexError, match=rf"pieces: id must .*got {index}"):
             wordpieces.pieces([index])
-    for options, message in [
-        ({"kind": "word"}, "kind must"),
-        ({"vocab_size": 0}, "vocab_size must"),
-        ({"vocab_size": 9}, "vocab_size must"),
-        ({"vocab_size": 9000}, "vocab_size must"),
-        ({"character_coverage": 0.97}, "character_coverage must"),
-        ({"max_sentences": 0}, "max_sentences must"),
-        ({"target_tokens": ["fr", "fr"]}, "target_tokens must"),
+    for option, value in [
+        ("kind", "word"),
+        ("vocab_size", 0),
+        ("vocab_size", 9),
+        ("vocab_size", 9000),
+        ("character_coverage", 0.97),
+        ("max_sentences", 0),
+        ("target_tokens", ["fr", "fr"]),
     ]:
-        with pytest.raises(ValueError, match=f"Wordpieces.train: {message}"):
-            train(**options)
+        with pytest.raises(ValueError, match=f"Wordpieces.train: {option} must .*got"):
+            train(**{option: value})
     with pytest.raises(ValueError, match="must suit the text"):
         Wordpieces.train(["", " "], 10)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)  # not installed
