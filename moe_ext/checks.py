@@ -8,6 +8,7 @@ __all__ = [
     "require",
     "require_at_least",
     "require_floating",
+    "require_k",
     "require_mask",
     "require_shape",
     "require_sizes",
@@ -65,6 +66,12 @@ def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
     for name, value in values.items():
         require(is_whole(value), f"{owner}: {name}", "be a whole number", value)
     require_at_least(minimum, owner, **values)
+
+
+def require_k(owner: str, k: int, num_experts: int) -> None:
+    """Raises ValueError if k is not a whole number between 1 and num_experts."""
+    rule = f"be a whole number between 1 and num_experts = {num_experts}"
+    require(is_whole(k) and 1 <= k <= num_experts, f"{owner}: k", rule, k)
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from moe_ext import ops
+from moe_ext._former_names import current_names
 from moe_ext.checks import is_whole, require, require_sizes
 from moe_ext.ops import ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
@@ -26,10 +26,6 @@ def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = No
     """Fills a weight with uniform draws of variance 1 / fan_in."""
     bound = math.sqrt(3 / fan_in)
     nn.init.uniform_(weight, -bound, bound, generator=generator)
-
-
-# What the parameters were called before version 0.2.
-_OLD_NAME = re.compile(r"^(weight|bias)(?:es|s)\.(\d+)$")
 
 
 class Experts(nn.Module):
@@ -187,7 +183,7 @@ class FeedForwardExperts(Experts):
         for i, width in enumerate(widths if bias else ()):
             vector = torch.empty(num_experts, width, dtype=dtype)
             self.register_parameter(f"bias_{i}", nn.Parameter(vector))
-        self.register_load_state_dict_pre_hook(_rename_parameters)
+        self.register_load_state_dict_pre_hook(_take_former_names)
         self.reset_parameters()
 
     @property
@@ -261,12 +257,11 @@ class FeedForwardExperts(Experts):
         )
 
 
-def _rename_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Renames the keys of state_dicts from before version 0.2: weights.0 became weight_0."""
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        new = _OLD_NAME.sub(r"\1_\2", name.removeprefix(prefix))
-        if prefix + new != name:
-            state_dict[prefix + new] = state_dict.pop(name)
+def _take_former_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets a module load the state_dict of a former version."""
+    wanted = [prefix + name for name, _ in module.named_parameters()]
+    for former, name in current_names(state_dict, wanted).items():
+        state_dict[name] = state_dict.pop(former)
 
 
 class ModuleExperts(Experts):

@@ -47,13 +47,13 @@ def products() -> str:
     return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
 
 
-def operators() -> list[str]:
+def _operators() -> list[str]:
     """The names of the registered operators."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
     return sorted({name for name in names if name.startswith("moe_ext::")})
 
 
-def self_test(device: str) -> str:
+def _self_test(device: str) -> str:
     """Runs the layer forward and backward and checks Eq. 1 on it."""
     torch.manual_seed(0)
     layer = MoE(8, 4, 2, experts=[torch.nn.Identity() for _ in range(4)]).to(device)
@@ -66,7 +66,7 @@ def self_test(device: str) -> str:
     return "passed" if ok else "FAILED: identity experts do not return their input"
 
 
-def main() -> int:
+def _main() -> int:
     cuda = torch.version.cuda or "none"
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
@@ -82,15 +82,15 @@ def main() -> int:
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "NCCL": nccl,
-        "operators": ", ".join(name.removeprefix("moe_ext::") for name in operators()),
+        "operators": ", ".join(name.removeprefix("moe_ext::") for name in _operators()),
     }
-    tests = {"self-test, cpu": self_test("cpu")}
+    tests = {"self-test, cpu": _self_test("cpu")}
     if cuda_version() and torch.cuda.is_available():
-        tests["self-test, cuda"] = self_test("cuda")
+        tests["self-test, cuda"] = _self_test("cuda")
     for name, value in {**lines, **tests}.items():
         print(f"{name:>16}: {value}")
     return 0 if set(tests.values()) == {"passed"} else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -13,7 +13,14 @@ from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext.checks import require, require_at_least, require_floating, require_mask
+from moe_ext.checks import (
+    require,
+    require_at_least,
+    require_floating,
+    require_k,
+    require_mask,
+    require_sizes,
+)
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import cv_squared, importance_loss, load_loss
@@ -131,6 +138,19 @@ class MoE(nn.Module):
         >>> y.shape
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
+
+        In `torch.nn.Sequential` a module around the layer passes y on and keeps aux:
+
+        >>> class KeepAux(torch.nn.Module):
+        ...     def __init__(self, layer):
+        ...         super().__init__()
+        ...         self.layer = layer
+        ...
+        ...     def forward(self, x):
+        ...         y, self.aux = self.layer(x)
+        ...         return y
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
+        >>> loss = model(torch.randn(5, 8)).square().mean() + model[1].aux.loss
     """
 
     def __init__(
@@ -154,6 +174,8 @@ class MoE(nn.Module):
         parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
+        require_sizes("MoE", d_model=d_model, num_experts=num_experts)
+        require_k("MoE", k, num_experts)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import cpu_info, instruction_sets
+from machine import cpu_info, instruction_sets
 
 import moe_ext
 from moe_ext import _build

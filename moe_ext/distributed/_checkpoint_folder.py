@@ -3,7 +3,7 @@
 latest                            the name of the newest
 step-00000042/
     .metadata  __0_0.distcp  …    tensors, as torch.distributed.checkpoint writes them
-    state.pt  rank-0.pt  …        the rest, and that of single ranks
+    state.pt  rank-0.pt  …        the rest, and that of single processes
     SHA256SUMS                    of all these, for `sha256sum --check` too
 """
 

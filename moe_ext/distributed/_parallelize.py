@@ -1,6 +1,7 @@
 """The model around the experts: replicas that average their gradients (Sec. 3.1)."""
 
 from itertools import chain
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,19 +12,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import expert_parameters, expert_tensors
+from moe_ext.distributed._parameters import expert_parameters, expert_tensors
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import Layout
 from moe_ext.optim import split_parameters
 
-DENSE = ("ddp", "fsdp")
+__all__ = ["parallelize"]
+
+_Dense = Literal["ddp", "fsdp"]
 
 
 def parallelize(
     model: nn.Module,
     process_group: ProcessGroup | DeviceMesh | None,
     *,
-    dense: str = "ddp",
+    dense: _Dense = "ddp",
     find_unused_parameters: bool = False,
 ) -> nn.Module:
     """Makes `model` one of the replicas that train together, each with its block of the experts.
@@ -48,7 +51,7 @@ def parallelize(
         ValueError: `dense` is something else, or a parameter or buffer of experts that are one
             module has no row for each.
     """
-    require(dense in DENSE, "parallelize: dense", f"be one of {', '.join(DENSE)}", dense)
+    require(dense in get_args(_Dense), "parallelize: dense", "be ddp or fsdp", dense)
     world = Layout.of(process_group).world
     if world.size == 1:
         return model

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from moe_ext.distributed.state import Key, Part
+from moe_ext.distributed._state import Key, Part
 
 
 class SavePlanner(DefaultSavePlanner):

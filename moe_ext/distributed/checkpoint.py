@@ -1,6 +1,6 @@
 """Checkpoints of models whose experts are spread over ranks, which any number of them can load.
 
-The tensors have the names and shapes of the model of a single rank. One of experts, [E, …], is
+The tensors have the names and shapes of the model of a single process. One of experts, [E, …], is
 written by several ranks, a block each, and each reads its block, whatever blocks were written.
 """
 
@@ -12,6 +12,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,18 +24,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from moe_ext._former_names import current_names
 from moe_ext.checks import require_sizes
 from moe_ext.distributed._checkpoint_folder import CheckpointFolder, sums_of, verify
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
-from moe_ext.distributed.files import atomic_file
-from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import Layout
-from moe_ext.distributed.state import (
+from moe_ext.distributed._state import (
     Key,
     Part,
     flat,
@@ -48,6 +47,11 @@ from moe_ext.distributed.state import (
     require_same_shapes,
     whole_shapes,
 )
+from moe_ext.distributed.files import atomic_file
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.sharding import Layout
+
+__all__ = ["CheckpointError", "Checkpoints", "Loaded"]
 
 T = TypeVar("T")
 
@@ -82,16 +86,19 @@ class Checkpoints:
         process_group: all that train, or their mesh; None is this rank alone.
         keep: how many checkpoints stay.
         timeout: how long a rank waits for the others in `async_save`; None is torch's. In `save`
-            and `load` it is the rank group's.
+            and `load` it is the process group's.
 
     Raises:
         ValueError: keep is no whole number of at least 1.
 
     Example:
-        >>> checkpoints = Checkpoints("run/checkpoints", group)
-        >>> checkpoints.async_save(step, model, [optimizer], {"tokens": tokens})
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> checkpoints = Checkpoints("checkpoints")  # and the process group, where there is one
+        >>> checkpoints.async_save(1, model, [optimizer], {"tokens": 100})
         >>> checkpoints.wait()
-        >>> step, state, _ = checkpoints.load(model, [optimizer])
+        >>> checkpoints.load(model, [optimizer])
+        Loaded(step=1, state={'tokens': 100}, rank_state=None)
     """
 
     def __init__(
@@ -150,8 +157,8 @@ class Checkpoints:
         """`save` that returns with a copy in memory, which a thread writes.
 
         At most one is under way: the next save or load waits for it and raises its error. So does
-        `wait`, which the last one needs before the rank group is destroyed; at the rank's
-        end it is too late, and an error is printed only.
+        `wait`, which the last one needs before the process group is destroyed. An error that is
+        found only when the process ends is printed.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
@@ -303,7 +310,7 @@ class Checkpoints:
         states = state, _unpickled(own) if own.exists() else None
         if model is None:
             return states
-        reader = dcp.FileSystemReader(path)
+        reader = _Reader(path, shapes)
         try:
             metadata = reader.read_metadata()
         except Exception as error:
@@ -327,6 +334,31 @@ class Checkpoints:
             dcp.load(values, storage_reader=reader, planner=LoadPlanner(parts), no_dist=True)
         load_optimizers(model, optimizers, {key: values[".".join(key)] for key in parts}, options)
         return states
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads what former versions wrote by the names of today."""
+
+    def __init__(self, path: Path, wanted: Iterable[str]) -> None:
+        super().__init__(path)
+        self._wanted = list(wanted)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = super().read_metadata(*args, **kwargs)
+        keys: dict[str, Key] = metadata.planner_data
+        current = current_names({key[1] for key in keys.values()}, self._wanted)
+        if not current:
+            return metadata
+        new = {old: (key[0], current.get(key[1], key[1]), *key[2:]) for old, key in keys.items()}
+        fqn = {old: ".".join(key) for old, key in new.items()}
+        return replace(
+            metadata,
+            planner_data={fqn[old]: key for old, key in new.items()},
+            state_dict_metadata={fqn[k]: v for k, v in metadata.state_dict_metadata.items()},
+            storage_data={
+                replace(index, fqn=fqn[index.fqn]): v for index, v in metadata.storage_data.items()
+            },
+        )
 
 
 def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:

@@ -78,11 +78,11 @@ class Exchange:
     Args:
         placement: which experts each rank has.
         ranks: all of them call this together, forward and backward.
-        unit: "rows": every copy of a token travels by itself, and its output is weighted and
-            summed at home: the bits of a single rank. The outputs are kept for the backward
-            pass. "tokens": the copies of a token for experts of one rank travel as one, with
-            their gates, and come back as their sum: fewer bytes where k > 1, and nothing of the
-            outputs is kept, but the sum is in another order.
+        unit: "rows": every row travels by itself. Its output is weighted and summed at home, so
+            that results are bitwise identical to a single process. The outputs are saved for
+            backward. "tokens": a token travels at most once to each rank, with its gates, and comes
+            back as one sum: fewer bytes where k > 1, and no outputs are saved. The summation order
+            differs, so outputs agree to rounding.
         num_chunks: into how many the experts of each rank are divided, at least 1.
     """
 

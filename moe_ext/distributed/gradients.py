@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import expert_parameters
+from moe_ext.distributed._parameters import expert_parameters
 from moe_ext.distributed.sharding import Layout
 from moe_ext.ops import accumulation_dtype
+
+__all__ = ["GradScaler", "clip_grad_norm_"]
 
 
 @torch.no_grad()
@@ -26,7 +28,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns the norm.
 
-    As `torch.nn.utils.clip_grad_norm_` of a single rank with all experts: the norm is that of
+    As `torch.nn.utils.clip_grad_norm_` of a single process with all experts: the norm is that of
     the dense gradients, once, and of the experts' in all ranks. All of these call it together.
 
     Args:

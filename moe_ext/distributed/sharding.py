@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None) -> "Layout":
-        """Of a rank group, all of which share the experts, or of a mesh of
+        """Of a process group, all of which share the experts, or of a mesh of
         [replicas, expert_parallel].
 
         Raises:

@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+__all__ = ["init_process_group"]
+
 
 def init_process_group(
     backend: str | None = None, *, timeout: timedelta | None = None, **options: Any

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import is_whole, require, require_sizes
+from moe_ext.checks import require_k, require_sizes
 
 if TYPE_CHECKING:
     from moe_ext.distributed import Ranks
@@ -86,8 +86,7 @@ class Gate(nn.Module):
         super().__init__()
         name = type(self).__name__
         require_sizes(name, d_model=d_model, num_experts=num_experts)
-        rule = f"be a whole number between 1 and num_experts = {num_experts}"
-        require(is_whole(k) and 1 <= k <= num_experts, f"{name}: k", rule, k)
+        require_k(name, k, num_experts)
         self.d_model = d_model
         self.num_experts = num_experts
         self.k = k

@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 from moe_ext.checks import require
 from moe_ext.ops import accumulation_dtype
 
+__all__ = ["FactoredAdagrad", "FactoredAdam"]
+
 
 class _Factored(Optimizer):
     """What the two optimizers share: all but the coefficients of their averages.
@@ -190,8 +192,11 @@ class FactoredAdam(_Factored):
         TypeError: a parameter is not of a floating type.
 
     Example:
-        >>> split = split_parameters(model)
-        >>> FactoredAdam(split.experts, lr=1e-3, beta2=0.98), Adam(split.rest, lr=1e-3)
+        >>> split = split_parameters(MoE(8, num_experts=4, k=2))
+        >>> optimizers = [
+        ...     FactoredAdam(split.experts, lr=1e-3, beta2=0.98),
+        ...     torch.optim.Adam(split.rest, lr=1e-3),
+        ... ]
     """
 
     def __init__(

@@ -7,6 +7,8 @@ from torch import nn
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import balanced_gates
 
+__all__ = ["ParameterSplit", "split_parameters"]
+
 
 class ParameterSplit(NamedTuple):
     """The parameters of a model, each in one of the lists, in the model's order.
@@ -29,8 +31,9 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     """The experts' matrices, the gates' thresholds and the rest of a model's parameters.
 
     Example:
-        >>> split = split_parameters(model)
-        >>> optimizers = [FactoredAdam(split.experts), Adam([*split.thresholds, *split.rest])]
+        >>> split = split_parameters(MoE(8, num_experts=4, k=2))
+        >>> [len(part) for part in split]  # two matrices of all experts, W_g and W_noise
+        [2, 0, 2]
     """
     experts, thresholds = set(), set()
     for module in model.modules():

@@ -5,6 +5,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ext.checks import require_at_least
 
+__all__ = ["warmup_inverse_sqrt", "warmup_schedule"]
+
 
 def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
     """min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).

@@ -6,7 +6,7 @@ unroll                 any recurrent step over a sequence, with a bounded number
 num_evaluations        how many evaluations of the step that costs
 """
 
-from moe_ext.recurrent.bptt import num_evaluations, unroll
+from moe_ext.recurrent.bptt import Step, num_evaluations, unroll
 from moe_ext.recurrent.lstm import MoELSTM, MoELSTMCell, lstm_state
 
-__all__ = ["MoELSTM", "MoELSTMCell", "lstm_state", "num_evaluations", "unroll"]
+__all__ = ["MoELSTM", "MoELSTMCell", "Step", "lstm_state", "num_evaluations", "unroll"]

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from moe_ext.checks import require, require_sizes
 
-__all__ = ["num_evaluations", "unroll"]
+__all__ = ["Step", "num_evaluations", "unroll"]
 
-Tensors = tuple[Tensor, ...]
-Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+_Tensors = tuple[Tensor, ...]
+Step = Callable[[_Tensors, _Tensors, _Tensors], tuple[_Tensors, _Tensors]]
 
 
 def unroll(
@@ -34,7 +34,7 @@ def unroll(
     *,
     memory_slots: int | None = None,
     generators: Sequence[torch.Generator] = (),
-) -> tuple[Tensors, Tensors]:
+) -> tuple[_Tensors, _Tensors]:
     """state, output[t] = step(parameters, inputs[t], state) for t = 0, 1, ...
 
     With memory_slots, m states are kept for the backward pass, and that of the step in progress,
@@ -115,12 +115,12 @@ def _stored_positions(start: int, stop: int, slots: int) -> list[int]:
     return positions
 
 
-def _views(tensors: Sequence[Tensor]) -> Tensors:
+def _views(tensors: Sequence[Tensor]) -> _Tensors:
     """A view collects the gradients of its uses, and hands on one sum."""
     return tuple(x.view_as(x) if x.requires_grad else x for x in tensors)
 
 
-def _call(step: Step, parameters: Tensors, inputs: Tensors, state: Tensors) -> Any:
+def _call(step: Step, parameters: _Tensors, inputs: _Tensors, state: _Tensors) -> Any:
     """One step, on views of what it has in common with other steps.
 
     So gradients add up within the steps first, then from step to step, whether a graph spans one
@@ -132,14 +132,14 @@ def _call(step: Step, parameters: Tensors, inputs: Tensors, state: Tensors) -> A
 
 def _run(
     step: Step,
-    parameters: Tensors,
-    inputs: Tensors,
-    state: Tensors,
-    visit: Callable[[int, Tensors], None] = lambda t, state: None,
-) -> tuple[Tensors, Tensors]:
+    parameters: _Tensors,
+    inputs: _Tensors,
+    state: _Tensors,
+    visit: Callable[[int, _Tensors], None] = lambda t, state: None,
+) -> tuple[_Tensors, _Tensors]:
     """All steps; `visit` sees each one's number and the state before it."""
-    outputs: list[Tensors] = []
-    stacks: Tensors = ()
+    outputs: list[_Tensors] = []
+    stacks: _Tensors = ()
     for t, inputs_t in enumerate(zip(*(x.unbind() for x in inputs), strict=True)):
         visit(t, state)
         state, output = _call(step, parameters, inputs_t, state)
@@ -174,11 +174,11 @@ class _Stored(NamedTuple):
     """A state, and what is needed to go on from it as before."""
 
     position: int
-    state: Tensors
+    state: _Tensors
     random_state: list[Tensor]
 
 
-def _unroll_stored(plan: _Plan, tensors: Tensors) -> tuple[Tensors, Tensors]:
+def _unroll_stored(plan: _Plan, tensors: _Tensors) -> tuple[_Tensors, _Tensors]:
     results = _StoredStates.apply(plan, *tensors)
     num_states = plan.sizes[2]
     return results[num_states:], results[:num_states]
@@ -195,7 +195,7 @@ class _StoredStates(torch.autograd.Function):
         positions = {0, *_stored_positions(0, num_steps, plan.slots), num_steps - 1}
         stored = []
 
-        def visit(t: int, state: Tensors) -> None:
+        def visit(t: int, state: _Tensors) -> None:
             if t in positions:
                 stored.append(_Stored(t, state, [g.get_state() for g in generators]))
 
@@ -275,7 +275,7 @@ class _StoredStates(torch.autograd.Function):
         return None, *grad_parameters, *grad_inputs, *grad_state
 
 
-def _leaves(tensors: Tensors, needed: Sequence[bool]) -> Tensors:
+def _leaves(tensors: _Tensors, needed: Sequence[bool]) -> _Tensors:
     """Starts of a graph of their own."""
     return tuple(
         x.detach().requires_grad_(n and x.is_floating_point())
@@ -286,9 +286,9 @@ def _leaves(tensors: Tensors, needed: Sequence[bool]) -> Tensors:
 def _step_backward(
     plan: _Plan,
     autocast: Sequence[dict[str, Any]],
-    parameters: Tensors,
-    inputs: Tensors,
-    state: Tensors,
+    parameters: _Tensors,
+    inputs: _Tensors,
+    state: _Tensors,
     grads: Sequence[Tensor | None],
     grad_parameters: list[Tensor | None],
 ) -> tuple[tuple, tuple]:
@@ -327,7 +327,7 @@ def _step_backward(
     return found_inputs, found_state
 
 
-def _all_generators(plan: _Plan, tensors: Tensors) -> list[torch.Generator]:
+def _all_generators(plan: _Plan, tensors: _Tensors) -> list[torch.Generator]:
     """The default ones of the devices in use, and the step's own."""
     devices = sorted({x.get_device() for x in tensors if x.is_cuda})
     return [
@@ -337,7 +337,7 @@ def _all_generators(plan: _Plan, tensors: Tensors) -> list[torch.Generator]:
     ]
 
 
-def _autocast_options(tensors: Tensors) -> list[dict[str, Any]]:
+def _autocast_options(tensors: _Tensors) -> list[dict[str, Any]]:
     """Arguments with which torch.autocast sets what is set now."""
     devices = {"cpu", *(x.device.type for x in tensors)}
     return [

@@ -23,17 +23,18 @@ from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
-from moe_ext.recurrent.bptt import Tensors, unroll
+from moe_ext.recurrent.bptt import unroll
 
 __all__ = ["MoELSTM", "MoELSTMCell", "lstm_state"]
 
 if TYPE_CHECKING:
     from moe_ext.distributed import Ranks
 
-State = tuple[Tensor, Tensor]
+_Tensors = tuple[Tensor, ...]
+_State = tuple[Tensor, Tensor]
 
 
-def lstm_state(gates: Tensor, c: Tensor) -> State:
+def lstm_state(gates: Tensor, c: Tensor) -> _State:
     """h_t = sigmoid(o) tanh(c_t) and c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j).
 
     Args:
@@ -107,13 +108,13 @@ class MoELSTMCell(nn.Module):
             self.bias.zero_()
             self.bias[self.d_hidden : 2 * self.d_hidden] = 1
 
-    def initial_state(self, x: Tensor, batch_size: int) -> State:
+    def initial_state(self, x: Tensor, batch_size: int) -> _State:
         """Zeros, h and c [B, U], of the type that the cell computes in for such x."""
         dtype = torch.promote_types(x.dtype, self.bias.dtype)
         zeros = torch.zeros(batch_size, self.d_hidden, dtype=dtype, device=x.device)
         return zeros, zeros
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[State, MoEAux]:
+    def forward(self, x: Tensor, state: _State | None = None) -> tuple[_State, MoEAux]:
         """x [B, D] and the state (h, c), each [B, U], to the new state and the MoE's report.
 
         The balancing losses are of whole sequences, importance and load summed over the steps, so
@@ -215,8 +216,8 @@ class MoELSTM(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, state: State | None = None, *, mask: Tensor | None = None
-    ) -> tuple[Tensor, State, MoEAux]:
+        self, x: Tensor, state: _State | None = None, *, mask: Tensor | None = None
+    ) -> tuple[Tensor, _State, MoEAux]:
         """x [B, S, D] to y [B, S, U] in x's type, the last state, and what came with them.
 
         Args:
@@ -307,8 +308,8 @@ class _CellStep:
         self.generators = [g for g in own if isinstance(g, torch.Generator)]
 
     def __call__(
-        self, tensors: Tensors, inputs: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors]:
+        self, tensors: _Tensors, inputs: _Tensors, state: _Tensors
+    ) -> tuple[_Tensors, _Tensors]:
         if self.cell.training != self.training:
             raise RuntimeError(
                 "MoELSTM: training mode must be the same in the forward and backward pass"
@@ -323,7 +324,7 @@ class _CellStep:
         sums = (aux.importance, aux.load, aux.loss, *(aux.load_factors or ()))
         return state, (*by_token, aux.tokens_per_expert, *sums)
 
-    def _call(self, tensors: Tensors, x: Tensor, state: Tensors) -> tuple[Tensors, MoEAux]:
+    def _call(self, tensors: _Tensors, x: Tensor, state: _Tensors) -> tuple[_Tensors, MoEAux]:
         named = dict(zip(self.names, tensors, strict=True))
         state, aux = functional_call(self.cell, named, (x, state))
         require(
@@ -335,8 +336,8 @@ class _CellStep:
         return state, aux
 
     def _masked_call(
-        self, tensors: Tensors, x: Tensor, mask: Tensor, state: Tensors
-    ) -> tuple[Tensor, Tensors, MoEAux]:
+        self, tensors: _Tensors, x: Tensor, mask: Tensor, state: _Tensors
+    ) -> tuple[Tensor, _Tensors, MoEAux]:
         """On the rows that the mask leaves; the others have output 0 and keep their state."""
         rows = mask.nonzero().squeeze(1)
 

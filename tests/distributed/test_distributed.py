@@ -8,14 +8,15 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import moe_ext.gates
 from moe_ext import (
     BalancedGate,
+    Experts,
+    Gate,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     HierarchicalNoisyTopKGate,
@@ -25,6 +26,7 @@ from moe_ext import (
     TopKGate,
 )
 from moe_ext.distributed import (
+    ExpertParallel,
     ExpertPlacement,
     GradScaler,
     clip_grad_norm_,
@@ -36,10 +38,19 @@ from moe_ext.lab.analysis import moe_ops
 D = 6
 
 
+def sharing(process_group, options):
+    """The options of a layer, of which balance, exchange and num_chunks are `ExpertParallel`'s."""
+    if process_group is None:
+        return options
+    names = {"balance", "exchange", "num_chunks"} & options.keys()
+    parallel = ExpertParallel(process_group, **{name: options[name] for name in names})
+    return {k: v for k, v in options.items() if k not in names} | {"parallel": parallel}
+
+
 def layer_of(kind, process_group=None, **options):
     """A layer in float64 whose gate is away from its start, the same in every process."""
     torch.manual_seed(1)
-    options = {"hidden_sizes": (7,), "process_group": process_group} | options
+    options = sharing(process_group, {"hidden_sizes": (7,)} | options)
     if kind == "flat":
         layer = MoE(D, 5, 2, **options)
     elif kind == "k=1":
@@ -80,13 +91,13 @@ KINDS = [
 ]
 
 
-def fix_noise(patch, counts, rank=None, levels=2):
-    """The gates' noise becomes a table by token: a process reads the rows of its own."""
+def fix_noise(layer, counts, rank=None, levels=2):
+    """The gates' noise becomes a table by token: a rank reads the rows of its own."""
     first = sum(counts[:rank]) if rank is not None else 0
     number = counts[rank] if rank is not None else sum(counts)
     calls = iter(range(100))
 
-    def standard_normal(like, generator):
+    def draw_noise(like):
         call = next(calls)
         per_token = 2 if call % levels == 1 else 1  # on the second level, one for each group
         table = torch.Generator().manual_seed(call)
@@ -95,7 +106,9 @@ def fix_noise(patch, counts, rank=None, levels=2):
         )
         return noise[first * per_token :][: number * per_token]
 
-    patch.setattr(moe_ext.gates, "standard_normal", standard_normal)
+    for module in layer.modules():
+        if isinstance(module, Gate):
+            module.draw_noise = draw_noise
 
 
 def tokens_of(counts):
@@ -110,14 +123,13 @@ def rank_weight(rank):
 
 def step_of_process(group, rank, kind, counts, options):
     """y, aux and gradients of one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        fix_noise(patch, counts, rank)
-        layer = layer_of(kind, group, **options)
-        x, weight = (t.split(counts)[rank] for t in tokens_of(counts))
-        x = x.clone().requires_grad_()
-        y, aux = layer(x)
-        loss = rank_weight(rank) * ((y * weight).sum() + aux.loss)
-        loss.backward()
+    layer = layer_of(kind, group, **options)
+    fix_noise(layer, counts, rank)
+    x, weight = (t.split(counts)[rank] for t in tokens_of(counts))
+    x = x.clone().requires_grad_()
+    y, aux = layer(x)
+    loss = rank_weight(rank) * ((y * weight).sum() + aux.loss)
+    loss.backward()
     size = dist.get_world_size(group)
     grads = {}
     for name, param in layer.named_parameters():
@@ -135,20 +147,19 @@ def step_of_process(group, rank, kind, counts, options):
         "load": aux.load.detach(),
         "expert_index": aux.expert_index,
         "tokens_per_expert": aux.tokens_per_expert,
-        "experts": layer.placement.experts_of(rank),
+        "experts": layer.sharding.local_experts,
     }
 
 
 def step_of_all(kind, counts, options):
-    with pytest.MonkeyPatch.context() as patch:
-        fix_noise(patch, counts)
-        layer = layer_of(kind, **options)
-        x, weight = tokens_of(counts)
-        x.requires_grad_()
-        y, aux = layer(x)
-        parts = (y * weight).split(counts)
-        losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in enumerate(parts)]
-        (sum(losses) / len(counts)).backward()
+    layer = layer_of(kind, **options)
+    fix_noise(layer, counts)
+    x, weight = tokens_of(counts)
+    x.requires_grad_()
+    y, aux = layer(x)
+    parts = (y * weight).split(counts)
+    losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in enumerate(parts)]
+    (sum(losses) / len(counts)).backward()
     return layer, x, y, aux
 
 
@@ -214,12 +225,11 @@ def recurrent_step(layer, x, lengths):
 
 
 def recurrent_step_of_process(group, rank, levels, counts, training):
-    with pytest.MonkeyPatch.context() as patch:
-        fix_noise(patch, counts, rank, levels)
-        layer = recurrent_layer(levels, group).train(training)
-        x, lengths = (whole.split(counts)[rank] for whole in sequences_of(counts, training))
-        values, aux = recurrent_step(layer, x, lengths)
-        (rank_weight(rank) * (values.sum() + aux.loss)).backward()
+    layer = recurrent_layer(levels, group).train(training)
+    fix_noise(layer, counts, rank, levels)
+    x, lengths = (whole.split(counts)[rank] for whole in sequences_of(counts, training))
+    values, aux = recurrent_step(layer, x, lengths)
+    (rank_weight(rank) * (values.sum() + aux.loss)).backward()
     for param in layer.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad, group=group)
@@ -236,13 +246,12 @@ def grads_of(layer):
 @pytest.mark.parametrize("levels", [1, 2])
 def test_recurrent_mixture_equals_one_process(workers, levels, counts, training):
     """Balance is that of all sequences, though the processes have different numbers of steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        fix_noise(patch, counts, levels=levels)
-        layer = recurrent_layer(levels).train(training)
-        values, aux = recurrent_step(layer, *sequences_of(counts, training))
-        parts = enumerate(values.split(counts))
-        losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in parts]
-        (sum(losses) / len(counts)).backward()
+    layer = recurrent_layer(levels).train(training)
+    fix_noise(layer, counts, levels=levels)
+    values, aux = recurrent_step(layer, *sequences_of(counts, training))
+    parts = enumerate(values.split(counts))
+    losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in parts]
+    (sum(losses) / len(counts)).backward()
     results = workers.run(len(counts), recurrent_step_of_process, levels, counts, training)
     assert_exact(torch.cat([result[0] for result in results]), values)
     for _, loss, load, grads in results:
@@ -272,7 +281,7 @@ def test_recurrent_mixture_is_balanced_together(workers):
 def outputs_of_process(group, rank, kind, counts, dtype, options):
     """y of one process in evaluation mode; the gate as it starts: everything ties."""
     torch.manual_seed(1)
-    layer = MoE(D, 8, 2, hidden_sizes=(5,), process_group=group, **options).to(dtype).eval()
+    layer = MoE(D, 8, 2, hidden_sizes=(5,), **sharing(group, options)).to(dtype).eval()
     if kind == "spread":
         torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
     x = tokens_of(counts)[0].to(dtype)
@@ -443,7 +452,7 @@ def test_clipping_refuses_infinity_everywhere(workers):
 
 def clip_few(group, rank, dtype):
     """One expert for two processes, in half a type whose greatest number is 65,504."""
-    layer = MoE(D, 1, 1, hidden_sizes=(5,), dtype=dtype, process_group=group)
+    layer = MoE(D, 1, 1, hidden_sizes=(5,), expert_dtype=dtype, process_group=group)
     for param in layer.experts.parameters():
         param.grad = torch.zeros_like(param)
     if rank == 0:
@@ -486,15 +495,15 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(workers, bad_rank, as_me
 
 
 @pytest.mark.parametrize(
-    "num_experts, num_processes, experts_per_group, counts",
+    "num_experts, num_ranks, experts_per_group, counts",
     [(7, 3, 1, [3, 2, 2]), (2, 4, 1, [1, 1, 0, 0]), (12, 2, 4, [8, 4]), (5, 1, 1, [5])],
 )
-def test_placement(num_experts, num_processes, experts_per_group, counts):
-    placement = ExpertPlacement(num_experts, num_processes, experts_per_group)
+def test_placement(num_experts, num_ranks, experts_per_group, counts):
+    placement = ExpertPlacement(num_experts, num_ranks, experts_per_group)
     assert placement.counts == counts
     owners = [placement.owner(expert) for expert in range(num_experts)]
     assert owners == sorted(owners)
-    for rank in range(num_processes):
+    for rank in range(num_ranks):
         mine = [expert for expert in range(num_experts) if owners[expert] == rank]
         assert mine == list(placement.experts_of(rank))
     for wrong in (-1, num_experts):
@@ -502,7 +511,7 @@ def test_placement(num_experts, num_processes, experts_per_group, counts):
             ValueError, match=rf"expert must be in \[0, {num_experts}\), got {wrong}"
         ):
             placement.owner(wrong)
-    with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_processes}\), got -1"):
+    with pytest.raises(ValueError, match=rf"rank must be in \[0, {num_ranks}\), got -1"):
         placement.experts_of(-1)
 
 
@@ -510,7 +519,8 @@ def initial_values(group, rank, num_experts):
     torch.manual_seed(6)
     layer = MoE(D, num_experts, 1, process_group=group, bias=True)
     after = torch.rand(())
-    return layer.experts.weights[0].detach(), layer.placement.counts, after
+    counts = [num_experts] if group is None else layer.sharding.placement.counts
+    return layer.experts.weights[0].detach(), counts, after
 
 
 def test_experts_start_the_same_wherever_they_are(workers):
@@ -547,32 +557,41 @@ def test_one_process_communicates_nothing(workers):
     assert "all_to_all_single" in workers.run(2, calls_of_process)[0]
 
 
+class OfRows(Experts):
+    """Experts with a parameter that has no row for each of them."""
+
+    def __init__(self, num_experts):
+        super().__init__(num_experts, D)
+        self.weight = nn.Parameter(torch.ones(D, D))
+
+
 def options_refused(group, rank):
-    for options, message in (
-        ({"balance": "all"}, "MoE: balance must be one of global, local, got 'all'"),
-        ({"experts": [nn.Identity()] * 4}, "MoE: experts must be for num_experts = 1, got 4"),
-        ({"gate": nn.Identity()}, "MoE: gate must derive from moe_ext.Gate .*got 'Identity'"),
+    for options, shared, error, words in (
+        ({"experts": [nn.Identity()] * 4}, {}, ValueError, "MoE: experts .*num_experts = 1, got 4"),
+        ({"gate": nn.Identity()}, {}, TypeError, "MoE: gate must .*moe_ext.Gate, got Identity"),
         (
-            {"experts": [nn.Identity()], "num_chunks": 2},
-            "MoE: num_experts must be at least 8 where experts are modules, .*got 4",
+            {"experts": [nn.Identity()]},
+            {"num_chunks": 2},
+            ValueError,
+            "MoE: num_experts .*8.*got 4",
         ),
+        ({"experts": OfRows(1)}, {"num_chunks": 2}, ValueError, "ExpertParallel: num_chunks .*1"),
         (
-            {"gate": BalancedGate(D, 4, 2), "balance": "local"},
-            "MoE: balance must be \"global\" with a strictly balanced gate, got 'local'",
+            {"gate": BalancedGate(D, 4, 2)},
+            {"balance": "local"},
+            ValueError,
+            "ExpertParallel: balance must be \"global\" .*got 'local'",
         ),
+        ({"process_group": group}, {}, ValueError, "MoE: parallel must be left out"),
     ):
-        with pytest.raises(ValueError, match=message):
-            MoE(D, 4, 2, process_group=group, **options)
-    with pytest.raises(ValueError, match="dense must be one of ddp, fsdp, got 'dp'"):
+        with pytest.raises(error, match=words):
+            MoE(D, 4, 2, parallel=ExpertParallel(group, **shared), **options)
+    with pytest.raises(ValueError, match="parallelize: dense must .*got 'dp'"):
         parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
-    with pytest.raises(ValueError, match="moe_ops: layer must be in one process, got 4"):
+    with pytest.raises(ValueError, match="moe_ops: layer must .*got 4"):
         moe_ops(MoE(D, 4, 2, process_group=group))
-    shared = nn.Linear(D, D)
-    shared.num_experts = 1
-    with pytest.raises(
-        ValueError, match=r"experts\.weight must have a row for each .* 1, got \(6, 6"
-    ):
-        parallelize(MoE(D, 4, 2, experts=shared, process_group=group), group)
+    with pytest.raises(ValueError, match=r"experts\.weight must have a row for each .* 1, got \(6"):
+        parallelize(MoE(D, 4, 2, experts=OfRows(1), process_group=group), group)
     with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
         MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
 
@@ -595,8 +614,7 @@ def modules_in_process(group, rank, num_chunks=1):
         gate=TopKGate(D, 4, 2),
         w_load=0.0,
         experts=mine,
-        process_group=group,
-        num_chunks=num_chunks,
+        parallel=None if group is None else ExpertParallel(group, num_chunks=num_chunks),
     ).double()
     x = tokens_of([4, 5])[0]
     y, aux = layer(x if group is None else x.split([4, 5])[rank])
@@ -716,7 +734,7 @@ def under_autocast(group, rank, kind, dtype):
         options = {"experts": modules if group is None else [modules[rank]]}
     else:
         options = {"hidden_sizes": (7,)}
-    layer = MoE(D, 2, 2, process_group=group, **options).to(dtype).eval()
+    layer = MoE(D, 2, 2, **sharing(group, options)).to(dtype).eval()
     x = 100 * tokens_of([4, 5])[0].to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = layer(x if group is None else x.split([4, 5])[rank])
@@ -751,7 +769,7 @@ def made_without_memory(group, rank):
     """On the meta device, then given memory and values, as large models are."""
     with torch.device("meta"):
         layers = [
-            MoE(D, 5, 2, hidden_sizes=(7,), num_chunks=2, exchange="tokens", process_group=group),
+            MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),
             MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
             HierarchicalMoE(D, 3, 4, 2, process_group=group),
         ]
@@ -789,7 +807,7 @@ def test_shards_begin_with_the_first_processes_values(workers):
 
 
 def local_balance(group, rank):
-    layer = MoE(D, 4, 2, process_group=group, balance="local").eval()
+    layer = MoE(D, 4, 2, parallel=ExpertParallel(group, balance="local")).eval()
     torch.nn.init.normal_(layer.gate.w_gate, generator=torch.Generator().manual_seed(2))
     x = tokens_of([5, 6])[0].float().split([5, 6])[rank]
     _, aux = layer(x)
@@ -810,7 +828,7 @@ def readme_example(group, rank, code, folder):
 
 
 def test_the_readmes_example(workers, tmp_path):
-    text = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", text, re.S)
     code = code.replace("512", "16")
     workers.run(2, readme_example, code, str(tmp_path))

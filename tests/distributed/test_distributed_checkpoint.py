@@ -18,14 +18,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext.distributed.checkpoint
-from moe_ext import HierarchicalMoE, MoE, TopKGate
+from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
@@ -48,12 +48,11 @@ class Expert(nn.Module):
         return self.last(torch.tanh(self.first(x))) * self.scale
 
 
-class Stacked(nn.Module):
-    """A module of one's own that is all experts of a process at once."""
+class Stacked(Experts):
+    """A module of one's own that is all experts of a rank at once."""
 
     def __init__(self, numbers):
-        super().__init__()
-        self.num_experts = len(numbers)
+        super().__init__(len(numbers), D)
         scale = torch.linspace(0.5, 2, 8)[list(numbers)]
         self.scale = nn.Parameter(scale[:, None].repeat(1, D))
         self.register_buffer("shift", scale / 3)
@@ -76,8 +75,7 @@ class Model(nn.Module):
         self.few = self._layer(2, group, hidden_sizes=(3,))
         self.groups = HierarchicalMoE(D, 3, 2, 2, hidden_sizes=(3,), process_group=group)
         modules = [Expert(hidden) for hidden in range(3, 3 + num_experts)]
-        placement = self.flat.placement
-        mine = placement.experts_of(self.flat.layout.expert_parallel.rank)
+        mine = range(num_experts) if group is None else self.flat.sharding.local_experts
         self.modules_layer = self._layer(
             num_experts, group, experts=modules[mine.start : mine.stop]
         )
@@ -217,7 +215,7 @@ def full_round_trip(group, rank, state, dense):
     wrapped = parallelize(model, group, dense=dense)
     load_full_state_dict(wrapped, state, group)
     wrong = {name: value for name, value in state.items() if "experts.2.last" not in name}
-    wrong["flat.experts.weights.0"] = state["flat.experts.weights.0"][1:]
+    wrong["flat.experts.weight_0"] = state["flat.experts.weight_0"][1:]
     wrong["other"] = torch.ones(())
     before = model.flat.experts.weights[1].clone()
     with pytest.raises(ValueError) as raised:
@@ -235,7 +233,7 @@ def test_state_dict_of_one_process(workers, world, dense):
         assert_same_bits(back[name], state[name])
     assert message == (
         "load_full_state_dict: state must be the model's, got "
-        "[4, 4, 6] flat.experts.weights.0 instead of [5, 4, 6]; "
+        "[4, 4, 6] flat.experts.weight_0 instead of [5, 4, 6]; "
         "no modules_layer.experts.experts.2.last.bias instead of [4]; "
         "no modules_layer.experts.experts.2.last.weight instead of [4, 5]; "
         "[] other instead of no"
@@ -345,7 +343,7 @@ def test_damaged_files_are_named(workers, tmp_path):
             assert how in message and (str(path) in message or name == "SHA256SUMS")
             assert str(folder) in message
     *_, message = workers.run(3, damaged, folder := tmp_path / "0 damaged")
-    assert f"{folder}/step-00000002/.metadata is damaged" in message and "(process " in message
+    assert f"{folder}/step-00000002/.metadata is damaged" in message and "(rank " in message
 
 
 def test_sums_cut_short_are_noticed(tmp_path):
@@ -376,7 +374,7 @@ def without_its_group(group, rank, folder):
         load_full_state_dict(model, Model().state_dict(), None)
     if rank == 0:  # one that was written all the same
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moe_ext.distributed.checkpoint, "require_processes", lambda *_: None)
+            patch.setattr(moe_ext.distributed.checkpoint, "require_ranks", lambda *_: None)
             Checkpoints(folder / "part").save(1, model.flat)
 
 
@@ -547,7 +545,7 @@ def test_a_process_that_cannot_write_fails_all(workers, tmp_path):
     errors, *others = workers.run(4, no_room, tmp_path)
     assert all(other == errors for other in others)
     for step, error in zip((2, 3), errors, strict=True):
-        assert f"saving step {step} in {tmp_path}: " in error and "(process 1)" in error
+        assert f"saving step {step} in {tmp_path}: " in error and "(rank 1)" in error
         assert "File too large" in error
 
 
@@ -678,7 +676,7 @@ def test_killed_at_any_moment(tmp_path):
 
 
 def documented_example(group, rank, folder):
-    text = (pathlib.Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     (code,) = re.findall(r"```python\n(# torchrun .*?)```", text, re.S)
     names = {}
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from conftest import assert_exact
+from assertions import assert_exact
 
 from moe_ext.lab.models import Attention
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 
 from moe_ext.lab.decoding import BeamSearch
 from moe_ext.lab.decoding.beam_search import largest

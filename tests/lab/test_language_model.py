@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_exact
+from assertions import assert_exact
 from torch.nn import functional as F
 
 from moe_ext import (

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from assertions import assert_same_bits
 
 from moe_ext import empty_cache, ops
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 
 from moe_ext import MoE, balanced_gates, batchwise_masks
 from moe_ext.distributed import Ranks

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_exact
+from assertions import assert_exact
 from torch.nn import functional as F
 
 from moe_ext import MoE

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import assert_exact
+from assertions import assert_exact
 
 from moe_ext.lab.data import EncodedPairs, EncodedSentences, PairBatches, Wordpieces
 from moe_ext.lab.decoding import BeamSearch, Translator

@@ -7,14 +7,14 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_deterministic,
     assert_exact,
     assert_same_bits,
     assert_same_products,
     gradients,
 )
-from test_balanced_gating import tie_break
+from operators import tie_break
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import reference as ref
 import torch
-from conftest import assert_same_bits, assert_second_derivative_refused
+from assertions import assert_same_bits, assert_second_derivative_refused
 
 from moe_ext.recurrent.bptt import num_evaluations, unroll
 

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from conftest import assert_same_bits, gradients, recorded_ops, tensors_of
+from assertions import assert_same_bits, gradients, recorded_ops, tensors_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_ext import BalancedGate, MoE, MoEAux, MoELSTM, ops

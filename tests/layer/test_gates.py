@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_exact, assert_same_bits, recorded_ops, tensors_of
+from assertions import assert_exact, assert_same_bits, recorded_ops, tensors_of
 
 from moe_ext import NoisyTopKGate, SoftmaxGate
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_deterministic,
     assert_exact,
     assert_same_bits,
@@ -79,7 +79,7 @@ def by_reference(layer, x, noise):
     gate = layer.gate
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().clone().requires_grad_() for name, t in named.items()}
-    w1, w2 = leaves["experts.weights.0"], leaves["experts.weights.1"]
+    w1, w2 = leaves["experts.weight_0"], leaves["experts.weight_1"]
 
     def expert(e):
         return lambda x: ref.E_i(x, [w1[e], w2[e]])

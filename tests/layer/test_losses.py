@@ -5,7 +5,7 @@ import re
 import pytest
 import reference as ref
 import torch
-from conftest import assert_as_accurate, assert_exact, assert_same_bits
+from assertions import assert_as_accurate, assert_exact, assert_same_bits
 
 from moe_ext import cv_squared, importance_loss, load_loss
 

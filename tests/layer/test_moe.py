@@ -9,17 +9,17 @@ import sys
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
     assert_same_bits,
     gradients,
-    instruction_sets,
     poison_freed_memory,
     recorded_ops,
     tensors_of,
 )
+from machine import instruction_sets
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
@@ -66,8 +66,8 @@ def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
     """y, L_importance + L_load and the gradients of `total`, all from the equations."""
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().requires_grad_() for name, t in named.items()}
-    weights = [leaves[name] for name in leaves if name.startswith("experts.weights")]
-    biases = [leaves[name] for name in leaves if name.startswith("experts.biases")] or None
+    weights = [leaves[name] for name in leaves if name.startswith("experts.weight_")]
+    biases = [leaves[name] for name in leaves if name.startswith("experts.bias_")] or None
 
     def expert(e):
         b = None if biases is None else [b[e] for b in biases]
@@ -495,11 +495,11 @@ def test_backward_within_autocast(device, enabled):
 
 def test_experts_in_a_type_of_their_own(device):
     """The gate sees x as it is, the experts x in their type; the output is of x's."""
-    layer = MoE(D, E, 2, hidden_sizes=(7,), dtype=torch.bfloat16).to(device)
+    layer = MoE(D, E, 2, hidden_sizes=(7,), expert_dtype=torch.bfloat16).to(device)
     torch.nn.init.normal_(layer.gate.w_gate)
     assert {name for name, p in layer.named_parameters() if p.dtype == torch.bfloat16} == {
-        "experts.weights.0",
-        "experts.weights.1",
+        "experts.weight_0",
+        "experts.weight_1",
     }
     x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
     torch.manual_seed(0)
@@ -519,7 +519,7 @@ def test_experts_in_a_type_of_their_own(device):
 
 def test_experts_of_a_type_of_their_own_can_be_cast(device):
     """The tokens follow: to float64 for gradcheck, or from half types to be exported."""
-    layer = MoE(D, E, 2, dtype=torch.bfloat16).to(device)
+    layer = MoE(D, E, 2, expert_dtype=torch.bfloat16).to(device)
     for dtype in (torch.float64, torch.float32, torch.float16):
         y, aux = layer.to(dtype)(make_x(5, device=device, dtype=dtype))
         assert y.dtype == dtype and y.isfinite().all()
@@ -537,7 +537,7 @@ def test_the_output_may_be_changed_in_place(device, shape):
 
 
 def test_whole_numbers_are_no_tokens(device):
-    layer = MoE(D, E, 2, dtype=torch.float32).to(device)
+    layer = MoE(D, E, 2, expert_dtype=torch.float32).to(device)
     with pytest.raises(TypeError, match=r"^MoE: x must be of a floating type, got torch.int64$"):
         layer(torch.ones(3, D, dtype=torch.int64, device=device))
 

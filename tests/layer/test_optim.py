@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_as_accurate, assert_deterministic, assert_exact, assert_same_bits
+from assertions import assert_as_accurate, assert_deterministic, assert_exact, assert_same_bits
 from torch import nn
 
 from moe_ext import (
@@ -477,7 +477,7 @@ def test_names_of_parameters_are_kept():
     """Groups of (name, parameter) pairs, as model.named_parameters() gives them."""
     layer = FeedForwardExperts(2, 4, (6,))
     optimizer = FactoredAdam(layer.named_parameters())
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weights.0", "weights.1"]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)

@@ -6,10 +6,9 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
-import moe_ext.gates
 from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
 from moe_ext.recurrent.bptt import num_evaluations
 
@@ -137,19 +136,19 @@ def test_sequence_is_the_references(slots):
 
 
 @pytest.mark.parametrize("slots", [None, 2])
-def test_hierarchical_load_is_of_all_steps(monkeypatch, slots):
+def test_hierarchical_load_is_of_all_steps(slots):
     """Load_H of all rows [x_t, h_{t-1}] as one batch (App. B), and its gradient to both levels."""
-    gate = HierarchicalNoisyTopKGate(D + U, 3, 2, (2, 1))
+    draws = []
+
+    class Gate(HierarchicalNoisyTopKGate):
+        def draw_noise(self, like):
+            draws.append(super().draw_noise(like))
+            return draws[-1]
+
+    gate = Gate(D + U, 3, 2, (2, 1))
     layer = MoELSTM(D, U, 6, 2, gate=gate, memory_slots=slots).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    draws = []
-
-    def standard_normal(like, generator):
-        draws.append(torch.randn_like(like))
-        return draws[-1]
-
-    monkeypatch.setattr(moe_ext.gates, "standard_normal", standard_normal)
     x, (h, c) = make_inputs()
     y, _, aux = layer(x, (h, c))
 
@@ -447,8 +446,8 @@ def test_hierarchical_gates():
 @pytest.mark.parametrize("slots", [None, 2])
 def test_the_gates_own_loss_is_summed_over_the_steps(slots):
     class Gate(SoftmaxGate):
-        def forward(self, x):
-            return super().forward(x)._replace(loss=x.square().sum())
+        def forward(self, x, ranks=None):
+            return super().forward(x, ranks)._replace(loss=x.square().sum())
 
     layer = MoELSTM(
         D, U, E, E, gate=Gate(D + U, E), w_importance=0, w_load=0, memory_slots=slots
@@ -466,8 +465,8 @@ def test_the_gates_own_loss_is_summed_over_the_steps(slots):
 
 def test_gates_with_slots_per_token_are_refused():
     class Gate(SoftmaxGate):
-        def forward(self, x):
-            gating = super().forward(x)
+        def forward(self, x, ranks=None):
+            gating = super().forward(x, ranks)
             offsets = torch.arange(0, E * len(x) + 1, E)
             return gating._replace(
                 gates=gating.gates.flatten(),
@@ -486,9 +485,9 @@ def test_gates_with_a_memory_are_refused_with_slots():
             super().__init__(*sizes)
             self.register_buffer("calls", torch.zeros(()))
 
-        def forward(self, x):
+        def forward(self, x, ranks=None):
             self.calls += 1
-            return super().forward(x)
+            return super().forward(x, ranks)
 
     layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
     x, _ = make_inputs()

@@ -5,7 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
@@ -14,20 +14,13 @@ from conftest import (
     gradients,
     opcheck_all,
 )
+from operators import tie_break
 
 from moe_ext import ops
 
 pytestmark = pytest.mark.emulated
 
 SHAPES = [(1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)]
-
-
-def tie_break(column, row):
-    """What decides between equal scores: the larger of these."""
-    hash = (column * 0x9E3779B9 + row) % 2**32
-    hash = (hash ^ (hash >> 16)) * 0x7FEB352D % 2**32
-    hash = (hash ^ (hash >> 15)) * 0x846CA68B % 2**32
-    return (hash ^ (hash >> 16)) >> 2
 
 
 def expected_topm(scores, m):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import emulated
 import pytest
 import torch
-from conftest import assert_as_accurate
+from assertions import assert_as_accurate
 
 import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops

@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_deterministic,
     assert_same_bits,
     assert_second_derivative_refused,

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
@@ -18,6 +18,7 @@ from conftest import (
     poison_freed_memory,
     recorded_ops,
 )
+from operators import ACTIVATIONS, GATED, make_experts, make_linear, normal, offsets_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
@@ -25,25 +26,6 @@ from moe_ext import FeedForwardExperts, ModuleExperts, ops
 pytestmark = pytest.mark.emulated
 
 COUNTS = [[1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9]
-GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
-ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", *GATED]
-
-
-def offsets_of(counts, device="cpu"):
-    return torch.tensor([0, *counts], device=device).cumsum(0)
-
-
-def normal(*shape, device="cpu", dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64).to(dtype).to(device)
-
-
-def make(counts, D, F, device="cpu", dtype=torch.float64, bias=True):
-    """rows, weight and bias of one grouped linear map"""
-    tensors = [
-        normal(sum(counts), D, device=device, dtype=dtype),
-        normal(len(counts), D, F, device=device, dtype=dtype) / math.sqrt(D),
-    ]
-    return [*tensors, normal(len(counts), F, device=device, dtype=dtype)] if bias else tensors
 
 
 def plain_linear(rows, weight, bias, counts):
@@ -64,16 +46,6 @@ def by_reference(rows, weights, biases, counts, activation):
     return torch.stack(out) if out else rows.new_zeros(0, weights[-1].shape[-1])
 
 
-def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64, bias=False):
-    weights, biases = [], []
-    for i, (d_in, d_out) in enumerate(zip(widths, widths[1:], strict=False)):
-        d_out *= 2 if activation in GATED and i < len(widths) - 2 else 1
-        _, w, b = make(counts, d_in, d_out, device, dtype)
-        weights.append(w)
-        biases.append(b)
-    return normal(sum(counts), widths[0], device=device, dtype=dtype), weights, biases
-
-
 # ops.experts with a single matrix: a linear layer for each expert
 
 
@@ -85,7 +57,7 @@ def grouped_linear(rows, weight, bias, offsets):
 @pytest.mark.parametrize("D, F", [(1, 1), (3, 5), (17, 33)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_linear_equals_reference(device, counts, D, F, bias):
-    tensors = make(counts, D, F, bias=bias)
+    tensors = make_linear(counts, D, F, bias=bias)
     leaves = [x.requires_grad_() for x in tensors]
     expected = by_reference(
         leaves[0], leaves[1:2], [leaves[2]] if bias else None, counts, "identity"
@@ -108,7 +80,7 @@ def test_grouped_linear_equals_reference(device, counts, D, F, bias):
 def test_any_number_of_experts(device, E):
     """About every other expert is empty."""
     counts = torch.bincount(torch.randint(0, E, (E // 2 + 1,)), minlength=E).tolist()
-    rows, weight, bias = make(counts, 3, 2, device)
+    rows, weight, bias = make_linear(counts, 3, 2, device)
     owner = torch.repeat_interleave(torch.arange(E), torch.tensor(counts)).to(device)
     expected = torch.einsum("rd,rdf->rf", rows, weight[owner]) + bias[owner]
     assert_exact(grouped_linear(rows, weight, bias, offsets_of(counts, device)), expected)
@@ -117,7 +89,7 @@ def test_any_number_of_experts(device, E):
 @pytest.mark.parametrize("rows", [65_535, 65_536, 200_000])
 def test_many_rows(device, rows):
     counts = [rows // 2, 0, rows - rows // 2]
-    x, weight, bias = make(counts, 2, 3, device)
+    x, weight, bias = make_linear(counts, 2, 3, device)
     actual = grouped_linear(x, weight, bias, offsets_of(counts, device))
     assert_exact(actual, plain_linear(x, weight, bias, counts))
 
@@ -126,7 +98,7 @@ def test_many_rows(device, rows):
 @pytest.mark.parametrize("counts", [[5, 0, 70], [130, 17, 1]])
 @pytest.mark.parametrize("D, F", [(64, 32), (33, 65)])
 def test_grouped_linear_lower_precision(device, dtype, counts, D, F):
-    tensors = make(counts, D, F, device, dtype)
+    tensors = make_linear(counts, D, F, device, dtype)
     cotangent = normal(sum(counts), F, device=device, dtype=dtype)
     results, grads = [], []
     for function, cast in (
@@ -145,14 +117,14 @@ def test_grouped_linear_lower_precision(device, dtype, counts, D, F):
 
 def test_grouped_linear_gradcheck(device):
     counts = [2, 0, 3]
-    leaves = [x.requires_grad_() for x in make(counts, 3, 2, device)]
+    leaves = [x.requires_grad_() for x in make_linear(counts, 3, 2, device)]
     offsets = offsets_of(counts, device)
     assert torch.autograd.gradcheck(lambda *a: grouped_linear(*a, offsets), leaves)
     assert torch.autograd.gradcheck(lambda r, w: grouped_linear(r, w, None, offsets), leaves[:2])
 
 
 def test_only_what_needs_a_gradient_gets_one(device):
-    tensors, offsets = make([2, 0, 3], 3, 2, device), offsets_of([2, 0, 3], device)
+    tensors, offsets = make_linear([2, 0, 3], 3, 2, device), offsets_of([2, 0, 3], device)
     for one in range(3):
         leaves = [x.clone().requires_grad_(i == one) for i, x in enumerate(tensors)]
         grouped_linear(*leaves, offsets).sum().backward()
@@ -162,7 +134,7 @@ def test_only_what_needs_a_gradient_gets_one(device):
 def test_grouped_linear_any_layout(device):
     """A matrix product may add in another order for a transposed operand."""
     counts = [4, 0, 3]
-    tensors, offsets = make(counts, 5, 6, device), offsets_of(counts, device)
+    tensors, offsets = make_linear(counts, 5, 6, device), offsets_of(counts, device)
     base = [x.clone().requires_grad_() for x in tensors]
     expected = grouped_linear(*base, offsets)
     moved = [x.mT.contiguous().mT.requires_grad_() for x in tensors]
@@ -187,7 +159,7 @@ def test_grouped_linear_any_layout(device):
 def test_empty_expert_has_zero_gradient_in_dirty_memory(device, dtype, size):
     """An uninitialised gradient shows only when freed memory is not zero: here it is NaN."""
     counts = [3, 0, 4, 0]
-    tensors, offsets = make(counts, size, size, device, dtype), offsets_of(counts, device)
+    tensors, offsets = make_linear(counts, size, size, device, dtype), offsets_of(counts, device)
     for _ in range(3):
         poison_freed_memory(4 * size, size * size, 4 * size * size, 7 * size, device=device)
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -201,7 +173,7 @@ def test_empty_expert_has_zero_gradient_in_dirty_memory(device, dtype, size):
 
 
 def test_zero_rows(device):
-    tensors, offsets = make([0, 0, 0], 3, 2, device), offsets_of([0, 0, 0], device)
+    tensors, offsets = make_linear([0, 0, 0], 3, 2, device), offsets_of([0, 0, 0], device)
     for _ in range(2):
         poison_freed_memory(6, 18, device=device)
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -254,7 +226,7 @@ def test_relu_selects_its_gradient(device, z, upstream):
 
 def test_unused_expert_with_nan_weights_poisons_nothing(device):
     counts = [3, 0, 4]
-    tensors, offsets = make(counts, 4, 5, device), offsets_of(counts, device)
+    tensors, offsets = make_linear(counts, 4, 5, device), offsets_of(counts, device)
     results = []
     for spoil in (False, True):
         leaves = [x.clone() for x in tensors]
@@ -271,7 +243,7 @@ def test_unused_expert_with_nan_weights_poisons_nothing(device):
 def test_nan_row_stays_in_its_row(device, dtype):
     """The rows of an expert are independent, and so are the experts' weight gradients."""
     counts = [20, 0, 4]
-    rows, weight, bias = make(counts, 24, 40, device, dtype)
+    rows, weight, bias = make_linear(counts, 24, 40, device, dtype)
     offsets = offsets_of(counts, device)
     clean = grouped_linear(rows, weight, bias, offsets)
     rows[5] = math.nan
@@ -288,7 +260,7 @@ def test_nan_row_stays_in_its_row(device, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_linear_opcheck(device, counts, bias, transposed):
-    tensors, offsets = make(counts, 3, 2, device, torch.float32), offsets_of(counts, device)
+    tensors, offsets = make_linear(counts, 3, 2, device, torch.float32), offsets_of(counts, device)
     if transposed:
         tensors = [x.mT.contiguous().mT for x in tensors]
 
@@ -304,14 +276,14 @@ def test_grouped_linear_second_derivative_is_refused(device):
     offsets = offsets_of([2, 0, 3], device)
     assert_second_derivative_refused(
         lambda *a: grouped_linear(*a, offsets),
-        tuple(x.requires_grad_() for x in make([2, 0, 3], 3, 2, device)),
+        tuple(x.requires_grad_() for x in make_linear([2, 0, 3], 3, 2, device)),
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_linear_deterministic(threads, dtype):
     counts = [200, 0, 1, 300, 37]
-    tensors, offsets = make(counts, 48, 80, dtype=dtype), offsets_of(counts)
+    tensors, offsets = make_linear(counts, 48, 80, dtype=dtype), offsets_of(counts)
     cotangent = normal(sum(counts), 80, dtype=dtype)
 
     def function():

@@ -5,7 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,

@@ -5,7 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
@@ -13,7 +13,6 @@ from conftest import (
     opcheck_all,
 )
 
-import moe_ext
 from moe_ext import ops
 
 pytestmark = pytest.mark.emulated
@@ -148,8 +147,3 @@ def test_deterministic(threads, T, E, k):
         return out, *torch.autograd.grad(out @ cotangent, leaf)
 
     assert_deterministic(function, threads)
-
-
-def test_public_name():
-    gates, index = make(4, 5, 2)
-    assert_same_bits(moe_ext.importance(gates, index, 5), ops.importance(gates, index, 5))

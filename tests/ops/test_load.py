@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
@@ -16,7 +16,6 @@ from conftest import (
     opcheck_all,
 )
 
-import moe_ext
 from moe_ext import ops
 
 pytestmark = pytest.mark.emulated
@@ -433,8 +432,3 @@ def test_deterministic(threads, bounds):
         return out, *torch.autograd.grad((out @ cotangent).sum(), leaves)
 
     assert_deterministic(function, threads)
-
-
-def test_public_name():
-    arguments = op_arguments(4, 5, 2)
-    assert_same_bits(moe_ext.load(*arguments), ops.load(*arguments))

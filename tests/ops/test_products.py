@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_exact,
     assert_same_bits,
     gradients,
-    instruction_sets,
 )
+from machine import instruction_sets
 
 from moe_ext import _C, ops
 

@@ -15,11 +15,11 @@ class ExpertParameter(NamedTuple):
     """A parameter of experts of which other ranks have others.
 
     Attributes:
-        name: in the model of a single rank, which numbers the experts of all.
+        name: in the model of a single process, which numbers the experts of all.
         param: of this rank's experts.
         layout: of the layer.
         bounds: (first, last, all): param is [last - first, ...], a block of the [all, ...] of a
-            single rank; None: it is the parameter of one expert, whole.
+            single process; None: it is the parameter of one expert, whole.
     """
 
     name: str

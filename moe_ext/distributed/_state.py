@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers by the names that it has in a single rank."""
+"""The state of a model and its optimizers by the names that it has in a single process."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext._former_names import current_names
 from moe_ext.checks import require
-from moe_ext.distributed.parameters import ExpertParameter, expert_parameters, expert_state
+from moe_ext.distributed._parameters import ExpertParameter, expert_parameters, expert_state
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import Layout
 
@@ -46,7 +47,7 @@ class Part(NamedTuple):
 def full_state_dict(
     model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """The state_dict that the model has in a single rank, on the CPU.
+    """The state_dict that the model has in a single process, on the CPU.
 
     All ranks call it together; the first gets all values, the others none.
 
@@ -87,7 +88,7 @@ def load_full_state_dict(
     state: Mapping[str, Tensor],
     process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
-    """Each rank takes its part of the state_dict of a single rank.
+    """Each rank takes its part of the state_dict of a single process.
 
     Args:
         model: with or without a wrapper of `parallelize`.
@@ -101,8 +102,11 @@ def load_full_state_dict(
     ranks = Layout.of(process_group).world
     require_ranks(model, ranks)
     parts = model_parts(model)
+    wanted = whole_shapes(parts, ranks)
+    current = current_names(state, wanted)
+    state = {current.get(name, name): value for name, value in state.items()}
     shapes = {name: value.shape for name, value in state.items()}
-    require_same_shapes("load_full_state_dict: state", shapes, whole_shapes(parts, ranks))
+    require_same_shapes("load_full_state_dict: state", shapes, wanted)
     for (_, name), part in parts.items():
         source = state[name]
         if part.size is not None:

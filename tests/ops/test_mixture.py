@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from conftest import (
+from assertions import (
     assert_as_accurate,
     assert_deterministic,
     assert_exact,
@@ -14,7 +14,7 @@ from conftest import (
     opcheck_all,
     poison_freed_memory,
 )
-from test_experts import ACTIVATIONS, make_experts, normal
+from operators import ACTIVATIONS, make_experts, normal
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import FeedForwardExperts, MoE, ops

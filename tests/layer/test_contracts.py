@@ -1,0 +1,203 @@
+"""What the layer asks of a gate and of experts, and how other tools find what is in it."""
+
+import copy
+import pickle
+import typing
+
+import pytest
+import torch
+from assertions import assert_exact, assert_same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_ext import (
+    BalancedGate,
+    Experts,
+    FeedForwardExperts,
+    Gate,
+    HierarchicalMoE,
+    HierarchicalNoisyTopKGate,
+    MoE,
+    MoEAux,
+    MoELSTM,
+    NoisyTopKGate,
+)
+
+D, E, K = 6, 5, 2
+
+
+class RoundRobinGate(Gate):
+    """Token t goes to the experts t, t + 1, … with equal gates."""
+
+    def forward(self, x, ranks=None):
+        index = (torch.arange(len(x))[:, None] + torch.arange(self.k)) % self.num_experts
+        return self.route(torch.full(index.shape, 1 / self.k), index, ranks=ranks)
+
+
+class ScaleExperts(Experts):
+    def __init__(self, num_experts, d_model):
+        super().__init__(num_experts, d_model)
+        self.scale = torch.nn.Parameter(torch.arange(1.0, num_experts + 1))
+
+    def forward(self, x, offsets):
+        return x * self.scale.repeat_interleave(offsets.diff())[:, None]
+
+
+def test_a_gate_and_experts_of_ones_own():
+    layer = MoE(D, E, K, gate=RoundRobinGate(D, E, K), experts=ScaleExperts(E, D)).double()
+    x = torch.randn(7, D, dtype=torch.float64)
+    y, aux = layer(x)
+    t = torch.arange(7)
+    assert_exact(y.detach(), (x * ((t % E + (t + 1) % E) / 2 + 1)[:, None]).detach())
+    assert aux.tokens_per_expert.tolist() == [3, 4, 3, 2, 2]
+    assert aux.load.tolist() == aux.tokens_per_expert.tolist()
+    (y.sum() + aux.loss).backward()
+    assert layer.experts.scale.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("part", [Gate(D, E, K), Experts(E, D)])
+def test_what_has_to_be_defined_is_named(part):
+    with pytest.raises(NotImplementedError, match=f"{type(part).__name__} must define forward"):
+        part(torch.ones(2, D), torch.tensor([0, 1, 2]))
+
+
+def test_the_layer_does_not_write_into_the_gate():
+    gate = NoisyTopKGate(D, E, K)
+    before = dict(vars(gate))
+    MoE(D, E, K, gate=gate)(torch.randn(3, D))
+    assert vars(gate) == before
+
+
+@pytest.mark.parametrize(
+    "gate, widths",
+    [(NoisyTopKGate(D, E, K), [E]), (HierarchicalNoisyTopKGate(D, 3, 2, (2, 1)), [3, 2])],
+)
+def test_all_noise_is_drawn_by_one_method(gate, widths):
+    """Replaying what it returned replays the routing."""
+    torch.nn.init.normal_(gate.w_gate)
+    x, drawn = torch.randn(9, D), []
+    draw = gate.draw_noise
+    gate.draw_noise = lambda like: drawn.append(draw(like)) or drawn[-1]
+    first = gate(x)
+    assert [noise.shape[1] for noise in drawn] == widths
+    replay = iter(drawn)
+    gate.draw_noise = lambda like: next(replay)
+    second = gate(x)
+    for name in ("gates", "expert_index", "importance", "load"):
+        assert_same_bits(getattr(second, name), getattr(first, name))
+
+
+def make(kind):
+    if kind == "flat":
+        return MoE(D, E, K, bias=True)
+    if kind == "hierarchical":
+        return HierarchicalMoE(D, 3, 2, 2)
+    if kind == "balanced":
+        return MoE(D, E, K, gate=BalancedGate(D, E, K), w_load=0.0)
+    return MoELSTM(D, 4, E, K)
+
+
+@pytest.mark.parametrize("kind", ["flat", "hierarchical", "balanced", "recurrent"])
+def test_layers_of_fake_tensors(kind):
+    with FakeTensorMode():
+        layer = make(kind)
+        y, *_, aux = layer(torch.randn(2, 3, D))
+        (y.sum() + aux.loss).backward()
+    assert y.shape == (2, 3, 4 if kind == "recurrent" else D)
+    assert all(p.grad is None or p.grad.shape == p.shape for p in layer.parameters())
+
+
+def test_jagged_tensors():
+    layer = MoE(D, E, K).eval()
+    torch.nn.init.normal_(layer.gate.w_gate)
+    rows = [torch.randn(3, D), torch.randn(0, D), torch.randn(4, D)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    y, aux = layer(x)
+    expected, expected_aux = layer(torch.cat(rows))
+    assert y.is_nested and torch.equal(y.offsets(), x.offsets())
+    assert_same_bits(y.values(), expected)
+    assert_same_bits(aux.load, expected_aux.load)
+    y.values().sum().backward()
+    assert x.grad.is_nested
+    linear = torch.nn.Linear(D, D)
+    assert layer(linear(x))[0].shape == linear(x).shape  # the same ragged dimension
+    with pytest.raises(ValueError, match="MoE: mask must"):
+        layer(x, torch.ones(7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="MoE: x must .*jagged"), pytest.warns(UserWarning):
+        layer(torch.nested.nested_tensor(rows))
+
+
+def test_weights_are_parameters_of_the_experts():
+    experts = FeedForwardExperts(E, D, (7, 3), bias=True)
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    assert names == ["weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2"]
+    assert experts.weights == (experts.weight_0, experts.weight_1, experts.weight_2)
+    assert experts.biases == (experts.bias_0, experts.bias_1, experts.bias_2)
+    assert FeedForwardExperts(E, D).biases is None
+
+
+def test_hooks_of_the_experts_run():
+    """Offloading, adapters and quantisation work by hooks, or by a module around the experts."""
+    layer, calls = MoE(D, E, K), []
+    layer.experts.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.experts.register_forward_hook(lambda *_: calls.append("after"))
+    layer(torch.randn(4, D))
+    assert calls == ["before", "after"]
+
+
+def test_parametrised_weights():
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    layer = MoE(D, E, K).eval()
+    x = torch.randn(4, D)
+    before = layer(x)[0]
+    torch.nn.utils.parametrize.register_parametrization(layer.experts, "weight_1", Doubled())
+    assert_same_bits(layer(x)[0], 2 * before)
+
+
+def test_state_dicts_of_former_versions():
+    layer, other = MoE(D, E, K, bias=True), MoE(D, E, K, bias=True)
+    former = {
+        name.replace("weight_", "weights.").replace("bias_", "biases."): value
+        for name, value in layer.state_dict().items()
+    }
+    assert "experts.weights.0" in former and "experts.biases.1" in former
+    other.load_state_dict(former)
+    for name, value in layer.state_dict().items():
+        assert_same_bits(other.state_dict()[name], value)
+
+
+def test_copies_and_pickles():
+    layer = MoE(D, E, K).eval()
+    x = torch.randn(4, D)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_same_bits(other(x)[0], layer(x)[0])
+
+
+def test_the_call_is_typed():
+    hints = typing.get_type_hints(MoE.forward)
+    assert hints["return"] == tuple[torch.Tensor, MoEAux]
+
+
+def test_the_repr_shows_what_was_set():
+    layer = MoE(D, E, K, hidden_sizes=(7,), activation="swiglu", bias=True, w_load=0.3)
+    layer_with = MoE(D, E, K, recompute=True, noise_epsilon=0.5, expert_dtype=torch.bfloat16)
+    for shown in ("w_load=0.3", "swiglu", "bias=True", f"{E} x ({D} -> 7 -> {D})"):
+        assert shown in repr(layer)
+    for shown in ("recompute=True", "noise_epsilon=0.5", "bfloat16"):
+        assert shown in repr(layer_with)
+
+
+def test_experts_of_different_widths():
+    experts = [torch.nn.Linear(D, 3), torch.nn.Linear(D, 4)]
+    with pytest.raises(ValueError, match=r"ModuleExperts: experts must .*\(3,\), \(4,\)"):
+        MoE(D, 2, 2, experts=experts)(torch.randn(3, D))
+
+
+def test_tokens_of_another_type_than_the_experts():
+    with pytest.raises(TypeError, match="^experts: x must .*float32.*got .*[Bb][Ff]loat16"):
+        MoE(D, E, K)(torch.randn(3, D, dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = MoE(D, E, K)(torch.randn(3, D))
+    assert y.dtype == torch.float32

@@ -1,0 +1,26 @@
+"""What the processor is."""
+
+import itertools
+import pathlib
+import re
+
+
+def cpu_info(name):
+    """A line of what the system says about the processor; "" where it says nothing."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(rf"^{name}\s*:(.*)$", text, re.M)
+    return found[1].strip() if found else ""
+
+
+def instruction_sets():
+    """The values of MOE_EXT_ISA for this processor, each with what those before it have."""
+    flags = set(cpu_info("flags").split())
+    needed = {
+        "default": set(),
+        "avx2": {"avx2", "fma"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx512_bf16": {"avx512_bf16"},
+        "amx": {"amx_tile", "amx_bf16"},
+    }
+    return list(itertools.takewhile(lambda isa: needed[isa] <= flags, needed))
