@@ -112,7 +112,7 @@ def test_weights_have_unit_gain():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="Attention: units must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="Attention: units must .*got 0"):
         Attention(2, 2, 0)
-    with pytest.raises(ValueError, match="Attention: kind must be one of product, gnmt, got 'dot'"):
+    with pytest.raises(ValueError, match="Attention: kind must .*got 'dot'"):
         Attention(2, 2, 2, "dot")

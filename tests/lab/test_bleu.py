@@ -93,13 +93,13 @@ def test_signatures():
 
 
 def test_numbers_of_sentences():
-    with pytest.raises(ValueError, match=r"^corpus_bleu: translations must be .* got \[\]$"):
+    with pytest.raises(ValueError, match=r"^corpus_bleu: translations must .*got \[\]$"):
         corpus_bleu([], [])
-    with pytest.raises(ValueError, match=r"^corpus_bleu: references must be .* got \[\]$"):
+    with pytest.raises(ValueError, match=r"^corpus_bleu: references must .*got \[\]$"):
         corpus_bleu(["a"])
-    with pytest.raises(ValueError, match=r"^corpus_bleu: translations must be several, got 'a b'"):
+    with pytest.raises(ValueError, match="^corpus_bleu: translations must .*got 'a b'"):
         corpus_bleu("a b", ["a b"])
-    with pytest.raises(ValueError, match=r"^corpus_bleu: references must be several, got 'ab'$"):
+    with pytest.raises(ValueError, match="^corpus_bleu: references must .*got 'ab'$"):
         corpus_bleu(["a", "b"], "ab")
     with pytest.raises(ValueError, match=r"^corpus_bleu: references .* of 1 .* got \[1, 2\]$"):
         corpus_bleu(["a"], ["a"], ["a", "b"])
@@ -107,9 +107,7 @@ def test_numbers_of_sentences():
 
 def test_without_sacrebleu(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(
-        ImportError, match=r"^corpus_bleu: sacrebleu must be installed.*pip install"
-    ):
+    with pytest.raises(ImportError, match="^corpus_bleu: sacrebleu must"):
         corpus_bleu(["a"], ["a"])
 
 

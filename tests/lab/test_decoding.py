@@ -490,38 +490,38 @@ def test_low_precision_is_summed_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "rule"),
+    ("option", "value"),
     [
-        ("beam", 0, "be at least 1"),
-        ("length_penalty", -0.1, r"be in \[0, 10\]"),
-        ("length_penalty", 10.5, r"be in \[0, 10\]"),
-        ("coverage_penalty", 10.5, r"be in \[0, 10\]"),
-        ("coverage_penalty", math.nan, r"be in \[0, 10\]"),
-        ("max_length_ratio", INF, "be finite and not negative"),
-        ("window", -1.0, "not be negative"),
-        ("min_length_limit", 0, "be at least 1"),
-        ("num_best", 9, "be at most the beam, 8"),
-        ("num_best", 0, "be at least 1"),
-        ("beam", 1.5, "be a whole number"),
+        ("beam", 0),
+        ("length_penalty", -0.1),
+        ("length_penalty", 10.5),
+        ("coverage_penalty", 10.5),
+        ("coverage_penalty", math.nan),
+        ("max_length_ratio", INF),
+        ("window", -1.0),
+        ("min_length_limit", 0),
+        ("num_best", 9),
+        ("num_best", 0),
+        ("beam", 1.5),
     ],
 )
-def test_options(option, value, rule):
-    with pytest.raises(ValueError, match=rf"^BeamSearch: {option} must {rule}, got {value}$"):
+def test_options(option, value):
+    with pytest.raises(ValueError, match=rf"^BeamSearch: {option} must .*got {value}$"):
         BeamSearch(**{option: value})
 
 
 def test_arguments():
     model = TableModel(5, seed=0)
     state, mask = model.start([(0, 3)])
-    with pytest.raises(ValueError, match=r"^BeamSearch: source_mask must be bool \[B, S\]"):
+    with pytest.raises(ValueError, match="^BeamSearch: source_mask must"):
         BeamSearch()(model, state, mask.float(), EOS)
     for empty in (mask[:, :0], torch.zeros_like(mask)):
-        with pytest.raises(ValueError, match=r"^BeamSearch: source_mask must have a .*, got 0$"):
+        with pytest.raises(ValueError, match="^BeamSearch: source_mask must .*got 0$"):
             BeamSearch()(model, state, empty, EOS)
-    with pytest.raises(ValueError, match=r"^BeamSearch: eos_id must be at least 0, got -1$"):
+    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got -1$"):
         BeamSearch()(model, state, mask, -1)
-    with pytest.raises(ValueError, match=r"^BeamSearch: eos_id must be below 5, got 5$"):
+    with pytest.raises(ValueError, match="^BeamSearch: eos_id must .*got 5$"):
         BeamSearch()(model, state, mask, 5)
     model.log_probs[:, 2] = math.nan
-    with pytest.raises(ValueError, match=r"^BeamSearch: log_probs must .*, got nan$"):
+    with pytest.raises(ValueError, match="^BeamSearch: log_probs must .*got nan$"):
         BeamSearch()(model, state, mask, EOS)

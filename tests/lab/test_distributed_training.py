@@ -167,7 +167,7 @@ def perplexities(group, rank, config):
     sizes = (n * test.num_tokens // len(test) if n > 1 else 1 for n in (1, 7, 64))
     return [
         evaluate(
-            trainer.model, test, tokens_per_batch=size, title=None, processes=trainer.processes
+            trainer.model, test, tokens_per_batch=size, title=None, ranks=trainer.ranks
         ).perplexity
         for size in sizes
     ]
@@ -214,10 +214,10 @@ from moe_ext.lab.training.loop import Trainer
 step = Trainer.train_step
 
 def step_of_rank(self, *arguments):
-    line = f"step {{self.step}} {{self.processes.rank}} {{os.getpid()}}\n"
+    line = f"step {{self.step}} {{self.ranks.rank}} {{os.getpid()}}\n"
     os.write(1, line.encode())  # in one piece
     time.sleep(0.05)
-    if {fails!r} and self.step == 3 and self.processes.rank == 1:
+    if {fails!r} and self.step == 3 and self.ranks.rank == 1:
         raise RuntimeError("the cat sat on the keyboard")
     return step(self, *arguments)
 

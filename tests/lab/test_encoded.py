@@ -20,6 +20,7 @@ from moe_ext.lab.data import (
     CorpusError,
     EncodedSentences,
     SentenceBatches,
+    Sentences,
     Vocabulary,
     corpora,
     encode_sentences,
@@ -34,7 +35,7 @@ WORDS = [*(f"w{i}" for i in range(40)), "Käse", "日本", "\u00e9"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(corpora, "_PIECE_BYTES", 2_000)
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 2_000)
 
 
 @pytest.fixture
@@ -60,12 +61,19 @@ def assert_same_sentences(actual, expected):
     assert actual.eos_id == expected.eos_id and actual.stream.dtype == torch.int32
 
 
+def spoil(file):
+    """Makes a file unreadable as text, with the size and the time that it had."""
+    status = file.stat()
+    file.write_bytes(b"\xff" * status.st_size)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 # --- pieces of text -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 11, 1000])
 def test_pieces_are_the_file(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(corpora, "_PIECE_BYTES", size)
+    monkeypatch.setattr(corpora, "PIECE_BYTES", size)
     file = tmp_path / "text.txt"
     file.write_bytes("one two\n\n \na\r\nKäse 日本\nb\n\nthe last".encode())
     sentences = load_corpus(file, parts=["all"]).all
@@ -78,7 +86,7 @@ def test_pieces_are_the_file(tmp_path, monkeypatch, size):
 def test_an_error_in_a_later_piece_names_the_line_of_the_file(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(b"some words\n" * 500 + b"Caf\xe9\n")
-    with pytest.raises(CorpusError, match=r"text.txt, line 501 must be UTF-8, got the byte 0xe9"):
+    with pytest.raises(CorpusError, match="text.txt, line 501 must .*got the byte 0xe9"):
         list(load_corpus(file, parts=["all"]).all)
 
 
@@ -149,11 +157,14 @@ def test_fingerprints_tell_texts_apart(number):
     assert len({found, *(other.fingerprint() for other in others)}) == 4
 
 
-def test_encoded_once(text, tmp_path, vocabulary, monkeypatch):
+def test_encoded_once(text, tmp_path, vocabulary):
+    """The second time the text is not read: it would be refused."""
     train = load_corpus(text).train
     first = encode_to_files(train, vocabulary, tmp_path, name="train")
-    monkeypatch.setattr(encoded, "_encode_piece", None)  # would fail
+    spoil(text / "train.txt")
     assert_same_sentences(encode_to_files(train, vocabulary, tmp_path, name="train"), first)
+    with pytest.raises(CorpusError):
+        encode_to_files(train, vocabulary, tmp_path / "anew", name="train")
 
 
 def test_files_of_another_text_or_vocabulary_are_not_used(text, tmp_path, vocabulary):
@@ -250,22 +261,17 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
 
     words = (text / "train.txt").read_bytes()
     (text / "train.txt").write_bytes(words + b"\nw1 </s>\n")
-    with pytest.raises(CorpusError, match=r"train.txt from byte \d+: .* must not contain </s>"):
+    with pytest.raises(CorpusError, match=r"train.txt from byte \d+: .* must"):
         encode()
     (text / "train.txt").write_bytes(words + b"\n\xff\n")
-    with pytest.raises(CorpusError, match=r"train.txt, line 601 must be UTF-8") as error:
+    with pytest.raises(CorpusError, match="train.txt, line 601 must") as error:
         encode()
     assert str(error.value).count("\n") == 0  # the worker's traceback is a note
     assert [path.name for path in ids.iterdir()] == [".lock"]
 
     (text / "train.txt").write_text("w1\n")
-    into = encoded._encode_into
-
-    def change(*arguments):
-        into(*arguments)
-        (text / "train.txt").write_text("w1 w2\n")
-
-    monkeypatch.setattr(encoded, "_encode_into", change)
+    fingerprints = itertools.count()
+    monkeypatch.setattr(Sentences, "fingerprint", lambda self: str(next(fingerprints)))
     with pytest.raises(CorpusError, match="the text that train is made of changed meanwhile"):
         encode()
     assert [path.name for path in ids.iterdir()] == [".lock"]
@@ -279,13 +285,13 @@ def test_damaged_files_are_refused(text, tmp_path, vocabulary):
     assert about["vocabulary"] == vocabulary.fingerprint()
     stream = folder / "stream.int32"
     os.truncate(stream, stream.stat().st_size - 4)
-    message = r"stream.int32 must have \d+ bytes, got \d+; delete .*/ids/train-\w+ to encode"
+    message = "stream.int32 must"
     with pytest.raises(CorpusError, match=message):
         encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
     (folder / "about.json").write_text("{}")
-    with pytest.raises(CorpusError, match="must hold encoded sentences, got 'num_tokens'; delete"):
+    with pytest.raises(CorpusError, match="must .*got 'num_tokens'"):
         EncodedSentences.open(folder)
-    with pytest.raises(CorpusError, match="nowhere must hold encoded sentences"):
+    with pytest.raises(CorpusError, match="nowhere must"):
         EncodedSentences.open(tmp_path / "nowhere")
 
 

@@ -127,39 +127,36 @@ def test_targets_that_are_no_class(target):
     hidden, weight, bias = torch.randn(2, 4), torch.randn(7, 4), torch.zeros(7)
     softmax = SampledSoftmax(4, 7, 3)
     targets = torch.tensor([3, target])
-    with pytest.raises(
-        ValueError, match=r"^linear_cross_entropy: targets must be in \[0, 7\), got"
-    ):
+    with pytest.raises(ValueError, match="^linear_cross_entropy: targets must"):
         linear_cross_entropy(hidden, weight, bias, targets)
-    with pytest.raises(
-        ValueError, match=r"^sampled_cross_entropy: targets must .*, got .*(7|-100)"
-    ):
+    with pytest.raises(ValueError, match="^sampled_cross_entropy: targets must .*got .*(7|-100)"):
         softmax.loss(hidden, targets)
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    ("name", "value"),
     [
-        ({"targets": torch.tensor([1])}, r"targets must have shape \(2,\), got \(1,\)"),
-        ({"bias": torch.zeros(1)}, r"bias must have shape \(7,\), got \(1,\)"),
-        ({"hidden": torch.randn(2, 3)}, r"hidden must have shape \(2, 4\), got \(2, 3\)"),
-        ({"weight": torch.randn(7)}, r"weight must have shape \[V, D\], got \(7,\)"),
+        ("targets", torch.tensor([1])),
+        ("bias", torch.zeros(1)),
+        ("hidden", torch.randn(2, 3)),
+        ("weight", torch.randn(7)),
     ],
 )
-def test_shapes_that_do_not_fit_a_softmax(changed, message):
+def test_shapes_that_do_not_fit_a_softmax(name, value):
     arguments = {
         "hidden": torch.randn(2, 4),
         "weight": torch.randn(7, 4),
         "bias": torch.zeros(7),
         "targets": torch.tensor([3, 1]),
-    } | changed
+        name: value,
+    }
     draw = torch.tensor([1, 2]), torch.zeros(2), torch.zeros(2)
     for function, more in (
         (linear_cross_entropy, ()),
         (linear_nll, ()),
         (sampled_cross_entropy, draw),
     ):
-        with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: {name} must"):
             function(*arguments.values(), *more)
 
 
@@ -205,7 +202,7 @@ def test_lstm_weights_have_unit_gain():
     lstm = LSTM(64, 64)
     assert lstm(torch.randn(2, 3, 64)).shape == (2, 3, 64)
     assert lstm.projection.var().item() == pytest.approx(1 / 64, rel=0.05)
-    with pytest.raises(ValueError, match="units must be at least d_model"):
+    with pytest.raises(ValueError, match="units must"):
         LSTM(64, 32)
 
 
@@ -398,40 +395,40 @@ def test_copies_and_pickles_after_a_forward():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("option", "change"),
     [
-        ({"layers": ["lstm", "mlp"]}, "layers must be a list of lstm, moe, moe_lstm, ffn"),
-        ({"layers": []}, "layers must be"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"memory_slots": -1}, "memory_slots must be at least 0, got -1"),
-        (
-            {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)},
-            "moe.gate must choose k experts for every token.*, got 'balanced'",
-        ),
-        ({"lstm_units": 4}, "lstm_units must be 0 or at least d_model = 8, got 4"),
+        ("layers", {"layers": ["lstm", "mlp"]}),
+        ("layers", {"layers": []}),
+        ("dropout", {"dropout": 1.0}),
+        ("memory_slots", {"memory_slots": -1}),
+        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
+        ("lstm_units", {"lstm_units": 4}),
     ],
 )
-def test_configuration_errors(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_configuration_errors(option, change):
+    with pytest.raises(ValueError, match=f"{option} must .*got"):
         small_config(**change)
 
 
-def test_moe_configuration_errors():
-    with pytest.raises(ValueError, match=r"k must be in \[1, num_experts = 4\], got 5"):
-        MoEConfig(num_experts=4, k=5)
-    with pytest.raises(ValueError, match="w_load must be at least 0, got -1"):
-        MoEConfig(w_load=-1)
-    with pytest.raises(ValueError, match="gate must be one of noisy_topk, topk, .*, got 'top'"):
-        MoEConfig(gate="top")
-    with pytest.raises(ValueError, match="w_load must be 0 with gate = .balanced.*got 0.1"):
-        MoEConfig(gate="balanced")
-    with pytest.raises(ValueError, match="num_groups must divide num_experts = 32, got 5"):
-        MoEConfig(num_groups=5)
-    with pytest.raises(ValueError, match='num_groups must be .* 0 with gate = "topk", got 4'):
-        MoEConfig(gate="topk", num_groups=4, w_load=0)
-    with pytest.raises(ValueError, match=r"k must be in \[1, .*group = 4\], got 5"):
-        MoEConfig(num_experts=32, num_groups=8, k=5)
-    with pytest.raises(ValueError, match="activation must be one of .*relu.*, got .rely"):
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("k", {"num_experts": 4, "k": 5}),
+        ("w_load", {"w_load": -1}),
+        ("gate", {"gate": "top"}),
+        ("w_load", {"gate": "balanced"}),
+        ("num_groups", {"num_groups": 5}),
+        ("num_groups", {"gate": "topk", "num_groups": 4, "w_load": 0}),
+        ("k", {"num_experts": 32, "num_groups": 8, "k": 5}),
+    ],
+)
+def test_moe_configuration_errors(option, options):
+    with pytest.raises(ValueError, match=f"{option} must .*got"):
+        MoEConfig(**options)
+
+
+def test_feed_forward_configuration_errors():
+    with pytest.raises(ValueError, match="activation must .*got .rely"):
         FeedForwardConfig(activation="rely")
 
 
@@ -643,5 +640,5 @@ def test_experts_with_few_tokens_come_last():
 def test_routing_needs_a_moe_layer():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(VOCAB - 2)), "<unk>", "</s>"])
     encoded = EncodedSentences([[1, 2]], vocabulary.eos_id)
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 0\)"):
+    with pytest.raises(ValueError, match="layer must"):
         route_text(build(layers=["lstm"]), encoded)

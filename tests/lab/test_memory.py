@@ -9,7 +9,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 
-from moe_ext import _C, ops
+from moe_ext import empty_cache, ops
 from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reused on Linux only")
@@ -21,9 +21,9 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def empty_before_and_after():
-    _C.empty_cache()
+    empty_cache()
     yield
-    _C.empty_cache()
+    empty_cache()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_empty_cache_returns_memory_to_the_system(problem):
     del results
     kept = resident()
     assert kept > before - size / 2
-    _C.empty_cache()
+    empty_cache()
     assert resident() < kept - size
 
 

@@ -150,11 +150,11 @@ def test_a_damaged_download_is_not_used(server, lm1b, tmp_path):
     path = f"/{LM1B}.tar.gz"
     whole = server.files[path]
     server.files[path] = whole[:50] + b"x" + whole[51:]
-    with pytest.raises(ConfigError, match="must have the SHA-256 .*, got .*; load it again"):
+    with pytest.raises(ConfigError, match="must .*SHA-256 .*got"):
         prepare("lm1b", "--output", tmp_path)
     assert not list(tmp_path.iterdir())
     (tmp_path / f"{LM1B}.tar.gz").write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="must have the SHA-256"):
+    with pytest.raises(ConfigError, match="must .*SHA-256"):
         prepare("lm1b", "--output", tmp_path)
 
 
@@ -189,9 +189,9 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
     (local / f"{LM1B}.tar.gz").unlink()  # the vocabulary alone: the rest is loaded
     texts.append(prepare("lm1b", "--from", local, "--output", tmp_path / "d", "--workers", 0))
     assert list(texts[-1].train) == list(texts[0].train) and len(server.requests) == 1
-    with pytest.raises(ConfigError, match=f"must hold {LM1B}.tar.gz or the folder {LM1B}"):
+    with pytest.raises(ConfigError, match=f"--from must .*{LM1B}"):
         prepare("lm1b", "--from", tmp_path / "b2" / "encoded", "--output", tmp_path / "c")
-    with pytest.raises(ConfigError, match="--from must be a file or folder"):
+    with pytest.raises(ConfigError, match="--from must"):
         prepare("lm1b", "--from", tmp_path / "nowhere", "--output", tmp_path / "c")
 
 

@@ -212,11 +212,9 @@ def test_in_a_language_model():
     """Training is by the classes drawn, the rest of the model as with the full softmax."""
     config = LanguageModelConfig(d_model=8, dropout=0.0, moe=MoEConfig(num_experts=4, k=2))
     config.num_sampled = 101
-    with pytest.raises(
-        ValueError, match=r"num_sampled must be in \[1, num_classes = 100\], got 101"
-    ):
+    with pytest.raises(ValueError, match="num_sampled must .*got 101"):
         LanguageModel(config, 100)
-    with pytest.raises(ValueError, match="num_sampled must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="num_sampled must .*got -1"):
         LanguageModelConfig(num_sampled=-1)
     config.num_sampled = 10
     torch.manual_seed(0)

@@ -207,7 +207,7 @@ def test_untrained_gates(kind):
 
 def test_untrained_gates_without_thresholds_only():
     layer = MoE(8, 4, 2, gate=BalancedGate(8, 4, 2), w_load=0.0)
-    with pytest.raises(ValueError, match="must have gates without thresholds"):
+    with pytest.raises(ValueError, match="untrained_gates: layer must"):
         untrained_gates(layer, 0).__enter__()
 
 
@@ -384,9 +384,7 @@ def test_experts_of_untrained_translation_models(moe, wordpieces, pairs):
             total = sum(share.share for share in report.pairs)
             assert total == pytest.approx(1 if report.share else 0)
             assert report.pair_information >= -1e-12
-    with pytest.raises(
-        ValueError, match=r"layer must be in \[0, 2\), the model's MoE layers, got 2"
-    ):
+    with pytest.raises(ValueError, match="layer must .*got 2"):
         route_text(model, pairs, layer=2)
 
 

@@ -123,10 +123,10 @@ def test_a_study_trains_what_is_missing(config, tmp_path):
     assert (
         json.loads(json.dumps(data))["a"]["cost"]["parameters"] == 6272
     )  # 2 · 2,048 + 128 + 2,048
-    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+    with pytest.raises(ConfigError, match="steps must"):
         run_study({"a": replace(config, steps=9)}, [1], text, runs)
     for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
-        with pytest.raises(ConfigError, match="the text of data.corpus must stay as in"):
+        with pytest.raises(ConfigError, match="the text of data.corpus must"):
             run_study({"a": config}, [1], other, runs)
 
 

@@ -165,7 +165,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
     assert compared["lower_perplexity"] == (french < 0) + (german < 0)
     assert page.count("| moe against ") == 2 and "| moe-oversampled against moe |" in page
     assert "| en-de | 60 |" in page and page.index("![en-de and en-fr]") > 0
-    with pytest.raises(ConfigError, match="steps must stay as in the finished run"):
+    with pytest.raises(ConfigError, match="steps must"):
         main([*overrides, "steps=3", *places, "--seeds", "1"])
 
 
@@ -185,6 +185,6 @@ def test_the_better_model_has_less_perplexity_and_more_bleu():
 @pytest.mark.parametrize("script", [translation, multilingual])
 def test_without_sacrebleu_nothing_is_trained(monkeypatch, parallel_corpus, tmp_path, script):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(ConfigError, match="sacrebleu must be installed"):
+    with pytest.raises(ConfigError, match="sacrebleu must"):
         script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")], ROOT)
     assert not (tmp_path / "runs").exists()

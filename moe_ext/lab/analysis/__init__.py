@@ -6,6 +6,7 @@ from moe_ext.lab.analysis.experts import (
     by_specialisation,
     expert_reports,
 )
+from moe_ext.lab.analysis.pages import as_html, as_text
 from moe_ext.lab.analysis.routed_text import (
     RoutedText,
     find_moe_layer,
@@ -21,15 +22,17 @@ __all__ = [
     "RoutedText",
     "Specialisation",
     "TrainingFlops",
+    "as_html",
+    "as_text",
     "by_specialisation",
-    "route_text",
     "cost",
     "expert_reports",
+    "find_moe_layer",
     "joined",
     "labels_of",
-    "find_moe_layer",
-    "moe_ops",
     "measure_specialisation",
+    "moe_ops",
+    "route_text",
     "training_flops",
     "untrained_gates",
 ]

@@ -1,4 +1,4 @@
-"""Functions timed side by side, for the benchmarks in scripts/."""
+"""Functions timed side by side: what all benchmarks share."""
 
 import contextlib
 import os

@@ -20,64 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ext.lab.analysis import Cost
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
-from moe_ext.lab.training.comparison import arm_titles, arms, comparison_report
+from moe_ext.lab.training.comparison import (
+    arm_titles,
+    arms,
+    comparison_page,
+    comparison_report,
+)
 from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.metrics import perplexity
-from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.study import run_study, size_cells
+from moe_ext.lab.training.report import write_report
+from moe_ext.lab.training.study import run_study
 from moe_ext.lab.training.text import load_text
-
-_BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
-
-
-def as_markdown(report: dict[str, Any], config: AnyConfig) -> str:
-    """The report as a page with one row for each seed; `config` is that of the first model."""
-    titles = report["models"]
-    costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}
-    sizes = markdown_table(
-        ["model", "ops/timestep", "parameters", "with embedding and softmax"],
-        [
-            [title, *size_cells(cost), f"{cost.total_parameters / 1e6:.2f}M"]
-            for title, cost in costs.items()
-        ],
-    )
-    header = ["seed", *(f"{title}: test ppl" for title in titles.values()), "difference in ln ppl"]
-    header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
-    header += [f"{title}: words/s" for title in titles.values()]
-    rows = []
-    for row in report["pairs"]:
-        balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
-        rows.append(
-            [
-                row["seed"],
-                *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
-                f"{row['difference']:+.4f}",
-                f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
-                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
-                *(f"{speed[arm]:,.0f}" for arm in titles),
-            ]
-        )
-    difference = "One seed: no interval over seeds."
-    if report["difference"] is not None:
-        mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
-        change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
-        difference = (
-            f"Mean difference in ln ppl, {' - '.join(titles.values())}: {mean:+.4f}, 95% t "
-            f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
-            f"perplexity {change[0]} [{change[1]}, {change[2]}]."
-        )
-    return f"""\
-{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
-{config.data.corpus}: {report["train_tokens"]:,} training and \
-{report["test_tokens"]:,} test tokens, vocabulary {report["vocabulary"]:,}.
-
-{sizes}
-{markdown_table(header, rows)}
-{difference}
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -108,6 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     text = load_text(config.data)
     results = run_study(configs, options.seeds, text, output)
     report = {"models": arm_titles(config, against), **comparison_report(results, text)}
-    page = as_markdown(report, config)
+    page = comparison_page(report, config)
     write_report(output, "comparison", page, report)
     return report

@@ -31,7 +31,7 @@ from moe_ext.lab.analysis import cost
 from moe_ext.lab.data import EncodedPairs, PairBatches
 from moe_ext.lab.training.command import add_overrides, make_parser
 from moe_ext.lab.training.config import read_config
-from moe_ext.lab.training.launch import processes_of_run
+from moe_ext.lab.training.launch import process_group_of_run
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.model import make_model
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     config = read_config(options.config, options.overrides)
-    with processes_of_run(config) as (config, process_group):
+    with process_group_of_run(config) as (config, process_group):
         train(Trainer(config, process_group=process_group))
 
 
 def train(trainer: Trainer) -> None:
-    if trainer.processes.rank > 0:
+    if trainer.ranks.rank > 0:
         trainer.run()
         return
     with torch.device("meta"):  # the experts of all processes

@@ -41,7 +41,7 @@ def builtin_sentences() -> list[str]:
     `~/.cache/moe_ext`, under a name that changes with Python, torch, the files read and this code.
     Where nothing can be written, it is made anew on each call.
     """
-    files = _source_files()
+    files = source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"
     if cached.is_file():
         return cached.read_text("utf-8").splitlines()
@@ -66,7 +66,7 @@ def _key(files: list[Path]) -> str:
     return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"
 
 
-def _source_files() -> list[Path]:
+def source_files() -> list[Path]:
     """The .py files of the standard library and of torch, in a fixed order."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     torch_spec = importlib.util.find_spec("torch")

@@ -14,7 +14,7 @@ from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain
 PARTS = ("train", "dev", "test")
 PARTS_AND_ALL = (*PARTS, "all")  # what a Corpus has
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
-_PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 16 * 2**20
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
 _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
 
@@ -238,8 +238,8 @@ def _shards(files: Sequence[Path]) -> tuple[Shard, ...]:
         if file.suffix in (".gz", ".xz"):
             shards.append(_FileRange(file))
         else:
-            begins = range(0, max(file.stat().st_size, 1), _PIECE_BYTES)
-            shards += [_FileRange(file, begin, begin + _PIECE_BYTES) for begin in begins]
+            begins = range(0, max(file.stat().st_size, 1), PIECE_BYTES)
+            shards += [_FileRange(file, begin, begin + PIECE_BYTES) for begin in begins]
     return tuple(shards)
 
 

@@ -43,7 +43,7 @@ from moe_ext.lab.data.workers import in_workers
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
 
-_CHUNK = 4096  # pairs that are encoded at a time
+PAIRS_AT_A_TIME = 4096
 _ABOUT = "about.json"
 
 
@@ -301,7 +301,7 @@ class _Encoding:
 
 
 def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
-    while chunk := list(islice(pairs, _CHUNK)):
+    while chunk := list(islice(pairs, PAIRS_AT_A_TIME)):
         yield chunk
 
 

@@ -134,8 +134,8 @@ def fit_kneser_ney(
     Raises:
         ValueError: an argument is out of range.
     """
-    require_at_least(1, "kneser_ney", order=order)
-    words, first = _words(sentences, vocab_size, "kneser_ney")
+    require_at_least(1, "fit_kneser_ney", order=order)
+    words, first = _words(sentences, vocab_size, "fit_kneser_ney")
     # Every order's n-grams, how often they occur, and where their last n - 1 words stand.
     keys, counts, suffixes = [torch.arange(vocab_size + 1)], [_count(words, vocab_size + 1)], []
     index = words  # of the n-gram that ends at each position

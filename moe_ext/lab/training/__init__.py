@@ -24,7 +24,7 @@ from moe_ext.lab.training.config import (
     to_toml,
 )
 from moe_ext.lab.training.device import set_up_for, set_up_torch
-from moe_ext.lab.training.launch import processes_of_run
+from moe_ext.lab.training.launch import process_group_of_run
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.metrics import Evaluation, evaluate, perplexity
@@ -66,7 +66,7 @@ __all__ = [
     "mean_difference",
     "perplexity",
     "plan",
-    "processes_of_run",
+    "process_group_of_run",
     "read_config",
     "read_metrics",
     "run_study",

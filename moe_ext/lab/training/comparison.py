@@ -8,6 +8,7 @@ log-perplexity of a run after its last step.
 from dataclasses import asdict, replace
 from typing import Any
 
+from moe_ext.lab.analysis import Cost
 from moe_ext.lab.training.config import (
     AnyConfig,
     ConfigError,
@@ -15,9 +16,13 @@ from moe_ext.lab.training.config import (
     config_differences,
     config_value,
 )
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.statistics import bootstrap_difference
-from moe_ext.lab.training.study import Results, difference
+from moe_ext.lab.training.study import Results, difference, size_cells
 from moe_ext.lab.training.text import Text
+
+_BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
 
 
 def dense_counterpart(config: AnyConfig) -> AnyConfig:
@@ -119,3 +124,55 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
         "cost": {arm: asdict(next(iter(runs.values())).cost) for arm, runs in results.items()},
         "pairs": rows,
     }
+
+
+def comparison_page(report: dict[str, Any], config: AnyConfig) -> str:
+    """The report of `comparison_report` as a page with one row for each seed.
+
+    Args:
+        report: with "models" beside, what `arm_titles` returns.
+        config: that of the first model.
+    """
+    titles = report["models"]
+    costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}
+    sizes = markdown_table(
+        ["model", "ops/timestep", "parameters", "with embedding and softmax"],
+        [
+            [title, *size_cells(cost), f"{cost.total_parameters / 1e6:.2f}M"]
+            for title, cost in costs.items()
+        ],
+    )
+    header = ["seed", *(f"{title}: test ppl" for title in titles.values()), "difference in ln ppl"]
+    header += ["95% over test sentences", "CV(Importance)", "CV(Load)", "max/mean Load"]
+    header += [f"{title}: words/s" for title in titles.values()]
+    rows = []
+    for row in report["pairs"]:
+        balance, speed, interval = row["balance"], row["words_per_second"], row["bootstrap"]
+        rows.append(
+            [
+                row["seed"],
+                *(f"{row[f'{arm}_perplexity']:.2f}" for arm in titles),
+                f"{row['difference']:+.4f}",
+                f"[{interval['low']:+.4f}, {interval['high']:+.4f}]",
+                *(f"{balance[key]:.{digits}f}" if balance else "" for key, digits in _BALANCE),
+                *(f"{speed[arm]:,.0f}" for arm in titles),
+            ]
+        )
+    difference = "One seed: no interval over seeds."
+    if report["difference"] is not None:
+        mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
+        change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
+        difference = (
+            f"Mean difference in ln ppl, {' - '.join(titles.values())}: {mean:+.4f}, 95% t "
+            f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
+            f"perplexity {change[0]} [{change[1]}, {change[2]}]."
+        )
+    return f"""\
+{config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
+{config.data.corpus}: {report["train_tokens"]:,} training and \
+{report["test_tokens"]:,} test tokens, vocabulary {report["vocabulary"]:,}.
+
+{sizes}
+{markdown_table(header, rows)}
+{difference}
+"""

@@ -16,7 +16,7 @@ from moe_ext.lab.training.config import C
 
 
 @contextmanager
-def processes_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
+def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     """The process group that torchrun started, and the configuration for this process of it.
 
     The device "cuda" becomes the GPU of the process. After torchrun has restarted the processes

@@ -56,7 +56,7 @@ class _Objective(nn.Module):
         return self.model.loss(batch)
 
 
-class _Window:
+class Window:
     """What the steps since the last log line add up to: nats and tokens in this process, what the
     MoE layers report in all."""
 
@@ -64,13 +64,13 @@ class _Window:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
         self.seconds = 0.0
         self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
-        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, of all processes
+        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, of all ranks
 
-    def add(self, parts: LossParts, processes: Ranks) -> None:
+    def add(self, parts: LossParts, ranks: Ranks) -> None:
         self.nll_sum += parts.nll_sum.item()
         self.aux_sum += parts.aux_loss.item() * parts.num_tokens
         self.num_tokens += parts.num_tokens
-        counts = processes.sum(*(aux.tokens_per_expert for aux in parts.aux))
+        counts = ranks.sum(*(aux.tokens_per_expert for aux in parts.aux))
         reports = zip(parts.aux, counts, strict=True)
         self.balance.append([aux._replace(tokens_per_expert=n).metrics() for aux, n in reports])
         if self.tokens_per_expert:
@@ -80,8 +80,8 @@ class _Window:
     def is_finite(self) -> bool:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
-    def summary(self, processes: Ranks) -> dict[str, Any]:
-        """The numbers of the window, of all processes.
+    def summary(self, ranks: Ranks) -> dict[str, Any]:
+        """The numbers of the window, of all ranks.
 
         nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
         predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
@@ -89,7 +89,7 @@ class _Window:
         expert got, relative to an even share, for each MoE layer.
         """
         sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
-        (totals,) = processes.sum(sums)
+        (totals,) = ranks.sum(sums)
         nll_sum, aux_sum, num_tokens = totals.tolist()
         values: dict[str, Any] = {
             "nll": nll_sum / num_tokens,
@@ -145,14 +145,14 @@ class Trainer:
     different models with the same seed see the same data order, and the same dropout masks if they
     have as many layers.
 
-    Several processes share the experts and the rows of every batch. They make the steps of a single
+    Several ranks share the experts and the rows of every batch. They make the steps of a single
     process but for dropout and noise, which each draws for itself, and may be of another number
     when a run is resumed. The first of them writes what there is to write.
 
     Args:
         config: the run.
         text: the corpus of `config.data`, where the caller has it already.
-        process_group: the processes, each with a Trainer of its own; None is this one alone.
+        process_group: the ranks, each with a Trainer of its own; None is this one alone.
 
     Raises:
         ConfigError: the folder, the device or the corpus cannot be used.
@@ -170,7 +170,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.folder = Path(config.output)
-        self.processes = Ranks(process_group)
+        self.ranks = Ranks(process_group)
         self._checkpoints = checkpoints_of(self.folder, process_group, config.log.keep_checkpoints)
         set_up_for(config)
         if config.log.tensorboard:
@@ -231,10 +231,10 @@ class Trainer:
             ConfigError: another process trains in the folder, or has in the meantime.
         """
         config, steps = self.config, self.config.steps
-        window = _Window()
+        window = Window()
         with ExitStack() as stack:
             log = None
-            if self.processes.rank == 0:
+            if self.ranks.rank == 0:
                 stack.enter_context(self._no_other_run())
                 self._write_folder()
                 log = RunLog(
@@ -257,10 +257,10 @@ class Trainer:
                 if end or _due(self.step, config.log.log_every):
                     rate = self.optimizers[0].param_groups[0]["lr"]
                     progress = {"tokens": self.tokens, "learning_rate": rate}
-                    values = window.summary(self.processes) | progress
+                    values = window.summary(self.ranks) | progress
                     if log:
                         log.write("train", self.step, values)
-                    window = _Window()
+                    window = Window()
                 if end or _due(self.step, config.log.eval_every):
                     values = self._evaluate() | {"tokens": self.tokens}
                     if log:
@@ -273,31 +273,31 @@ class Trainer:
 
     def _any(self, here: bool) -> bool:
         """Whether something holds in any process: so that all of them do the same."""
-        (number,) = self.processes.sum(torch.tensor(int(here)))
+        (number,) = self.ranks.sum(torch.tensor(int(here)))
         return bool(number)
 
-    def train_step(self, batches: Sequence[Batch], window: _Window | None = None) -> None:
+    def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
         """One optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
             FloatingPointError: as `run`; weights and averages are as they were.
         """
-        window = _Window() if window is None else window
+        window = Window() if window is None else window
         self.model.train()
-        # All processes draw the same classes, after a restart too.
+        # All ranks draw the same classes, after a restart too.
         self.class_generator.manual_seed(self._seed("classes", self.step))
-        processes = self.processes
+        ranks = self.ranks
         sizes = [batch.num_tokens for batch in batches]
         num_tokens = sum(sizes)
         for batch, size in zip(batches, sizes, strict=True):
-            part = batch.part(processes.rank, processes.size).to(self.device)
+            part = batch.part(ranks.rank, ranks.size).to(self.device)
             with self._autocast():
                 parts = self._objective(part)
-                # Gradients are averaged over the processes, the sums here are to be added.
-                nll = processes.size * parts.nll_sum / num_tokens
+                # Gradients are averaged over the ranks, the sums here are to be added.
+                nll = ranks.size * parts.nll_sum / num_tokens
                 loss = nll + size / num_tokens * parts.aux_loss
             loss.backward()
-            window.add(parts, processes)
+            window.add(parts, ranks)
         gradient_is_finite = True
         if self.config.optimizer.clip_norm:
             norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm)
@@ -334,8 +334,8 @@ class Trainer:
                     self.model,
                     self.dev,
                     tokens_per_batch=self.config.data.tokens_per_batch,
-                    title="dev" if self.config.log.progress and self.processes.rank == 0 else None,
-                    processes=self.processes,
+                    title="dev" if self.config.log.progress and self.ranks.rank == 0 else None,
+                    ranks=self.ranks,
                 )
             values |= {f"nll{suffix}": dev.nll, f"perplexity{suffix}": dev.perplexity}
             if isinstance(self.dev, EncodedPairs) and len(self.dev.names) > 1:
@@ -462,7 +462,7 @@ class Trainer:
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(values)
-        if generators is None:  # there were fewer processes
+        if generators is None:  # there were fewer ranks
             return
         torch.set_rng_state(generators["rng"])
         # The state of a generator only fits the kind of device it was saved on.
@@ -476,7 +476,7 @@ class Trainer:
 
     def _seed_here(self, purpose: str) -> int:
         """One that no other process has; nor this one, when it joins later."""
-        return self._seed(purpose, self.processes.rank, self.step)
+        return self._seed(purpose, self.ranks.rank, self.step)
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"

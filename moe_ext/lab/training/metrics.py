@@ -52,7 +52,7 @@ def evaluate(
     *,
     tokens_per_batch: int = 2_560,
     title: str | None = "evaluating",
-    processes: Ranks | None = None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
 
@@ -63,19 +63,19 @@ def evaluate(
         text: sentences, or for a translation model pairs of them, in the ids of its vocabulary.
         tokens_per_batch: in a batch, roughly: predictions, and of pairs source tokens too.
         title: of the progress bar; None is no bar.
-        processes: which share the work, each with some rows of every batch; None is this one.
+        ranks: which share the work, each with some rows of every batch; None is this one.
     """
-    processes = processes or Ranks()
+    ranks = ranks or Ranks()
     device = model.embedding.weight.device
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=False)
     sentence_nll = torch.zeros(len(text), dtype=torch.float64, device=device)
     epoch: Iterable[Any] = progress(batches.epoch(0), title, "batches", batches.num_batches)
     with evaluating(model), torch.inference_mode():
         for batch in epoch:
-            batch = batch.part(processes.rank, processes.size).to(device)
+            batch = batch.part(ranks.rank, ranks.size).to(device)
             sentence = batch.sentence_index[:, None].expand_as(batch.mask)[batch.mask]
             sentence_nll.index_add_(0, sentence, model.token_nll(batch).double())
-    (sentence_nll,) = processes.sum(sentence_nll)
+    (sentence_nll,) = ranks.sum(sentence_nll)
     return Evaluation(sentence_nll.cpu(), batches.num_tokens)
 
 
