@@ -36,6 +36,7 @@ class Operator:
     samples: list[dict]  # sizes for the reference and the gradients, the edges included
     typical: list[dict]  # the few sizes for what costs more; the first is that of the errors
     large: list[dict]  # sizes that threads share
+    limits: list[dict] = field(default_factory=list)  # at which narrow counters would fail
     precise: list[dict]  # sizes whose rounding is measured
     plain: Callable | None = None  # the same in plain torch, at the precision of its arguments
     differentiable: tuple[str, ...] = ()
@@ -52,7 +53,7 @@ class Operator:
     # (exception, argument named, the changed arguments, or a function of the valid ones to them)
     bad: list[tuple] = field(default_factory=list)
     backward_bad: list[tuple] = field(default_factory=list)
-    any_type: tuple[str, ...] = ()  # arguments whose numbers may be of any type
+    free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type", "dimensions"
 
 
 def moved(values, device=None, dtype=None):
@@ -64,6 +65,11 @@ def moved(values, device=None, dtype=None):
         return x.to(device, dtype if x.is_floating_point() else None, copy=True)
 
     return tree_map(move, values)
+
+
+def sample(name, device="cpu", dtype=torch.float64, **sizes):
+    """The arguments of one sample."""
+    return moved(ROWS[name].make(dtype, **sizes), device)
 
 
 def as_tuple(outputs):
@@ -378,6 +384,13 @@ def reference_plan(expert_index, num_experts):
     return permutation, permutation.argsort().view(expert_index.shape), counts, offsets_of(counts)
 
 
+def plain_plan(expert_index, num_experts):
+    slots = expert_index.flatten()
+    permutation, counts = slots.sort(stable=True).indices, slots.bincount(minlength=num_experts)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return permutation, permutation.argsort().view(expert_index.shape), counts, offsets
+
+
 def make_dispatch(dtype, D=3, **sizes):
     routing = draw_routing(**sizes)
     T = len(per_token(routing["inverse"], routing["token_offsets"]))
@@ -621,36 +634,31 @@ def token_offsets(num_tokens):
     ]
 
 
-def another(name, changed):
-    """A tensor of a list is another one."""
-    position, function = changed
+def first(name, function):
+    """The first tensor of a list is another one."""
+    return lambda arguments: {name: [function(arguments[name][0]), *arguments[name][1:]]}
 
-    def change(arguments):
-        tensors = list(arguments[name])
-        tensors[position] = function(tensors[position])
-        return {name: tensors}
 
-    return change
+def double(name):
+    return lambda arguments: {name: arguments[name].double()}
 
 
 NO_GRADIENT = {
     each: "no output is differentiable"
     for each in ("gradients", "gradcheck", "needed", "second_derivative", "accuracy")
 }
-COPIES = {"accuracy": "it copies", "gradcheck": "see gradients, which are exact"}
+MANY, EXPERTS = [65_535, 65_536, 200_000], [1, 2, 3, 254, 255, 256, 257, 1000, 4096]
 T, E, K, R = 4, 5, 2, 8  # of TYPICAL[0], which bad arguments are changes of
 
+# fmt: off
 TABLE = {
     "noisy_topk_gating": Operator(
-        function=ops.noisy_topk_gating,
-        make=make_gating,
-        reference=reference_gating,
-        plain=plain_gating,
-        differentiable=("clean_logits", "raw_noise_stddev"),
-        backward="_noisy_topk_gating_backward",
+        function=ops.noisy_topk_gating, make=make_gating,
+        reference=reference_gating, plain=plain_gating,
+        equations=("Eq. 3", "Eq. 4", "Eq. 5", "App. A"),
+        differentiable=("clean_logits", "raw_noise_stddev"), backward="_noisy_topk_gating_backward",
         half="accurate",  # a logit's gradient is rounded for each path that it comes by
         autocast=torch.float32,
-        equations=("Eq. 3", "Eq. 4", "Eq. 5", "App. A"),
         samples=[sizes | dict(noisy=noisy) for sizes in EDGES for noisy in (True, False)]
         + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
         typical=[*TYPICAL, dict(T=5, E=6, k=2, noisy=False)],
@@ -662,7 +670,7 @@ TABLE = {
             *numbers("noise_epsilon", -0.1, math.nan),
             (ValueError, "raw_noise_stddev and noise", dict(noise=None)),
             (ValueError, "raw_noise_stddev and noise", dict(raw_noise_stddev=None)),
-            (TypeError, "noise", lambda arguments: dict(noise=arguments["noise"].double())),
+            (TypeError, "noise", double("noise")),
         ],
         backward_bad=[
             (IndexError, "threshold_index", last("threshold_index", -2)),
@@ -671,22 +679,18 @@ TABLE = {
         ],
     ),
     "load": Operator(
-        function=ops.load,
-        make=make_load,
-        reference=plain_load,
-        plain=plain_load,
-        differentiable=("clean_logits", "noise_stddev", "threshold"),
-        backward="_load_backward",
+        function=ops.load, make=make_load, reference=plain_load, plain=plain_load,
+        equations=("Eq. 10", "App. B"),
+        differentiable=("clean_logits", "noise_stddev", "threshold"), backward="_load_backward",
         autocast=torch.float32,
-        equations=("Eq. 9", "Eq. 10", "App. B"),
         samples=[sizes | dict(detach=detach) for sizes in EDGES for detach in (False, True)]
         + [
-            dict(T=7, E=6, k=2, groups=groups, detach=detach)
+            dict(T=7, E=6, k=2, groups=groups, detach=detach) for detach in (False, True)
             for groups in ([0, 7], [0, 3, 7], [0, 0, 2, 2, 7, 7], list(range(8)))
-            for detach in (False, True)
         ]
         + [dict(T=0, E=4, k=2, groups=[0, 0, 0])],
         typical=[dict(T=T, E=E, k=K, groups=[0, 3, T]), *TYPICAL],
+        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095)),
         large=shapes((3000, 64, 4)) + [dict(T=3000, E=64, k=4, groups=[0, 3, 3, 1000, 1001, 3000])],
         precise=shapes((1, 64, 4), (300, 8, 2), (3000, 16, 15)),
         bad=[
@@ -694,52 +698,35 @@ TABLE = {
             (ValueError, "expert_index", shorter("expert_index")),
             *out_of_range("expert_index", E),
             *vectors("group_offsets", [1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []),
-            (TypeError, "", lambda arguments: dict(threshold=arguments["threshold"].double())),
+            (TypeError, "", double("threshold")),
         ],
         backward_bad=[(ValueError, "grad_load", lambda a: dict(grad_load=a["grad_load"][0]))],
     ),
     "batchwise_topm": Operator(
-        function=ops.batchwise_topm,
-        make=make_topm,
-        reference=reference_topm,
+        function=ops.batchwise_topm, make=make_topm, reference=reference_topm,
         equations=("App. F",),
-        samples=[
-            dict(G=2, N=N, E=E, m=m)
-            for N, E, m in [
-                (1, 1, 1),
-                (5, 3, 2),
-                (7, 16, 3),
-                (16, 17, 16),
-                (40, 5, 7),
-                (33, 32, 1),
-                (100, 40, 31),
-            ]
-        ]
+        lacks=NO_GRADIENT | {"limits": "test_balanced_gating.py has them"},
+        samples=[dict(G=2, N=N, E=E, m=m) for N, E, m in [
+            (1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)
+        ]]
         + [dict(G=1, N=30, E=5, m=m) for m in (0, 1, 29, 30)]
         + [dict(G=G, N=N, E=E, m=0) for G, N, E in ((0, 5, 3), (2, 0, 3), (2, 5, 0))]
-        + [
-            dict(G=2, N=20, E=6, m=m, draw=draw)
-            for m in (1, 8, 15, 20)
-            for draw in ("ties", "nan", "equal")
-        ],
+        + [dict(G=2, N=20, E=6, m=m, draw=draw)
+           for m in (1, 8, 15, 20) for draw in ("ties", "nan", "equal")],
         typical=[dict(G=2, N=T, E=E, m=K), dict(G=1, N=7, E=5, m=2), dict(G=2, N=0, E=4, m=0)],
         large=[dict(G=1, N=2000, E=80, m=100), dict(G=1, N=2000, E=20, m=100, draw="ties")],
         precise=[dict(G=1, N=200, E=20, m=10), dict(G=2, N=50, E=7, m=9, draw="nan")],
-        lacks=NO_GRADIENT | {"expanded": "equal scores are another column's for the tie break"},
         bad=numbers("m", -1, T + 1, 1000),
     ),
     "selected_softmax": Operator(
-        function=ops.selected_softmax,
-        make=make_selection,
-        reference=reference_selection,
-        plain=plain_selection,
-        differentiable=("logits",),
-        backward="_selected_softmax_backward",
+        function=ops.selected_softmax, make=make_selection,
+        reference=reference_selection, plain=plain_selection,
         equations=("App. F",),
-        samples=[
-            dict(T=T, E=E, p=p)
-            for T, E, p in [(1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0), (0, 5, 1)]
-        ],
+        differentiable=("logits",), backward="_selected_softmax_backward",
+        lacks={"limits": "test_balanced_gating.py has them"},
+        samples=[dict(T=T, E=E, p=p) for T, E, p in [
+            (1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0), (0, 5, 1)
+        ]],
         typical=[dict(T=T, E=E, p=1), dict(T=7, E=5), dict(T=0, E=4)],
         large=[dict(T=4000, E=64, p=0.1)],
         precise=[dict(T=300, E=20)],
@@ -750,15 +737,14 @@ TABLE = {
         ],
     ),
     "importance": Operator(
-        function=ops.importance,
-        make=make_importance,
+        function=ops.importance, make=make_importance,
         reference=lambda **arguments: ref.Importance(dense(**arguments)),
         plain=lambda **arguments: dense(**arguments).sum(0),
-        differentiable=("gates",),
-        second_derivative="right",
         equations=("Eq. 6",),
+        differentiable=("gates",), second_derivative="right",
         samples=EDGES + [dict(T=9, E=5, k=1, all_to=3), dict(T=5, E=3, k=0)],
         typical=TYPICAL,
+        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
         large=shapes((5000, 16, 4), (3000, 2000, 2)),
         precise=shapes((10, 8, 2), (5000, 8, 2)),
         bad=[
@@ -768,30 +754,30 @@ TABLE = {
         ],
     ),
     "dispatch_plan": Operator(
-        function=ops.dispatch_plan,
-        make=make_plan,
-        reference=reference_plan,
-        equations=("Eq. 1", "Sec. 3.1"),
+        function=ops.dispatch_plan, make=make_plan, reference=reference_plan, plain=plain_plan,
+        equations=("Eq. 1",),
+        lacks=NO_GRADIENT | {"half_types": "its numbers are integers"},
         samples=EDGES + RAGGED + [dict(T=9, E=5, k=1, all_to=3)],
         typical=TYPICAL + RAGGED[:1],
+        limits=[
+            *shapes((100, 1, 1), (100, 255, 2), (100, 256, 17), (100, 257, 64), (50, 1000, 1)),
+            *shapes((20, 4096, 4), (21_845, 8, 3), (32_768, 8, 2), (50_000, 64, 4)),  # 65,535 rows
+        ],
         large=shapes((1000, 64, 4), (3000, 2000, 2)),
         precise=shapes((1000, 64, 4)),
-        lacks=NO_GRADIENT | {"half_types": "its numbers are integers"},
         bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1)],
     ),
     "dispatch": Operator(
-        function=ops.dispatch,
-        make=make_dispatch,
-        reference=reference_dispatch,
-        plain=plain_dispatch,
-        differentiable=("x",),
-        backward="_dispatch_backward",
-        equations=("Eq. 1", "Sec. 3.1"),
+        function=ops.dispatch, make=make_dispatch,
+        reference=reference_dispatch, plain=plain_dispatch,
+        equations=("Eq. 1",),
+        differentiable=("x",), backward="_dispatch_backward",
         samples=[sizes | dict(D=D) for sizes in EDGES + RAGGED for D in (1, 7, 64)],
         typical=TYPICAL + RAGGED[:1],
+        limits=shapes((20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
         large=[dict(T=1000, E=64, k=4, D=64)],
         precise=[dict(T=50, E=16, k=8, D=9)],
-        any_type=("x",),
+        free=dict(type=("x",)),
         bad=[
             *out_of_range("inverse", R),
             (ValueError, "", shorter("inverse")),
@@ -801,15 +787,13 @@ TABLE = {
         backward_bad=[(IndexError, "inverse", last("inverse", R))],
     ),
     "combine": Operator(
-        function=ops.combine,
-        make=make_combine,
-        reference=reference_combine,
-        plain=plain_combine,
-        differentiable=("expert_output", "gates"),
-        backward="_combine_backward",
+        function=ops.combine, make=make_combine, reference=reference_combine, plain=plain_combine,
         equations=("Eq. 1",),
+        differentiable=("expert_output", "gates"), backward="_combine_backward",
+        half="accurate",  # on CUDA the order of a gate's gradient's sum differs with the type
         samples=[sizes | dict(D=D) for sizes in EDGES + RAGGED for D in (1, 5)],
         typical=TYPICAL + RAGGED[:1],
+        limits=shapes((20, 300, 17), (20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
         large=[dict(T=1000, E=64, k=4, D=64)],
         precise=[dict(T=100, E=16, k=k, D=D) for k in (1, 2, 16) for D in (3, 64)],
         bad=[
@@ -822,100 +806,80 @@ TABLE = {
         backward_bad=[(ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()))],
     ),
     "experts": Operator(
-        function=ops.experts,
-        make=make_layer,
+        function=ops.experts, make=make_layer,
         reference=layer_by(reference_expert, reference_combine),
         plain=layer_by(plain_expert, plain_combine),
-        differentiable=("x", "weights", "biases", "gates"),
-        backward="_experts_backward",
-        half="accurate",
-        autocast=torch.bfloat16,
-        products=True,
         equations=("Eq. 1", "Sec. 3.2", "App. D"),
+        differentiable=("x", "weights", "biases", "gates"), backward="_experts_backward",
+        half="accurate", autocast=torch.bfloat16, products=True,
         samples=[
             dict(counts=counts, widths=widths, bias=bias)
             for counts in ([1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9)
-            for widths in ((1, 1), (3, 5), (17, 33))
-            for bias in (False, True)
+            for widths in ((1, 1), (3, 5), (17, 33)) for bias in (False, True)
         ]
         + [
             dict(counts=counts, widths=(4, 6, 3), activation=activation, bias=bias)
-            for activation in ACTIVATIONS
-            for counts in ([3, 0, 4], [0, 0])
-            for bias in (False, True)
+            for activation in ACTIVATIONS for counts in ([3, 0, 4], [0, 0]) for bias in (0, 1)
         ]
         + [
             dict(counts=[3, 0, 4], widths=widths, activation=activation, bias=True)
-            for widths in ((4, 3), (4, 6, 5, 3))
-            for activation in ("relu", "swiglu")
+            for widths in ((4, 3), (4, 6, 5, 3)) for activation in ("relu", "swiglu")
         ]
         + [dict(counts=[3, 0], widths=widths) for widths in ((8, 0, 8), (8, 0), (0, 8))]
         + [dict(counts=[2, 2], widths=(4, 6, 3), even=True)]
         + [
             sizes | dict(widths=(4, 6, 3), recompute=recompute, gated=gated)
             for sizes in [dict(T=5, E=5, k=2), *RAGGED]
-            for recompute in (False, True)
-            for gated in (False, True)
+            for recompute in (False, True) for gated in (False, True)
         ],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
             dict(counts=[0, 0], widths=(3, 2)),
-            dict(T=5, E=5, k=2, widths=(4, 6, 3), activation="tanh", gated=False),
-            RAGGED[0] | dict(widths=(4, 6, 3), activation="swiglu", bias=True),
-            RAGGED[0] | dict(widths=(4, 6, 5, 3), activation="gelu", recompute=True),
+            dict(T=5, E=5, k=2, widths=(3, 4, 2), activation="tanh", gated=False),
+            RAGGED[0] | dict(widths=(3, 4, 2), activation="swiglu", bias=True),
+            RAGGED[0] | dict(widths=(3, 4, 3, 2), activation="gelu", recompute=True),
+        ],
+        limits=[
+            *(dict(counts=[n // 2, 0, n - n // 2], widths=(2, 3), bias=True) for n in MANY),
+            # Every other expert is empty.
+            *(dict(counts=[0, 1] * (n // 2) + [1], widths=(3, 2), bias=True) for n in EXPERTS),
         ],
         large=[
             dict(counts=[200, 0, 1, 300, 37], widths=(48, 80), bias=True),
             dict(T=2600, E=5, k=2, widths=(24, 40, 16), bias=True),
         ],
         precise=[
-            *(
-                dict(counts=counts, widths=widths, bias=True)
-                for counts in ([5, 0, 70], [130, 17, 1])
-                for widths in ((64, 32), (33, 65))
-            ),
-            *(
-                dict(counts=[30, 0, 40], widths=(16, 24, 8), activation=activation, bias=True)
-                for activation in ACTIVATIONS
-            ),
-            dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True),
-        ],
+            dict(counts=counts, widths=widths, bias=True)
+            for counts in ([5, 0, 70], [130, 17, 1]) for widths in ((64, 32), (33, 65))
+        ]
+        + [
+            dict(counts=[30, 0, 40], widths=(16, 24, 8), activation=activation, bias=True)
+            for activation in ACTIVATIONS
+        ]
+        + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)],
         bad=[
             *numbers("activation", "rely", ", "),
             (ValueError, "offsets", shorter("offsets")),
             *vectors("offsets", [1, 2, 3, 7], [0, 5, 3, 7], [0, 1, 4, 8], [0, 1, 2, 3]),
-            (
-                ValueError,
-                "offsets",
-                dict(offsets=torch.zeros(1).long(), weights=[torch.ones(0, 3, 7)], biases=None),
-            ),
-            (ValueError, r"weights\[0\]", another("weights", (0, lambda w: w[0]))),
-            (ValueError, r"weights\[0\]", another("weights", (0, lambda w: w[:, :2]))),
-            (TypeError, r"weights\[0\]", another("weights", (0, torch.Tensor.double))),
+            (ValueError, "offsets",
+             dict(offsets=torch.zeros(1).long(), weights=[torch.ones(0, 3, 7)], biases=None)),
+            (ValueError, r"weights\[0\]", first("weights", lambda w: w[0])),
+            (ValueError, r"weights\[0\]", first("weights", lambda w: w[:, :2])),
+            (TypeError, r"weights\[0\]", first("weights", torch.Tensor.double)),
             (ValueError, r"weights\[1\]", lambda a: dict(weights=a["weights"] * 2, biases=None)),
-            (
-                ValueError,
-                r"weights\[0\]",
-                lambda a: dict(
-                    weights=[a["weights"][0], torch.ones(3, 7, 3)], biases=None, activation="glu"
-                ),
-            ),
+            (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns are not an even number
+                weights=[*a["weights"], torch.ones(3, 7, 3)], biases=None, activation="glu")),
             (ValueError, "weights and biases", lambda a: dict(biases=a["biases"] * 2)),
             (ValueError, "weights and biases", dict(weights=[], biases=None)),
-            (ValueError, r"biases\[0\]", another("biases", (0, lambda b: b[:, :2]))),
-            (TypeError, r"biases\[0\]", another("biases", (0, torch.Tensor.double))),
+            (ValueError, r"biases\[0\]", first("biases", lambda b: b[:, :2])),
+            (TypeError, r"biases\[0\]", first("biases", torch.Tensor.double)),
             (ValueError, "inverse", dict(gates=torch.rand(4, 2))),
             (ValueError, "x", dict(inverse=torch.arange(6).view(3, 2))),
-            (
-                ValueError,
-                "gates",
-                lambda a: dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1)),
-            ),
-            (
-                ValueError,
-                "inverse",
-                dict(inverse=torch.arange(6).view(3, 2), token_offsets=torch.arange(4)),
-            ),
+            (ValueError, "gates", dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1))),
+            (ValueError, "inverse",
+             dict(inverse=torch.arange(6).view(3, 2), token_offsets=torch.arange(4))),
+            (ValueError, "token_offsets",
+             dict(inverse=torch.arange(7), token_offsets=torch.tensor([0, 1, 2, 3, 5, 4, 6, 7]))),
             (ValueError, "rows", dict(offsets=None)),
         ],
         backward_bad=[
@@ -926,45 +890,37 @@ TABLE = {
         ],
     ),
     "factored_step_": Operator(
-        function=factored_step,
-        make=make_step,
-        reference=reference_step,
+        function=factored_step, make=make_step, reference=reference_step,
         equations=("App. D",),
+        lacks=NO_GRADIENT | {
+            "pure": "it is in place", "half_types": "layer/test_optim.py has its precision",
+            "limits": "it counts nothing",
+        },
         samples=[
-            dict(shape=shape, rule=rule)
+            dict(shape=shape, rule=rule) for rule in ("adam", "diet", "adagrad")
             for shape in ((4, 7, 5), (9, 3), (2, 2, 3, 4), (3, 1, 4), (3, 4, 1))
-            for rule in ("adam", "diet", "adagrad")
         ],
-        typical=[
-            dict(shape=(3, 5, 4)),
-            dict(shape=(6, 7), rule="diet"),
-            *(dict(shape=shape) for shape in ((0, 4, 3), (2, 0, 3), (2, 3, 0))),
-        ],
+        typical=[dict(shape=(3, 5, 4)), dict(shape=(6, 7), rule="diet"), dict(shape=(0, 4, 3)),
+                 dict(shape=(2, 0, 3)), dict(shape=(2, 3, 0))],
         large=[
-            dict(shape=shape, rule=rule)
+            dict(shape=shape, rule=rule) for rule in ("adam", "diet")
             for shape in ((1, 200, 130), (2, 130, 70), (40, 65, 20), (1, 3, 4096))
-            for rule in ("adam", "diet")
         ],
         precise=[dict(shape=(3, 70, 40), rule=rule) for rule in ("adam", "diet")],
-        lacks=NO_GRADIENT
-        | {
-            "pure": "it is in place",
-            "accuracy": "layer/test_optim.py has it",
-        },
+        free=dict(dimensions=("param",)),
         bad=[
             (ValueError, "param", dict(param=torch.zeros(3))),
             (ValueError, "grad", shorter("grad", 2)),
-            (TypeError, "grad", lambda a: dict(grad=a["grad"].double())),
+            (TypeError, "grad", double("grad")),
             (ValueError, "row", dict(row=torch.zeros(3, 4))),
-            (TypeError, "row", lambda a: dict(row=a["row"].double())),
+            (TypeError, "row", double("row")),
             (ValueError, "column", dict(column=torch.zeros(4))),
             (TypeError, "lr", dict(lr=torch.zeros(()))),
-            *numbers("decay", -0.1),
-            *numbers("gain", math.nan),
-            *numbers("eps", 0.0, 1e-50),
+            *numbers("decay", -0.1), *numbers("gain", math.nan), *numbers("eps", 0.0, 1e-50),
         ],
     ),
 }
+# fmt: on
 # Every operator, the backward ones too, with its row.
 ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
 

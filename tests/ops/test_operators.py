@@ -23,7 +23,7 @@ from assertions import (
     raises,
 )
 from machine import instruction_sets
-from operators import HALF, ROWS, TABLE, call_of, evaluate, moved, run, with_leaves, written
+from operators import HALF, ROWS, TABLE, call_of, evaluate, moved, run, sample, with_leaves, written
 from torch.utils._pytree import tree_leaves, tree_map
 
 pytestmark = pytest.mark.emulated
@@ -44,17 +44,13 @@ def each(prop, kind, rows=TABLE, where=lambda row: True):
             name,
             sizes,
             id=f"{name}-{'-'.join(f'{key}={value}' for key, value in sizes.items())}",
-            marks=[pytest.mark.equation(equation) for equation in row.equations],
+            marks=pytest.mark.equation(*row.equations),
         )
         for name, row in rows.items()
         if where(row) and not lacks(name, prop)
         for sizes in getattr(row, kind)
     ]
     return pytest.mark.parametrize("name, sizes", cases)
-
-
-def sample(name, sizes, device="cpu", dtype=torch.float64):
-    return moved(ROWS[name].make(dtype, **sizes), device)
 
 
 def assert_equal(actual, expected):
@@ -87,16 +83,25 @@ def test_the_table_is_complete():
 
 @each("reference", "samples")
 def test_equals_reference(device, name, sizes):
-    row, arguments = ROWS[name], sample(name, sizes)
+    row, arguments = ROWS[name], sample(name, **sizes)
     actual = operators.as_tuple(row.function(**moved(arguments, device)))
     assert all(y.device.type == device and y.is_contiguous() for y in actual)
     assert_equal(actual, operators.as_tuple(row.reference(**arguments)))
 
 
+@each("limits", "limits")
+def test_limits(device, name, sizes):
+    """No counter in a kernel is too narrow."""
+    row, arguments = ROWS[name], sample(name, device, **sizes)
+    assert_equal(
+        operators.as_tuple(row.function(**arguments)), operators.as_tuple(row.plain(**arguments))
+    )
+
+
 @each("gradients", "samples", where=lambda row: row.differentiable)
 def test_gradients_equal_reference(device, name, sizes):
     """Those of all outputs together, and of each alone: of the others there is then none."""
-    row, arguments = ROWS[name], sample(name, sizes)
+    row, arguments = ROWS[name], sample(name, **sizes)
     actual_arguments, leaves = with_leaves(moved(arguments, device), row.differentiable)
     arguments, expected_leaves = with_leaves(arguments, row.differentiable)
     actual = operators.as_tuple(row.function(**actual_arguments))
@@ -120,7 +125,7 @@ def test_gradients_equal_reference(device, name, sizes):
 @each("gradcheck", "typical", where=lambda row: row.differentiable)
 def test_gradcheck(device, name, sizes):
     row = ROWS[name]
-    arguments = sample(name, sizes, device)
+    arguments = sample(name, device, **sizes)
     arguments, leaves = with_leaves(arguments, row.differentiable)
 
     def function(*inputs):
@@ -141,7 +146,7 @@ def test_gradcheck(device, name, sizes):
 @each("second_derivative", "typical", where=lambda row: row.second_derivative == "refused")
 def test_second_derivative_is_refused(device, name, sizes):
     row = ROWS[name]
-    arguments, leaves = with_leaves(sample(name, sizes, device), row.differentiable)
+    arguments, leaves = with_leaves(sample(name, device, **sizes), row.differentiable)
 
     def function(*_):
         outputs = operators.as_tuple(row.function(**arguments))
@@ -154,7 +159,7 @@ def test_second_derivative_is_refused(device, name, sizes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
     """The same bits as with all others'."""
-    row, arguments = ROWS[name], sample(name, sizes, device, dtype)
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     _, expected = evaluate(row, arguments)
     for one in range(len(expected)):
         changed, leaves = with_leaves(arguments, row.differentiable, {one})
@@ -178,7 +183,7 @@ def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
     row = ROWS[name]
     if dtype in HALF and row.half != "accurate":
         pytest.skip("the next test asks for more")
-    arguments = sample(name, sizes, device, dtype)
+    arguments = sample(name, device, dtype, **sizes)
     outputs, grads = evaluate(row, arguments)
     upstream = operators.upstream_of(outputs)
     plain, exact = (
@@ -188,13 +193,15 @@ def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
     for a, p, e in zip(outputs + grads, plain[0] + plain[1], exact[0] + exact[1], strict=True):
         if a.is_floating_point():
             assert_as_accurate(a, p.to(a.dtype), e)
+        else:
+            assert_same_bits(a, e)
 
 
 @each("half_types", "precise", where=lambda row: row.half == "rounded")
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
     """The bits are float32's, rounded once to the type of the result."""
-    row, arguments = ROWS[name], sample(name, sizes, device, dtype)
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
 
     def widened(values):
         return tree_map(lambda x: x.float() if is_half(x) else x, values)
@@ -215,7 +222,7 @@ def test_autocast(device, name, sizes):
     """The arithmetic of gates stays in float32, and the experts' takes the lower type."""
     row = ROWS[name]
     given = torch.bfloat16 if row.autocast == torch.float32 else torch.float32
-    arguments = sample(name, sizes, device, given)
+    arguments = sample(name, device, given, **sizes)
     changed, leaves = with_leaves(arguments, row.differentiable)
     with torch.autocast(device, torch.bfloat16):
         outputs = operators.as_tuple(row.function(**changed))
@@ -238,7 +245,7 @@ def test_autocast(device, name, sizes):
     [(torch.float32, "contiguous"), (torch.float32, "transposed"), (torch.bfloat16, "contiguous")],
 )
 def test_opcheck(device, name, sizes, dtype, layout):
-    op, args = call_of(name, sample(name, sizes, device, dtype))
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
     differentiable = name in TABLE and ROWS[name].differentiable
 
     def leaf(x):
@@ -252,7 +259,7 @@ def test_opcheck(device, name, sizes, dtype, layout):
 
 @each("meta", "typical", ROWS)
 def test_meta_has_the_shapes(device, name, sizes):
-    op, args = call_of(name, sample(name, sizes, device, torch.float32))
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
     actual, expected = run(op, moved(args, "meta")), run(op, args)
     for a, e in zip(actual, expected, strict=True):
         assert a.device.type == "meta"
@@ -262,7 +269,7 @@ def test_meta_has_the_shapes(device, name, sizes):
 @each("pure", "typical", ROWS)
 def test_pure(device, name, sizes):
     """Inputs are left alone, and outputs are contiguous and in memory of their own."""
-    op, args = call_of(name, sample(name, sizes, device, torch.float32))
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
     copies = moved(args)
     results = run(op, args)
     for x, copy in zip(tree_leaves(args), tree_leaves(copies), strict=True):
@@ -286,7 +293,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", ["transposed", "strided"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_any_layout(device, name, sizes, layout, dtype):
-    op, args = call_of(name, sample(name, sizes, device, dtype))
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
     expected = run(op, args)
     change = lambda x: LAYOUTS[layout](x) if isinstance(x, torch.Tensor) else x  # noqa: E731
     assert_bits(name, run(op, tree_map(change, args)), expected)
@@ -295,7 +302,7 @@ def test_any_layout(device, name, sizes, layout, dtype):
 @each("expanded", "typical", ROWS)
 def test_expanded_arguments(device, name, sizes):
     """Also what autograd makes of the gradient of a sum."""
-    op, args = call_of(name, sample(name, sizes, device, torch.float32))
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
 
     def expanded(x):
         floating = isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -313,7 +320,7 @@ def contiguous(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
     """In memory that held NaN: what no row reaches is an exact zero."""
-    op, args = call_of(name, sample(name, sizes, device, dtype))
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
     expected = run(op, args)
     sizes = {x.numel() for x in [*tree_leaves(args), *expected] if isinstance(x, torch.Tensor)}
     for _ in range(3):
@@ -328,7 +335,7 @@ def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
     torch._dynamo.reset()
-    row, arguments = ROWS[name], sample(name, sizes, device, torch.float32)
+    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
     compiled = torch.compile(row.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     actual, grads = evaluate(row, arguments, compiled)
     expected, expected_grads = evaluate(row, arguments)
@@ -342,7 +349,7 @@ def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic(threads, name, sizes, dtype):
     """On one thread and two, in every run; the gradients too."""
-    row, arguments = ROWS[name], sample(name, sizes, dtype=dtype)
+    row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
 
     def function():
         outputs, grads = evaluate(row, arguments)
@@ -394,13 +401,13 @@ def tensor_arguments(kind):
         found += [
             (name, key, x.is_floating_point())
             for key, x in tensors.items()
-            if kind != "type" or key not in row.any_type
+            if key not in row.free.get(kind, ())
         ]
     return [pytest.param(*each, id="-".join(each[:2])) for each in found]
 
 
 def refuses(name, exception, argument, changes, place="cpu"):
-    row, arguments = ROWS[name], sample(name, ROWS[name].typical[0], dtype=torch.float32)
+    row, arguments = ROWS[name], sample(name, dtype=torch.float32, **ROWS[name].typical[0])
     row.function(**arguments)
     with raises(exception, name, argument):
         row.function(**arguments | (changes(arguments) if callable(changes) else changes))
@@ -437,7 +444,7 @@ BACKWARD = [name for name in ROWS if name not in TABLE]
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_operators_look_at_their_arguments(name, place):
     """Autograd gives them right ones, but whoever calls them must not crash."""
-    op, args = call_of(name, sample(name, ROWS[name].typical[0], dtype=torch.float32))
+    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
     args = moved(args, place)
     op(*args)
     for i, x in enumerate(args):
@@ -453,7 +460,7 @@ def test_backward_operators_look_at_their_arguments(name, place):
     [(name, number) for name in BACKWARD for number in range(len(ROWS[name].backward_bad))],
 )
 def test_bad_arguments_of_backward_operators(name, number):
-    op, args = call_of(name, sample(name, ROWS[name].typical[0], dtype=torch.float32))
+    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
     exception, argument, changes = ROWS[name].backward_bad[number]
     named = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
     with raises(exception, name, argument):
