@@ -12,12 +12,13 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import reference as ref
 import torch
 from assertions import gradients, recorded_ops
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moe_ext import ops
 
@@ -41,14 +42,10 @@ class Operator:
     plain: Callable | None = None  # the same in plain torch, at the precision of its arguments
     differentiable: tuple[str, ...] = ()
     backward: str | None = None  # the operator of the gradients
-    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALF)
-    half: str = "rounded"  # float32's results, rounded once; or "accurate": as plain torch's
     autocast: torch.dtype | None = None  # the type that floating arguments take under autocast
-    second_derivative: str = "refused"  # or "right"
     products: bool = False  # of matrices: their bits differ with the instruction set and device
     equations: tuple[str, ...] = ()
     lacks: dict[str, str] = field(default_factory=dict)  # a property, and why
-    backward_lacks: dict[str, str] = field(default_factory=dict)
     # What is refused, beside wrong types, devices and numbers of dimensions of every tensor:
     # (exception, argument named, the changed arguments, or a function of the valid ones to them)
     bad: list[tuple] = field(default_factory=list)
@@ -60,11 +57,18 @@ def moved(values, device=None, dtype=None):
     """Copies of all tensors; those of floating type in `dtype`."""
 
     def move(x):
-        if not isinstance(x, torch.Tensor):
-            return x
         return x.to(device, dtype if x.is_floating_point() else None, copy=True)
 
-    return tree_map(move, values)
+    return changed(move, values)
+
+
+def changed(function, values):
+    """The values with `function` of every tensor in its place."""
+    return tree_map_only(torch.Tensor, function, values)
+
+
+def tensors_in(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def sample(name, device="cpu", dtype=torch.float64, **sizes):
@@ -82,13 +86,11 @@ def with_leaves(arguments, names, needed=None):
     leaves = []
 
     def leaf(x):
-        if not isinstance(x, torch.Tensor):
-            return x
         leaves.append(x.detach().clone().requires_grad_(needed is None or len(leaves) in needed))
         return leaves[-1]
 
-    changed = {name: tree_map(leaf, arguments[name]) for name in names if name in arguments}
-    return arguments | changed, leaves
+    fresh = {name: changed(leaf, arguments[name]) for name in names if name in arguments}
+    return arguments | fresh, leaves
 
 
 def upstream_of(outputs):
@@ -118,7 +120,7 @@ def call_of(name, arguments):
     called = {each: (op, args) for each, op, args, kwargs in calls}
     assert set(called) == {name for name, other in ROWS.items() if other is row}
     op, args = called[name]
-    return op, tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, list(args))
+    return op, changed(torch.Tensor.detach, list(args))
 
 
 def written(op):
@@ -129,8 +131,7 @@ def written(op):
 def run(op, args):
     """The results of a call, as tensors; what it writes into is copied before and a result too."""
     args = [x.clone() if w else x for x, w in zip(args, written(op), strict=False)]
-    results = [x for x in tree_leaves(op(*args)) if isinstance(x, torch.Tensor)]
-    return results + [x for x, w in zip(args, written(op), strict=False) if w]
+    return tensors_in(op(*args)) + [x for x, w in zip(args, written(op), strict=False) if w]
 
 
 # Drawing
@@ -575,10 +576,8 @@ def reference_step(param, grad, row, column, lr, decay, mean_of_roots, **rest):
         else:
             rule = "diet" if mean_of_roots else "paper"
             results.append(ref.FactoredAdam(w, g, vr, vc, 2, lr, decay, rest["eps"], rule))
-    changed = zip(*results, strict=True)
-    return tuple(
-        torch.stack(y).view_as(x) for x, y in zip((param, row, column), changed, strict=True)
-    )
+    w, vr, vc = (torch.stack(each) for each in zip(*results, strict=True))
+    return w.view_as(param), vr.view_as(row), vc.view_as(column)
 
 
 # The rows
@@ -621,17 +620,12 @@ def vectors(name, *values):
 def token_offsets(num_tokens):
     """Of any number of slots, which must run from 0 to all R of them."""
     bad = [0, *[2] * (num_tokens - 2), 5, R + 1], [0, 5, *[4] * (num_tokens - 2), R], [1] * 4 + [R]
-    return [
-        (
-            ValueError,
-            "token_offsets",
-            lambda a, bad=bad: (
-                {name: a[name].flatten() for name in ("inverse", "gates") if name in a}
-                | dict(token_offsets=torch.tensor(bad))
-            ),
-        )
-        for bad in bad
-    ]
+
+    def change(arguments, bad):
+        flat = {name: arguments[name].flatten() for name in {"inverse", "gates"} & {*arguments}}
+        return flat | dict(token_offsets=torch.tensor(bad))
+
+    return [(ValueError, "token_offsets", partial(change, bad=each)) for each in bad]
 
 
 def first(name, function):
@@ -657,8 +651,11 @@ TABLE = {
         reference=reference_gating, plain=plain_gating,
         equations=("Eq. 3", "Eq. 4", "Eq. 5", "App. A"),
         differentiable=("clean_logits", "raw_noise_stddev"), backward="_noisy_topk_gating_backward",
-        half="accurate",  # a logit's gradient is rounded for each path that it comes by
         autocast=torch.float32,
+        lacks={
+            "half_types": "a logit's gradient is rounded for each path that it comes by",
+            "limits": "test_gating.py has them",
+        },
         samples=[sizes | dict(noisy=noisy) for sizes in EDGES for noisy in (True, False)]
         + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
         typical=[*TYPICAL, dict(T=5, E=6, k=2, noisy=False)],
@@ -741,7 +738,7 @@ TABLE = {
         reference=lambda **arguments: ref.Importance(dense(**arguments)),
         plain=lambda **arguments: dense(**arguments).sum(0),
         equations=("Eq. 6",),
-        differentiable=("gates",), second_derivative="right",
+        differentiable=("gates",), lacks={"second_derivative": "it has one, see gradcheck"},
         samples=EDGES + [dict(T=9, E=5, k=1, all_to=3), dict(T=5, E=3, k=0)],
         typical=TYPICAL,
         limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
@@ -790,7 +787,7 @@ TABLE = {
         function=ops.combine, make=make_combine, reference=reference_combine, plain=plain_combine,
         equations=("Eq. 1",),
         differentiable=("expert_output", "gates"), backward="_combine_backward",
-        half="accurate",  # on CUDA the order of a gate's gradient's sum differs with the type
+        lacks={"half_types": "on CUDA the order of the sums of gates' gradients is the type's"},
         samples=[sizes | dict(D=D) for sizes in EDGES + RAGGED for D in (1, 5)],
         typical=TYPICAL + RAGGED[:1],
         limits=shapes((20, 300, 17), (20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
@@ -811,7 +808,8 @@ TABLE = {
         plain=layer_by(plain_expert, plain_combine),
         equations=("Eq. 1", "Sec. 3.2", "App. D"),
         differentiable=("x", "weights", "biases", "gates"), backward="_experts_backward",
-        half="accurate", autocast=torch.bfloat16, products=True,
+        autocast=torch.bfloat16, products=True,
+        lacks={"half_types": "hidden layers are rounded, and products are of the type itself"},
         samples=[
             dict(counts=counts, widths=widths, bias=bias)
             for counts in ([1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9)

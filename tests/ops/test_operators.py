@@ -23,22 +23,32 @@ from assertions import (
     raises,
 )
 from machine import instruction_sets
-from operators import HALF, ROWS, TABLE, call_of, evaluate, moved, run, sample, with_leaves, written
-from torch.utils._pytree import tree_leaves, tree_map
+from operators import (
+    HALF,
+    ROWS,
+    TABLE,
+    as_tuple,
+    call_of,
+    changed,
+    evaluate,
+    moved,
+    run,
+    sample,
+    tensors_in,
+    upstream_of,
+    with_leaves,
+    written,
+)
 
 pytestmark = pytest.mark.emulated
 
 PROPERTIES = set()  # that the rows can lack
 
 
-def lacks(name, prop):
-    row = ROWS[name]
-    return prop in (row.lacks if name in TABLE else row.backward_lacks)
-
-
-def each(prop, kind, rows=TABLE, where=lambda row: True):
+def each(prop, kind, rows=TABLE):
     """Parametrises a test by the operators that have the property, and their samples."""
     PROPERTIES.add(prop)
+    assert all(prop in row.lacks or getattr(row, kind) for row in rows.values())
     cases = [
         pytest.param(
             name,
@@ -47,7 +57,7 @@ def each(prop, kind, rows=TABLE, where=lambda row: True):
             marks=pytest.mark.equation(*row.equations),
         )
         for name, row in rows.items()
-        if where(row) and not lacks(name, prop)
+        if prop not in row.lacks
         for sizes in getattr(row, kind)
     ]
     return pytest.mark.parametrize("name, sizes", cases)
@@ -74,8 +84,7 @@ def test_the_table_is_complete():
     }
     assert registered == set(ROWS)
     for row in TABLE.values():
-        for lacking in (row.lacks, row.backward_lacks):
-            assert set(lacking) <= PROPERTIES and all(lacking.values())
+        assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())
 
 
 # Against the reference
@@ -84,45 +93,36 @@ def test_the_table_is_complete():
 @each("reference", "samples")
 def test_equals_reference(device, name, sizes):
     row, arguments = ROWS[name], sample(name, **sizes)
-    actual = operators.as_tuple(row.function(**moved(arguments, device)))
+    actual = as_tuple(row.function(**moved(arguments, device)))
     assert all(y.device.type == device and y.is_contiguous() for y in actual)
-    assert_equal(actual, operators.as_tuple(row.reference(**arguments)))
+    assert_equal(actual, as_tuple(row.reference(**arguments)))
 
 
 @each("limits", "limits")
 def test_limits(device, name, sizes):
     """No counter in a kernel is too narrow."""
     row, arguments = ROWS[name], sample(name, device, **sizes)
-    assert_equal(
-        operators.as_tuple(row.function(**arguments)), operators.as_tuple(row.plain(**arguments))
-    )
+    assert_equal(as_tuple(row.function(**arguments)), as_tuple(row.plain(**arguments)))
 
 
-@each("gradients", "samples", where=lambda row: row.differentiable)
+@each("gradients", "samples")
 def test_gradients_equal_reference(device, name, sizes):
     """Those of all outputs together, and of each alone: of the others there is then none."""
     row, arguments = ROWS[name], sample(name, **sizes)
     actual_arguments, leaves = with_leaves(moved(arguments, device), row.differentiable)
     arguments, expected_leaves = with_leaves(arguments, row.differentiable)
-    actual = operators.as_tuple(row.function(**actual_arguments))
-    expected = operators.as_tuple(row.reference(**arguments))
+    actual = as_tuple(row.function(**actual_arguments))
+    expected = as_tuple(row.reference(**arguments))
     assert [y.requires_grad for y in actual] == [y.is_floating_point() for y in actual]
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a.requires_grad]
     for chosen in [pairs, *([pair] for pair in pairs if len(pairs) > 1)]:
         ys, es = zip(*chosen, strict=True)
-        upstream = operators.upstream_of(es)
-        kept = dict(retain_graph=True)
-        found = torch.autograd.grad(
-            ys, leaves, [dy.to(device) for dy in upstream], allow_unused=True, **kept
-        )
-        found = [
-            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
-        ]
-        wanted = gradients(es, expected_leaves, upstream, **kept)
-        assert_equal(found, wanted)
+        upstream = upstream_of(es)
+        found = gradients(ys, leaves, moved(upstream, device), retain_graph=True)
+        assert_equal(found, gradients(es, expected_leaves, upstream, retain_graph=True))
 
 
-@each("gradcheck", "typical", where=lambda row: row.differentiable)
+@each("gradcheck", "typical")
 def test_gradcheck(device, name, sizes):
     row = ROWS[name]
     arguments = sample(name, device, **sizes)
@@ -130,62 +130,57 @@ def test_gradcheck(device, name, sizes):
 
     def function(*inputs):
         inputs = iter(inputs)
-        changed = {
-            key: tree_map(lambda x: next(inputs) if isinstance(x, torch.Tensor) else x, value)
-            for key, value in arguments.items()
-            if key in row.differentiable
+        moving = {
+            key: changed(lambda x: next(inputs), arguments[key])
+            for key in row.differentiable
+            if key in arguments
         }
-        outputs = operators.as_tuple(row.function(**arguments | changed))
+        outputs = as_tuple(row.function(**arguments | moving))
         return tuple(y.nan_to_num(neginf=0) for y in outputs if y.requires_grad)
 
     assert torch.autograd.gradcheck(function, leaves)
-    if row.second_derivative == "right":
+    if "second_derivative" in row.lacks:
         assert torch.autograd.gradgradcheck(function, leaves)
 
 
-@each("second_derivative", "typical", where=lambda row: row.second_derivative == "refused")
+@each("second_derivative", "typical")
 def test_second_derivative_is_refused(device, name, sizes):
     row = ROWS[name]
     arguments, leaves = with_leaves(sample(name, device, **sizes), row.differentiable)
 
     def function(*_):
-        outputs = operators.as_tuple(row.function(**arguments))
+        outputs = as_tuple(row.function(**arguments))
         return sum(y.nan_to_num(neginf=0).square().sum() for y in outputs if y.requires_grad)
 
     assert_second_derivative_refused(function, leaves)
 
 
-@each("needed", "typical", where=lambda row: row.differentiable)
+@each("needed", "typical")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
     """The same bits as with all others'."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     _, expected = evaluate(row, arguments)
-    for one in range(len(expected)):
-        changed, leaves = with_leaves(arguments, row.differentiable, {one})
-        outputs = [y for y in operators.as_tuple(row.function(**changed)) if y.requires_grad]
-        found = (
-            gradients(outputs, leaves[one : one + 1], operators.upstream_of(outputs))
-            if outputs
-            else []
-        )
-        if len(outputs) == 1:
-            assert_bits(name, found, expected[one : one + 1])
+    for one, wanted in enumerate(expected):
+        frozen, leaves = with_leaves(arguments, row.differentiable, {one})
+        floats = [y for y in as_tuple(row.function(**frozen)) if y.is_floating_point()]
+        found = gradients(floats, leaves[one : one + 1], upstream_of(floats))
+        assert_bits(name, found, [wanted])
 
 
 # Precision
 
 
-@each("accuracy", "precise", where=lambda row: row.differentiable)
+@each("accuracy", "precise")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
     """That computes in float32 what has half types, too; but products in the type itself."""
     row = ROWS[name]
-    if dtype in HALF and row.half != "accurate":
-        pytest.skip("the next test asks for more")
+    if dtype in HALF and "half_types" not in row.lacks:
+        pytest.skip("test_half_types_are_computed_in_float32 asks for more")
     arguments = sample(name, device, dtype, **sizes)
     outputs, grads = evaluate(row, arguments)
-    upstream = operators.upstream_of(outputs)
+    upstream = upstream_of(outputs)
     plain, exact = (
         evaluate(row, moved(arguments, dtype=to), row.plain, moved(upstream, dtype=to))
         for to in (None if row.products else torch.float32, torch.float64)
@@ -197,42 +192,39 @@ def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
             assert_same_bits(a, e)
 
 
-@each("half_types", "precise", where=lambda row: row.half == "rounded")
+@each("half_types", "precise")
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
     """The bits are float32's, rounded once to the type of the result."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
 
     def widened(values):
-        return tree_map(lambda x: x.float() if is_half(x) else x, values)
+        return changed(lambda x: x.float() if x.dtype == dtype else x, values)
 
     outputs, grads = evaluate(row, arguments)
-    upstream = widened(operators.upstream_of(outputs))
+    upstream = widened(upstream_of(outputs))
     expected, expected_grads = evaluate(row, widened(arguments), upstream=upstream)
     for a, e in zip(outputs + grads, expected + expected_grads, strict=True):
         assert_same_bits(a, e.to(a.dtype))
 
 
-def is_half(x):
-    return isinstance(x, torch.Tensor) and x.dtype in HALF
-
-
-@each("autocast", "typical", where=lambda row: row.autocast is not None)
+@each("autocast", "typical")
 def test_autocast(device, name, sizes):
-    """The arithmetic of gates stays in float32, and the experts' takes the lower type."""
+    """The arithmetic of gates stays in float32, the experts' takes the lower type, and the others'
+    is as it is without."""
     row = ROWS[name]
     given = torch.bfloat16 if row.autocast == torch.float32 else torch.float32
     arguments = sample(name, device, given, **sizes)
-    changed, leaves = with_leaves(arguments, row.differentiable)
+    with_grad, leaves = with_leaves(arguments, row.differentiable)
     with torch.autocast(device, torch.bfloat16):
-        outputs = operators.as_tuple(row.function(**changed))
+        outputs = as_tuple(row.function(**with_grad))
     cast = moved(arguments, dtype=row.autocast)
     if "gates" in cast:
         cast["gates"] = arguments["gates"]
     expected, expected_grads = evaluate(row, cast)
     assert_bits(name, [y.detach() for y in outputs], expected)
     floats = [y for y in outputs if y.is_floating_point()]
-    grads = gradients(floats, leaves, operators.upstream_of(outputs))
+    grads = gradients(floats, leaves, upstream_of(outputs))
     assert_bits(name, grads, [e.to(a.dtype) for a, e in zip(grads, expected_grads, strict=True)])
 
 
@@ -249,12 +241,10 @@ def test_opcheck(device, name, sizes, dtype, layout):
     differentiable = name in TABLE and ROWS[name].differentiable
 
     def leaf(x):
-        if not isinstance(x, torch.Tensor):
-            return x
-        x = LAYOUTS["transposed"](x) if layout == "transposed" else x
+        x = LAYOUTS[layout](x)
         return x.requires_grad_() if differentiable and x.is_floating_point() else x
 
-    torch.library.opcheck(op, tuple(tree_map(leaf, args)))
+    torch.library.opcheck(op, tuple(changed(leaf, args)))
 
 
 @each("meta", "typical", ROWS)
@@ -272,17 +262,16 @@ def test_pure(device, name, sizes):
     op, args = call_of(name, sample(name, device, torch.float32, **sizes))
     copies = moved(args)
     results = run(op, args)
-    for x, copy in zip(tree_leaves(args), tree_leaves(copies), strict=True):
-        if isinstance(x, torch.Tensor):
-            assert_same_bits(x, copy)
-    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)] + results
-    used = [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+    for x, copy in zip(tensors_in(args), tensors_in(copies), strict=True):
+        assert_same_bits(x, copy)
+    used = [x.untyped_storage().data_ptr() for x in tensors_in(args) + results if x.numel()]
     places = {x.untyped_storage().data_ptr() for x in results if x.numel()}
     assert sum(place in places for place in used) == len(places)
     assert all(x.is_contiguous() for x in results)
 
 
 LAYOUTS = {
+    "contiguous": torch.Tensor.contiguous,
     "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
     "strided": lambda x: torch.stack([x, x], -1)[..., 1],
     "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
@@ -295,8 +284,7 @@ LAYOUTS = {
 def test_any_layout(device, name, sizes, layout, dtype):
     op, args = call_of(name, sample(name, device, dtype, **sizes))
     expected = run(op, args)
-    change = lambda x: LAYOUTS[layout](x) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    assert_bits(name, run(op, tree_map(change, args)), expected)
+    assert_bits(name, run(op, changed(LAYOUTS[layout], args)), expected)
 
 
 @each("expanded", "typical", ROWS)
@@ -305,15 +293,10 @@ def test_expanded_arguments(device, name, sizes):
     op, args = call_of(name, sample(name, device, torch.float32, **sizes))
 
     def expanded(x):
-        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return LAYOUTS["expanded"](x) if floating else x
+        return LAYOUTS["expanded"](x) if x.is_floating_point() else x
 
-    args = [x if w else tree_map(expanded, x) for x, w in zip(args, written(op), strict=False)]
-    assert_bits(name, run(op, args), run(op, moved(tree_map(contiguous, args))))
-
-
-def contiguous(x):
-    return x.contiguous() if isinstance(x, torch.Tensor) else x
+    args = [x if w else changed(expanded, x) for x, w in zip(args, written(op), strict=False)]
+    assert_bits(name, run(op, args), run(op, changed(LAYOUTS["contiguous"], args)))
 
 
 @each("initialised", "typical", ROWS)
@@ -322,7 +305,7 @@ def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
     """In memory that held NaN: what no row reaches is an exact zero."""
     op, args = call_of(name, sample(name, device, dtype, **sizes))
     expected = run(op, args)
-    sizes = {x.numel() for x in [*tree_leaves(args), *expected] if isinstance(x, torch.Tensor)}
+    sizes = {x.numel() for x in tensors_in(args) + expected}
     for _ in range(3):
         poison_freed_memory(*sizes, device=device)
         actual = run(op, args)
