@@ -1,6 +1,7 @@
 """The assertions, and what they observe, that all test files share."""
 
 import contextlib
+import re
 
 import emulated
 import pytest
@@ -27,11 +28,11 @@ def assert_same_products(actual, expected):
         assert_same_bits(actual, expected)
 
 
-def assert_exact(actual, expected):
+def assert_exact(actual, expected, nan=False):
     """Float64: 1e-12 is about 5000 roundings, far above what sums of this size leave behind, and
     far below any error in a formula."""
     torch.testing.assert_close(
-        actual.cpu(), torch.as_tensor(expected).cpu(), rtol=1e-12, atol=1e-12
+        actual.cpu(), torch.as_tensor(expected).cpu(), rtol=1e-12, atol=1e-12, equal_nan=nan
     )
 
 
@@ -56,10 +57,23 @@ def tensors_of(aux):
     return [leaf for leaf in tree_leaves(aux) if isinstance(leaf, torch.Tensor)]
 
 
-def gradients(outputs, inputs, cotangents):
+def gradients(outputs, inputs, cotangents, **options):
     """Gradients of sum(output · cotangent); zeros where nothing flows."""
-    found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    found = [None] * len(inputs)
+    if pairs:
+        outputs, cotangents = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def raises(exception, operator, argument="", got=None):
+    """Within it the operator must refuse the argument, as "<op>: <argument> must <rule>, got
+    <value>": whatever the rule's words are, it is named, and the value where `got` is given. An
+    argument of "" may be any."""
+    name = rf"\b{argument}" if argument[:1].isalpha() else argument
+    value = "" if got is None else rf"{re.escape(str(got))}"
+    return pytest.raises(exception, match=rf"^{operator}: (.*{name}.*) must .*, got .*{value}")
 
 
 class _Recorder(TorchDispatchMode):

@@ -15,7 +15,12 @@ pytest.register_assert_rewrite("assertions")  # so that a failure shows its valu
 avoid_missing_amx()  # before the first matrix product
 
 
+def pytest_addoption(parser):
+    parser.addoption("--equation", help='run the tests of one equation alone, as "Eq. 8"')
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line(
         "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
@@ -30,6 +35,19 @@ def pytest_generate_tests(metafunc):
         marker = metafunc.definition.get_closest_marker("emulated")
         also = ["emulated"] if marker and (not marker.args or marker.args[0]) else []
         metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves the tests of --equation."""
+    wanted = config.getoption("--equation")
+    if wanted:
+        others = [item for item in items if wanted not in equations_of(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if wanted in equations_of(item)]
+
+
+def equations_of(item):
+    return {name for mark in item.iter_markers("equation") for name in mark.args}
 
 
 @pytest.fixture

@@ -1,39 +1,298 @@
-"""Inputs of the operators that several test files share."""
+"""The table of operators: ops/test_operators.py holds every row against every generic property.
 
+A row says what an operator's arguments are, what the paper's equations make of them
+(reference.py), and which properties the operator lacks, with the reason. Arguments are drawn on the
+CPU from torch's generator, which conftest.py seeds. The backward operators have no arguments of
+their own: they are taken from what autograd calls for their forward operator.
+
+`python operators.py` prints a hash of each operator's results, to compare instruction sets.
+"""
+
+import hashlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
+import reference as ref
 import torch
+from assertions import gradients, recorded_ops
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moe_ext import ops
+
+HALF = [torch.bfloat16, torch.float16]
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
 ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", *GATED]
 
 
-def offsets_of(counts, device="cpu"):
-    return torch.tensor([0, *counts], device=device).cumsum(0)
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One row of the table."""
+
+    function: Callable  # of arguments by name, as users call it
+    make: Callable  # the arguments of one sample: make(dtype, **sizes)
+    reference: Callable  # float64 arguments to the outputs by reference.py
+    samples: list[dict]  # sizes for the reference and the gradients, the edges included
+    typical: list[dict]  # the few sizes for what costs more; the first is that of the errors
+    large: list[dict]  # sizes that threads share
+    limits: list[dict] = field(default_factory=list)  # at which narrow counters would fail
+    precise: list[dict]  # sizes whose rounding is measured
+    plain: Callable | None = None  # the same in plain torch, at the precision of its arguments
+    differentiable: tuple[str, ...] = ()
+    backward: str | None = None  # the operator of the gradients
+    autocast: torch.dtype | None = None  # the type that floating arguments take under autocast
+    products: bool = False  # of matrices: their bits differ with the instruction set and device
+    equations: tuple[str, ...] = ()
+    lacks: dict[str, str] = field(default_factory=dict)  # a property, and why
+    # What is refused, beside wrong types, devices and numbers of dimensions of every tensor:
+    # (exception, argument named, the changed arguments, or a function of the valid ones to them)
+    bad: list[tuple] = field(default_factory=list)
+    backward_bad: list[tuple] = field(default_factory=list)
+    free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type", "dimensions"
+
+
+def moved(values, device=None, dtype=None):
+    """Copies of all tensors; those of floating type in `dtype`."""
+
+    def move(x):
+        return x.to(device, dtype if x.is_floating_point() else None, copy=True)
+
+    return changed(move, values)
+
+
+def changed(function, values):
+    """The values with `function` of every tensor in its place."""
+    return tree_map_only(torch.Tensor, function, values)
+
+
+def tensors_in(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def sample(name, device="cpu", dtype=torch.float64, **sizes):
+    """The arguments of one sample."""
+    return moved(ROWS[name].make(dtype, **sizes), device)
+
+
+def as_tuple(outputs):
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def with_leaves(arguments, names, needed=None):
+    """The arguments with leaves for the floating tensors of these names, and the leaves; `needed`
+    is the numbers of those that require a gradient, None all."""
+    leaves = []
+
+    def leaf(x):
+        leaves.append(x.detach().clone().requires_grad_(needed is None or len(leaves) in needed))
+        return leaves[-1]
+
+    fresh = {name: changed(leaf, arguments[name]) for name in names if name in arguments}
+    return arguments | fresh, leaves
+
+
+def upstream_of(outputs):
+    """A gradient for each floating output, the same in every call."""
+    draw = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(y.shape, dtype=torch.float64, generator=draw).to(y.device, y.dtype)
+        for y in outputs
+        if y.is_floating_point()
+    ]
+
+
+def evaluate(row, arguments, function=None, upstream=None):
+    """The outputs, and the gradients of the differentiable arguments for `upstream`."""
+    arguments, leaves = with_leaves(arguments, row.differentiable)
+    outputs = as_tuple((function or row.function)(**arguments))
+    floats = [y for y in outputs if y.is_floating_point()]
+    grads = gradients(floats, leaves, upstream or upstream_of(outputs)) if leaves else []
+    return [y.detach() for y in outputs], grads
+
+
+def call_of(name, arguments):
+    """The operator `name` and the arguments with which it is called, forward or backward."""
+    row = ROWS[name]
+    with recorded_ops() as calls:
+        evaluate(row, arguments)
+    called = {each: (op, args) for each, op, args, kwargs in calls}
+    assert set(called) == {name for name, other in ROWS.items() if other is row}
+    op, args = called[name]
+    return op, changed(torch.Tensor.detach, list(args))
+
+
+def written(op):
+    """For each argument whether the operator writes into it."""
+    return [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+
+
+def run(op, args):
+    """The results of a call, as tensors; what it writes into is copied before and a result too."""
+    args = [x.clone() if w else x for x, w in zip(args, written(op), strict=False)]
+    return tensors_in(op(*args)) + [x for x, w in zip(args, written(op), strict=False) if w]
+
+
+# Drawing
 
 
 def normal(*shape, device="cpu", dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64).to(dtype).to(device)
 
 
-def make_linear(counts, D, F, device="cpu", dtype=torch.float64, bias=True):
-    """rows, weight and bias of one grouped linear map"""
-    tensors = [
-        normal(sum(counts), D, device=device, dtype=dtype),
-        normal(len(counts), D, F, device=device, dtype=dtype) / math.sqrt(D),
-    ]
-    return [*tensors, normal(len(counts), F, device=device, dtype=dtype)] if bias else tensors
+def offsets_of(counts, device="cpu"):
+    return torch.tensor([0, *counts], device=device).cumsum(0)
 
 
-def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
-    """rows, weights and biases of experts with hidden layers"""
-    weights, biases = [], []
-    for i, (d_in, d_out) in enumerate(zip(widths, widths[1:], strict=False)):
-        d_out *= 2 if activation in GATED and i < len(widths) - 2 else 1
-        _, w, b = make_linear(counts, d_in, d_out, device, dtype)
-        weights.append(w)
-        biases.append(b)
-    return normal(sum(counts), widths[0], device=device, dtype=dtype), weights, biases
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def shapes(*values):
+    """Sizes of T tokens with k of E experts each."""
+    return [dict(T=T, E=E, k=k) for T, E, k in values]
+
+
+EDGES = shapes(
+    (1, 1, 1), (3, 2, 1), (3, 2, 2), (7, 8, 1), (7, 8, 2), (7, 8, 7), (7, 8, 8), (40, 5, 3),
+    (0, 4, 2),
+)  # fmt: skip
+TYPICAL = shapes((4, 5, 2), (5, 6, 6), (0, 4, 2))
+# The experts of each token, in the order of its slots.
+ROUTES = [[[2], [], [0, 4, 1], [0], [4, 2], []], [[], [], []], []]
+RAGGED = [dict(routes=routes, E=5) for routes in ROUTES]
+
+
+def draw_routing(T=0, E=1, k=1, routes=None, all_to=None):
+    """expert_index, inverse and offsets as dispatch_plan has them, token_offsets, and gates."""
+    token_offsets = None
+    if routes is not None:
+        index = torch.tensor([e for route in routes for e in route], dtype=torch.int64)
+        token_offsets = offsets_of(map(len, routes))
+    else:
+        index = torch.rand(T, E).topk(k).indices
+        index = index if all_to is None else torch.full_like(index, all_to)
+    permutation = index.flatten().sort(stable=True).indices
+    return dict(
+        expert_index=index,
+        inverse=permutation.argsort().view(index.shape),
+        offsets=offsets_of(torch.bincount(index.flatten(), minlength=E).tolist()),
+        token_offsets=token_offsets,
+        gates=normal(*index.shape).softmax(-1),
+    )
+
+
+def only(values, *names):
+    return {name: values[name] for name in names}
+
+
+# What the slots of dispatch and combine are: (token, number of the slot), token by token
+
+
+def per_token(values, token_offsets):
+    """The values of each token's slots, token by token."""
+    if token_offsets is None:
+        return values
+    return values.split(token_offsets.diff().tolist())
+
+
+def pairs_by_row(inverse, token_offsets):
+    """(token, number of its slot) of every row."""
+    rows = {}
+    for t, slots in enumerate(per_token(inverse, token_offsets)):
+        rows |= {int(row): (t, j) for j, row in enumerate(slots)}
+    return [rows[row] for row in range(len(rows))]
+
+
+def token_of_slot(inverse, token_offsets):
+    if token_offsets is None:
+        return torch.arange(len(inverse), device=inverse.device).repeat_interleave(inverse.shape[1])
+    return torch.repeat_interleave(token_offsets.diff())
+
+
+# noisy_topk_gating
+
+
+def make_gating(dtype, T, E, k, noisy=True, ties=False):
+    clean, raw, noise = normal(3, T, E, dtype=dtype)
+    if ties:
+        clean = torch.randint(0, 3, (T, E)).to(dtype)
+    if not noisy:
+        raw = noise = None
+    return dict(clean_logits=clean, raw_noise_stddev=raw, noise=noise, k=k)
+
+
+def reference_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-2):
+    """The five outputs."""
+    T, E = clean_logits.shape
+    if noise is None:
+        H_X, stddev = clean_logits, clean_logits.new_empty(0, E)
+    else:
+        rows = zip(clean_logits, raw_noise_stddev, noise, strict=True)
+        H_X = [ref.H(*row, noise_epsilon) for row in rows]
+        stddev = ref.Softplus(raw_noise_stddev) + noise_epsilon
+    index = torch.tensor([ref.top_k(h, k) for h in H_X], dtype=torch.int64).reshape(T, k)
+    gates, threshold, threshold_index = [], [], []
+    for h, chosen in zip(H_X, index, strict=True):
+        order = ref.top_k(h, E)
+        gates.append(ref.G(h, k)[chosen])
+        # What an expert outside and one inside must exceed: kth_excluding of any of each kind.
+        outside = ref.kth_excluding(h, k, order[-1]) if k < E else h[order[k - 1]]
+        threshold.append(torch.stack([outside, ref.kth_excluding(h, k, order[0])]))
+        threshold_index.append([order[k - 1], order[k] if k < E else -1])
+    empty = clean_logits.new_empty
+    return (
+        torch.stack(gates) if T else empty(0, k),
+        index,
+        torch.stack(threshold) if T else empty(0, 2),
+        torch.tensor(threshold_index, dtype=torch.int64).reshape(T, 2),
+        stddev,
+    )
+
+
+def plain_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-2):
+    zero = torch.zeros_like(raw_noise_stddev)
+    stddev = torch.logaddexp(raw_noise_stddev, zero) + noise_epsilon
+    top, index = (clean_logits + noise * stddev).topk(k + 1)
+    gates = torch.softmax(top[:, :k], -1)
+    return gates, index[:, :k], top[:, k - 1 :], index[:, k - 1 :], stddev
+
+
+# load
+
+
+def make_load(dtype, T, E, k, groups=None, detach=False):
+    clean, raw, noise = normal(3, T, E)
+    stddev = ref.Softplus(raw) + 1e-2
+    order = (clean + noise * stddev).sort(descending=True)
+    threshold = torch.nn.functional.pad(order.values, (0, 1), value=-math.inf)[:, k - 1 : k + 1]
+    return dict(
+        clean_logits=clean.to(dtype),
+        noise_stddev=stddev.to(wide(dtype)),
+        threshold=threshold.to(wide(dtype)),
+        expert_index=order.indices[:, :k].contiguous(),
+        detach_threshold=detach,
+        group_offsets=None if groups is None else torch.tensor(groups),
+    )
+
+
+def plain_load(
+    clean_logits, noise_stddev, threshold, expert_index, detach_threshold=False, group_offsets=None
+):
+    """With the thresholds given; test_load.py holds them and P(x, i) against ref.Load."""
+    threshold = threshold.detach() if detach_threshold else threshold
+    inside = torch.zeros_like(clean_logits, dtype=torch.bool).scatter(1, expert_index, True)
+    bound = torch.where(inside, threshold[:, 1:], threshold[:, :1])
+    P = ref.Phi((clean_logits - bound) / noise_stddev)
+    if expert_index.shape[1] == clean_logits.shape[1]:
+        P = torch.ones_like(clean_logits, dtype=threshold.dtype)
+    if group_offsets is None:
+        return P.sum(0)
+    return torch.stack([P[begin:end].sum(0) for begin, end in pairwise(group_offsets.tolist())])
+
+
+# batchwise_topm and selected_softmax
 
 
 def tie_break(column, row):
@@ -42,3 +301,641 @@ def tie_break(column, row):
     hash = (hash ^ (hash >> 16)) * 0x7FEB352D % 2**32
     hash = (hash ^ (hash >> 15)) * 0x846CA68B % 2**32
     return (hash ^ (hash >> 16)) >> 2
+
+
+def make_topm(dtype, G, N, E, m, draw="normal"):
+    scores = torch.randn(G, N, E)
+    if draw == "ties":  # -0 equals 0
+        values = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 1.0, math.inf])
+        scores = values[torch.randint(6, (G, N, E))]
+    if draw == "nan":
+        scores[torch.rand(G, N, E) < 0.3] = math.nan
+        scores[0, N // 2] = -math.inf
+    if draw == "equal":
+        scores.fill_(0.5)
+    return dict(scores=(scores if G != 1 or draw != "normal" else scores[0]).to(dtype), m=m)
+
+
+def reference_topm(scores, m, first_expert=0, num_experts=None):
+    """M_batchwise of each batch; among equals the larger tie_break first."""
+    batches = scores if scores.dim() == 3 else scores[None]
+    G, N, E = batches.shape
+    rows, mth = torch.empty(G, E, m, dtype=torch.int64), scores.new_full((G, E), math.inf)
+    for g, X in enumerate(batches):
+        columns = [g * (num_experts or E) + first_expert + e for e in range(E)]
+        priority = torch.tensor([[-tie_break(c, row) for c in columns] for row in range(N)])
+        M = ref.M_batchwise(X, m, priority.view(N, E))
+        for e in range(E):
+            rows[g, e] = M[:, e].nonzero()[:, 0]
+            if m:
+                mth[g, e] = X[ref.top_k(X[:, e], m)[-1], e]
+    return (rows, mth) if scores.dim() == 3 else (rows[0], mth[0])
+
+
+def make_selection(dtype, T, E, p=0.5):
+    """A random mask with tokens that have no expert, and its slots."""
+    mask = torch.rand(T, E) < p
+    mask[3::4] = False
+    return dict(
+        logits=normal(T, E, dtype=dtype),
+        expert_index=mask.nonzero()[:, 1],
+        token_offsets=offsets_of(mask.sum(1).tolist()),
+    )
+
+
+def reference_selection(logits, expert_index, token_offsets):
+    gates = [logits.new_zeros(0) + 0 * logits.sum()]  # differentiable if empty, too
+    for x, chosen in zip(logits, per_token(expert_index, token_offsets), strict=True):
+        M = torch.zeros(len(x)).scatter(0, chosen, 1)
+        gates.append(ref.G_strict(ref.Softmax(x), M.to(x))[chosen])
+    return torch.cat(gates)
+
+
+def plain_selection(logits, expert_index, token_offsets):
+    """With the softmax over all experts."""
+    token = token_of_slot(expert_index, token_offsets)
+    p = torch.softmax(logits, 1)[token, expert_index]
+    return p / p.new_zeros(len(logits)).index_add(0, token, p)[token]
+
+
+# importance, dispatch_plan, dispatch and combine
+
+
+def make_importance(dtype, E, **sizes):
+    routing = draw_routing(E=E, **sizes)
+    return dict(
+        gates=routing["gates"].to(dtype), expert_index=routing["expert_index"], num_experts=E
+    )
+
+
+def dense(gates, expert_index, num_experts):
+    return gates.new_zeros(len(gates), num_experts).scatter(1, expert_index, gates)
+
+
+def make_plan(dtype, E, **sizes):
+    return dict(expert_index=draw_routing(E=E, **sizes)["expert_index"], num_experts=E)
+
+
+def reference_plan(expert_index, num_experts):
+    slots = expert_index if expert_index.dim() == 2 else expert_index[:, None]
+    batches = ref.dispatch(slots, num_experts)
+    permutation = [t * slots.shape[1] + j for batch in batches for t, j in batch]
+    counts = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
+    permutation = torch.tensor(permutation, dtype=torch.int64)
+    return permutation, permutation.argsort().view(expert_index.shape), counts, offsets_of(counts)
+
+
+def plain_plan(expert_index, num_experts):
+    slots = expert_index.flatten()
+    permutation, counts = slots.sort(stable=True).indices, slots.bincount(minlength=num_experts)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return permutation, permutation.argsort().view(expert_index.shape), counts, offsets
+
+
+def make_dispatch(dtype, D=3, **sizes):
+    routing = draw_routing(**sizes)
+    T = len(per_token(routing["inverse"], routing["token_offsets"]))
+    return dict(x=normal(T, D, dtype=dtype)) | only(routing, "inverse", "token_offsets")
+
+
+def reference_dispatch(x, inverse, token_offsets=None):
+    pairs = pairs_by_row(inverse, token_offsets)
+    return (
+        torch.stack([x[t] for t, _ in pairs]) if pairs else x.new_zeros(0, x.shape[1]) + 0 * x[:0]
+    )
+
+
+def plain_dispatch(x, inverse, token_offsets=None):
+    return x[token_of_slot(inverse, token_offsets)][inverse.flatten().argsort()]
+
+
+def make_combine(dtype, D=3, gates_dtype=None, **sizes):
+    routing = draw_routing(**sizes)
+    gates = routing["gates"].to(gates_dtype or wide(dtype))
+    output = normal(gates.numel(), D, dtype=dtype)
+    slots = only(routing, "inverse", "token_offsets")
+    return dict(expert_output=output, gates=gates) | slots
+
+
+def reference_combine(expert_output, gates, inverse, token_offsets=None):
+    """As if one expert had all rows."""
+    pairs, D = pairs_by_row(inverse, token_offsets), expert_output.shape[1]
+    by_token = list(per_token(gates, token_offsets))
+    padded = torch.nn.utils.rnn.pad_sequence(by_token, True) if by_token else gates.view(0, 1)
+    y = ref.combine([expert_output], [pairs], padded, D)
+    return y + 0 * (expert_output.sum() + gates.sum())  # differentiable if empty, too
+
+
+def plain_combine(expert_output, gates, inverse, token_offsets=None):
+    slots = expert_output[inverse.flatten()] * gates.reshape(-1, 1)
+    y = slots.new_zeros(len(per_token(inverse, token_offsets)), slots.shape[1])
+    return y.index_add(0, token_of_slot(inverse, token_offsets), slots)
+
+
+# experts
+
+
+def make_linear(counts, D, F, device="cpu", dtype=torch.float64, bias=True):
+    """rows, weight and bias of one linear layer for each expert"""
+    tensors = [
+        normal(sum(counts), D, device=device, dtype=dtype),
+        normal(len(counts), D, F, device=device, dtype=dtype) / math.sqrt(max(D, 1)),
+    ]
+    return [*tensors, normal(len(counts), F, device=device, dtype=dtype)] if bias else tensors
+
+
+def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
+    """rows, weights and biases of experts with hidden layers"""
+    weights, biases = [], []
+    for i, (d_in, d_out) in enumerate(pairwise(widths)):
+        d_out *= 2 if activation in GATED and i < len(widths) - 2 else 1
+        _, w, b = make_linear(counts, d_in, d_out, device, dtype)
+        weights.append(w)
+        biases.append(b)
+    return normal(sum(counts), widths[0], device=device, dtype=dtype), weights, biases
+
+
+def make_layer(
+    dtype,
+    widths,
+    counts=None,
+    activation="relu",
+    bias=False,
+    even=False,
+    gated=True,
+    recompute=False,
+    **sizes,
+):
+    """Rows for `counts`, or the tokens of a routing, with gates unless not `gated`."""
+    routing = {} if counts else draw_routing(**sizes)
+    x, weights, biases = make_experts(counts or [0] * sizes["E"], widths, activation, dtype=dtype)
+    arguments = dict(
+        x=x,
+        weights=weights,
+        biases=biases if bias else None,
+        activation=activation,
+        offsets=None if even else routing.get("offsets", offsets_of(counts or [])),
+        recompute=recompute,
+    )
+    if not counts:
+        T = len(per_token(routing["inverse"], routing["token_offsets"]))
+        arguments |= dict(x=normal(T, widths[0], dtype=dtype))
+        arguments |= only(routing, "inverse", "token_offsets")
+        arguments |= dict(gates=routing["gates"].to(wide(dtype))) if gated else {}
+    return arguments
+
+
+def layer_by(expert, combine):
+    """Eq. 1 by a function of one expert's rows and one that combines them."""
+
+    def layer(
+        x,
+        weights,
+        biases=None,
+        activation="relu",
+        offsets=None,
+        inverse=None,
+        gates=None,
+        token_offsets=None,
+        recompute=False,
+    ):
+        rows = x if inverse is None else plain_dispatch(x, inverse, token_offsets)
+        E = len(weights[0])
+        counts = [len(rows) // E] * E if offsets is None else offsets.diff().tolist()
+        parts = []
+        for e, part in enumerate(rows.split(counts)):
+            b = None if biases is None else [bias[e] for bias in biases]
+            parts.append(expert(part, [w[e] for w in weights], b, activation))
+        out = torch.cat(parts)
+        return out if gates is None else combine(out, gates, inverse, token_offsets).to(x.dtype)
+
+    return layer
+
+
+def reference_expert(rows, W, b, activation):
+    out = [ref.E_i(x, W, b, activation) for x in rows]
+    if out:
+        return torch.stack(out)
+    parameters = sum(w.sum() for w in [*W, *(b or [])])
+    return 0 * (rows @ W[0].new_zeros(rows.shape[1], W[-1].shape[1]) + parameters)
+
+
+def plain_expert(rows, W, b, activation):
+    for layer, w in enumerate(W):
+        if layer and activation in GATED:
+            a, factor = rows.chunk(2, -1)
+            rows = getattr(torch.nn.functional, GATED[activation])(a) * factor
+        elif layer and activation != "identity":
+            rows = getattr(torch.nn.functional, activation)(rows)
+        rows = rows @ w if b is None else rows @ w + b[layer]
+    return rows
+
+
+# factored_step_
+
+
+def factored_step(**arguments):
+    """The changed tensors, as a function."""
+    arguments |= {name: arguments[name].clone() for name in ("param", "row", "column")}
+    torch.ops.moe_ext.factored_step_(**arguments)
+    return arguments["param"], arguments["row"], arguments["column"]
+
+
+def make_step(dtype, shape, rule="adam"):
+    grad = normal(*shape, dtype=dtype)
+    grad[..., :1, :] = 0
+    if len(shape) > 2:
+        grad[:1] = 0  # an expert without rows
+    beta2, t = 0.9, 2
+    decay, gain, correction = (1, 1, 1) if rule == "adagrad" else (beta2, 1 - beta2, 1 - beta2**t)
+    return dict(
+        param=normal(*shape, dtype=dtype),
+        grad=grad,
+        row=torch.rand(shape[:-1]).to(wide(dtype)),
+        column=torch.rand(*shape[:-2], shape[-1]).to(wide(dtype)),
+        lr=torch.tensor(0.1, dtype=torch.float64),
+        correction=torch.tensor(1 / correction, dtype=torch.float64),
+        decay=float(decay),
+        gain=float(gain),
+        eps=1e-3,
+        mean_of_roots=rule == "diet",
+    )
+
+
+def reference_step(param, grad, row, column, lr, decay, mean_of_roots, **rest):
+    results = []
+    matrices = zip(
+        *(x.reshape(-1, *x.shape[param.dim() - 2 :]) for x in (param, grad)),
+        row.reshape(-1, row.shape[-1]),
+        column.reshape(-1, column.shape[-1]),
+        strict=True,
+    )
+    for w, g, vr, vc in matrices:
+        if decay == 1:
+            results.append(ref.FactoredAdagrad(w, g, vr, vc, lr, rest["eps"]))
+        else:
+            rule = "diet" if mean_of_roots else "paper"
+            results.append(ref.FactoredAdam(w, g, vr, vc, 2, lr, decay, rest["eps"], rule))
+    w, vr, vc = (torch.stack(each) for each in zip(*results, strict=True))
+    return w.view_as(param), vr.view_as(row), vc.view_as(column)
+
+
+# The rows
+
+
+def last(name, value):
+    """A change of the valid arguments: the last number of this one."""
+
+    def change(arguments):
+        x = arguments[name].clone()
+        x.view(-1)[-1] = value
+        return {name: x}
+
+    return change
+
+
+def shorter(name, axis=0):
+    return lambda arguments: {
+        name: arguments[name].narrow(axis, 0, arguments[name].shape[axis] - 1)
+    }
+
+
+def too_short(*names):
+    """Rows for arguments of which either axis must fit."""
+    return [(ValueError, name, shorter(name, axis)) for name in names for axis in (0, 1)]
+
+
+def out_of_range(name, size):
+    return [(IndexError, name, last(name, value)) for value in (-1, size, 10**12)]
+
+
+def numbers(name, *values):
+    return [(ValueError, name, {name: value}) for value in values]
+
+
+def vectors(name, *values):
+    return [(ValueError, name, {name: torch.tensor(value).long()}) for value in values]
+
+
+def token_offsets(num_tokens):
+    """Of any number of slots, which must run from 0 to all R of them."""
+    bad = [0, *[2] * (num_tokens - 2), 5, R + 1], [0, 5, *[4] * (num_tokens - 2), R], [1] * 4 + [R]
+
+    def change(arguments, bad):
+        flat = {name: arguments[name].flatten() for name in {"inverse", "gates"} & {*arguments}}
+        return flat | dict(token_offsets=torch.tensor(bad))
+
+    return [(ValueError, "token_offsets", partial(change, bad=each)) for each in bad]
+
+
+def first(name, function):
+    """The first tensor of a list is another one."""
+    return lambda arguments: {name: [function(arguments[name][0]), *arguments[name][1:]]}
+
+
+def double(name):
+    return lambda arguments: {name: arguments[name].double()}
+
+
+NO_GRADIENT = {
+    each: "no output is differentiable"
+    for each in ("gradients", "gradcheck", "needed", "second_derivative", "accuracy")
+}
+MANY, EXPERTS = [65_535, 65_536, 200_000], [1, 2, 3, 254, 255, 256, 257, 1000, 4096]
+T, E, K, R = 4, 5, 2, 8  # of TYPICAL[0], which bad arguments are changes of
+
+# fmt: off
+TABLE = {
+    "noisy_topk_gating": Operator(
+        function=ops.noisy_topk_gating, make=make_gating,
+        reference=reference_gating, plain=plain_gating,
+        equations=("Eq. 3", "Eq. 4", "Eq. 5", "App. A"),
+        differentiable=("clean_logits", "raw_noise_stddev"), backward="_noisy_topk_gating_backward",
+        autocast=torch.float32,
+        lacks={
+            "half_types": "a logit's gradient is rounded for each path that it comes by",
+            "limits": "test_gating.py has them",
+        },
+        samples=[sizes | dict(noisy=noisy) for sizes in EDGES for noisy in (True, False)]
+        + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
+        typical=[*TYPICAL, dict(T=5, E=6, k=2, noisy=False)],
+        large=shapes((1000, 64, 4)),
+        precise=shapes((200, 8, 1), (200, 8, 2), (200, 64, 17)),
+        bad=[
+            *too_short("raw_noise_stddev", "noise"),
+            *numbers("k", -1, 0, E + 1, 1000),
+            *numbers("noise_epsilon", -0.1, math.nan),
+            (ValueError, "raw_noise_stddev and noise", dict(noise=None)),
+            (ValueError, "raw_noise_stddev and noise", dict(raw_noise_stddev=None)),
+            (TypeError, "noise", double("noise")),
+        ],
+        backward_bad=[
+            (IndexError, "threshold_index", last("threshold_index", -2)),
+            (IndexError, "threshold_index", last("threshold_index", E)),
+            *out_of_range("expert_index", E),
+        ],
+    ),
+    "load": Operator(
+        function=ops.load, make=make_load, reference=plain_load, plain=plain_load,
+        equations=("Eq. 10", "App. B"),
+        differentiable=("clean_logits", "noise_stddev", "threshold"), backward="_load_backward",
+        autocast=torch.float32,
+        samples=[sizes | dict(detach=detach) for sizes in EDGES for detach in (False, True)]
+        + [
+            dict(T=7, E=6, k=2, groups=groups, detach=detach) for detach in (False, True)
+            for groups in ([0, 7], [0, 3, 7], [0, 0, 2, 2, 7, 7], list(range(8)))
+        ]
+        + [dict(T=0, E=4, k=2, groups=[0, 0, 0])],
+        typical=[dict(T=T, E=E, k=K, groups=[0, 3, T]), *TYPICAL],
+        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095)),
+        large=shapes((3000, 64, 4)) + [dict(T=3000, E=64, k=4, groups=[0, 3, 3, 1000, 1001, 3000])],
+        precise=shapes((1, 64, 4), (300, 8, 2), (3000, 16, 15)),
+        bad=[
+            *too_short("noise_stddev", "threshold"),
+            (ValueError, "expert_index", shorter("expert_index")),
+            *out_of_range("expert_index", E),
+            *vectors("group_offsets", [1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []),
+            (TypeError, "", double("threshold")),
+        ],
+        backward_bad=[(ValueError, "grad_load", lambda a: dict(grad_load=a["grad_load"][0]))],
+    ),
+    "batchwise_topm": Operator(
+        function=ops.batchwise_topm, make=make_topm, reference=reference_topm,
+        equations=("App. F",),
+        lacks=NO_GRADIENT | {"limits": "test_balanced_gating.py has them"},
+        samples=[dict(G=2, N=N, E=E, m=m) for N, E, m in [
+            (1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)
+        ]]
+        + [dict(G=1, N=30, E=5, m=m) for m in (0, 1, 29, 30)]
+        + [dict(G=G, N=N, E=E, m=0) for G, N, E in ((0, 5, 3), (2, 0, 3), (2, 5, 0))]
+        + [dict(G=2, N=20, E=6, m=m, draw=draw)
+           for m in (1, 8, 15, 20) for draw in ("ties", "nan", "equal")],
+        typical=[dict(G=2, N=T, E=E, m=K), dict(G=1, N=7, E=5, m=2), dict(G=2, N=0, E=4, m=0)],
+        large=[dict(G=1, N=2000, E=80, m=100), dict(G=1, N=2000, E=20, m=100, draw="ties")],
+        precise=[dict(G=1, N=200, E=20, m=10), dict(G=2, N=50, E=7, m=9, draw="nan")],
+        bad=numbers("m", -1, T + 1, 1000),
+    ),
+    "selected_softmax": Operator(
+        function=ops.selected_softmax, make=make_selection,
+        reference=reference_selection, plain=plain_selection,
+        equations=("App. F",),
+        differentiable=("logits",), backward="_selected_softmax_backward",
+        lacks={"limits": "test_balanced_gating.py has them"},
+        samples=[dict(T=T, E=E, p=p) for T, E, p in [
+            (1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0), (0, 5, 1)
+        ]],
+        typical=[dict(T=T, E=E, p=1), dict(T=7, E=5), dict(T=0, E=4)],
+        large=[dict(T=4000, E=64, p=0.1)],
+        precise=[dict(T=300, E=20)],
+        bad=[
+            *out_of_range("expert_index", E),
+            (ValueError, "token_offsets", shorter("token_offsets")),
+            *vectors("token_offsets", [1, 5, 10, 10, 15], [0, 10, 5, 10, 15], [0, 5, 10, 10, 16]),
+        ],
+    ),
+    "importance": Operator(
+        function=ops.importance, make=make_importance,
+        reference=lambda **arguments: ref.Importance(dense(**arguments)),
+        plain=lambda **arguments: dense(**arguments).sum(0),
+        equations=("Eq. 6",),
+        differentiable=("gates",), lacks={"second_derivative": "it has one, see gradcheck"},
+        samples=EDGES + [dict(T=9, E=5, k=1, all_to=3), dict(T=5, E=3, k=0)],
+        typical=TYPICAL,
+        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
+        large=shapes((5000, 16, 4), (3000, 2000, 2)),
+        precise=shapes((10, 8, 2), (5000, 8, 2)),
+        bad=[
+            *too_short("expert_index"),
+            *out_of_range("expert_index", E),
+            *numbers("num_experts", 0, -1),
+        ],
+    ),
+    "dispatch_plan": Operator(
+        function=ops.dispatch_plan, make=make_plan, reference=reference_plan, plain=plain_plan,
+        equations=("Eq. 1",),
+        lacks=NO_GRADIENT | {"half_types": "its numbers are integers"},
+        samples=EDGES + RAGGED + [dict(T=9, E=5, k=1, all_to=3)],
+        typical=TYPICAL + RAGGED[:1],
+        limits=[
+            *shapes((100, 1, 1), (100, 255, 2), (100, 256, 17), (100, 257, 64), (50, 1000, 1)),
+            *shapes((20, 4096, 4), (21_845, 8, 3), (32_768, 8, 2), (50_000, 64, 4)),  # 65,535 rows
+        ],
+        large=shapes((1000, 64, 4), (3000, 2000, 2)),
+        precise=shapes((1000, 64, 4)),
+        bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1)],
+    ),
+    "dispatch": Operator(
+        function=ops.dispatch, make=make_dispatch,
+        reference=reference_dispatch, plain=plain_dispatch,
+        equations=("Eq. 1",),
+        differentiable=("x",), backward="_dispatch_backward",
+        samples=[sizes | dict(D=D) for sizes in EDGES + RAGGED for D in (1, 7, 64)],
+        typical=TYPICAL + RAGGED[:1],
+        limits=shapes((20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
+        large=[dict(T=1000, E=64, k=4, D=64)],
+        precise=[dict(T=50, E=16, k=8, D=9)],
+        free=dict(type=("x",)),
+        bad=[
+            *out_of_range("inverse", R),
+            (ValueError, "", shorter("inverse")),
+            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long())),
+            *token_offsets(4),
+        ],
+        backward_bad=[(IndexError, "inverse", last("inverse", R))],
+    ),
+    "combine": Operator(
+        function=ops.combine, make=make_combine, reference=reference_combine, plain=plain_combine,
+        equations=("Eq. 1",),
+        differentiable=("expert_output", "gates"), backward="_combine_backward",
+        lacks={"half_types": "on CUDA the order of the sums of gates' gradients is the type's"},
+        samples=[sizes | dict(D=D) for sizes in EDGES + RAGGED for D in (1, 5)],
+        typical=TYPICAL + RAGGED[:1],
+        limits=shapes((20, 300, 17), (20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
+        large=[dict(T=1000, E=64, k=4, D=64)],
+        precise=[dict(T=100, E=16, k=k, D=D) for k in (1, 2, 16) for D in (3, 64)],
+        bad=[
+            *out_of_range("inverse", R),
+            (ValueError, "", shorter("inverse")),
+            (ValueError, "", shorter("gates")),
+            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long())),
+            *token_offsets(4),
+        ],
+        backward_bad=[(ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()))],
+    ),
+    "experts": Operator(
+        function=ops.experts, make=make_layer,
+        reference=layer_by(reference_expert, reference_combine),
+        plain=layer_by(plain_expert, plain_combine),
+        equations=("Eq. 1", "Sec. 3.2", "App. D"),
+        differentiable=("x", "weights", "biases", "gates"), backward="_experts_backward",
+        autocast=torch.bfloat16, products=True,
+        lacks={"half_types": "hidden layers are rounded, and products are of the type itself"},
+        samples=[
+            dict(counts=counts, widths=widths, bias=bias)
+            for counts in ([1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9)
+            for widths in ((1, 1), (3, 5), (17, 33)) for bias in (False, True)
+        ]
+        + [
+            dict(counts=counts, widths=(4, 6, 3), activation=activation, bias=bias)
+            for activation in ACTIVATIONS for counts in ([3, 0, 4], [0, 0]) for bias in (0, 1)
+        ]
+        + [
+            dict(counts=[3, 0, 4], widths=widths, activation=activation, bias=True)
+            for widths in ((4, 3), (4, 6, 5, 3)) for activation in ("relu", "swiglu")
+        ]
+        + [dict(counts=[3, 0], widths=widths) for widths in ((8, 0, 8), (8, 0), (0, 8))]
+        + [dict(counts=[2, 2], widths=(4, 6, 3), even=True)]
+        + [
+            sizes | dict(widths=(4, 6, 3), recompute=recompute, gated=gated)
+            for sizes in [dict(T=5, E=5, k=2), *RAGGED]
+            for recompute in (False, True) for gated in (False, True)
+        ],
+        typical=[
+            dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
+            dict(counts=[0, 0], widths=(3, 2)),
+            dict(T=5, E=5, k=2, widths=(3, 4, 2), activation="tanh", gated=False),
+            RAGGED[0] | dict(widths=(3, 4, 2), activation="swiglu", bias=True),
+            RAGGED[0] | dict(widths=(3, 4, 3, 2), activation="gelu", recompute=True),
+        ],
+        limits=[
+            *(dict(counts=[n // 2, 0, n - n // 2], widths=(2, 3), bias=True) for n in MANY),
+            # Every other expert is empty.
+            *(dict(counts=[0, 1] * (n // 2) + [1], widths=(3, 2), bias=True) for n in EXPERTS),
+        ],
+        large=[
+            dict(counts=[200, 0, 1, 300, 37], widths=(48, 80), bias=True),
+            dict(T=2600, E=5, k=2, widths=(24, 40, 16), bias=True),
+        ],
+        precise=[
+            dict(counts=counts, widths=widths, bias=True)
+            for counts in ([5, 0, 70], [130, 17, 1]) for widths in ((64, 32), (33, 65))
+        ]
+        + [
+            dict(counts=[30, 0, 40], widths=(16, 24, 8), activation=activation, bias=True)
+            for activation in ACTIVATIONS
+        ]
+        + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)],
+        bad=[
+            *numbers("activation", "rely", ", "),
+            (ValueError, "offsets", shorter("offsets")),
+            *vectors("offsets", [1, 2, 3, 7], [0, 5, 3, 7], [0, 1, 4, 8], [0, 1, 2, 3]),
+            (ValueError, "offsets",
+             dict(offsets=torch.zeros(1).long(), weights=[torch.ones(0, 3, 7)], biases=None)),
+            (ValueError, r"weights\[0\]", first("weights", lambda w: w[0])),
+            (ValueError, r"weights\[0\]", first("weights", lambda w: w[:, :2])),
+            (TypeError, r"weights\[0\]", first("weights", torch.Tensor.double)),
+            (ValueError, r"weights\[1\]", lambda a: dict(weights=a["weights"] * 2, biases=None)),
+            (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns are not an even number
+                weights=[*a["weights"], torch.ones(3, 7, 3)], biases=None, activation="glu")),
+            (ValueError, "weights and biases", lambda a: dict(biases=a["biases"] * 2)),
+            (ValueError, "weights and biases", dict(weights=[], biases=None)),
+            (ValueError, r"biases\[0\]", first("biases", lambda b: b[:, :2])),
+            (TypeError, r"biases\[0\]", first("biases", torch.Tensor.double)),
+            (ValueError, "inverse", dict(gates=torch.rand(4, 2))),
+            (ValueError, "x", dict(inverse=torch.arange(6).view(3, 2))),
+            (ValueError, "gates", dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1))),
+            (ValueError, "inverse",
+             dict(inverse=torch.arange(6).view(3, 2), token_offsets=torch.arange(4))),
+            (ValueError, "token_offsets",
+             dict(inverse=torch.arange(7), token_offsets=torch.tensor([0, 1, 2, 3, 5, 4, 6, 7]))),
+            (ValueError, "rows", dict(offsets=None)),
+        ],
+        backward_bad=[
+            (ValueError, "offsets", dict(offsets=torch.zeros(0).long())),
+            (ValueError, "grad_y", lambda a: dict(grad_y=a["grad_y"][:, :2])),
+            (ValueError, "hidden", lambda a: dict(hidden=[a["grad_y"]])),
+            (IndexError, "inverse", dict(inverse=torch.arange(1, 8)[:, None])),
+        ],
+    ),
+    "factored_step_": Operator(
+        function=factored_step, make=make_step, reference=reference_step,
+        equations=("App. D",),
+        lacks=NO_GRADIENT | {
+            "pure": "it is in place", "half_types": "layer/test_optim.py has its precision",
+            "limits": "it counts nothing",
+        },
+        samples=[
+            dict(shape=shape, rule=rule) for rule in ("adam", "diet", "adagrad")
+            for shape in ((4, 7, 5), (9, 3), (2, 2, 3, 4), (3, 1, 4), (3, 4, 1))
+        ],
+        typical=[dict(shape=(3, 5, 4)), dict(shape=(6, 7), rule="diet"), dict(shape=(0, 4, 3)),
+                 dict(shape=(2, 0, 3)), dict(shape=(2, 3, 0))],
+        large=[
+            dict(shape=shape, rule=rule) for rule in ("adam", "diet")
+            for shape in ((1, 200, 130), (2, 130, 70), (40, 65, 20), (1, 3, 4096))
+        ],
+        precise=[dict(shape=(3, 70, 40), rule=rule) for rule in ("adam", "diet")],
+        free=dict(dimensions=("param",)),
+        bad=[
+            (ValueError, "param", dict(param=torch.zeros(3))),
+            (ValueError, "grad", shorter("grad", 2)),
+            (TypeError, "grad", double("grad")),
+            (ValueError, "row", dict(row=torch.zeros(3, 4))),
+            (TypeError, "row", double("row")),
+            (ValueError, "column", dict(column=torch.zeros(4))),
+            (TypeError, "lr", dict(lr=torch.zeros(()))),
+            *numbers("decay", -0.1), *numbers("gain", math.nan), *numbers("eps", 0.0, 1e-50),
+        ],
+    ),
+}
+# fmt: on
+# Every operator, the backward ones too, with its row.
+ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
+
+
+def results(dtype):
+    """What the operators compute of their precise samples, by name and sample."""
+    for name, row in TABLE.items():
+        for number, sizes in enumerate(row.precise):
+            torch.manual_seed(number)
+            outputs, grads = evaluate(row, row.make(dtype, **sizes))
+            yield f"{name} {number}", [*outputs, *grads]
+
+
+if __name__ == "__main__":
+    for dtype in (torch.float64, torch.float32, *HALF):
+        for name, tensors in results(dtype):
+            digest = hashlib.sha256()
+            for x in tensors:
+                digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            print(f"{name} {dtype}".replace("torch.", ""), digest.hexdigest())

@@ -44,7 +44,9 @@ def top_k(v, k, priority=None):
     """
     v = [float(torch.as_tensor(v_i).detach()) for v_i in v]
     first = [0] * len(v) if priority is None else priority.tolist()
-    return sorted(range(len(v)), key=lambda i: (math.isnan(v[i]), -v[i], first[i], i))[:k]
+    is_nan = [math.isnan(v_i) for v_i in v]
+    v = [0 if nan else v_i for v_i, nan in zip(v, is_nan, strict=True)]  # equal among themselves
+    return sorted(range(len(v)), key=lambda i: (is_nan[i], -v[i], first[i], i))[:k]
 
 
 def KeepTopK(v, k):
@@ -155,7 +157,7 @@ def activate(v, activation):
 def E_i(x, W, b=None, activation="relu"):
     """Sec. 3.2: one feed-forward expert; W its matrices, an activation between each two of them."""
     for layer, matrix in enumerate(W):
-        x = sum(x[d] * matrix[d] for d in range(len(x)))
+        x = sum((x[d] * matrix[d] for d in range(len(x))), matrix.new_zeros(matrix.shape[1]))
         if b is not None:
             x = x + b[layer]
         if layer < len(W) - 1:

@@ -11,6 +11,7 @@ def vec(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+@pytest.mark.equation("Eq. 4", "Eq. 9")
 def test_softplus_and_phi():
     assert float(ref.Softplus(vec(0.0)[0])) == pytest.approx(math.log(2), abs=1e-15)
     assert float(ref.Softplus(vec(25.0)[0])) == pytest.approx(25 + math.log1p(math.exp(-25)), abs=0)
@@ -20,18 +21,21 @@ def test_softplus_and_phi():
     assert float(ref.Phi(vec(-10.0)[0])) == pytest.approx(7.619853024160527e-24, rel=1e-12)
 
 
+@pytest.mark.equation("Eq. 2")
 def test_softmax_gating():
     # logits [0, ln 2, ln 5] -> weights 1 : 2 : 5
     gates = ref.G_sigma(vec(1.0), vec(0.0, math.log(2), math.log(5))[None])
     torch.testing.assert_close(gates, vec(1, 2, 5) / 8, rtol=1e-15, atol=0)
 
 
+@pytest.mark.equation("Eq. 5")
 def test_top_k_ties_and_nan():
     assert ref.top_k(vec(1, 3, 2), 2) == [1, 2]
     assert ref.top_k(vec(2, 1, 2, 2), 3) == [0, 2, 3]
     assert ref.top_k(vec(math.nan, -math.inf, 0, math.nan), 4) == [2, 1, 0, 3]
 
 
+@pytest.mark.equation("Eq. 3", "Eq. 5")
 def test_keep_top_k_and_gates():
     kept = ref.KeepTopK(vec(math.log(3), 7, math.log(1), 8), 2)
     assert [float(v) for v in kept] == [-math.inf, 7, -math.inf, 8]
@@ -40,12 +44,14 @@ def test_keep_top_k_and_gates():
     assert gates[2] == 0 and gates[3] == 0
 
 
+@pytest.mark.equation("Eq. 4")
 def test_noisy_logits():
     # Softplus(0) = ln 2
     h = ref.H(vec(1, 2), vec(0, 0), vec(2, -1), nu=0.5)
     torch.testing.assert_close(h, vec(2 + 2 * math.log(2), 1.5 - math.log(2)), rtol=1e-15, atol=0)
 
 
+@pytest.mark.equation("App. A")
 @pytest.mark.parametrize(
     "k, expected",
     [(1, [3, 4, 4, 4]), (2, [2, 2, 3, 3]), (3, [1, 1, 1, 2]), (4, [-math.inf] * 4)],
@@ -55,6 +61,7 @@ def test_kth_excluding(k, expected):
     assert [float(ref.kth_excluding(h, k, i)) for i in range(4)] == expected
 
 
+@pytest.mark.equation("App. A")
 def test_kth_excluding_is_a_neighbour_in_the_order():
     """H_(k+1) for the members of the top k, H_(k) for the rest."""
     h = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -65,6 +72,7 @@ def test_kth_excluding_is_a_neighbour_in_the_order():
             assert ref.kth_excluding(h, k, i) == expected
 
 
+@pytest.mark.equation("Eq. 9")
 def test_probability_by_hand():
     c, s, h = vec(1, 0, -1), vec(0.5, 1, 2), vec(2, 0.5, -3)
     # k = 1: expert 0 must exceed 0.5 (z = 1), expert 1 must exceed 2 (z = -2), expert 2 too (-1.5)
@@ -74,6 +82,7 @@ def test_probability_by_hand():
         assert float(ref.P(c, s, h, 3, i)) == 1
 
 
+@pytest.mark.equation("Eq. 8")
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_probability_by_sampling(k):
     """4 sigma on 5 components: a right P fails with probability 3e-4 per k; the seed is fixed."""
@@ -91,6 +100,7 @@ def test_probability_by_sampling(k):
         assert abs(frequency - p) <= 4 * torch.sqrt(p * (1 - p) / draws) + 2 / draws
 
 
+@pytest.mark.equation("Eq. 7")
 @pytest.mark.parametrize(
     "v, expected", [([1, 3], 0.25), ([4, 0, 0, 0], 3), ([5], 0), ([0, 0], 0), ([2, 2, 2], 0)]
 )
@@ -98,6 +108,7 @@ def test_cv_squared(v, expected):
     assert float(ref.CV_squared(vec(*v))) == expected
 
 
+@pytest.mark.equation("Eq. 6", "Eq. 7", "Eq. 10", "Eq. 11")
 def test_importance_load_and_losses():
     G_X = torch.stack([vec(0.75, 0.25), vec(0.25, 0.75), vec(0.5, 0.5)])
     assert ref.Importance(G_X).tolist() == [1.5, 1.5]
@@ -108,6 +119,7 @@ def test_importance_load_and_losses():
     assert load.tolist() == pytest.approx([1.6826894921, 0.0455002639, 0.1336144025], abs=1e-9)
 
 
+@pytest.mark.equation("Eq. 1")
 def test_dispatch_and_combine():
     batches = ref.dispatch(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
     assert batches == [[(0, 1), (1, 0)], [(1, 1), (2, 1)], [(0, 0), (2, 0)], []]
@@ -117,6 +129,7 @@ def test_dispatch_and_combine():
     assert y.tolist() == [[2.75], [2], [5]]
 
 
+@pytest.mark.equation("Sec. 3.2")
 @pytest.mark.parametrize(
     "activation, expected",
     [
@@ -136,6 +149,7 @@ def test_activations(activation, expected):
     assert ref.activate(vec(-2, 3), activation).tolist() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.equation("Sec. 3.2")
 def test_expert():
     W = [torch.tensor([[1.0, -1], [2, 1]]).double(), torch.tensor([[1.0], [10]]).double()]
     # [3, 1] -> [5, -2] -> relu [5, 0] -> 5
@@ -145,6 +159,7 @@ def test_expert():
     assert ref.E_i(vec(3, 1), W[:1]).tolist() == [5, -2]
 
 
+@pytest.mark.equation("Eq. 1")
 def test_moe_by_hand():
     X = torch.tensor([[1.0], [-1.0]]).double()
     W_g = vec(math.log(3), 0, -1)[None]
@@ -187,6 +202,7 @@ def scaling_experts(a, b):
     return [[lambda x, s=1 + i * b + j: s * x for j in range(b)] for i in range(a)]
 
 
+@pytest.mark.equation("App. B", "Eq. 12")
 def test_hierarchy_by_hand():
     X = torch.tensor([[1.0], [-1.0]]).double()
     primary = vec(math.log(3), 0)[None]
@@ -205,6 +221,7 @@ def test_hierarchy_by_hand():
     assert Y.tolist() == [[2], [-3]]
 
 
+@pytest.mark.equation("App. B", "Eq. 12")
 def test_hierarchy_evaluates_only_the_experts_of_its_gates():
     p = hierarchy(torch.Generator().manual_seed(4), T=6, d=3, a=4, b=3, k1=2)
     calls = [[0] * 3 for _ in range(4)]
@@ -224,6 +241,7 @@ def test_hierarchy_evaluates_only_the_experts_of_its_gates():
     torch.testing.assert_close(importance, G_X.sum(0).view(4, 3))
 
 
+@pytest.mark.equation("App. B")
 def test_secondary_noise_belongs_to_the_slot():
     """The order of a row's slots is that of its primary H, the highest first."""
     X = torch.tensor([[1.0], [-1.0]]).double()
@@ -236,12 +254,14 @@ def test_secondary_noise_belongs_to_the_slot():
     assert (G_X > 0).tolist() == [[False, True, True, False], [True, False, False, True]]
 
 
+@pytest.mark.equation("App. B")
 def test_load_h_by_hand():
     secondary = [vec(1, 2), vec(3, 5), vec(0, 0)]
     load = ref.Load_H(vec(6, 2, 1), secondary, [3, 4, 0])
     assert load.tolist() == [[2, 4], [1.5, 2.5], [0, 0]]
 
 
+@pytest.mark.equation("App. B")
 def test_load_h_of_one_row():
     """The group without rows has load 0 in all its experts, and no NaN in any gradient."""
     zeros = torch.zeros(1, 2).double()
@@ -258,6 +278,7 @@ def test_load_h_of_one_row():
     assert all(g.isfinite().all() and g.abs().max() > 0 for g in grads)
 
 
+@pytest.mark.equation("App. B")
 def test_load_h_with_all_experts_of_a_group():
     """k2 = b: Load_i(X^(i))_j = |X^(i)|, so that every expert has the load of its group."""
     p = hierarchy(torch.Generator().manual_seed(5), T=8, d=3, a=4, b=2, k1=1)
@@ -269,6 +290,7 @@ def test_load_h_with_all_experts_of_a_group():
     torch.testing.assert_close(load, (load_primary * taken)[:, None].expand(4, 2))
 
 
+@pytest.mark.equation("App. B")
 def test_hierarchy_gradients_are_those_of_finite_differences():
     p = hierarchy(torch.Generator().manual_seed(6), T=4, d=2, a=3, b=3, k1=2)
     names = [name for name in p if not name.startswith("noise")]
@@ -286,6 +308,7 @@ def test_hierarchy_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(outputs, [p[name] for name in names], fast_mode=True)
 
 
+@pytest.mark.equation("App. B")
 @pytest.mark.parametrize("level", ["primary", "secondary"])
 def test_hierarchy_of_one_group_or_of_groups_of_one(level):
     """a = 1 or b = 1: the flat mixture."""
@@ -304,6 +327,7 @@ def test_hierarchy_of_one_group_or_of_groups_of_one(level):
         torch.testing.assert_close(actual, flat, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.equation("App. B")
 def test_load_h_has_a_gradient_to_the_primary_gate():
     """The naive form Load_i(X^(i))_j has none: the paper's reason for the definition."""
     p = hierarchy(torch.Generator().manual_seed(3), T=9, d=4, a=3, b=4, k1=2)
@@ -321,6 +345,7 @@ def test_load_h_has_a_gradient_to_the_primary_gate():
     assert all(g.abs().max() > 0 for g in grads)
 
 
+@pytest.mark.equation("App. F")
 def test_masks_by_hand():
     X = torch.stack([vec(0.5, 0.2), vec(0.3, 0.4), vec(0.5, 0.1)])
     assert ref.M_topk(X, 1).tolist() == [[1, 0], [0, 1], [1, 0]]
@@ -330,6 +355,7 @@ def test_masks_by_hand():
     assert ref.M_threshold(X, vec(0.3, 0.1)).tolist() == [[1, 1], [0, 1], [1, 0]]
 
 
+@pytest.mark.equation("App. F")
 def test_ties_go_by_priority():
     X = torch.stack([vec(0.5, 0.5)] * 3)
     assert ref.M_batchwise(X, 1).tolist() == [[1, 1], [0, 0], [0, 0]]
@@ -340,6 +366,7 @@ def test_ties_go_by_priority():
     assert ref.M_batchwise(X, 1, priority)[:, 0].tolist() == [1, 0, 0]
 
 
+@pytest.mark.equation("App. F")
 @pytest.mark.parametrize(
     "k, size, n, m",
     [
@@ -356,12 +383,14 @@ def test_rows_per_expert(k, size, n, m):
     assert ref.rows_per_expert(k, size, n) == m
 
 
+@pytest.mark.equation("App. F")
 def test_strict_gates_by_hand():
     gates = ref.G_strict(vec(0.5, 0.3, 0.2), vec(1, 0, 1))
     torch.testing.assert_close(gates, vec(5 / 7, 0, 2 / 7), rtol=1e-15, atol=0)
     assert ref.G_strict(vec(0.5, 0.3, 0.2), vec(0, 0, 0)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.equation("App. F")
 def test_strict_gates_of_the_top_k_mask_are_those_of_top_k_gating():
     generator = torch.Generator().manual_seed(7)
     X, W_g = matrix(generator, 6, 3), matrix(generator, 3, 5)
@@ -371,6 +400,7 @@ def test_strict_gates_of_the_top_k_mask_are_those_of_top_k_gating():
         torch.testing.assert_close(ref.G_strict(g_sigma, M), expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.equation("App. F")
 def test_strict_gates_have_the_gradient_of_a_softmax_over_the_mask():
     """dL/dc_i = G_i (v_i - sum_a G_a v_a): the experts outside the mask get none."""
     c, v = matrix(torch.Generator().manual_seed(8), 2, 5)
@@ -381,6 +411,7 @@ def test_strict_gates_have_the_gradient_of_a_softmax_over_the_mask():
     torch.testing.assert_close(grad, gates * (v - gates @ v), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.equation("App. F")
 def test_l_batchwise_by_hand():
     X = vec(0.9, 0.6, 0.5, 0.1)[:, None]
     # m = 2; T = 0.4 lets 0.5 pass too: 0.1; T = 0.8 shuts 0.6 out: -(0.6 - 0.8)
@@ -391,6 +422,7 @@ def test_l_batchwise_by_hand():
     assert float(ref.L_batchwise(two, vec(0.4, 0.3), 2)) == pytest.approx(0.1 + 0.1)
 
 
+@pytest.mark.equation("App. F")
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_l_batchwise_is_convex_in_the_threshold(m):
     """Its slope is m - #{j : X_j > T}, and it is 0 exactly from X_(m+1) to X_(m)."""
@@ -408,12 +440,14 @@ def test_l_batchwise_is_convex_in_the_threshold(m):
             assert float(L) > 0
 
 
+@pytest.mark.equation("App. F")
 def test_l_batchwise_gradient_to_the_scores():
     X = vec(0.9, 0.6, 0.5, 0.1)[:, None].requires_grad_()
     (grad,) = torch.autograd.grad(ref.L_batchwise(X, vec(0.05), 2), X)
     assert grad.tolist() == [[0], [0], [1], [1]]
 
 
+@pytest.mark.equation("App. F")
 def test_balanced_moe_by_hand():
     # softmax gates of [x, 0]: 3/4, 1/4 for x = ln 3; m = 1·4 / 2
     X = vec(math.log(3), math.log(4), math.log(2), -math.log(2))[:, None]
@@ -433,6 +467,7 @@ def test_balanced_moe_by_hand():
     assert importance.tolist() == [2, 1] and L is None
 
 
+@pytest.mark.equation("App. F")
 def test_balanced_moe_gives_every_expert_m_rows():
     generator = torch.Generator().manual_seed(10)
     X, W_g = matrix(generator, 11, 3), matrix(generator, 3, 4)
@@ -446,6 +481,7 @@ def test_balanced_moe_gives_every_expert_m_rows():
     assert float(importance.sum()) == pytest.approx(float(chosen.sum())) and L is None
 
 
+@pytest.mark.equation("App. F")
 def test_thresholds_between_the_ranks_give_the_gates_of_training():
     generator = torch.Generator().manual_seed(11)
     X, W_g, m = matrix(generator, 9, 3), matrix(generator, 3, 4), 5
@@ -459,6 +495,7 @@ def test_thresholds_between_the_ranks_give_the_gates_of_training():
     torch.testing.assert_close(alone[0], G_X[3], rtol=1e-14, atol=0)  # whatever the rest is
 
 
+@pytest.mark.equation("App. F")
 def test_thresholds_alone_are_trained_by_l_batchwise():
     generator = torch.Generator().manual_seed(12)
     X, W_g = matrix(generator, 6, 3), matrix(generator, 3, 4).requires_grad_()
@@ -470,6 +507,7 @@ def test_thresholds_alone_are_trained_by_l_batchwise():
     assert torch.autograd.grad(G_X.square().sum(), T, allow_unused=True) == (None,)
 
 
+@pytest.mark.equation("App. F")
 def test_balanced_moe_of_no_rows():
     X, W_g, T = torch.zeros(0, 3).double(), torch.zeros(3, 4).double(), torch.zeros(4).double()
     for training in (True, False):
@@ -477,6 +515,7 @@ def test_balanced_moe_of_no_rows():
         assert Y.shape == (0, 5) and G_X.shape == (0, 4) and importance.tolist() == [0] * 4
 
 
+@pytest.mark.equation("App. F", "App. B")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("level", ["primary", "secondary"])
 def test_balanced_hierarchy_of_one_group_or_of_groups_of_one(level, training):
@@ -501,6 +540,7 @@ def test_balanced_hierarchy_of_one_group_or_of_groups_of_one(level, training):
     assert expected[3] == L
 
 
+@pytest.mark.equation("App. F", "App. B")
 def test_balanced_hierarchy_gives_every_expert_m2_rows():
     generator = torch.Generator().manual_seed(14)
     X, primary = matrix(generator, 12, 3), matrix(generator, 3, 4)
@@ -529,6 +569,7 @@ def test_balanced_hierarchy_gives_every_expert_m2_rows():
     assert float(L) == pytest.approx(float(expected))
 
 
+@pytest.mark.equation("App. F", "App. B")
 def test_balanced_hierarchy_breaks_ties_by_priority():
     """At the symmetric start all is a tie; the secondary priority has the rows of the group."""
     X = torch.ones(4, 1).double()
@@ -549,6 +590,7 @@ def test_balanced_hierarchy_breaks_ties_by_priority():
     assert G_X.tolist() == [[0, 0, 1, 0], [0.5, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.equation("App. D")
 def test_factored_adam_by_hand():
     w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
     state = torch.zeros(2).double(), torch.zeros(2).double()
@@ -573,6 +615,7 @@ def rank_one_gradients(steps):
         yield matrix(generator, 1) * u[:, None] * v * matrix(generator, 3, 5).sign()
 
 
+@pytest.mark.equation("App. D")
 def test_factoring_is_exact_for_squares_of_rank_one():
     w = {rule: torch.ones(3, 5).double() for rule in ("adam", "factored", "adagrad", "sums")}
     vr, vc, sr, sc = (torch.zeros(n).double() for n in (3, 5, 3, 5))
@@ -589,6 +632,7 @@ def test_factoring_is_exact_for_squares_of_rank_one():
     assert not w["sums"].allclose(w["factored"])
 
 
+@pytest.mark.equation("App. D")
 def test_factors_keep_the_averages():
     """For any gradients the rows and columns of V average to those of the squares."""
     generator = torch.Generator().manual_seed(16)
@@ -604,6 +648,7 @@ def test_factors_keep_the_averages():
     assert not V.allclose(v)
 
 
+@pytest.mark.equation("App. D")
 def test_diet_denominator():
     """Larger than the paper's by sqrt(mean vc) / mean sqrt(vc), one constant per matrix."""
     w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
@@ -620,6 +665,7 @@ def test_diet_denominator():
     assert float(diet[0, 0]) == pytest.approx(-0.1 / d)
 
 
+@pytest.mark.equation("App. D")
 @pytest.mark.parametrize("denominator", ["paper", "diet"])
 def test_a_matrix_without_gradient_stays(denominator):
     """No 0 / 0 before the first gradient; later the averages decay."""
@@ -633,6 +679,7 @@ def test_a_matrix_without_gradient_stays(denominator):
     assert same.equal(w)
 
 
+@pytest.mark.equation("App. D")
 def test_unfactored_rules_are_those_of_torch():
     generator = torch.Generator().manual_seed(17)
     w, v, sums = matrix(generator, 5), torch.zeros(5).double(), torch.zeros(5).double()
@@ -653,6 +700,7 @@ def test_unfactored_rules_are_those_of_torch():
     torch.testing.assert_close(other, adagrad.detach(), rtol=1e-13, atol=0)
 
 
+@pytest.mark.equation("Sec. 3.1")
 def test_recurrent_mixture_by_hand():
     """Units of 1: every gate's pre-activation is the bias, the mixture's own 0 or not."""
     X, h, c = vec(2)[None], vec(3)[None], vec(0.5)[None]
@@ -670,6 +718,7 @@ def test_recurrent_mixture_by_hand():
     assert float(h1) == pytest.approx(0.75 * math.tanh(0.5))
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 2)])
 def test_recurrent_mixture_is_an_lstm_with_the_mixed_matrix(n, k):
     generator = torch.Generator().manual_seed(18)
@@ -687,11 +736,13 @@ def test_recurrent_mixture_is_an_lstm_with_the_mixed_matrix(n, k):
     assert load.equal(ref.MoE(torch.cat([x, h], 1), W_g, W_noise, noise, k, experts)[3])
 
 
+@pytest.mark.equation("Sec. 3.1")
 def test_forward_steps_of_backpropagation_through_time():
     steps = [ref.C(100, m) / 100 for m in (1, 2, 3, 5, 10, 20, 100)]
     assert steps == [50.5, 9.45, 5.90, 4.16, 3.22, 2.78, 1.99]
 
 
+@pytest.mark.equation("Sec. 3.1")
 def test_forward_steps_are_those_of_optimal_checkpointing():
     """Griewank and Walther 2000: (r + 1) t - binomial(m + r, r - 1), binomial(m + r, r) >= t."""
     for t in range(1, 40):
@@ -701,6 +752,7 @@ def test_forward_steps_are_those_of_optimal_checkpointing():
             assert ref.C(t, m) == expected
 
 
+@pytest.mark.equation("App. G")
 def test_attention_by_hand():
     """tanh(artanh a) = a, and tanh(artanh a + artanh b) = (a + b) / (1 + a b)."""
     U, W, V = vec(1, 0)[None], vec(1, 2)[None], vec(10, 7)  # the second column of x U is 0

@@ -5,195 +5,19 @@ import math
 import pickle
 
 import pytest
-import reference as ref
 import torch
-from assertions import (
-    assert_as_accurate,
-    assert_deterministic,
-    assert_exact,
-    assert_same_bits,
-    assert_second_derivative_refused,
-    gradients,
-    opcheck_all,
-    poison_freed_memory,
-    recorded_ops,
-)
-from operators import ACTIVATIONS, GATED, make_experts, make_linear, normal, offsets_of
+from assertions import assert_exact, assert_same_bits, recorded_ops
+from operators import TABLE, make_linear, normal, offsets_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
 
-pytestmark = pytest.mark.emulated
-
-COUNTS = [[1], [3, 0, 4], [0, 0, 5, 0], [7, 1, 2, 1, 0, 6], [0, 0], [2] * 9]
-
-
-def plain_linear(rows, weight, bias, counts):
-    parts = [r @ w for r, w in zip(rows.split(counts), weight, strict=True)]
-    if bias is not None:
-        parts = [p + b for p, b in zip(parts, bias, strict=True)]
-    return torch.cat(parts)
-
-
-def by_reference(rows, weights, biases, counts, activation):
-    """Each row through the expert whose segment it lies in."""
-    out, row = [], 0
-    for e, count in enumerate(counts):
-        W = [w[e] for w in weights]
-        b = None if biases is None else [b[e] for b in biases]
-        out += [ref.E_i(x, W, b, activation) for x in rows[row : row + count]]
-        row += count
-    return torch.stack(out) if out else rows.new_zeros(0, weights[-1].shape[-1])
-
-
-# ops.experts with a single matrix: a linear layer for each expert
+pytestmark = [pytest.mark.emulated, pytest.mark.equation("Sec. 3.2")]
 
 
 def grouped_linear(rows, weight, bias, offsets):
+    """A linear layer for each expert."""
     return ops.experts(rows, [weight], None if bias is None else [bias], offsets=offsets)
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("D, F", [(1, 1), (3, 5), (17, 33)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_grouped_linear_equals_reference(device, counts, D, F, bias):
-    tensors = make_linear(counts, D, F, bias=bias)
-    leaves = [x.requires_grad_() for x in tensors]
-    expected = by_reference(
-        leaves[0], leaves[1:2], [leaves[2]] if bias else None, counts, "identity"
-    )
-    moved = [x.detach().to(device).requires_grad_() for x in tensors]
-    args = moved if bias else [*moved, None]
-    actual = grouped_linear(*args, offsets_of(counts, device))
-    assert actual.shape == (sum(counts), F) and actual.is_contiguous()
-    assert_exact(actual.detach(), expected.detach())
-    cotangent = torch.randn_like(expected)
-    actual_grads = torch.autograd.grad(actual, moved, cotangent.to(device))
-    if not sum(counts):
-        assert all(torch.count_nonzero(g) == 0 for g in actual_grads)
-        return
-    for a, e in zip(actual_grads, gradients([expected], leaves, [cotangent]), strict=True):
-        assert_exact(a, e)
-
-
-@pytest.mark.parametrize("E", [1, 2, 3, 255, 256, 257, 1000, 4096])
-def test_any_number_of_experts(device, E):
-    """About every other expert is empty."""
-    counts = torch.bincount(torch.randint(0, E, (E // 2 + 1,)), minlength=E).tolist()
-    rows, weight, bias = make_linear(counts, 3, 2, device)
-    owner = torch.repeat_interleave(torch.arange(E), torch.tensor(counts)).to(device)
-    expected = torch.einsum("rd,rdf->rf", rows, weight[owner]) + bias[owner]
-    assert_exact(grouped_linear(rows, weight, bias, offsets_of(counts, device)), expected)
-
-
-@pytest.mark.parametrize("rows", [65_535, 65_536, 200_000])
-def test_many_rows(device, rows):
-    counts = [rows // 2, 0, rows - rows // 2]
-    x, weight, bias = make_linear(counts, 2, 3, device)
-    actual = grouped_linear(x, weight, bias, offsets_of(counts, device))
-    assert_exact(actual, plain_linear(x, weight, bias, counts))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("counts", [[5, 0, 70], [130, 17, 1]])
-@pytest.mark.parametrize("D, F", [(64, 32), (33, 65)])
-def test_grouped_linear_lower_precision(device, dtype, counts, D, F):
-    tensors = make_linear(counts, D, F, device, dtype)
-    cotangent = normal(sum(counts), F, device=device, dtype=dtype)
-    results, grads = [], []
-    for function, cast in (
-        (lambda *a: grouped_linear(*a, offsets_of(counts, device)), lambda x: x),
-        (lambda *a: plain_linear(*a, counts), lambda x: x),
-        (lambda *a: plain_linear(*a, counts), lambda x: x.double()),
-    ):
-        leaves = [cast(x.clone()).requires_grad_() for x in tensors]
-        out = function(*leaves)
-        results.append(out)
-        grads.append(gradients([out], leaves, [cast(cotangent)]))
-    assert_as_accurate(*results)
-    for three in zip(*grads, strict=True):
-        assert_as_accurate(*three)
-
-
-def test_grouped_linear_gradcheck(device):
-    counts = [2, 0, 3]
-    leaves = [x.requires_grad_() for x in make_linear(counts, 3, 2, device)]
-    offsets = offsets_of(counts, device)
-    assert torch.autograd.gradcheck(lambda *a: grouped_linear(*a, offsets), leaves)
-    assert torch.autograd.gradcheck(lambda r, w: grouped_linear(r, w, None, offsets), leaves[:2])
-
-
-def test_only_what_needs_a_gradient_gets_one(device):
-    tensors, offsets = make_linear([2, 0, 3], 3, 2, device), offsets_of([2, 0, 3], device)
-    for one in range(3):
-        leaves = [x.clone().requires_grad_(i == one) for i, x in enumerate(tensors)]
-        grouped_linear(*leaves, offsets).sum().backward()
-        assert [x.grad is not None for x in leaves] == [i == one for i in range(3)]
-
-
-def test_grouped_linear_any_layout(device):
-    """A matrix product may add in another order for a transposed operand."""
-    counts = [4, 0, 3]
-    tensors, offsets = make_linear(counts, 5, 6, device), offsets_of(counts, device)
-    base = [x.clone().requires_grad_() for x in tensors]
-    expected = grouped_linear(*base, offsets)
-    moved = [x.mT.contiguous().mT.requires_grad_() for x in tensors]
-    assert not any(x.is_contiguous() for x in moved)
-    actual = grouped_linear(*moved, offsets)
-    assert_exact(actual.detach(), expected.detach())
-    for a, e in zip(
-        torch.autograd.grad(actual.sum(), moved),  # an expanded gradient
-        gradients([expected], base, [torch.ones_like(expected)]),
-        strict=True,
-    ):
-        assert_exact(a, e)
-    row = tensors[0][:1].expand(7, 5)
-    assert_same_bits(
-        grouped_linear(row, *tensors[1:], offsets),
-        grouped_linear(row.clone(), *tensors[1:], offsets),
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("size", [3, 32])
-def test_empty_expert_has_zero_gradient_in_dirty_memory(device, dtype, size):
-    """An uninitialised gradient shows only when freed memory is not zero: here it is NaN."""
-    counts = [3, 0, 4, 0]
-    tensors, offsets = make_linear(counts, size, size, device, dtype), offsets_of(counts, device)
-    for _ in range(3):
-        poison_freed_memory(4 * size, size * size, 4 * size * size, 7 * size, device=device)
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = grouped_linear(*leaves, offsets)
-        poison_freed_memory(4 * size, size * size, 4 * size * size, 7 * size, device=device)
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-        assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
-        for g in grads[1:]:
-            assert torch.count_nonzero(g[1]) == 0 and torch.count_nonzero(g[3]) == 0
-            assert torch.count_nonzero(g[0]) > 0
-
-
-def test_zero_rows(device):
-    tensors, offsets = make_linear([0, 0, 0], 3, 2, device), offsets_of([0, 0, 0], device)
-    for _ in range(2):
-        poison_freed_memory(6, 18, device=device)
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = grouped_linear(*leaves, offsets)
-        assert out.shape == (0, 2)
-        out.sum().backward()
-        for leaf in leaves:
-            assert leaf.grad.shape == leaf.shape and torch.count_nonzero(leaf.grad) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(8, 0, 8), (8, 0), (0, 8)])
-def test_layers_of_width_zero(device, dtype, widths):
-    counts = [3, 0]
-    x, weights, _ = make_experts(counts, widths, "relu", device, dtype)
-    leaves = [tensor.requires_grad_() for tensor in (x, *weights)]
-    y = ops.experts(x, weights, offsets=offsets_of(counts, device))
-    assert_exact(y, torch.zeros(3, widths[-1], dtype=dtype))
-    for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
-        assert_exact(gradient, torch.zeros_like(leaf, device="cpu"))
 
 
 def test_small_gates_do_not_vanish_in_half_precision(device):
@@ -237,6 +61,7 @@ def test_unused_expert_with_nan_weights_poisons_nothing(device):
         results.append([out, *torch.autograd.grad(out.pow(2).sum(), leaves)])
     for clean, spoilt in zip(*results, strict=True):
         assert_same_bits(spoilt, clean)
+    assert not any(gradient[1].any() for gradient in results[0][2:])  # zeros, and no others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -256,118 +81,7 @@ def test_nan_row_stays_in_its_row(device, dtype):
     assert gradient[0].isnan().all() and gradient[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0]])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_linear_opcheck(device, counts, bias, transposed):
-    tensors, offsets = make_linear(counts, 3, 2, device, torch.float32), offsets_of(counts, device)
-    if transposed:
-        tensors = [x.mT.contiguous().mT for x in tensors]
-
-    def function():
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        args = leaves if bias else [*leaves[:2], None]
-        grouped_linear(*args, offsets).sum().backward()
-
-    opcheck_all(function, {"experts", "_experts_backward"})
-
-
-def test_grouped_linear_second_derivative_is_refused(device):
-    offsets = offsets_of([2, 0, 3], device)
-    assert_second_derivative_refused(
-        lambda *a: grouped_linear(*a, offsets),
-        tuple(x.requires_grad_() for x in make_linear([2, 0, 3], 3, 2, device)),
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_linear_deterministic(threads, dtype):
-    counts = [200, 0, 1, 300, 37]
-    tensors, offsets = make_linear(counts, 48, 80, dtype=dtype), offsets_of(counts)
-    cotangent = normal(sum(counts), 80, dtype=dtype)
-
-    def function():
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = grouped_linear(*leaves, offsets)
-        return out, *torch.autograd.grad(out, leaves, cotangent)
-
-    assert_deterministic(function, threads)
-
-
 # ops.experts with hidden layers
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0]])
-@pytest.mark.parametrize("bias", [False, True])
-def test_experts_equal_reference(device, activation, counts, bias):
-    rows, weights, biases = make_experts(counts, (4, 6, 3), activation)
-    leaves = [x.requires_grad_() for x in (rows, *weights, *biases)]
-    expected = by_reference(rows, weights, biases if bias else None, counts, activation)
-    moved = [x.detach().to(device).requires_grad_() for x in leaves]
-    n = len(weights)
-    actual = ops.experts(
-        moved[0],
-        moved[1 : 1 + n],
-        moved[1 + n :] if bias else None,
-        activation,
-        offsets=offsets_of(counts, device),
-    )
-    assert_exact(actual.detach(), expected.detach())
-    if sum(counts):
-        cotangent = torch.randn_like(expected)
-        for a, e in zip(
-            gradients([actual], moved, [cotangent.to(device)]),
-            gradients([expected], leaves, [cotangent]),
-            strict=True,
-        ):
-            assert_exact(a, e)
-
-
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("widths", [(4, 3), (4, 6, 5, 3)])
-def test_depth(device, activation, widths):
-    """A single matrix, which is linear, and two hidden layers."""
-    rows, weights, biases = make_experts([3, 0, 4], widths, activation, device)
-    actual = ops.experts(rows, weights, biases, activation, offsets=offsets_of([3, 0, 4], device))
-    expected = by_reference(
-        rows.cpu(), [w.cpu() for w in weights], [b.cpu() for b in biases], [3, 0, 4], activation
-    )
-    assert_exact(actual, expected)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_lower_precision(device, activation, dtype):
-    counts = [30, 0, 40]
-    rows, weights, biases = make_experts(counts, (16, 24, 8), activation, device, dtype)
-
-    def plain(rows, w1, w2, b1, b2):
-        h = plain_linear(rows, w1, b1, counts)
-        if activation in GATED:
-            a, b = h.chunk(2, -1)
-            h = getattr(torch.nn.functional, GATED[activation])(a) * b
-        elif activation != "identity":
-            h = getattr(torch.nn.functional, activation)(h)
-        return plain_linear(h, w2, b2, counts)
-
-    def tested(rows, w1, w2, b1, b2):
-        return ops.experts(rows, [w1, w2], [b1, b2], activation, offsets=offsets_of(counts, device))
-
-    results, grads = [], []
-    cotangent = normal(70, 8, device=device, dtype=dtype)
-    for function, cast in (
-        (tested, lambda x: x),
-        (plain, lambda x: x),
-        (plain, lambda x: x.double()),
-    ):
-        leaves = [cast(x.clone()).requires_grad_() for x in (rows, *weights, *biases)]
-        out = function(*leaves)
-        results.append(out)
-        grads.append(gradients([out], leaves, [cast(cotangent)]))
-    assert_as_accurate(*results)
-    for three in zip(*grads, strict=True):
-        assert_as_accurate(*three)
 
 
 # FeedForwardExperts
@@ -391,7 +105,8 @@ def test_feed_forward_experts_equal_reference(device, hidden_sizes, activation, 
     weights = [w.detach().cpu() for w in module.weights]
     assert len(weights) == len(hidden_sizes) + 1
     biases = [b.detach().cpu() for b in module.biases] if bias else None
-    expected = by_reference(rows.cpu(), weights, biases, counts, activation)
+    reference = TABLE["experts"].reference
+    expected = reference(rows.cpu(), weights, biases, activation, offsets_of(counts))
     assert_exact(actual.detach(), expected)
 
 

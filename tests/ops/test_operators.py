@@ -1,0 +1,450 @@
+"""The properties of operators, each written once and held by every row of tests/operators.py.
+
+`samples` are many and small, `typical` few, `large` what threads share. A test of `names` is of the
+backward operators too. What is peculiar to an operator is in the other files of this folder.
+"""
+
+import os
+import subprocess
+import sys
+
+import operators
+import pytest
+import torch
+from assertions import (
+    assert_as_accurate,
+    assert_deterministic,
+    assert_exact,
+    assert_same_bits,
+    assert_same_products,
+    assert_second_derivative_refused,
+    gradients,
+    poison_freed_memory,
+    raises,
+)
+from machine import instruction_sets
+from operators import (
+    HALF,
+    ROWS,
+    TABLE,
+    as_tuple,
+    call_of,
+    changed,
+    evaluate,
+    moved,
+    run,
+    sample,
+    tensors_in,
+    upstream_of,
+    with_leaves,
+    written,
+)
+
+pytestmark = pytest.mark.emulated
+
+PROPERTIES = set()  # that the rows can lack
+
+
+def each(prop, kind, rows=TABLE):
+    """Parametrises a test by the operators that have the property, and their samples."""
+    PROPERTIES.add(prop)
+    assert all(prop in row.lacks or getattr(row, kind) for row in rows.values())
+    cases = [
+        pytest.param(
+            name,
+            sizes,
+            id=f"{name}-{'-'.join(f'{key}={value}' for key, value in sizes.items())}",
+            marks=pytest.mark.equation(*row.equations),
+        )
+        for name, row in rows.items()
+        if prop not in row.lacks
+        for sizes in getattr(row, kind)
+    ]
+    return pytest.mark.parametrize("name, sizes", cases)
+
+
+def assert_equal(actual, expected):
+    """Numbers as exact as float64 is, indices the same."""
+    for a, e in zip(actual, expected, strict=True):
+        assert_exact(a, e, nan=True) if e.is_floating_point() else assert_same_bits(a, e)
+
+
+def assert_bits(name, actual, expected):
+    same = assert_same_products if ROWS[name].products else assert_same_bits
+    for a, e in zip(actual, expected, strict=True):
+        same(a, e)
+
+
+def test_the_table_is_complete():
+    """A new operator has to come with a row, and a row with a reason for what it lacks."""
+    registered = {
+        schema.name.split("::")[1]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("moe_ext::")
+    }
+    assert registered == set(ROWS)
+    for row in TABLE.values():
+        assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())
+
+
+# Against the reference
+
+
+@each("reference", "samples")
+def test_equals_reference(device, name, sizes):
+    row, arguments = ROWS[name], sample(name, **sizes)
+    actual = as_tuple(row.function(**moved(arguments, device)))
+    assert all(y.device.type == device and y.is_contiguous() for y in actual)
+    assert_equal(actual, as_tuple(row.reference(**arguments)))
+
+
+@each("limits", "limits")
+def test_limits(device, name, sizes):
+    """No counter in a kernel is too narrow."""
+    row, arguments = ROWS[name], sample(name, device, **sizes)
+    assert_equal(as_tuple(row.function(**arguments)), as_tuple(row.plain(**arguments)))
+
+
+@each("gradients", "samples")
+def test_gradients_equal_reference(device, name, sizes):
+    """Those of all outputs together, and of each alone: of the others there is then none."""
+    row, arguments = ROWS[name], sample(name, **sizes)
+    actual_arguments, leaves = with_leaves(moved(arguments, device), row.differentiable)
+    arguments, expected_leaves = with_leaves(arguments, row.differentiable)
+    actual = as_tuple(row.function(**actual_arguments))
+    expected = as_tuple(row.reference(**arguments))
+    assert [y.requires_grad for y in actual] == [y.is_floating_point() for y in actual]
+    pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a.requires_grad]
+    for chosen in [pairs, *([pair] for pair in pairs if len(pairs) > 1)]:
+        ys, es = zip(*chosen, strict=True)
+        upstream = upstream_of(es)
+        found = gradients(ys, leaves, moved(upstream, device), retain_graph=True)
+        assert_equal(found, gradients(es, expected_leaves, upstream, retain_graph=True))
+
+
+@each("gradcheck", "typical")
+def test_gradcheck(device, name, sizes):
+    row = ROWS[name]
+    arguments = sample(name, device, **sizes)
+    arguments, leaves = with_leaves(arguments, row.differentiable)
+
+    def function(*inputs):
+        inputs = iter(inputs)
+        moving = {
+            key: changed(lambda x: next(inputs), arguments[key])
+            for key in row.differentiable
+            if key in arguments
+        }
+        outputs = as_tuple(row.function(**arguments | moving))
+        return tuple(y.nan_to_num(neginf=0) for y in outputs if y.requires_grad)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    if "second_derivative" in row.lacks:
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@each("second_derivative", "typical")
+def test_second_derivative_is_refused(device, name, sizes):
+    row = ROWS[name]
+    arguments, leaves = with_leaves(sample(name, device, **sizes), row.differentiable)
+
+    def function(*_):
+        outputs = as_tuple(row.function(**arguments))
+        return sum(y.nan_to_num(neginf=0).square().sum() for y in outputs if y.requires_grad)
+
+    assert_second_derivative_refused(function, leaves)
+
+
+@each("needed", "typical")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
+    """The same bits as with all others'."""
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
+    _, expected = evaluate(row, arguments)
+    for one, wanted in enumerate(expected):
+        frozen, leaves = with_leaves(arguments, row.differentiable, {one})
+        floats = [y for y in as_tuple(row.function(**frozen)) if y.is_floating_point()]
+        found = gradients(floats, leaves[one : one + 1], upstream_of(floats))
+        assert_bits(name, found, [wanted])
+
+
+# Precision
+
+
+@each("accuracy", "precise")
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
+    """That computes in float32 what has half types, too; but products in the type itself."""
+    row = ROWS[name]
+    if dtype in HALF and "half_types" not in row.lacks:
+        pytest.skip("test_half_types_are_computed_in_float32 asks for more")
+    arguments = sample(name, device, dtype, **sizes)
+    outputs, grads = evaluate(row, arguments)
+    upstream = upstream_of(outputs)
+    plain, exact = (
+        evaluate(row, moved(arguments, dtype=to), row.plain, moved(upstream, dtype=to))
+        for to in (None if row.products else torch.float32, torch.float64)
+    )
+    for a, p, e in zip(outputs + grads, plain[0] + plain[1], exact[0] + exact[1], strict=True):
+        if a.is_floating_point():
+            assert_as_accurate(a, p.to(a.dtype), e)
+        else:
+            assert_same_bits(a, e)
+
+
+@each("half_types", "precise")
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
+    """The bits are float32's, rounded once to the type of the result."""
+    row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
+
+    def widened(values):
+        return changed(lambda x: x.float() if x.dtype == dtype else x, values)
+
+    outputs, grads = evaluate(row, arguments)
+    upstream = widened(upstream_of(outputs))
+    expected, expected_grads = evaluate(row, widened(arguments), upstream=upstream)
+    for a, e in zip(outputs + grads, expected + expected_grads, strict=True):
+        assert_same_bits(a, e.to(a.dtype))
+
+
+@each("autocast", "typical")
+def test_autocast(device, name, sizes):
+    """The arithmetic of gates stays in float32, the experts' takes the lower type, and the others'
+    is as it is without."""
+    row = ROWS[name]
+    given = torch.bfloat16 if row.autocast == torch.float32 else torch.float32
+    arguments = sample(name, device, given, **sizes)
+    with_grad, leaves = with_leaves(arguments, row.differentiable)
+    with torch.autocast(device, torch.bfloat16):
+        outputs = as_tuple(row.function(**with_grad))
+    cast = moved(arguments, dtype=row.autocast)
+    if "gates" in cast:
+        cast["gates"] = arguments["gates"]
+    expected, expected_grads = evaluate(row, cast)
+    assert_bits(name, [y.detach() for y in outputs], expected)
+    floats = [y for y in outputs if y.is_floating_point()]
+    grads = gradients(floats, leaves, upstream_of(outputs))
+    assert_bits(name, grads, [e.to(a.dtype) for a, e in zip(grads, expected_grads, strict=True)])
+
+
+# What the dispatcher and the compiler rely on; backward operators too
+
+
+@each("opcheck", "typical", ROWS)
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [(torch.float32, "contiguous"), (torch.float32, "transposed"), (torch.bfloat16, "contiguous")],
+)
+def test_opcheck(device, name, sizes, dtype, layout):
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
+    differentiable = name in TABLE and ROWS[name].differentiable
+
+    def leaf(x):
+        x = LAYOUTS[layout](x)
+        return x.requires_grad_() if differentiable and x.is_floating_point() else x
+
+    torch.library.opcheck(op, tuple(changed(leaf, args)))
+
+
+@each("meta", "typical", ROWS)
+def test_meta_has_the_shapes(device, name, sizes):
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
+    actual, expected = run(op, moved(args, "meta")), run(op, args)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.device.type == "meta"
+        assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
+
+
+@each("pure", "typical", ROWS)
+def test_pure(device, name, sizes):
+    """Inputs are left alone, and outputs are contiguous and in memory of their own."""
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
+    copies = moved(args)
+    results = run(op, args)
+    for x, copy in zip(tensors_in(args), tensors_in(copies), strict=True):
+        assert_same_bits(x, copy)
+    used = [x.untyped_storage().data_ptr() for x in tensors_in(args) + results if x.numel()]
+    places = {x.untyped_storage().data_ptr() for x in results if x.numel()}
+    assert sum(place in places for place in used) == len(places)
+    assert all(x.is_contiguous() for x in results)
+
+
+LAYOUTS = {
+    "contiguous": torch.Tensor.contiguous,
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+    "strided": lambda x: torch.stack([x, x], -1)[..., 1],
+    "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
+}
+
+
+@each("layouts", "typical", ROWS)
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_any_layout(device, name, sizes, layout, dtype):
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
+    expected = run(op, args)
+    assert_bits(name, run(op, changed(LAYOUTS[layout], args)), expected)
+
+
+@each("expanded", "typical", ROWS)
+def test_expanded_arguments(device, name, sizes):
+    """Also what autograd makes of the gradient of a sum."""
+    op, args = call_of(name, sample(name, device, torch.float32, **sizes))
+
+    def expanded(x):
+        return LAYOUTS["expanded"](x) if x.is_floating_point() else x
+
+    args = [x if w else changed(expanded, x) for x, w in zip(args, written(op), strict=False)]
+    assert_bits(name, run(op, args), run(op, changed(LAYOUTS["contiguous"], args)))
+
+
+@each("initialised", "typical", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
+    """In memory that held NaN: what no row reaches is an exact zero."""
+    op, args = call_of(name, sample(name, device, dtype, **sizes))
+    expected = run(op, args)
+    sizes = {x.numel() for x in tensors_in(args) + expected}
+    for _ in range(3):
+        poison_freed_memory(*sizes, device=device)
+        actual = run(op, args)
+        assert_bits(name, actual, expected)
+        assert not any(x.isnan().any() for x in actual)
+
+
+@pytest.mark.emulated(False)  # the compiler does not see the device
+@each("compile", "typical")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
+    torch._dynamo.reset()
+    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
+    compiled = torch.compile(row.function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    actual, grads = evaluate(row, arguments, compiled)
+    expected, expected_grads = evaluate(row, arguments)
+    assert_bits(name, actual + grads, expected + expected_grads)
+
+
+# Determinism
+
+
+@each("deterministic", "large")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic(threads, name, sizes, dtype):
+    """On one thread and two, in every run; the gradients too."""
+    row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
+
+    def function():
+        outputs, grads = evaluate(row, arguments)
+        return outputs + grads
+
+    assert_deterministic(function, threads)
+
+
+def hashes(isa):
+    command = [sys.executable, operators.__file__]
+    environment = {**os.environ, "MOE_EXT_ISA": isa}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+
+
+def test_bits_do_not_depend_on_the_instruction_set():
+    """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results.
+
+    But for products of matrices: without fused multiply-adds each of their terms is rounded twice,
+    and with instructions for them bfloat16 products are multiplied as such.
+    """
+    names = [isa for isa in instruction_sets() if isa != "avx512_bf16"]
+    if len(names) == 1:
+        pytest.skip("only one instruction set on this processor")
+    printed = {isa: hashes(isa) for isa in names}
+    differing = set()
+    for isa in names[1:]:
+        for line, bits in printed[isa].items():
+            products = ROWS[line.split()[0]].products
+            if isa == "amx" and products and "bfloat16" in line:
+                continue
+            if bits != printed["avx2" if products else "default"][line]:
+                differing.add((isa, line))
+    assert not differing
+    assert len(printed[names[0]]) == 4 * sum(len(row.precise) for row in TABLE.values())
+
+
+# Errors
+
+
+def tensor_arguments(kind):
+    """(operator, argument) for the tensors of the rows' first typical samples."""
+    found = []
+    for name, row in TABLE.items():
+        arguments = row.make(torch.float32, **row.typical[0])
+        tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+        if kind == "device" and len(tensors) < 2:
+            continue
+        found += [
+            (name, key, x.is_floating_point())
+            for key, x in tensors.items()
+            if key not in row.free.get(kind, ())
+        ]
+    return [pytest.param(*each, id="-".join(each[:2])) for each in found]
+
+
+def refuses(name, exception, argument, changes, place="cpu"):
+    row, arguments = ROWS[name], sample(name, dtype=torch.float32, **ROWS[name].typical[0])
+    row.function(**arguments)
+    with raises(exception, name, argument):
+        row.function(**arguments | (changes(arguments) if callable(changes) else changes))
+
+
+@pytest.mark.parametrize("name, argument, floating", tensor_arguments("type"))
+def test_types_that_do_not_fit(name, argument, floating):
+    for dtype in [torch.int64] if floating else [torch.int32, torch.float32]:
+        refuses(name, TypeError, argument, lambda a, to=dtype: {argument: a[argument].to(to)})
+
+
+@pytest.mark.parametrize("name, argument, floating", tensor_arguments("dimensions"))
+def test_numbers_of_dimensions_that_do_not_fit(name, argument, floating):
+    refuses(name, ValueError, argument, lambda a: {argument: a[argument][None]})
+
+
+@pytest.mark.parametrize("name, argument, floating", tensor_arguments("device"))
+def test_devices_that_do_not_fit(name, argument, floating):
+    refuses(name, ValueError, "", lambda a: {argument: a[argument].to("meta")})
+
+
+@pytest.mark.parametrize(
+    "name, number",
+    [(name, number) for name, row in TABLE.items() for number in range(len(row.bad))],
+)
+def test_bad_arguments(name, number):
+    refuses(name, *ROWS[name].bad[number])
+
+
+BACKWARD = [name for name in ROWS if name not in TABLE]
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_operators_look_at_their_arguments(name, place):
+    """Autograd gives them right ones, but whoever calls them must not crash."""
+    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
+    args = moved(args, place)
+    op(*args)
+    for i, x in enumerate(args):
+        # Offsets can be those of fewer tokens; there is no looking at their values on meta.
+        offsets = op._schema.arguments[i].name == "token_offsets" and place == "meta"
+        if isinstance(x, torch.Tensor) and not offsets:
+            with raises(ValueError, name):
+                op(*args[:i], x[1:], *args[i + 1 :])
+
+
+@pytest.mark.parametrize(
+    "name, number",
+    [(name, number) for name in BACKWARD for number in range(len(ROWS[name].backward_bad))],
+)
+def test_bad_arguments_of_backward_operators(name, number):
+    op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
+    exception, argument, changes = ROWS[name].backward_bad[number]
+    named = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
+    with raises(exception, name, argument):
+        op(**named | (changes(named) if callable(changes) else changes))

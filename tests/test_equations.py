@@ -1,0 +1,91 @@
+"""docs/equations.md against what is there: its tests and their tags, its files and its names."""
+
+import functools
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TAGGED = ["ops", "layer", "distributed", "test_reference.py"]  # the laboratory's have no tags
+
+COLLECT = """
+import sys, pytest
+from conftest import equations_of
+
+class Tags:
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            for equation in sorted(equations_of(item)):
+                print(f"tag|{item.path}|{equation}")
+
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], [Tags()]))
+"""
+
+
+@functools.cache
+def tags():
+    """(test file, equation) of all tests that pytest collects."""
+    paths = [str(ROOT / "tests" / name) for name in TAGGED]
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, *paths],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    found = re.findall(r"^tag\|(.*)\|(.*)$", done.stdout, re.M)
+    return {(file_of(Path(path)), equation) for path, equation in found}
+
+
+def file_of(path):
+    return str(path.relative_to(ROOT / "tests").with_suffix(""))
+
+
+def rows():
+    """The cells of the first table."""
+    text = (ROOT / "docs" / "equations.md").read_text().split("\n## ")[0]
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    found = [[cell.strip() for cell in line] for line in lines[2:]]
+    assert len(found) > 30 and {len(row) for row in found} == {6}
+    return found
+
+
+def names(cell):
+    return re.findall(r"`([\w./]+)`", cell)
+
+
+def documented():
+    """(test file, equation) of all rows."""
+    return {
+        (test, equation)
+        for paper, *_, tests in rows()
+        for equation in paper.split(", ")
+        for test in names(tests)
+    }
+
+
+def test_every_row_has_its_tests():
+    """The files exist, and have a test with the equation's tag."""
+    missing = [test for test, _ in documented() if not (ROOT / "tests" / f"{test}.py").exists()]
+    assert missing == []
+    expected = {(test, equation) for test, equation in documented() if not test.startswith("lab/")}
+    assert expected - tags() == set()
+
+
+def test_every_tag_has_its_row():
+    assert tags() - documented() == set()
+
+
+def test_every_file_and_name_exists():
+    schemas = (ROOT / "csrc" / "moe_ext.cpp").read_text()
+    missing = []
+    for _, _, modules, operators, sources, _ in rows():
+        for name in names(modules):
+            if "." in name:  # others are options
+                pkgutil.resolve_name(f"moe_ext.{name}")
+        missing += [name for name in names(sources) if not (ROOT / "csrc" / name).exists()]
+        called = set(names(operators)) - {"group_offsets"}
+        missing += [name for name in called if f'"{name}(' not in schemas]
+    assert missing == []
