@@ -1,0 +1,155 @@
+"""Tensors with torch's negative bit, whose memory holds -x: of z.conj().imag, for example."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import assert_same_bits, gradients
+
+from moe_ext import ops
+
+T, E, K, D, F = 6, 5, 2, 3, 4
+
+
+def negated(tensor):
+    """The same numbers, kept with the opposite sign."""
+    view = torch._neg_view(-tensor.detach())
+    assert view.is_neg() and torch.equal(view, tensor)
+    return view
+
+
+def operators():
+    """A call of every operator without side effects, and its floating-point inputs."""
+    clean, raw, noise = torch.randn(3, T, E)
+    gating = ops.noisy_topk_gating(clean, raw, noise, K)
+    index, gates = gating.expert_index, gating.gates
+    plan = ops.dispatch_plan(index, E)
+    x, rows = torch.randn(T, D), torch.randn(T * K, D)
+    weights, biases = [torch.randn(E, D, F)], [torch.randn(E, F)]
+    bounds = torch.arange(0, T * K + 1, K)
+
+    def experts(x, gates, weight, bias):
+        routing = dict(offsets=plan.offsets, inverse=plan.inverse, gates=gates)
+        return ops.experts(x, [weight], [bias], **routing)
+
+    return {
+        "noisy_topk_gating": (
+            lambda c, r, n: ops.noisy_topk_gating(c, r, n, K),
+            (clean, raw, noise),
+        ),
+        "load": (
+            lambda c, s, t: ops.load(c, s, t, index),
+            (clean, gating.noise_stddev, gating.threshold),
+        ),
+        "batchwise_topm": (lambda s: ops.batchwise_topm(s, 3), (clean,)),
+        "selected_softmax": (lambda c: ops.selected_softmax(c, index.flatten(), bounds), (clean,)),
+        "importance": (lambda g: ops.importance(g, index, E), (gates,)),
+        "dispatch": (lambda x: ops.dispatch(x, plan.inverse), (x,)),
+        "combine": (lambda rows, g: ops.combine(rows, g, plan.inverse), (rows, gates)),
+        "experts": (experts, (x, gates, *weights, *biases)),
+    }
+
+
+def results(function, inputs):
+    """The outputs, and the gradients with respect to what is differentiable."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = function(*leaves)
+    outputs = [out] if isinstance(out, torch.Tensor) else list(out)
+    wanted = [each for each in outputs if each.requires_grad]
+    found = []
+    if wanted:
+        cotangents = [negated(torch.cos(each.detach())) for each in wanted]
+        found = gradients(wanted, leaves, cotangents)
+    return [*outputs, *found]
+
+
+@pytest.mark.parametrize("name", list(operators()))
+def test_operators_take_negated_inputs(name):
+    function, inputs = operators()[name]
+    expected = results(function, inputs)
+    actual = results(function, [negated(tensor) for tensor in inputs])
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a.resolve_neg(), e.resolve_neg())
+
+
+# In a process of its own: memory that is corrupted shows late, or as a crash.
+STEPS = """
+import itertools
+import torch
+import moe_ext
+
+NAMES = ["param", "grad", "row", "column", "lr", "correction"]
+CHANGED = ["param", "row", "column"]
+
+
+def tensors(dtype):
+    torch.manual_seed(0)
+    values = [torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.rand(2, 4), torch.rand(2, 3)]
+    values = [value.to(dtype if i < 2 else torch.promote_types(dtype, torch.float32))
+              for i, value in enumerate(values)]
+    return dict(zip(NAMES, values + [torch.tensor(v, dtype=torch.float64) for v in (0.1, 2.0)]))
+
+
+def step(call):
+    torch.ops.moe_ext.factored_step_(*call.values(), 0.9, 0.2, 1e-3)
+
+
+for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    expected = tensors(dtype)
+    step(expected)
+    for size in range(len(NAMES) + 1):
+        for negated in itertools.combinations(NAMES, size):
+            call = tensors(dtype)
+            for name in negated:
+                call[name] = torch._neg_view(-call[name])
+            versions = {name: call[name]._version for name in CHANGED}
+            step(call)
+            for name in NAMES:
+                assert torch.equal(call[name], expected[name]), (negated, name)
+                assert call[name].is_neg() == (name in negated)
+            for name in CHANGED:
+                assert call[name]._version == versions[name] + 1, (negated, name)
+
+# The imaginary part of a conjugate, and tensors whose columns are the rows of memory.
+z = torch.complex(torch.zeros(2, 4, 3), -tensors(torch.float32)["param"])
+call = tensors(torch.float32) | {"param": z.conj().imag}
+step(call)
+expected = tensors(torch.float32)
+step(expected)
+assert torch.equal(-z.imag, expected["param"]) and torch.equal(call["row"], expected["row"])
+
+# A place in memory for each element, whatever the bit.
+call = tensors(torch.float32)
+call["row"] = torch._neg_view(torch.ones(()).expand(2, 4))
+before = call["param"].clone()
+try:
+    step(call)
+except ValueError as error:
+    assert str(error).startswith("factored_step_: row must "), error
+else:
+    raise AssertionError("taken")
+assert torch.equal(call["param"], before)
+
+with torch.inference_mode():
+    call = tensors(torch.float32)
+    call["column"] = torch._neg_view(-call["column"])
+    step(call)
+    assert torch.equal(call["column"], expected["column"])
+
+for bit in (torch.conj, lambda tensor: torch._efficientzerotensor(tensor.shape)):
+    call = tensors(torch.float32)
+    call["param"] = bit(call["param"].to(torch.complex64))
+    try:
+        step(call)
+    except (TypeError, RuntimeError):
+        pass
+    else:
+        raise AssertionError("taken")
+print("done")
+"""
+
+
+def test_factored_step_of_negated_tensors():
+    run = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout == "done\n", run.stderr[-2000:]
