@@ -48,13 +48,15 @@ std::tuple<Tensor, std::vector<Tensor>> experts(const Tensor& x, const OptionalT
                                                 const OptionalTensor& inverse,
                                                 const OptionalTensor& token_offsets,
                                                 const OptionalTensor& gates, at::TensorList weights,
-                                                at::TensorList biases, c10::string_view activation,
-                                                bool keep_hidden) {
+                                                std::optional<at::TensorList> biases,
+                                                c10::string_view activation, bool keep_hidden) {
   const BelowAutocast<device> guard;
   static const auto op = find_operator<decltype(experts<device>)>("moe_ext::experts");
   const auto type = at::autocast::get_autocast_dtype(device);
+  const auto cast_biases = cached_cast(type, biases.value_or(at::TensorList()), device);
   return op.call(cached_cast(type, x, device), offsets, inverse, token_offsets, gates,
-                 cached_cast(type, weights, device), cached_cast(type, biases, device), activation,
+                 cached_cast(type, weights, device),
+                 biases ? std::optional<at::TensorList>(cast_biases) : std::nullopt, activation,
                  keep_hidden);
 }
 

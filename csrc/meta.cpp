@@ -115,7 +115,8 @@ std::tuple<Tensor, Tensor> combine_backward_meta(const Tensor& grad_y, const Ten
 std::tuple<Tensor, std::vector<Tensor>> experts_meta(
     const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
     const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
-    at::TensorList biases, c10::string_view activation, bool keep_hidden) {
+    std::optional<at::TensorList> some_biases, c10::string_view activation, bool keep_hidden) {
+  const auto biases = some_biases.value_or(at::TensorList());
   check_experts("experts", x, offsets, inverse, token_offsets, gates, weights, biases, activation);
   const auto R = inverse ? inverse->sym_numel() : x.sym_size(0);
   std::vector<Tensor> hidden;
@@ -129,8 +130,9 @@ std::tuple<Tensor, std::vector<Tensor>> experts_meta(
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_meta(
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    at::TensorList weights, std::optional<at::TensorList> some_biases, at::TensorList hidden,
     c10::string_view activation, bool needs_x, bool needs_parameters) {
+  const auto biases = some_biases.value_or(at::TensorList());
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
   const auto like_each = [&](at::TensorList tensors) {

@@ -92,14 +92,14 @@ TORCH_LIBRARY(moe_ext, m) {
   // activation, if they are to be kept.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
-      "Tensor[] weights, Tensor[] biases, str activation, bool keep_hidden) "
+      "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
   // Computes hidden again where it was not kept. A gradient that is not needed is empty: x's of
   // shape [0], and no parameters'.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
-      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[] biases, Tensor[] hidden, "
+      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
       "str activation, bool needs_x, bool needs_parameters) "
       "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
       tags);

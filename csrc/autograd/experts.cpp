@@ -6,6 +6,11 @@ namespace moe_ext::autograd {
 namespace {
 
 using Hidden = std::vector<Tensor>;
+using OptionalTensors = std::optional<at::TensorList>;
+
+OptionalTensors if_any(at::TensorList tensors) {
+  return tensors.empty() ? std::nullopt : OptionalTensors(tensors);
+}
 
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
@@ -19,9 +24,9 @@ struct Experts : torch::autograd::Function<Experts> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     static const auto op = find_operator<std::tuple<Tensor, Hidden>(
         const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, at::TensorList, at::TensorList, c10::string_view, bool)>(
+        const OptionalTensor&, at::TensorList, OptionalTensors, c10::string_view, bool)>(
         "moe_ext::experts");
-    auto [y, hidden] = op.call(x, offsets, inverse, token_offsets, gates, weights, biases,
+    auto [y, hidden] = op.call(x, offsets, inverse, token_offsets, gates, weights, if_any(biases),
                                activation, keep_hidden);
     variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
                         or_undefined(token_offsets), or_undefined(gates)};
@@ -53,14 +58,15 @@ struct Experts : torch::autograd::Function<Experts> {
     const auto hidden = at::TensorList(saved).slice(5 + num_layers + num_biases);
     static const auto op = find_operator<std::tuple<Tensor, Tensor, Hidden, Hidden>(
         const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, at::TensorList, at::TensorList,
+        const OptionalTensor&, const OptionalTensor&, at::TensorList, OptionalTensors,
         at::TensorList, c10::string_view, bool, bool)>("moe_ext::_experts_backward");
     const auto activation = ctx->saved_data["activation"].toStringRef();
     const bool needs_x = ctx->saved_data["needs_x"].toBool();
     const bool needs_parameters = ctx->saved_data["needs_parameters"].toBool();
-    auto [grad_x, grad_gates, grad_weights, grad_biases] = op.call(
-        grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]), if_defined(saved[3]),
-        if_defined(saved[4]), weights, biases, hidden, activation, needs_x, needs_parameters);
+    auto [grad_x, grad_gates, grad_weights, grad_biases] =
+        op.call(grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]),
+                if_defined(saved[3]), if_defined(saved[4]), weights, if_any(biases), hidden,
+                activation, needs_x, needs_parameters);
     grad_weights.resize(num_layers);
     grad_biases.resize(num_biases);
     variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
@@ -75,10 +81,11 @@ struct Experts : torch::autograd::Function<Experts> {
 std::tuple<Tensor, Hidden> experts(const Tensor& x, const OptionalTensor& offsets,
                                    const OptionalTensor& inverse,
                                    const OptionalTensor& token_offsets, const OptionalTensor& gates,
-                                   at::TensorList weights, at::TensorList biases,
+                                   at::TensorList weights, OptionalTensors biases,
                                    c10::string_view activation, bool keep_hidden) {
-  const auto out = Experts::apply(x, offsets, inverse, token_offsets, gates, weights, biases,
-                                  std::string(activation), keep_hidden);
+  const auto out =
+      Experts::apply(x, offsets, inverse, token_offsets, gates, weights,
+                     biases.value_or(at::TensorList()), std::string(activation), keep_hidden);
   return {out[0], Hidden(out.begin() + 1, out.end())};
 }
 

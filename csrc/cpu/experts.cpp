@@ -629,12 +629,11 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   return gradients.rows;
 }
 
-std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const OptionalTensor& offsets,
-                                                    const OptionalTensor& inverse,
-                                                    const OptionalTensor& token_offsets,
-                                                    const OptionalTensor& gates,
-                                                    at::TensorList weights, at::TensorList biases,
-                                                    c10::string_view activation, bool keep_hidden) {
+std::tuple<Tensor, std::vector<Tensor>> experts_cpu(
+    const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
+    const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
+    std::optional<at::TensorList> some_biases, c10::string_view activation, bool keep_hidden) {
+  const auto biases = some_biases.value_or(at::TensorList());
   constexpr auto op = "experts";
   check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
   Tensor y;
@@ -656,8 +655,9 @@ std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const Optio
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cpu(
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    at::TensorList weights, std::optional<at::TensorList> some_biases, at::TensorList hidden,
     c10::string_view activation, bool needs_x, bool needs_parameters) {
+  const auto biases = some_biases.value_or(at::TensorList());
   constexpr auto op = "_experts_backward";
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);

@@ -306,7 +306,8 @@ class Experts {
 std::tuple<Tensor, std::vector<Tensor>> experts_cuda(
     const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
     const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
-    at::TensorList biases, c10::string_view activation, bool keep_hidden) {
+    std::optional<at::TensorList> some_biases, c10::string_view activation, bool keep_hidden) {
+  const auto biases = some_biases.value_or(at::TensorList());
   constexpr auto op = "experts";
   check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
@@ -326,8 +327,9 @@ std::tuple<Tensor, std::vector<Tensor>> experts_cuda(
 std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cuda(
     const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
     const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
+    at::TensorList weights, std::optional<at::TensorList> some_biases, at::TensorList hidden,
     c10::string_view activation, bool needs_x, bool needs_parameters) {
+  const auto biases = some_biases.value_or(at::TensorList());
   check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
                          activation);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
