@@ -5,7 +5,7 @@
 // nothing it is right.
 #include <torch/library.h>
 
-#include "checks.h"
+#include "factored.h"
 #include "operator.h"
 
 namespace moe_ext {
