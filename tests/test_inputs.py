@@ -1,15 +1,78 @@
-"""Tensors with torch's negative bit, whose memory holds -x: of z.conj().imag, for example."""
+"""Inputs of other kinds than the operators' own: int32 indices, and tensors with torch's negative
+bit, whose memory holds -x (of z.conj().imag, for example)."""
 
+import functools
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import assert_same_bits, gradients
+from conftest import assert_same_bits, gradients, opcheck_all, recorded_ops
+from torch._subclasses import FakeTensorMode
 
 from moe_ext import ops
 
 T, E, K, D, F = 6, 5, 2, 3, 4
+
+
+def experts(x, gates, weight, bias, offsets, inverse, token_offsets=None):
+    routing = dict(offsets=offsets, inverse=inverse, gates=gates, token_offsets=token_offsets)
+    return ops.experts(x, [weight], [bias], **routing)
+
+
+def operators():
+    """A call of every operator without side effects: the function, its floating-point inputs, and
+    its indices by name."""
+    clean, raw, noise = torch.randn(3, T, E)
+    gating = ops.noisy_topk_gating(clean, raw, noise, K)
+    index, gates = gating.expert_index, gating.gates
+    plan = ops.dispatch_plan(index, E)
+    x, rows, weight, bias = (
+        torch.randn(T, D),
+        torch.randn(T * K, D),
+        torch.randn(E, D, F),
+        torch.randn(E, F),
+    )
+    bounds = torch.arange(0, T * K + 1, K)
+    slots = dict(inverse=plan.inverse)
+    listed = dict(inverse=plan.inverse.flatten(), token_offsets=bounds)
+    offsets = dict(offsets=plan.offsets)
+    gating_of = functools.partial(ops.noisy_topk_gating, k=K)
+    by_expert = dict(num_experts=E)
+    return {
+        "noisy_topk_gating": (gating_of, (clean, raw, noise), {}),
+        "load": (
+            ops.load,
+            (clean, gating.noise_stddev, gating.threshold),
+            dict(expert_index=index, group_offsets=torch.tensor([0, 2, T])),
+        ),
+        "batchwise_topm": (functools.partial(ops.batchwise_topm, m=3), (clean,), {}),
+        "selected_softmax": (
+            ops.selected_softmax,
+            (clean,),
+            dict(expert_index=index.flatten(), token_offsets=bounds),
+        ),
+        "importance": (
+            functools.partial(ops.importance, **by_expert),
+            (gates,),
+            dict(expert_index=index),
+        ),
+        "dispatch_plan": (
+            functools.partial(ops.dispatch_plan, **by_expert),
+            (),
+            dict(expert_index=index),
+        ),
+        "dispatch": (ops.dispatch, (x,), slots),
+        "dispatch, listed": (ops.dispatch, (x,), listed),
+        "combine": (ops.combine, (rows, gates), slots),
+        "combine, listed": (ops.combine, (rows, gates.flatten()), listed),
+        "experts": (experts, (x, gates, weight, bias), slots | offsets),
+        "experts, listed": (experts, (x, gates.flatten(), weight, bias), listed | offsets),
+    }
+
+
+NAMES = list(operators())
+WITH_INDICES = [name for name, (_, _, indices) in operators().items() if indices]
 
 
 def negated(tensor):
@@ -19,56 +82,65 @@ def negated(tensor):
     return view
 
 
-def operators():
-    """A call of every operator without side effects, and its floating-point inputs."""
-    clean, raw, noise = torch.randn(3, T, E)
-    gating = ops.noisy_topk_gating(clean, raw, noise, K)
-    index, gates = gating.expert_index, gating.gates
-    plan = ops.dispatch_plan(index, E)
-    x, rows = torch.randn(T, D), torch.randn(T * K, D)
-    weights, biases = [torch.randn(E, D, F)], [torch.randn(E, F)]
-    bounds = torch.arange(0, T * K + 1, K)
-
-    def experts(x, gates, weight, bias):
-        routing = dict(offsets=plan.offsets, inverse=plan.inverse, gates=gates)
-        return ops.experts(x, [weight], [bias], **routing)
-
-    return {
-        "noisy_topk_gating": (
-            lambda c, r, n: ops.noisy_topk_gating(c, r, n, K),
-            (clean, raw, noise),
-        ),
-        "load": (
-            lambda c, s, t: ops.load(c, s, t, index),
-            (clean, gating.noise_stddev, gating.threshold),
-        ),
-        "batchwise_topm": (lambda s: ops.batchwise_topm(s, 3), (clean,)),
-        "selected_softmax": (lambda c: ops.selected_softmax(c, index.flatten(), bounds), (clean,)),
-        "importance": (lambda g: ops.importance(g, index, E), (gates,)),
-        "dispatch": (lambda x: ops.dispatch(x, plan.inverse), (x,)),
-        "combine": (lambda rows, g: ops.combine(rows, g, plan.inverse), (rows, gates)),
-        "experts": (experts, (x, gates, *weights, *biases)),
-    }
-
-
-def results(function, inputs):
+def results(function, inputs, indices, cotangent=torch.cos):
     """The outputs, and the gradients with respect to what is differentiable."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = function(*leaves)
+    out = function(*leaves, **indices)
     outputs = [out] if isinstance(out, torch.Tensor) else list(out)
     wanted = [each for each in outputs if each.requires_grad]
     found = []
     if wanted:
-        cotangents = [negated(torch.cos(each.detach())) for each in wanted]
-        found = gradients(wanted, leaves, cotangents)
+        found = gradients(wanted, leaves, [cotangent(each.detach()) for each in wanted])
     return [*outputs, *found]
 
 
-@pytest.mark.parametrize("name", list(operators()))
-def test_operators_take_negated_inputs(name):
-    function, inputs = operators()[name]
-    expected = results(function, inputs)
-    actual = results(function, [negated(tensor) for tensor in inputs])
+def narrow(indices):
+    return {name: index.int() for name, index in indices.items()}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", WITH_INDICES)
+def test_int32_indices(device, name):
+    """As int64 ones, one or all of them; indices that come out are int64."""
+    function, inputs, indices = operators()[name]
+    inputs = [tensor.to(device) for tensor in inputs]
+    indices = {key: index.to(device) for key, index in indices.items()}
+    expected = results(function, inputs, indices)
+    for narrowed in (*({key: index.int()} for key, index in indices.items()), narrow(indices)):
+        actual = results(function, inputs, indices | narrowed)
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a, e)
+
+
+@pytest.mark.parametrize("name", WITH_INDICES)
+def test_int32_indices_compile(name):
+    """With the checks of torch.library, as one graph and without data."""
+    function, inputs, indices = operators()[name]
+    expected = results(function, inputs, indices)
+    with recorded_ops() as calls:
+        results(function, inputs, narrow(indices))
+    names = {call for call, *_ in calls}
+    opcheck_all(lambda: results(function, inputs, narrow(indices)), names)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for a, e in zip(results(compiled, inputs, narrow(indices)), expected, strict=True):
+        assert_same_bits(a, e)
+    narrowed = narrow(indices)
+    with FakeTensorMode() as mode:
+        fake_inputs = [mode.from_tensor(tensor) for tensor in inputs]
+        fake_indices = {key: mode.from_tensor(index) for key, index in narrowed.items()}
+        for a, e in zip(results(function, fake_inputs, fake_indices), expected, strict=True):
+            assert a.shape == e.shape and a.dtype == e.dtype and a.device == e.device
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_negated_inputs(name):
+    function, inputs, indices = operators()[name]
+
+    def cotangent(output):
+        return negated(torch.cos(output))
+
+    expected = results(function, inputs, indices)
+    actual = results(function, [negated(tensor) for tensor in inputs], indices, cotangent)
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a.resolve_neg(), e.resolve_neg())
 
