@@ -4,9 +4,8 @@
 #include <torch/library.h>
 
 #include <tuple>
-#include <vector>
 
-#include "checks.h"
+#include "experts_operator.h"
 #include "operator.h"
 
 namespace moe_ext {
@@ -44,25 +43,22 @@ Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor
 }
 
 template <c10::DeviceType device>
-std::tuple<Tensor, std::vector<Tensor>> experts(const Tensor& x, const OptionalTensor& offsets,
-                                                const OptionalTensor& inverse,
-                                                const OptionalTensor& token_offsets,
-                                                const OptionalTensor& gates, at::TensorList weights,
-                                                at::TensorList biases, c10::string_view activation,
-                                                bool keep_hidden) {
+ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
+                       bool keep_hidden) {
   const BelowAutocast<device> guard;
-  static const auto op = find_operator<decltype(experts<device>)>("moe_ext::experts");
   const auto type = at::autocast::get_autocast_dtype(device);
-  return op.call(cached_cast(type, x, device), offsets, inverse, token_offsets, gates,
-                 cached_cast(type, weights, device), cached_cast(type, biases, device), activation,
-                 keep_hidden);
+  const auto weights = cached_cast(type, network.weights, device);
+  const auto biases = cached_cast(type, network.biases, device);
+  return call_experts(cached_cast(type, x, device), routing,
+                      {.weights = weights, .biases = biases, .activation = network.activation},
+                      keep_hidden);
 }
 
 template <c10::DeviceType device>
 void register_for(torch::Library& m) {
   m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
   m.impl("load", &load<device>);
-  m.impl("experts", &experts<device>);
+  m.impl("experts", &experts_of<experts<device>>);
 }
 
 }  // namespace

@@ -61,10 +61,9 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // Slots are the (token, expert) pairs ordered by token: the K of token t are t * K + j, or those
-  // from token_offsets[t] to token_offsets[t + 1] where their number differs. Rows are the same
-  // pairs ordered by expert and then by token: permutation [R] from row to slot, inverse from slot
-  // to row in the shape of expert_index, [T, K] or [R], tokens_per_expert [E], offsets [E + 1].
+  // Slots, rows and offsets: see Routing in routing.h. permutation [R] leads from row to slot,
+  // inverse from slot to row in the shape of expert_index, [T, K] or [R]; tokens_per_expert [E],
+  // offsets [E + 1].
   m.def(
       "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
       "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",
@@ -92,14 +91,14 @@ TORCH_LIBRARY(moe_ext, m) {
   // activation, if they are to be kept.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
-      "Tensor[] weights, Tensor[] biases, str activation, bool keep_hidden) "
+      "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
   // Computes hidden again where it was not kept. A gradient that is not needed is empty: x's of
   // shape [0], and no parameters'.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
-      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[] biases, Tensor[] hidden, "
+      "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
       "str activation, bool needs_x, bool needs_parameters) "
       "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
       tags);

@@ -1,28 +1,25 @@
 #include <algorithm>
 
+#include "../experts_operator.h"
 #include "function.h"
 
 namespace moe_ext::autograd {
 namespace {
 
-using Hidden = std::vector<Tensor>;
-
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
 
-  // y, then the hidden layers, which are not differentiated.
+  // y, then the hidden layers, which are not differentiated. Torch looks for the tensors among the
+  // arguments themselves: none may be in a struct.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& offsets,
                                const OptionalTensor& inverse, const OptionalTensor& token_offsets,
                                const OptionalTensor& gates, const at::TensorList& weights,
                                const at::TensorList& biases, const std::string& activation,
                                bool keep_hidden) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_operator<std::tuple<Tensor, Hidden>(
-        const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, at::TensorList, at::TensorList, c10::string_view, bool)>(
-        "moe_ext::experts");
-    auto [y, hidden] = op.call(x, offsets, inverse, token_offsets, gates, weights, biases,
-                               activation, keep_hidden);
+    auto [y, hidden] = call_experts(
+        x, {.offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
+        {.weights = weights, .biases = biases, .activation = activation}, keep_hidden);
     variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
                         or_undefined(token_offsets), or_undefined(gates)};
     saved.insert(saved.end(), weights.begin(), weights.end());
@@ -48,23 +45,23 @@ struct Experts : torch::autograd::Function<Experts> {
     const auto num_layers = ctx->saved_data["num_layers"].toInt();
     const auto num_biases = ctx->saved_data["num_biases"].toInt();
     if (!grads[0].defined()) return variable_list(7 + num_layers + num_biases);
-    const auto weights = at::TensorList(saved).slice(5, num_layers);
-    const auto biases = at::TensorList(saved).slice(5 + num_layers, num_biases);
-    const auto hidden = at::TensorList(saved).slice(5 + num_layers + num_biases);
-    static const auto op = find_operator<std::tuple<Tensor, Tensor, Hidden, Hidden>(
-        const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-        const OptionalTensor&, const OptionalTensor&, at::TensorList, at::TensorList,
-        at::TensorList, c10::string_view, bool, bool)>("moe_ext::_experts_backward");
-    const auto activation = ctx->saved_data["activation"].toStringRef();
+    const auto tensors = at::TensorList(saved);
+    const Routing routing{.offsets = if_defined(saved[1]),
+                          .inverse = if_defined(saved[2]),
+                          .token_offsets = if_defined(saved[3]),
+                          .gates = if_defined(saved[4])};
+    const FeedForward network{.weights = tensors.slice(5, num_layers),
+                              .biases = tensors.slice(5 + num_layers, num_biases),
+                              .activation = ctx->saved_data["activation"].toStringRef()};
+    const auto hidden = tensors.slice(5 + num_layers + num_biases);
     const bool needs_x = ctx->saved_data["needs_x"].toBool();
     const bool needs_parameters = ctx->saved_data["needs_parameters"].toBool();
-    auto [grad_x, grad_gates, grad_weights, grad_biases] = op.call(
-        grads[0], saved[0], if_defined(saved[1]), if_defined(saved[2]), if_defined(saved[3]),
-        if_defined(saved[4]), weights, biases, hidden, activation, needs_x, needs_parameters);
+    auto [grad_x, grad_gates, grad_weights, grad_biases] = call_experts_backward(
+        grads[0], saved[0], routing, network, hidden, needs_x, needs_parameters);
     grad_weights.resize(num_layers);
     grad_biases.resize(num_biases);
     variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
-                      saved[4].defined() ? grad_gates : Tensor()};
+                      routing.gates ? grad_gates : Tensor()};
     out.insert(out.end(), grad_weights.begin(), grad_weights.end());
     out.insert(out.end(), grad_biases.begin(), grad_biases.end());
     out.insert(out.end(), {Tensor(), Tensor()});
@@ -72,20 +69,18 @@ struct Experts : torch::autograd::Function<Experts> {
   }
 };
 
-std::tuple<Tensor, Hidden> experts(const Tensor& x, const OptionalTensor& offsets,
-                                   const OptionalTensor& inverse,
-                                   const OptionalTensor& token_offsets, const OptionalTensor& gates,
-                                   at::TensorList weights, at::TensorList biases,
-                                   c10::string_view activation, bool keep_hidden) {
-  const auto out = Experts::apply(x, offsets, inverse, token_offsets, gates, weights, biases,
-                                  std::string(activation), keep_hidden);
-  return {out[0], Hidden(out.begin() + 1, out.end())};
+ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
+                       bool keep_hidden) {
+  const auto out =
+      Experts::apply(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+                     network.weights, network.biases, std::string(network.activation), keep_hidden);
+  return {out[0], {out.begin() + 1, out.end()}};
 }
 
 }  // namespace
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("experts", &moe_ext::autograd::experts);
+  m.impl("experts", &moe_ext::experts_of<moe_ext::autograd::experts>);
   m.impl("_experts_backward", moe_ext::autograd::no_second_derivative());
 }

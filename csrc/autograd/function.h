@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "../checks.h"
 #include "../operator.h"
+#include "../tensor.h"
 
 namespace moe_ext::autograd {
 

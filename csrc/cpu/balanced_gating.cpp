@@ -1,12 +1,10 @@
 // Strictly balanced gating (App. F) on the CPU: the batchwise mask, and the softmax over what a
 // mask selects.
-#include "../math/balanced_gating.h"
+#include "../balanced_gating.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ceil_div.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <bit>
@@ -16,8 +14,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "../checks.h"
+#include "../math/balanced_gating.h"
 #include "../math/gating.h"
+#include "empty_rows.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -50,7 +49,7 @@ struct FindCut {
       low = keys[i] < low ? keys[i] : low;
       high = keys[i] > high ? keys[i] : high;
     }
-    *cut = {high, 0, size};
+    *cut = {.key = high, .num_larger = 0, .num_reaching = size};
     while (low < high) {
       const auto half = (static_cast<unsigned_t>(high) - static_cast<unsigned_t>(low)) / 2;
       const auto middle = static_cast<key_t>(static_cast<unsigned_t>(high) - half);
@@ -156,21 +155,19 @@ struct KeysOfColumns {
 
 std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, int64_t first_expert,
                                               std::optional<int64_t> num_experts_of_batch) {
-  check_batchwise_topm(
-      scores, first_expert,
-      num_experts_of_batch ? std::optional<c10::SymInt>(*num_experts_of_batch) : std::nullopt);
+  check_batchwise_topm(scores, first_expert, num_experts_of_batch);
   check_m(scores, m);
   const int64_t num_groups = scores.size(0);
   const int64_t num_rows = scores.size(1);
   const int64_t num_experts = scores.size(2);
   const int64_t num_columns_of_batch = num_experts_of_batch.value_or(num_experts);
   const Tensor source = scores.contiguous();
-  Tensor row_index = at::empty({num_groups, num_experts, m}, source.options().dtype(at::kLong));
+  const auto outputs = batchwise_topm_outputs(empty, scores, m);
+  const auto& [row_index, mth_score] = outputs;
   if (m == 0) {
-    return {row_index, at::full({num_groups, num_experts}, std::numeric_limits<double>::infinity(),
-                                source.options())};
+    mth_score.fill_(std::numeric_limits<double>::infinity());
+    return outputs;
   }
-  Tensor mth_score = at::empty({num_groups, num_experts}, source.options());
   auto* index_data = row_index.mutable_data_ptr<int64_t>();
   const int64_t num_blocks = at::ceil_div<int64_t>(num_experts, kTile);
   // Columns of equal alignment would share the cache's few lines of that alignment.
@@ -208,7 +205,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, i
               }
             });
       });
-  return {row_index, mth_score};
+  return outputs;
 }
 
 // One token: softmax over its selected logits.
@@ -237,11 +234,11 @@ Tensor selected_softmax_cpu(const Tensor& logits, const Tensor& expert_index,
   const int64_t num_tokens = logits.size(0);
   const int64_t num_experts = logits.size(1);
   const Tensor source = logits.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor offsets = token_offsets.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor offsets = contiguous_index(token_offsets);
   check_index_range(op, "expert_index", chosen, num_experts);
   check_offsets(op, "token_offsets", offsets, chosen.numel());
-  Tensor gates = at::empty(chosen.sizes(), source.options().dtype(accumulate_type(source)));
+  Tensor gates = selected_softmax_output(empty, logits, expert_index);
   const int64_t work = 8 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, source.scalar_type(), "selected_softmax", [&] {
@@ -268,12 +265,12 @@ Tensor selected_softmax_backward_cpu(const Tensor& grad_gates, const Tensor& gat
   check_selected_softmax_backward(grad_gates, gates, expert_index, token_offsets, num_experts);
   const Tensor grad = grad_gates.contiguous();
   const Tensor weights = gates.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor offsets = token_offsets.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor offsets = contiguous_index(token_offsets);
   check_index_range(op, "expert_index", chosen, num_experts);
   check_offsets(op, "token_offsets", offsets, chosen.numel());
   const int64_t num_tokens = offsets.numel() - 1;
-  Tensor grad_logits = at::zeros({num_tokens, num_experts}, weights.options());
+  Tensor grad_logits = selected_softmax_gradient(empty, gates, token_offsets, num_experts).zero_();
   const int64_t work = 4 * (1 + chosen.numel() / std::max<int64_t>(1, num_tokens));
   AT_DISPATCH_FLOATING_TYPES(weights.scalar_type(), "selected_softmax_backward", [&] {
     const auto* grad_data = grad.const_data_ptr<scalar_t>();

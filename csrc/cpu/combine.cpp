@@ -1,11 +1,12 @@
 // y_t = sum_j G(x_t)_j E_j(x_t) (Eq. 1) on the CPU, gathered through the inverse permutation.
+#include "../combine.h"
+
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
 
 #include <tuple>
 
-#include "../checks.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "slots.h"
@@ -17,8 +18,11 @@ namespace {
 Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
                    const OptionalTensor& token_offsets) {
   check_combine("combine", expert_output, gates, inverse, token_offsets);
-  return sum_of_rows(expert_output.contiguous(), Slots("combine", inverse, token_offsets),
-                     gates.to(accumulate_type(expert_output)).contiguous());
+  const Slots slots("combine", inverse, token_offsets);
+  Tensor y = combine_output(empty, expert_output, inverse, token_offsets);
+  sum_of_rows(expert_output.contiguous(), slots,
+              gates.to(accumulate_type(expert_output)).contiguous(), y);
+  return y;
 }
 
 // dE_j = G_j dy and dG_j = <dy, E_j> for one choice, each element read once.
@@ -44,8 +48,7 @@ std::tuple<Tensor, Tensor> combine_backward_cpu(const Tensor& grad_y, const Tens
   const Tensor grad = grad_y.contiguous();
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
-  Tensor grad_rows = empty_rows(rows.sizes(), rows.options());
-  Tensor grad_weights = at::empty(weights.sizes(), weights.options());
+  const auto [grad_rows, grad_weights] = combine_gradients(empty, rows, weights);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "combine_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;

@@ -1,5 +1,7 @@
 // The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
 // rows.
+#include "../dispatch.h"
+
 #include <ATen/ceil_div.h>
 #include <torch/library.h>
 
@@ -8,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "../checks.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "slots.h"
@@ -21,15 +22,12 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& expert_index,
                                                              int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   check_index_range("dispatch_plan", "expert_index", chosen, num_experts);
   const auto* chosen_data = chosen.const_data_ptr<int64_t>();
   const int64_t num_rows = chosen.numel();
-  const auto options = chosen.options();
-  Tensor permutation = at::empty({num_rows}, options);
-  Tensor inverse = at::empty(chosen.sizes(), options);
-  Tensor tokens_per_expert = at::empty({num_experts}, options);
-  Tensor offsets = at::empty({num_experts + 1}, options);
+  const auto plan = dispatch_plan_outputs(empty, expert_index, num_experts);
+  const auto& [permutation, inverse, tokens_per_expert, offsets] = plan;
 
   const int64_t worth = num_rows / std::max<int64_t>(65536, 4 * num_experts);
   const int64_t num_blocks =
@@ -70,14 +68,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& exper
       inverse_data[slot] = placed;
     }
   });
-  return {permutation, inverse, tokens_per_expert, offsets};
+  return plan;
 }
 
 Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
   check_dispatch(x, inverse, token_offsets);
   const Tensor source = x.contiguous();
   const Slots slots("dispatch", inverse, token_offsets);
-  Tensor rows = empty_rows({slots.num_slots(), x.size(1)}, x.options());
+  Tensor rows = dispatch_output(empty, x, inverse);
   const int64_t bytes = x.size(1) * x.element_size();
   const auto* source_data = static_cast<const char*>(source.const_data_ptr());
   auto* rows_data = static_cast<char*>(rows.mutable_data_ptr());
@@ -96,8 +94,10 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse,
                              const OptionalTensor& token_offsets) {
   check_dispatch_backward(grad_rows, inverse, token_offsets);
-  return sum_of_rows(grad_rows.contiguous(), Slots("_dispatch_backward", inverse, token_offsets),
-                     /*weights=*/Tensor());
+  const Slots slots("_dispatch_backward", inverse, token_offsets);
+  Tensor grad_x = dispatch_gradient(empty, grad_rows, inverse, token_offsets);
+  sum_of_rows(grad_rows.contiguous(), slots, /*weights=*/Tensor(), grad_x);
+  return grad_x;
 }
 
 }  // namespace

@@ -5,10 +5,11 @@
 // P = dL/dA of the last layer before the gate came in:
 //   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
 //   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
+#include "../experts.h"
+
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ceil_div.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -19,7 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "../checks.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "empty_rows.h"
@@ -39,11 +39,9 @@ class Experts {
   using acc_t = at::opmath_type<scalar_t>;
   static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
 
-  Experts(const char* op, const Tensor& x, const OptionalTensor& offsets,
-          const OptionalTensor& inverse, const OptionalTensor& token_offsets,
-          at::TensorList weights, at::TensorList biases, std::string_view activation)
+  Experts(const char* op, const Tensor& x, const Routing& routing, const FeedForward& network)
       : x_(x.contiguous()) {
-    math::with_activation(activation, [&](auto function) {
+    math::with_activation(network.activation, [&](auto function) {
       using Function = decltype(function);
       activate = &vectorized<Activate<Function>, const acc_t*, Region, int64_t, scalar_t*>;
       activate_rounded =
@@ -51,8 +49,8 @@ class Experts {
       activate_backward = &vectorized<ActivateBackward<Function>, const scalar_t*, const acc_t*,
                                       Region, int64_t, acc_t*>;
     });
-    if (inverse) {
-      slots_.emplace(op, *inverse, token_offsets);
+    if (routing.inverse) {
+      slots_.emplace(op, *routing.inverse, routing.token_offsets);
       token_of_.resize(slots_->num_slots());
       slot_of_.resize(slots_->num_slots());
       slots_->for_tokens(1, [&](int64_t begin, int64_t end) {
@@ -64,18 +62,18 @@ class Experts {
         }
       });
     }
-    num_rows_ = inverse ? slots_->num_slots() : x.size(0);
-    if (offsets) {
-      offsets_ = offsets->contiguous();
+    num_rows_ = slots_ ? slots_->num_slots() : x.size(0);
+    if (routing.offsets) {
+      offsets_ = contiguous_index(*routing.offsets);
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
-    for (size_t l = 0; l < weights.size(); ++l) {
-      weights_.push_back(weights[l].contiguous());
-      if (!biases.empty()) biases_.push_back(biases[l].contiguous());
-      widest_ = std::max({widest_, weights[l].size(1), weights[l].size(2)});
-      flops_per_row_ += 2 * weights[l].size(1) * weights[l].size(2);
+    for (const Tensor& weight : network.weights) {
+      weights_.push_back(weight.contiguous());
+      widest_ = std::max({widest_, weight.size(1), weight.size(2)});
+      flops_per_row_ += 2 * weight.size(1) * weight.size(2);
     }
-    blocks_ = split_into_blocks(offsets_, weights[0].size(0), num_rows_);
+    for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
+    blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
     for (const Block& block : blocks_) {
       most_rows_ = std::max(most_rows_, block.num_rows);
       num_split_experts_ = std::max(num_split_experts_, block.split_index + 1);
@@ -245,19 +243,17 @@ std::vector<scalar_t*> data_of(at::TensorList tensors) {
   return data;
 }
 
-// The rows that come out, [num_rows, columns of the last layer].
+// The rows that come out, into a tensor [num_rows, columns of the last layer].
 template <typename scalar_t>
-Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
-               const at::TensorOptions& options) {
+void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tensor& rows) {
   using acc_t = at::opmath_type<scalar_t>;
   const int64_t last = experts.num_layers() - 1;
   const int64_t width = experts.columns(last);
-  Tensor rows = empty_rows({experts.num_rows(), width}, options);
   auto* rows_data = rows.mutable_data_ptr<scalar_t>();
   const auto hidden_data = data_of<scalar_t>(hidden);
   for_each_block<acc_t>(
       experts.blocks(), experts.flops(), experts.activations_size() + experts.rows_size(width),
-      options.dtype(c10::CppTypeToScalarType<acc_t>::value),
+      rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
         const auto a = experts.places(block, hidden_data, /*needs_z=*/false, workspace);
@@ -273,7 +269,6 @@ Tensor forward(const Experts<scalar_t>& experts, at::TensorList hidden,
               });
         }
       });
-  return rows;
 }
 
 // What the backward passes of all blocks share: what comes in, and where the gradients go.
@@ -478,67 +473,56 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   return rows;
 }
 
-std::tuple<Tensor, std::vector<Tensor>> experts_cpu(const Tensor& x, const OptionalTensor& offsets,
-                                                    const OptionalTensor& inverse,
-                                                    const OptionalTensor& token_offsets,
-                                                    const OptionalTensor& gates,
-                                                    at::TensorList weights, at::TensorList biases,
-                                                    c10::string_view activation, bool keep_hidden) {
+ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedForward& network,
+                           bool keep_hidden) {
   constexpr auto op = "experts";
-  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+  check_experts(op, x, routing, network);
   Tensor y;
   std::vector<Tensor> hidden;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
-    const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
-                                    activation);
-    for (int64_t l = 0; keep_hidden && l + 1 < experts.num_layers(); ++l) {
-      hidden.push_back(empty_rows({experts.num_rows(), experts.columns(l)}, x.options()));
+    const Experts<scalar_t> experts(op, x, routing, network);
+    hidden = experts_hidden(empty, x, routing, network, keep_hidden);
+    if (!routing.gates) {
+      y = experts_output(empty, x, routing, network);
+      forward(experts, hidden, y);
+      return;
     }
-    y = forward(experts, hidden, x.options());
-    if (gates) {
-      y = sum_of_rows(y, *experts.slots(), gates->to(accumulate_type(x)).contiguous());
-    }
+    const Tensor rows =
+        empty_rows({experts.num_rows(), experts.columns(experts.num_layers() - 1)}, x.options());
+    forward(experts, hidden, rows);
+    y = experts_output(empty, x, routing, network);
+    sum_of_rows(rows, *experts.slots(), routing.gates->to(accumulate_type(x)).contiguous(), y);
   });
   return {y, hidden};
 }
 
-std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cpu(
-    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
-    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
-    c10::string_view activation, bool needs_x, bool needs_parameters) {
+ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, const Routing& routing,
+                                      const FeedForward& network, at::TensorList hidden,
+                                      bool needs_x, bool needs_parameters) {
   constexpr auto op = "_experts_backward";
-  check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
-                         activation);
-  const auto type = accumulate_type(x);
+  check_experts_backward(grad_y, x, routing, network, hidden);
+  OptionalTensor gates;
+  if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_x;
-  Tensor grad_gates =
-      at::empty(gates ? gates->sizes() : at::IntArrayRef({0}), x.options().dtype(type));
-  const auto like_each = [&](at::TensorList parameters) {
-    std::vector<Tensor> each;
-    if (!needs_parameters) return each;
-    for (const Tensor& parameter : parameters) {
-      each.push_back(empty_rows(parameter.sizes(), x.options()));
-    }
-    return each;
-  };
-  const auto grad_weights = like_each(weights), grad_biases = like_each(biases);
+  Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
+  const auto grad_weights = experts_gradients_of(empty, network.weights, needs_parameters);
+  const auto grad_biases = experts_gradients_of(empty, network.biases, needs_parameters);
   auto grad_parameters = grad_weights;
   grad_parameters.insert(grad_parameters.end(), grad_biases.begin(), grad_biases.end());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
-    const Experts<scalar_t> experts(op, x, offsets, inverse, token_offsets, weights, biases,
-                                    activation);
+    const Experts<scalar_t> experts(op, x, routing, network);
     std::vector<Tensor> kept;
     for (const Tensor& layer : hidden) kept.push_back(layer.contiguous());
-    grad_x = backward(experts, grad_y.contiguous(), gates ? gates->to(type).contiguous() : Tensor(),
-                      kept, needs_x, grad_parameters, grad_gates);
-    if (!needs_x) {
-      grad_x = at::empty({0}, x.options());
-    } else if (inverse) {
-      grad_x = sum_of_rows(grad_x, *experts.slots(), /*weights=*/Tensor());
+    const Tensor grad_rows = backward(experts, grad_y.contiguous(), gates.value_or(Tensor()), kept,
+                                      needs_x, grad_parameters, grad_gates);
+    if (needs_x && !routing.inverse) {
+      grad_x = grad_rows;
+      return;
     }
+    grad_x = experts_gradient_of_x(empty, x, needs_x);
+    if (needs_x) sum_of_rows(grad_rows, *experts.slots(), /*weights=*/Tensor(), grad_x);
   });
-  return {grad_x, gates ? grad_gates.to(gates->scalar_type()) : grad_gates, grad_weights,
+  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates, grad_weights,
           grad_biases};
 }
 
@@ -546,6 +530,6 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
 }  // namespace moe_ext::cpu
 
 TORCH_LIBRARY_IMPL(moe_ext, CPU, m) {
-  m.impl("experts", &moe_ext::cpu::experts_cpu);
-  m.impl("_experts_backward", &moe_ext::cpu::experts_backward_cpu);
+  m.impl("experts", &moe_ext::experts_of<moe_ext::cpu::experts_cpu>);
+  m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::cpu::experts_backward_cpu>);
 }

@@ -2,7 +2,7 @@
 //
 // The gradient of each matrix is read twice, for the averages and for the update, the second time
 // from the cache: what is left is to read the gradients, and to read and write the weights, once.
-#include "../math/factored.h"
+#include "../factored.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../checks.h"
+#include "../math/factored.h"
 #include "parallel.h"
 #include "vectorize.h"
 
@@ -180,17 +180,19 @@ void factored_step_cpu(Tensor& param, const Tensor& grad, Tensor& row, Tensor& c
   const int64_t num_matrices = param.numel() / size;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
     using acc_t = at::opmath_type<scalar_t>;
-    const Rule<acc_t> rule{static_cast<acc_t>(lr.item<double>()),
-                           static_cast<acc_t>(correction.item<double>()),
-                           static_cast<acc_t>(decay),
-                           static_cast<acc_t>(gain),
-                           static_cast<acc_t>(eps),
-                           mean_of_roots};
+    const Rule<acc_t> rule{.lr = static_cast<acc_t>(lr.item<double>()),
+                           .correction = static_cast<acc_t>(correction.item<double>()),
+                           .decay = static_cast<acc_t>(decay),
+                           .gain = static_cast<acc_t>(gain),
+                           .eps = static_cast<acc_t>(eps),
+                           .mean_of_roots = mean_of_roots};
     const auto matrix =
         [&, p_data = p.mutable_data_ptr<scalar_t>(), g_data = g.const_data_ptr<scalar_t>(),
          r_data = r.mutable_data_ptr<acc_t>(), c_data = c.mutable_data_ptr<acc_t>()](int64_t e) {
-          return Matrix<scalar_t, acc_t>{p_data + e * size, g_data + e * size,
-                                         r_data + e * num_rows, c_data + e * num_columns};
+          return Matrix<scalar_t, acc_t>{.param = p_data + e * size,
+                                         .grad = g_data + e * size,
+                                         .row = r_data + e * num_rows,
+                                         .column = c_data + e * num_columns};
         };
     if (num_matrices >= 4 * torch::stable::get_num_threads()) {
       parallel_for(num_matrices, size, [&](int64_t begin, int64_t end) {

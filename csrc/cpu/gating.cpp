@@ -1,9 +1,8 @@
 // Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on the CPU.
-#include "../math/gating.h"
+#include "../gating.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <bit>
@@ -12,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../checks.h"
+#include "../math/gating.h"
 #include "../math/order.h"
 #include "../math/softplus.h"
 #include "elementwise.h"
@@ -141,8 +140,9 @@ struct SoftmaxOfKept {
 
 template <typename scalar_t, typename acc_t>
 void gating_kernel(const Tensor& clean_logits, const Tensor& raw_noise_stddev, const Tensor& noise,
-                   int64_t k, double noise_epsilon, Tensor& gates, Tensor& expert_index,
-                   Tensor& threshold, Tensor& threshold_index, Tensor& noise_stddev) {
+                   int64_t k, double noise_epsilon, const Tensor& gates, const Tensor& expert_index,
+                   const Tensor& threshold, const Tensor& threshold_index,
+                   const Tensor& noise_stddev) {
   const int64_t num_tokens = clean_logits.size(0);
   const int64_t num_experts = clean_logits.size(1);
   const bool noisy = noise.defined();
@@ -188,15 +188,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
     int64_t k, double noise_epsilon) {
   check_noisy_topk_gating("noisy_topk_gating", clean_logits, raw_noise_stddev, noise, k,
                           noise_epsilon);
-  const int64_t num_tokens = clean_logits.size(0);
-  const int64_t num_experts = clean_logits.size(1);
-  const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
-  const auto index = clean_logits.options().dtype(at::kLong);
-  Tensor gates = at::empty({num_tokens, k}, real);
-  Tensor expert_index = at::empty({num_tokens, k}, index);
-  Tensor threshold = at::empty({num_tokens, 2}, real);
-  Tensor threshold_index = at::empty({num_tokens, 2}, index);
-  Tensor noise_stddev = empty_rows({noise ? num_tokens : 0, num_experts}, real);
+  const auto outputs = noisy_topk_gating_outputs(empty, clean_logits, noise, k);
+  const auto& [gates, expert_index, threshold, threshold_index, noise_stddev] = outputs;
   const Tensor clean = clean_logits.contiguous();
   const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
   const Tensor drawn = noise ? noise->contiguous() : Tensor();
@@ -206,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cpu(
         gating_kernel<scalar_t, acc_t>(clean, raw, drawn, k, noise_epsilon, gates, expert_index,
                                        threshold, threshold_index, noise_stddev);
       });
-  return {gates, expert_index, threshold, threshold_index, noise_stddev};
+  return outputs;
 }
 
 // d raw = d stddev * softplus'(raw) for one row.
@@ -227,8 +220,8 @@ template <typename scalar_t, typename acc_t>
 void gating_backward_kernel(const Tensor& grad_gates, const Tensor& grad_threshold,
                             const Tensor& grad_noise_stddev, const Tensor& gates,
                             const Tensor& expert_index, const Tensor& threshold_index,
-                            const Tensor& raw_noise_stddev, const Tensor& noise, Tensor& grad_clean,
-                            Tensor& grad_raw) {
+                            const Tensor& raw_noise_stddev, const Tensor& noise,
+                            const Tensor& grad_clean, const Tensor& grad_raw) {
   const int64_t num_tokens = grad_clean.size(0);
   const int64_t num_experts = grad_clean.size(1);
   const int64_t k = gates.size(1);
@@ -297,16 +290,15 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
   check_noisy_topk_gating_backward(grad_gates, grad_threshold, grad_noise_stddev, gates,
                                    expert_index, threshold_index, clean_logits, raw_noise_stddev,
                                    noise);
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor limits = threshold_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor limits = contiguous_index(threshold_index);
   check_index_range(op, "expert_index", chosen, clean_logits.size(1));
   check_index_range(op, "threshold_index", limits, clean_logits.size(1), /*least=*/-1);
   const auto contiguous = [](const OptionalTensor& tensor) {
     return tensor ? tensor->contiguous() : Tensor();
   };
-  Tensor grad_clean = empty_rows(clean_logits.sizes(), clean_logits.options());
-  Tensor grad_raw =
-      empty_rows({noise ? clean_logits.size(0) : 0, clean_logits.size(1)}, clean_logits.options());
+  const auto gradients = noisy_topk_gating_gradients(empty, clean_logits, noise);
+  const auto& [grad_clean, grad_raw] = gradients;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -315,7 +307,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cpu(
                                                 chosen, limits, contiguous(raw_noise_stddev),
                                                 contiguous(noise), grad_clean, grad_raw);
       });
-  return {grad_clean, grad_raw};
+  return gradients;
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // Importance(X) = sum_x G(x) (Eq. 6) on the CPU.
+#include "../importance.h"
+
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "../checks.h"
+#include "empty_rows.h"
 #include "parallel.h"
 
 namespace moe_ext::cpu {
@@ -14,9 +15,9 @@ Tensor importance_cpu(const Tensor& gates, const Tensor& expert_index, int64_t n
   check_importance(gates, expert_index, num_experts);
   const int64_t k = gates.size(1);
   const Tensor kept = gates.contiguous();
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   check_index_range("importance", "expert_index", chosen, num_experts);
-  Tensor importance = at::empty({num_experts}, kept.options().dtype(accumulate_type(kept)));
+  Tensor importance = importance_output(empty, gates, num_experts);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     const auto* gates_data = kept.const_data_ptr<scalar_t>();

@@ -1,16 +1,15 @@
 // Load(X)_i = sum_x P(x, i) (App. A) on the CPU.
-#include "../math/load.h"
+#include "../load.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
 #include <vector>
 
-#include "../checks.h"
+#include "../math/load.h"
 #include "empty_rows.h"
 #include "parallel.h"
 #include "vectorize.h"
@@ -39,7 +38,7 @@ struct ProbRow {
 std::vector<int64_t> group_bounds(const char* op, const OptionalTensor& group_offsets,
                                   int64_t num_tokens) {
   if (!group_offsets) return {0, num_tokens};
-  const Tensor bounds = group_offsets->contiguous();
+  const Tensor bounds = contiguous_index(*group_offsets);
   check_offsets(op, "group_offsets", bounds, num_tokens);
   const auto* data = bounds.const_data_ptr<int64_t>();
   return {data, data + bounds.numel()};
@@ -54,10 +53,10 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
   const Tensor clean = clean_logits.contiguous();
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   check_index_range("load", "expert_index", chosen, num_experts);
   const auto groups = group_bounds("load", group_offsets, num_tokens);
-  Tensor load = at::empty_symint(load_shape(clean_logits, group_offsets), noise_stddev.options());
+  Tensor load = load_output(empty, clean_logits, group_offsets);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     const auto* clean_data = clean.const_data_ptr<scalar_t>();
@@ -119,12 +118,11 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
   const Tensor clean = clean_logits.contiguous();
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   check_index_range("_load_backward", "expert_index", chosen, num_experts);
   const auto groups = group_bounds("_load_backward", group_offsets, num_tokens);
-  Tensor grad_clean = empty_rows(clean.sizes(), clean.options());
-  Tensor grad_stddev = empty_rows(stddev.sizes(), stddev.options());
-  Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
+  const auto gradients = load_gradients(empty, clean_logits, noise_stddev, threshold);
+  const auto& [grad_clean, grad_stddev, grad_threshold] = gradients;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -150,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
           }
         });
       });
-  return {grad_clean, grad_stddev, grad_threshold};
+  return gradients;
 }
 
 }  // namespace

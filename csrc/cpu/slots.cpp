@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "elementwise.h"
-#include "empty_rows.h"
 #include "vectorize.h"
 
 namespace moe_ext::cpu {
@@ -25,19 +24,19 @@ struct AddScaledRow {
 
 }  // namespace
 
-Tensor sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights) {
+void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights,
+                 const Tensor& sums) {
   const int64_t width = rows.size(1);
-  Tensor out = empty_rows({slots.num_tokens(), width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "sum_of_rows", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
     const auto* rows_data = rows.const_data_ptr<scalar_t>();
     const auto* weights_data = weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr;
-    auto* out_data = out.mutable_data_ptr<scalar_t>();
+    auto* sums_data = sums.mutable_data_ptr<scalar_t>();
     slots.for_tokens(width, [&](int64_t begin, int64_t end) {
       std::vector<acc_t> wide(kSame ? 0 : width);
       for (int64_t t = begin; t < end; ++t) {
-        auto* row = out_data + t * width;
+        auto* row = sums_data + t * width;
         auto* sum = kSame ? reinterpret_cast<acc_t*>(row) : wide.data();
         std::fill_n(sum, width, acc_t(0));
         for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
@@ -48,7 +47,6 @@ Tensor sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights
       }
     });
   });
-  return out;
 }
 
 }  // namespace moe_ext::cpu

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../checks.h"
+#include "../routing.h"
 #include "parallel.h"
 
 namespace moe_ext::cpu {
@@ -14,8 +14,8 @@ class Slots {
  public:
   // Checks that every row belongs to one slot.
   Slots(const char* op, const Tensor& inverse, const OptionalTensor& token_offsets)
-      : row_of_(inverse.contiguous()),
-        offsets_(token_offsets ? token_offsets->contiguous() : Tensor()),
+      : row_of_(contiguous_index(inverse)),
+        offsets_(token_offsets ? contiguous_index(*token_offsets) : Tensor()),
         k_(token_offsets ? 0 : inverse.size(1)),
         num_tokens_(token_offsets ? token_offsets->numel() - 1 : inverse.size(0)) {
     check_permutation(op, "inverse", row_of_);
@@ -48,8 +48,8 @@ class Slots {
   const int64_t* rows_ = nullptr;
 };
 
-// out[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order. All
+// sums[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order. All
 // are contiguous, weights in the accumulation type of rows; undefined weights are all 1, exactly.
-Tensor sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights);
+void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights, const Tensor& sums);
 
 }  // namespace moe_ext::cpu

@@ -3,7 +3,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <cub/block/block_scan.cuh>
@@ -11,6 +10,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "../balanced_gating.h"
 #include "../math/balanced_gating.h"
 #include "../math/gating.h"
 #include "launch.cuh"
@@ -188,9 +188,7 @@ __global__ void __launch_bounds__(kColumnThreads)
 std::tuple<Tensor, Tensor> batchwise_topm_cuda(const Tensor& scores, int64_t m,
                                                int64_t first_expert,
                                                std::optional<int64_t> num_experts_of_batch) {
-  check_batchwise_topm(
-      scores, first_expert,
-      num_experts_of_batch ? std::optional<c10::SymInt>(*num_experts_of_batch) : std::nullopt);
+  check_batchwise_topm(scores, first_expert, num_experts_of_batch);
   check_m(scores, m);
   const int64_t num_groups = scores.size(0);
   const int64_t num_rows = scores.size(1);
@@ -198,12 +196,12 @@ std::tuple<Tensor, Tensor> batchwise_topm_cuda(const Tensor& scores, int64_t m,
   check_countable("batchwise_topm", "scores", num_rows);
   const c10::cuda::OptionalCUDAGuard guard(scores.device());
   const Tensor source = scores.contiguous();
-  Tensor row_index = at::empty({num_groups, num_experts, m}, source.options().dtype(at::kLong));
+  const auto outputs = batchwise_topm_outputs(empty, scores, m);
+  const auto& [row_index, mth_score] = outputs;
   if (m == 0) {
-    return {row_index, at::full({num_groups, num_experts}, std::numeric_limits<double>::infinity(),
-                                source.options())};
+    mth_score.fill_(std::numeric_limits<double>::infinity());
+    return outputs;
   }
-  Tensor mth_score = at::empty({num_groups, num_experts}, source.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, source.scalar_type(), "batchwise_topm", [&] {
         using key_t = UnsignedKey<at::opmath_type<scalar_t>>;
@@ -219,7 +217,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cuda(const Tensor& scores, int64_t m,
                num_experts_of_batch.value_or(num_experts), row_index.mutable_data_ptr<int64_t>(),
                mth_score.mutable_data_ptr<scalar_t>());
       });
-  return {row_index, mth_score};
+  return outputs;
 }
 
 // A warp for each token: softmax over its selected logits.
@@ -255,9 +253,9 @@ Tensor selected_softmax_cuda(const Tensor& logits, const Tensor& expert_index,
   const c10::cuda::OptionalCUDAGuard guard(logits.device());
   const int64_t num_tokens = logits.size(0);
   const Tensor source = logits.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor offsets = token_offsets.contiguous();
-  Tensor gates = at::empty(chosen.sizes(), source.options().dtype(accumulate_type(source)));
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor offsets = contiguous_index(token_offsets);
+  Tensor gates = selected_softmax_output(empty, logits, expert_index);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, source.scalar_type(), "selected_softmax", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -309,10 +307,10 @@ Tensor selected_softmax_backward_cuda(const Tensor& grad_gates, const Tensor& ga
   const c10::cuda::OptionalCUDAGuard guard(gates.device());
   const Tensor grad = grad_gates.contiguous();
   const Tensor weights = gates.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor offsets = token_offsets.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor offsets = contiguous_index(token_offsets);
   const int64_t num_tokens = offsets.numel() - 1;
-  Tensor grad_logits = at::empty({num_tokens, num_experts}, weights.options());
+  Tensor grad_logits = selected_softmax_gradient(empty, gates, token_offsets, num_experts);
   AT_DISPATCH_FLOATING_TYPES(weights.scalar_type(), "selected_softmax_backward", [&] {
     launch(selected_softmax_backward_kernel<scalar_t>, grid(ceil_div(num_tokens, kThreads / kWarp)),
            kThreads, 0, grad.const_data_ptr<scalar_t>(), weights.const_data_ptr<scalar_t>(),

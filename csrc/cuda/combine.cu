@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "../combine.h"
 #include "slots.cuh"
 
 namespace moe_ext::cuda {
@@ -12,10 +13,12 @@ Tensor combine_cuda(const Tensor& expert_output, const Tensor& gates, const Tens
                     const OptionalTensor& token_offsets) {
   check_combine("combine", expert_output, gates, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
-  const Tensor row_of = inverse.contiguous();
-  const OptionalTensor bounds = contiguous(token_offsets);
-  return sum_of_rows(expert_output.contiguous(), slots_of(row_of, bounds),
-                     gates.to(accumulate_type(expert_output)).contiguous());
+  const Tensor row_of = contiguous_index(inverse);
+  const OptionalTensor bounds = contiguous_index(token_offsets);
+  Tensor y = combine_output(empty, expert_output, inverse, token_offsets);
+  sum_of_rows(expert_output.contiguous(), slots_of(row_of, bounds),
+              gates.to(accumulate_type(expert_output)).contiguous(), y);
+  return y;
 }
 
 // dE_j = G_j dy and dG_j = <dy, E_j>: a warp for each token.
@@ -59,15 +62,14 @@ std::tuple<Tensor, Tensor> combine_backward_cuda(const Tensor& grad_y, const Ten
                                                  const OptionalTensor& token_offsets) {
   check_combine_backward(grad_y, expert_output, gates, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(expert_output.device());
-  const Tensor row_of = inverse.contiguous();
-  const OptionalTensor bounds = contiguous(token_offsets);
+  const Tensor row_of = contiguous_index(inverse);
+  const OptionalTensor bounds = contiguous_index(token_offsets);
   const Slots slots = slots_of(row_of, bounds);
   const int64_t width = expert_output.size(1);
   const Tensor grad = grad_y.contiguous();
   const Tensor rows = expert_output.contiguous();
   const Tensor weights = gates.to(accumulate_type(rows)).contiguous();
-  Tensor grad_rows = at::empty(rows.sizes(), rows.options());
-  Tensor grad_weights = at::empty(weights.sizes(), weights.options());
+  const auto [grad_rows, grad_weights] = combine_gradients(empty, rows, weights);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, rows.scalar_type(), "combine_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;

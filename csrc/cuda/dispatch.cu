@@ -8,6 +8,7 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <tuple>
 
+#include "../dispatch.h"
 #include "slots.cuh"
 
 namespace moe_ext::cuda {
@@ -45,13 +46,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expe
                                                               int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
   const c10::cuda::OptionalCUDAGuard guard(expert_index.device());
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   const int64_t num_rows = chosen.numel();
+  const auto plan = dispatch_plan_outputs(empty, expert_index, num_experts);
+  const auto& [permutation, inverse, tokens_per_expert, offsets] = plan;
   const auto options = chosen.options();
-  Tensor permutation = at::empty({num_rows}, options);
-  Tensor inverse = at::empty(chosen.sizes(), options);
-  Tensor tokens_per_expert = at::empty({num_experts}, options);
-  Tensor offsets = at::empty({num_experts + 1}, options);
   const Tensor sorted = at::empty({num_rows}, options);
   if (num_rows > 0) {
     const Tensor slots = at::arange(num_rows, options);
@@ -71,15 +70,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expe
          sorted.const_data_ptr<int64_t>(), permutation.const_data_ptr<int64_t>(), num_rows,
          num_experts, inverse.mutable_data_ptr<int64_t>(),
          tokens_per_expert.mutable_data_ptr<int64_t>(), offsets.mutable_data_ptr<int64_t>());
-  return {permutation, inverse, tokens_per_expert, offsets};
+  return plan;
 }
 
 Tensor dispatch_cuda(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
   check_dispatch(x, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
-  const Tensor row_of = inverse.contiguous();
-  const OptionalTensor bounds = contiguous(token_offsets);
-  return rows_of_slots(x.contiguous(), slots_of(row_of, bounds));
+  const Tensor row_of = contiguous_index(inverse);
+  const OptionalTensor bounds = contiguous_index(token_offsets);
+  Tensor rows = dispatch_output(empty, x, inverse);
+  rows_of_slots(x.contiguous(), slots_of(row_of, bounds), rows);
+  return rows;
 }
 
 // dx_t = the sum of drows over the slots of t, in their order.
@@ -87,9 +88,11 @@ Tensor dispatch_backward_cuda(const Tensor& grad_rows, const Tensor& inverse,
                               const OptionalTensor& token_offsets) {
   check_dispatch_backward(grad_rows, inverse, token_offsets);
   const c10::cuda::OptionalCUDAGuard guard(grad_rows.device());
-  const Tensor row_of = inverse.contiguous();
-  const OptionalTensor bounds = contiguous(token_offsets);
-  return sum_of_rows(grad_rows.contiguous(), slots_of(row_of, bounds), /*weights=*/Tensor());
+  const Tensor row_of = contiguous_index(inverse);
+  const OptionalTensor bounds = contiguous_index(token_offsets);
+  Tensor grad_x = dispatch_gradient(empty, grad_rows, inverse, token_offsets);
+  sum_of_rows(grad_rows.contiguous(), slots_of(row_of, bounds), /*weights=*/Tensor(), grad_x);
+  return grad_x;
 }
 
 }  // namespace

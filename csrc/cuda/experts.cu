@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../experts.h"
 #include "chunks.cuh"
 #include "gemm.cuh"
 #include "slots.cuh"
@@ -203,27 +204,33 @@ __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
 // What the two directions share: the layers, and where the rows come from.
 class Experts {
  public:
-  Experts(const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
-          const OptionalTensor& token_offsets, at::TensorList weights, at::TensorList biases,
-          std::string_view activation)
-      : activation_(activation),
-        offsets_(offsets ? offsets->contiguous() : Tensor()),
-        num_rows_(inverse ? inverse->numel() : x.size(0)),
-        num_experts_(weights[0].size(0)),
+  Experts(const Tensor& x, const Routing& routing, const FeedForward& network)
+      : activation_(network.activation),
+        offsets_(routing.offsets ? contiguous_index(*routing.offsets) : Tensor()),
+        num_rows_(routing.inverse ? routing.inverse->numel() : x.size(0)),
+        num_experts_(network.weights[0].size(0)),
         products_(offsets_, num_rows_, num_experts_) {
-    for (const Tensor& weight : weights) weights_.push_back(weight.contiguous());
-    for (const Tensor& bias : biases) biases_.push_back(bias.contiguous());
-    if (inverse) {
-      row_of_ = inverse->contiguous();
-      bounds_ = contiguous(token_offsets);
+    for (const Tensor& weight : network.weights) weights_.push_back(weight.contiguous());
+    for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
+    if (routing.inverse) {
+      row_of_ = contiguous_index(*routing.inverse);
+      bounds_ = contiguous_index(routing.token_offsets);
     }
-    input_ = inverse ? rows_of_slots(x.contiguous(), slots()) : x.contiguous();
+    input_ = routing.inverse ? rows_of(x.contiguous()) : x.contiguous();
   }
 
   Slots slots() const { return slots_of(row_of_, bounds_); }
   const GroupedProducts& products() const { return products_; }
   const Tensor& input() const { return input_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
+
+  // The tokens' rows; both are contiguous.
+  Tensor rows_of(const Tensor& tokens) const {
+    Tensor rows = at::empty({num_rows_, tokens.size(1)}, tokens.options());
+    rows_of_slots(tokens, slots(), rows);
+    return rows;
+  }
+
   bool has_bias() const { return !biases_.empty(); }
   const Tensor& weight(int64_t layer) const { return weights_[layer]; }
   Tensor bias(int64_t layer) const { return has_bias() ? biases_[layer] : Tensor(); }
@@ -240,11 +247,10 @@ class Experts {
     return cuda::activate_backward(activation_, z, grad);
   }
 
-  // The gates' gradients; p = dL/dA of the last layer, whose input is a, and dy of the rows
+  // Writes the gates' gradients; p = dL/dA of the last layer, whose input is a, and dy of the rows
   // [R, columns] get their gates.
-  Tensor gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy,
-                       const Tensor& gates) const {
-    Tensor grad_gates = at::empty(gates.sizes(), gates.options());
+  void gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy, const Tensor& gates,
+                     const Tensor& grad_gates) const {
     const Tensor last_bias = bias(num_layers() - 1);
     const int64_t fan_in = p.size(1), columns = dy.size(1);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "experts", [&] {
@@ -261,7 +267,6 @@ class Experts {
                    grad_gates.mutable_data_ptr<acc_t>());
           });
     });
-    return grad_gates;
   }
 
   // [E, columns].
@@ -289,8 +294,9 @@ class Experts {
 
  private:
   Groups groups() const {
-    return {offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr, num_experts_,
-            num_rows_};
+    return {.bounds = offsets_.defined() ? offsets_.const_data_ptr<int64_t>() : nullptr,
+            .num_groups = num_experts_,
+            .num_rows = num_rows_};
   }
 
   std::string_view activation_;
@@ -303,14 +309,11 @@ class Experts {
   Tensor input_;
 };
 
-std::tuple<Tensor, std::vector<Tensor>> experts_cuda(
-    const Tensor& x, const OptionalTensor& offsets, const OptionalTensor& inverse,
-    const OptionalTensor& token_offsets, const OptionalTensor& gates, at::TensorList weights,
-    at::TensorList biases, c10::string_view activation, bool keep_hidden) {
-  constexpr auto op = "experts";
-  check_experts(op, x, offsets, inverse, token_offsets, gates, weights, biases, activation);
+ExpertsOutputs experts_cuda(const Tensor& x, const Routing& routing, const FeedForward& network,
+                            bool keep_hidden) {
+  check_experts("experts", x, routing, network);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
-  const Experts experts(x, offsets, inverse, token_offsets, weights, biases, activation);
+  const Experts experts(x, routing, network);
   std::vector<Tensor> hidden;
   Tensor a = experts.input();
   for (int64_t l = 0; l + 1 < experts.num_layers(); ++l) {
@@ -318,23 +321,21 @@ std::tuple<Tensor, std::vector<Tensor>> experts_cuda(
     a = experts.next_input(l, z);
     if (keep_hidden) hidden.push_back(z);
   }
-  Tensor y = experts.linear(experts.num_layers() - 1, a);
-  if (gates) y = sum_of_rows(y, experts.slots(), gates->to(accumulate_type(x)).contiguous());
+  const Tensor rows = experts.linear(experts.num_layers() - 1, a);
+  if (!routing.gates) return {rows, hidden};
+  Tensor y = experts_output(empty, x, routing, network);
+  sum_of_rows(rows, experts.slots(), routing.gates->to(accumulate_type(x)).contiguous(), y);
   return {y, hidden};
 }
 
-std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_backward_cuda(
-    const Tensor& grad_y, const Tensor& x, const OptionalTensor& offsets,
-    const OptionalTensor& inverse, const OptionalTensor& token_offsets, const OptionalTensor& gates,
-    at::TensorList weights, at::TensorList biases, at::TensorList hidden,
-    c10::string_view activation, bool needs_x, bool needs_parameters) {
-  check_experts_backward(grad_y, x, offsets, inverse, token_offsets, gates, weights, biases, hidden,
-                         activation);
+ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
+                                       const Routing& routing, const FeedForward& network,
+                                       at::TensorList hidden, bool needs_x, bool needs_parameters) {
+  check_experts_backward(grad_y, x, routing, network, hidden);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   // A backward pass within autocast would have torch's products cast to its type.
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);
-  const Experts experts(x, offsets, inverse, token_offsets, weights, biases, activation);
-  const auto type = accumulate_type(x);
+  const Experts experts(x, routing, network);
   const int64_t last = experts.num_layers() - 1;
 
   std::vector<Tensor> inputs{experts.input()}, zs;
@@ -343,11 +344,13 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     inputs.push_back(experts.next_input(l, zs[l]));
   }
 
+  OptionalTensor gates;
+  if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
+  Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
+  std::vector<Tensor> grad_weights(needs_parameters ? network.weights.size() : 0);
+  std::vector<Tensor> grad_biases(needs_parameters ? network.biases.size() : 0);
   const Tensor dy = grad_y.contiguous();
-  Tensor grad = gates ? rows_of_slots(dy, experts.slots()) : dy;  // of the rows, without gates
-  Tensor grad_gates = at::empty({0}, x.options().dtype(type));
-  std::vector<Tensor> grad_weights(needs_parameters ? weights.size() : 0);
-  std::vector<Tensor> grad_biases(needs_parameters ? biases.size() : 0);
+  Tensor grad = gates ? experts.rows_of(dy) : dy;  // of the rows, without gates
   for (int64_t l = last; l >= 0; --l) {
     const bool needs_rest = needs_x || (needs_parameters && l > 0);
     const bool needs_gates = l == last && gates;
@@ -355,9 +358,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     if (needs_rest || needs_gates) {
       grad_in = experts.products().transposed(grad, experts.weight(l));
     }
-    if (needs_gates) {
-      grad_gates = experts.gate_backward(grad_in, inputs[l], grad, gates->to(type).contiguous());
-    }
+    if (needs_gates) experts.gate_backward(grad_in, inputs[l], grad, *gates, grad_gates);
     if (needs_parameters) {
       grad_weights[l] = experts.products().of_rows(inputs[l], grad);
       if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
@@ -365,12 +366,12 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
     if (!needs_rest) break;
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
   }
-  if (!needs_x) {
-    grad = at::empty({0}, x.options());
-  } else if (inverse) {
-    grad = sum_of_rows(grad, experts.slots(), /*weights=*/Tensor());
+  Tensor grad_x = grad;  // that of the rows, if x are these
+  if (!needs_x || routing.inverse) grad_x = experts_gradient_of_x(empty, x, needs_x);
+  if (needs_x && routing.inverse) {
+    sum_of_rows(grad, experts.slots(), /*weights=*/Tensor(), grad_x);
   }
-  return {grad, gates ? grad_gates.to(gates->scalar_type()) : grad_gates, grad_weights,
+  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates, grad_weights,
           grad_biases};
 }
 
@@ -378,6 +379,6 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>> experts_bac
 }  // namespace moe_ext::cuda
 
 TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
-  m.impl("experts", &moe_ext::cuda::experts_cuda);
-  m.impl("_experts_backward", &moe_ext::cuda::experts_backward_cuda);
+  m.impl("experts", &moe_ext::experts_of<moe_ext::cuda::experts_cuda>);
+  m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::cuda::experts_backward_cuda>);
 }

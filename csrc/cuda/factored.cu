@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "../factored.h"
 #include "../math/factored.h"
 #include "slots.cuh"
 
@@ -34,8 +35,8 @@ struct Scalar {
 
 template <typename acc_t>
 Scalar<acc_t> scalar_of(const Tensor& tensor) {
-  if (tensor.is_cuda()) return {tensor.const_data_ptr<double>(), acc_t(0)};
-  return {nullptr, static_cast<acc_t>(*tensor.const_data_ptr<double>())};
+  if (tensor.is_cuda()) return {.on_device = tensor.const_data_ptr<double>(), .on_host = acc_t(0)};
+  return {.on_device = nullptr, .on_host = static_cast<acc_t>(*tensor.const_data_ptr<double>())};
 }
 
 template <typename acc_t>
@@ -251,8 +252,11 @@ void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& 
   const Tensor c = column.contiguous();
   const int64_t num_rows = param.size(-2);
   const int64_t num_columns = param.size(-1);
-  const Shape shape{param.numel() / (num_rows * num_columns), num_rows, num_columns,
-                    ceil_div(num_rows, kBlockRows), ceil_div(num_columns, kBlockColumns)};
+  const Shape shape{.num_matrices = param.numel() / (num_rows * num_columns),
+                    .num_rows = num_rows,
+                    .num_columns = num_columns,
+                    .row_blocks = ceil_div(num_rows, kBlockRows),
+                    .column_blocks = ceil_div(num_columns, kBlockColumns)};
   const int64_t num_blocks = shape.num_matrices * shape.row_blocks * shape.column_blocks;
   const Tensor row_sums =
       at::empty({shape.num_matrices, shape.column_blocks, num_rows}, r.options());
@@ -262,9 +266,12 @@ void factored_step_cuda(Tensor& param, const Tensor& grad, Tensor& row, Tensor& 
   const Tensor nonzero = at::empty({num_blocks}, r.options().dtype(at::kInt));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, p.scalar_type(), "factored_step", [&] {
     using acc_t = at::opmath_type<scalar_t>;
-    const Rule<acc_t> rule{scalar_of<acc_t>(lr),      scalar_of<acc_t>(correction),
-                           static_cast<acc_t>(decay), static_cast<acc_t>(gain),
-                           static_cast<acc_t>(eps),   mean_of_roots};
+    const Rule<acc_t> rule{.lr = scalar_of<acc_t>(lr),
+                           .correction = scalar_of<acc_t>(correction),
+                           .decay = static_cast<acc_t>(decay),
+                           .gain = static_cast<acc_t>(gain),
+                           .eps = static_cast<acc_t>(eps),
+                           .mean_of_roots = mean_of_roots};
     auto* p_data = p.mutable_data_ptr<scalar_t>();
     const auto* g_data = g.const_data_ptr<scalar_t>();
     auto* r_data = r.mutable_data_ptr<acc_t>();

@@ -1,13 +1,13 @@
 // Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on CUDA: a warp for each token.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 #include <tuple>
 
+#include "../gating.h"
 #include "../math/gating.h"
 #include "../math/order.h"
 #include "../math/softplus.h"
@@ -110,13 +110,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
   const int64_t num_experts = clean_logits.size(1);
   check_countable("noisy_topk_gating", "clean_logits", num_experts);
   const c10::cuda::OptionalCUDAGuard guard(clean_logits.device());
-  const auto real = clean_logits.options().dtype(accumulate_type(clean_logits));
-  const auto index = clean_logits.options().dtype(at::kLong);
-  Tensor gates = at::empty({num_tokens, k}, real);
-  Tensor expert_index = at::empty({num_tokens, k}, index);
-  Tensor threshold = at::empty({num_tokens, 2}, real);
-  Tensor threshold_index = at::empty({num_tokens, 2}, index);
-  Tensor noise_stddev = at::empty({noise ? num_tokens : 0, num_experts}, real);
+  const auto outputs = noisy_topk_gating_outputs(empty, clean_logits, noise, k);
+  const auto& [gates, expert_index, threshold, threshold_index, noise_stddev] = outputs;
   const Tensor clean = clean_logits.contiguous();
   const Tensor raw = noise ? raw_noise_stddev->contiguous() : Tensor();
   const Tensor drawn = noise ? noise->contiguous() : Tensor();
@@ -139,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
                threshold.mutable_data_ptr<acc_t>(), threshold_index.mutable_data_ptr<int64_t>(),
                noise_stddev.mutable_data_ptr<acc_t>());
       });
-  return {gates, expert_index, threshold, threshold_index, noise_stddev};
+  return outputs;
 }
 
 // dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they
@@ -218,12 +213,12 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
   const Tensor grad_of_threshold = contiguous(grad_threshold);
   const Tensor grad_of_stddev = contiguous(grad_noise_stddev);
   const Tensor kept = gates.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const Tensor limits = threshold_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const Tensor limits = contiguous_index(threshold_index);
   const Tensor raw = contiguous(raw_noise_stddev);
   const Tensor drawn = contiguous(noise);
-  Tensor grad_clean = at::empty(clean_logits.sizes(), clean_logits.options());
-  Tensor grad_raw = at::empty({noise ? num_tokens : 0, num_experts}, clean_logits.options());
+  const auto gradients = noisy_topk_gating_gradients(empty, clean_logits, noise);
+  const auto& [grad_clean, grad_raw] = gradients;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean_logits.scalar_type(), "noisy_topk_gating_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -240,7 +235,7 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_cuda(
                narrow(drawn), num_tokens, num_experts, k, grad_clean.mutable_data_ptr<scalar_t>(),
                grad_raw.mutable_data_ptr<scalar_t>());
       });
-  return {grad_clean, grad_raw};
+  return gradients;
 }
 
 }  // namespace

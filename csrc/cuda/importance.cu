@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../importance.h"
 #include "chunks.cuh"
 
 namespace moe_ext::cuda {
@@ -52,7 +53,7 @@ Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t 
   check_importance(gates, expert_index, num_experts);
   const c10::cuda::OptionalCUDAGuard guard(gates.device());
   const Tensor kept = gates.contiguous();
-  const Tensor chosen = expert_index.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
   const int64_t num_slots = kept.numel();
   // Chunks enough to keep the device busy, and so few that their sums are soon added.
   constexpr int64_t kLeastChunk = 128, kMostChunks = 1024, kMostSums = 1 << 23;
@@ -60,9 +61,8 @@ Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t 
                                        ceil_div(num_slots * num_experts, kMostSums)});
   const int64_t num_chunks = ceil_div(num_slots, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kTile);
-  const auto options = kept.options().dtype(accumulate_type(kept));
-  Tensor importance = at::empty({num_experts}, options);
-  const Tensor partial_importance = at::empty({num_chunks, num_experts}, options);
+  Tensor importance = importance_output(empty, gates, num_experts);
+  const Tensor partial_importance = at::empty({num_chunks, num_experts}, importance.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, kept.scalar_type(), "importance", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     launch(partial_importance_kernel<scalar_t, acc_t>, grid(num_chunks * tiles), kWarp,
@@ -70,8 +70,9 @@ Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t 
            chosen.const_data_ptr<int64_t>(), num_slots, num_experts, tiles, chunk_size,
            partial_importance.mutable_data_ptr<acc_t>());
     launch(sum_of_chunks_kernel<acc_t>, grid(ceil_div(num_experts, kWarp)), kThreads, 0,
-           partial_importance.const_data_ptr<acc_t>(), num_experts, Groups{nullptr, 1, num_slots},
-           chunk_size, importance.mutable_data_ptr<acc_t>());
+           partial_importance.const_data_ptr<acc_t>(), num_experts,
+           Groups{.bounds = nullptr, .num_groups = 1, .num_rows = num_slots}, chunk_size,
+           importance.mutable_data_ptr<acc_t>());
   });
   return importance;
 }

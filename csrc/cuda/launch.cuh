@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "../checks.h"
+#include "../tensor.h"
 
 namespace moe_ext::cuda {
 

@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "../load.h"
 #include "../math/load.h"
 #include "chunks.cuh"
 #include "slots.cuh"
@@ -14,8 +15,10 @@ namespace moe_ext::cuda {
 namespace {
 
 Groups groups_of(const OptionalTensor& offsets, int64_t num_tokens) {
-  if (!offsets) return {nullptr, 1, num_tokens};
-  return {offsets->const_data_ptr<int64_t>(), offsets->numel() - 1, num_tokens};
+  if (!offsets) return {.bounds = nullptr, .num_groups = 1, .num_rows = num_tokens};
+  return {.bounds = offsets->const_data_ptr<int64_t>(),
+          .num_groups = offsets->numel() - 1,
+          .num_rows = num_tokens};
 }
 
 // The sums over a chunk of the tokens for kWarp experts: a warp.
@@ -81,13 +84,13 @@ Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const T
   const Tensor clean = clean_logits.contiguous();
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const OptionalTensor bounds = contiguous(group_offsets);
+  const Tensor chosen = contiguous_index(expert_index);
+  const OptionalTensor bounds = contiguous_index(group_offsets);
   const Groups groups = groups_of(bounds, num_tokens);
   const int64_t chunk_size = chunk_size_of(num_tokens);
   const int64_t num_chunks = ceil_div(num_tokens, chunk_size);
   const int64_t tiles = ceil_div(num_experts, kWarp);
-  Tensor load = at::empty_symint(load_shape(clean_logits, group_offsets), stddev.options());
+  Tensor load = load_output(empty, clean_logits, group_offsets);
   const Tensor partial_load =
       at::empty({num_chunks + groups.num_groups, num_experts}, stddev.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
@@ -160,11 +163,10 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
   const Tensor clean = clean_logits.contiguous();
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
-  const Tensor chosen = expert_index.contiguous();
-  const OptionalTensor bounds = contiguous(group_offsets);
-  Tensor grad_clean = at::empty(clean.sizes(), clean.options());
-  Tensor grad_stddev = at::empty(stddev.sizes(), stddev.options());
-  Tensor grad_threshold = at::empty(limits.sizes(), limits.options());
+  const Tensor chosen = contiguous_index(expert_index);
+  const OptionalTensor bounds = contiguous_index(group_offsets);
+  const auto gradients = load_gradients(empty, clean_logits, noise_stddev, threshold);
+  const auto& [grad_clean, grad_stddev, grad_threshold] = gradients;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, clean.scalar_type(), "load_backward", [&] {
         using acc_t = at::opmath_type<scalar_t>;
@@ -175,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cuda(
                groups_of(bounds, num_tokens), grad_clean.mutable_data_ptr<scalar_t>(),
                grad_stddev.mutable_data_ptr<acc_t>(), grad_threshold.mutable_data_ptr<acc_t>());
       });
-  return {grad_clean, grad_stddev, grad_threshold};
+  return gradients;
 }
 
 }  // namespace

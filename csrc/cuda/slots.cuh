@@ -25,16 +25,13 @@ struct Slots {
   __device__ int64_t row(int64_t slot) const { return row_of[slot]; }
 };
 
-// `inverse` and `token_offsets` must be contiguous, and outlive what is returned.
+// Both must be as contiguous_index makes them, and outlive what is returned.
 inline Slots slots_of(const Tensor& inverse, const OptionalTensor& token_offsets) {
-  return {inverse.const_data_ptr<int64_t>(),
-          token_offsets ? token_offsets->const_data_ptr<int64_t>() : nullptr,
-          token_offsets ? 0 : inverse.size(1),
-          token_offsets ? token_offsets->numel() - 1 : inverse.size(0), inverse.numel()};
-}
-
-inline OptionalTensor contiguous(const OptionalTensor& tensor) {
-  return tensor ? OptionalTensor(tensor->contiguous()) : tensor;
+  return {.row_of = inverse.const_data_ptr<int64_t>(),
+          .bounds = token_offsets ? token_offsets->const_data_ptr<int64_t>() : nullptr,
+          .k = token_offsets ? 0 : inverse.size(1),
+          .num_tokens = token_offsets ? token_offsets->numel() - 1 : inverse.size(0),
+          .num_slots = inverse.numel()};
 }
 
 // Several numbers that are read and written at once.
@@ -80,10 +77,9 @@ __global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, 
   }
 }
 
-// x is contiguous.
-inline Tensor rows_of_slots(const Tensor& x, const Slots& slots) {
+// Both are contiguous.
+inline void rows_of_slots(const Tensor& x, const Slots& slots, const Tensor& rows) {
   const int64_t width = x.size(1);
-  Tensor rows = at::empty({slots.num_slots, width}, x.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dispatch", [&] {
     const auto* x_data = x.const_data_ptr<scalar_t>();
     auto* rows_data = rows.mutable_data_ptr<scalar_t>();
@@ -94,7 +90,6 @@ inline Tensor rows_of_slots(const Tensor& x, const Slots& slots) {
              reinterpret_cast<Packed*>(rows_data));
     });
   });
-  return rows;
 }
 
 // out[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order;
@@ -128,21 +123,20 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
 }
 
 // All are contiguous, weights in the accumulation type of rows or undefined.
-inline Tensor sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights) {
+inline void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights,
+                        const Tensor& sums) {
   const int64_t width = rows.size(1);
-  Tensor out = at::empty({slots.num_tokens, width}, rows.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "sum_of_rows", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     const auto* rows_data = rows.const_data_ptr<scalar_t>();
     const auto* weights_data = weights.defined() ? weights.const_data_ptr<acc_t>() : nullptr;
-    auto* out_data = out.mutable_data_ptr<scalar_t>();
-    with_pack_size<scalar_t>(width, {rows_data, out_data}, [&](auto size) {
+    auto* sums_data = sums.mutable_data_ptr<scalar_t>();
+    with_pack_size<scalar_t>(width, {rows_data, sums_data}, [&](auto size) {
       launch(sum_of_rows_kernel<scalar_t, acc_t, size>,
              strided_grid(slots.num_tokens * (width / size)), kThreads, 0, rows_data, weights_data,
-             slots, width, out_data);
+             slots, width, sums_data);
     });
   });
-  return out;
 }
 
 }  // namespace moe_ext::cuda

@@ -4,6 +4,8 @@ T tokens, D model width, E experts, K = k experts per token, R = T·K routed row
 functions of tensors with C++ autograd; their sums have a fixed order, so that results do not depend
 on the number of threads. A second derivative is refused with a RuntimeError (importance, which is
 linear, has one), and so are the gradients of torch.func, by torch itself.
+
+Indices and offsets are int64; int32 ones are taken too, at the cost of a conversion.
 """
 
 from moe_ext.ops import _flops as _flops  # registers the formulas

@@ -69,7 +69,7 @@ def experts(
         token_offsets,
         gates,
         weights,
-        biases or [],
+        biases or None,
         activation,
         differentiated and not recompute,
     )

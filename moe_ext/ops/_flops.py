@@ -39,7 +39,7 @@ def _experts_backward(
     token_offsets: Shape | None,
     gates: Shape | None,
     weights: Sequence[Shape],
-    biases: Sequence[Shape],
+    biases: Sequence[Shape] | None,
     hidden: Sequence[Shape],
     activation: str,
     needs_x: bool,

@@ -241,3 +241,21 @@ def test_compiled_autograd_equals_eager():
         actual = gradients_of(torch.compile(layer, backend="aot_eager"))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_sizes": [8], "bias": True}], ids=str)
+def test_a_layer_compiled_ahead_of_time_equals_eager(options, tmp_path):
+    """AOTInductor, which calls the ops without Python, for any number of tokens."""
+    layer = MoE(16, 4, 2, **options).eval()
+    torch.nn.init.normal_(layer.gate.w_gate)
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(layer, (torch.randn(9, 16),), dynamic_shapes={"x": {0: tokens}})
+    file = str(tmp_path / "layer.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=file)
+    compiled = torch._inductor.aoti_load_package(file)
+    for T in (9, 14):
+        x = torch.randn(T, 16)
+        y, aux = compiled(x)
+        expected, expected_aux = layer(x)
+        assert_same_bits(y, expected)
+        assert_close(tensors_of(aux), tensors_of(expected_aux))

@@ -91,10 +91,16 @@ def test_integers_in_place_of_numbers(op, name):
 
 
 @pytest.mark.parametrize("op, name", INDICES)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
-def test_indices_are_int64(op, name, dtype):
-    message = refuses(op, TypeError, name, **{name: arguments()[op][name].to(dtype)})
-    assert "int64" in message or "Long" in message or "long" in message
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
+def test_indices_are_int64_or_int32(op, name, dtype):
+    wrong = arguments()[op][name].to(dtype)
+    message = refuses(op, TypeError, name, **{name: wrong})
+    assert "int64" in message and "int32" in message and str(dtype).split(".")[1] in message
+
+
+def test_a_type_that_is_not_the_weights():
+    message = refuses("experts", TypeError, "x must", x=arguments()["experts"]["x"].bfloat16())
+    assert "float32" in message and message.endswith("got bfloat16")
 
 
 @pytest.mark.parametrize("op, name", TENSORS)
@@ -329,7 +335,9 @@ def test_experts_op():
         (ValueError, "activation must .*', '", dict(activation=", ")),
         (ValueError, r"weights\[1\] must", dict(weights=[w1, w1])),
         (ValueError, r"weights\[1\] must", dict(weights=[w1, w2[:1]])),
-        (TypeError, r"weights\[0\] must", dict(weights=[w1.double(), w2])),
+        (TypeError, "x must .*float64, got float32", dict(weights=[w1.double(), w2.double()])),
+        (TypeError, r"weights\[0\] must", dict(weights=[w1.long(), w2])),
+        (TypeError, r"weights\[1\] must", dict(weights=[w1, w2.double()])),
         (ValueError, r"weights\[0\] must have 3 dim", dict(weights=[w1[0], w2])),
         (
             ValueError,

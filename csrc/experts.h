@@ -1,0 +1,149 @@
+// experts: what its arguments must be, and its outputs.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "experts_operator.h"
+#include "math/activation.h"
+#include "routing.h"
+
+namespace moe_ext {
+
+// Returns whether the activation is a gated one, which takes twice its width.
+inline bool check_activation(const char* op, std::string_view activation) {
+  std::optional<bool> gated;
+  math::for_each_activation([&](std::string_view name, auto each) {
+    if (name == activation) gated = each.kGated;
+  });
+  if (gated) return *gated;
+  std::string names;
+  math::for_each_activation(
+      [&](std::string_view name, auto) { names.append(names.empty() ? "" : ", ").append(name); });
+  TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
+}
+
+// R.
+inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
+  return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
+}
+
+inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
+  const auto& [weights, biases, activation] = network;
+  const bool gated = check_activation(op, activation);
+  TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
+                    ": weights and biases must be one for each linear layer, at least one, got ",
+                    weights.size(), " weights and ", biases.size(), " biases");
+  const auto type = weights[0].scalar_type();
+  check_dim(op, "weights[0]", weights[0], 3);
+  check_floating(op, "weights[0]", weights[0]);
+  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must be of the weights' type, ", name_of(type),
+                   ", got ", name_of(x.scalar_type()));
+  const auto num_experts = weights[0].sym_size(0);
+  c10::SymInt width = x.sym_size(1);
+  for (size_t l = 0; l < weights.size(); ++l) {
+    const auto name = [&](const char* list) { return c10::str(list, "[", l, "]"); };
+    check_dim(op, name("weights").c_str(), weights[l], 3);
+    const auto columns = weights[l].sym_size(2);
+    check_argument(op, name("weights").c_str(), weights[l], x, type, {num_experts, width, columns});
+    if (!biases.empty()) {
+      check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
+    }
+    const bool halved = gated && l + 1 < weights.size();
+    TORCH_CHECK_VALUE(!halved || columns % 2 == 0, op, ": weights[", l,
+                      "] must have an even number of columns before ", activation, ", got ",
+                      columns);
+    width = halved ? columns / 2 : columns;
+  }
+}
+
+inline void check_experts(const char* op, const Tensor& x, const Routing& routing,
+                          const FeedForward& network) {
+  check_dim(op, "x", x, 2);
+  check_floating(op, "x", x);
+  check_feed_forward(op, x, network);
+  const auto& [offsets, inverse, token_offsets, gates] = routing;
+  TORCH_CHECK_VALUE(inverse || (!token_offsets && !gates), op,
+                    ": inverse must be given with token_offsets and gates, got None");
+  if (inverse) {
+    check_shape(op, "x", x, {check_slots(op, *inverse, token_offsets, x), x.sym_size(1)});
+  }
+  if (gates) {
+    check_device(op, "gates", *gates, x);
+    check_floating(op, "gates", *gates);
+    check_shape(op, "gates", *gates, inverse->sym_sizes());
+  }
+  const auto num_experts = network.weights[0].sym_size(0);
+  const auto num_rows = num_rows_of(x, routing);
+  if (offsets) {
+    check_index(op, "offsets", *offsets, x, {num_experts + 1});
+    TORCH_CHECK_VALUE(num_experts > 0 || num_rows == 0, op,
+                      ": offsets must be of an expert at least where there are rows, got none for ",
+                      num_rows, " rows");
+  } else {
+    TORCH_CHECK_VALUE(num_experts > 0 && num_rows % num_experts == 0, op,
+                      ": the number of rows must be a multiple of num_experts = ", num_experts,
+                      " where offsets are None, got ", num_rows);
+  }
+}
+
+// y: [T, width] with gates, else [R, width].
+inline c10::SymDimVector experts_shape(const Tensor& x, const Routing& routing,
+                                       const FeedForward& network) {
+  return {routing.gates ? x.sym_size(0) : num_rows_of(x, routing),
+          network.weights.back().sym_size(2)};
+}
+
+inline Tensor experts_output(Empty& empty, const Tensor& x, const Routing& routing,
+                             const FeedForward& network) {
+  return empty(x, experts_shape(x, routing, network), x.scalar_type());
+}
+
+// [R, columns] of each layer but the last, before the activation; none where they are not kept.
+inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const Routing& routing,
+                                          const FeedForward& network, bool keep_hidden) {
+  std::vector<Tensor> hidden;
+  for (size_t l = 0; keep_hidden && l + 1 < network.weights.size(); ++l) {
+    hidden.push_back(
+        empty(x, {num_rows_of(x, routing), network.weights[l].sym_size(2)}, x.scalar_type()));
+  }
+  return hidden;
+}
+
+inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const Routing& routing,
+                                   const FeedForward& network, at::TensorList hidden) {
+  constexpr auto op = "_experts_backward";
+  check_experts(op, x, routing, network);
+  const auto type = x.scalar_type();
+  check_argument(op, "grad_y", grad_y, x, type, experts_shape(x, routing, network));
+  const auto& weights = network.weights;
+  TORCH_CHECK_VALUE(hidden.empty() || hidden.size() + 1 == weights.size(), op,
+                    ": hidden must be none, or one for each hidden layer, got ", hidden.size());
+  for (size_t l = 0; l < hidden.size(); ++l) {
+    check_argument(op, "hidden", hidden[l], x, type,
+                   {num_rows_of(x, routing), weights[l].sym_size(2)});
+  }
+}
+
+// Those of x and of the gates are [0] where they are not needed.
+inline Tensor experts_gradient_of_x(Empty& empty, const Tensor& x, bool needs_x) {
+  return needs_x ? empty_of(empty, x) : empty(x, {0}, x.scalar_type());
+}
+
+inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
+                                        const OptionalTensor& gates) {
+  return gates ? empty_of(empty, *gates) : empty(x, {0}, accumulate_type(x));
+}
+
+// Those of the weights, or of the biases: none where they are not needed.
+inline std::vector<Tensor> experts_gradients_of(Empty& empty, at::TensorList parameters,
+                                                bool needs_parameters) {
+  std::vector<Tensor> gradients;
+  if (!needs_parameters) return gradients;
+  for (const Tensor& each : parameters) gradients.push_back(empty_of(empty, each));
+  return gradients;
+}
+
+}  // namespace moe_ext

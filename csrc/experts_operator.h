@@ -1,0 +1,86 @@
+// The arguments of experts and _experts_backward as structs, and as the dispatcher has them.
+//
+// The dispatcher's functions take one argument after the other, as the schemas in moe_ext.cpp say.
+// That list is written here alone: kernels, autograd and autocast have the structs.
+#pragma once
+
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "operator.h"
+#include "routing.h"
+
+namespace moe_ext {
+
+// The experts' networks, of one architecture: linear layers with an activation between them.
+struct FeedForward {
+  at::TensorList weights;  // [E, fan_in, columns] of each layer
+  at::TensorList biases;   // [E, columns] of each layer, or none
+  std::string_view activation;
+};
+
+using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
+using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>>;
+
+// The dispatcher's function of kernel(x, routing, network, keep_hidden).
+template <auto kernel>
+ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
+                          const OptionalTensor& inverse, const OptionalTensor& token_offsets,
+                          const OptionalTensor& gates, at::TensorList weights,
+                          std::optional<at::TensorList> biases, std::string_view activation,
+                          bool keep_hidden) {
+  return kernel(
+      x,
+      Routing{
+          .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
+      FeedForward{.weights = weights,
+                  .biases = biases.value_or(at::TensorList()),
+                  .activation = activation},
+      keep_hidden);
+}
+
+// The dispatcher's function of
+// kernel(grad_y, x, routing, network, hidden, needs_x, needs_parameters).
+template <auto kernel>
+ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
+                                     const OptionalTensor& offsets, const OptionalTensor& inverse,
+                                     const OptionalTensor& token_offsets,
+                                     const OptionalTensor& gates, at::TensorList weights,
+                                     std::optional<at::TensorList> biases, at::TensorList hidden,
+                                     std::string_view activation, bool needs_x,
+                                     bool needs_parameters) {
+  return kernel(
+      grad_y, x,
+      Routing{
+          .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
+      FeedForward{.weights = weights,
+                  .biases = biases.value_or(at::TensorList()),
+                  .activation = activation},
+      hidden, needs_x, needs_parameters);
+}
+
+inline std::optional<at::TensorList> biases_of(const FeedForward& network) {
+  return network.biases.empty() ? std::nullopt : std::optional(network.biases);
+}
+
+// Both call the operator through the dispatcher.
+inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
+                                   const FeedForward& network, bool keep_hidden) {
+  static const auto op = find_operator<decltype(experts_of<nullptr>)>("moe_ext::experts");
+  return op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+                 network.weights, biases_of(network), network.activation, keep_hidden);
+}
+
+inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
+                                              const Routing& routing, const FeedForward& network,
+                                              at::TensorList hidden, bool needs_x,
+                                              bool needs_parameters) {
+  static const auto op =
+      find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
+  return op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
+                 network.weights, biases_of(network), hidden, network.activation, needs_x,
+                 needs_parameters);
+}
+
+}  // namespace moe_ext

@@ -1,0 +1,51 @@
+// factored_step_: what its arguments must be. It has no outputs.
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+
+namespace moe_ext {
+
+// A number that a kernel may read where it is: on the host or beside the tensors it acts on.
+inline void check_scalar(const char* op, const char* name, const Tensor& scalar,
+                         const Tensor& like) {
+  if (!scalar.device().is_cpu()) check_device(op, name, scalar, like);
+  check_type(op, name, scalar, at::kDouble);
+  check_dim(op, name, scalar, 0);
+}
+
+inline void check_factored_step(const Tensor& param, const Tensor& grad, const Tensor& row,
+                                const Tensor& column, const Tensor& lr, const Tensor& correction,
+                                double decay, double gain, double eps) {
+  constexpr auto op = "factored_step_";
+  TORCH_CHECK_VALUE(param.dim() >= 2, op, ": param must have at least 2 dimensions, got shape ",
+                    param.sym_sizes());
+  check_floating(op, "param", param);
+  check_argument(op, "grad", grad, param, param.scalar_type(), param.sym_sizes());
+  const auto type = accumulate_type(param);
+  std::vector<c10::SymInt> shape = param.sym_sizes().vec();
+  const auto num_columns = shape.back();
+  shape.pop_back();
+  check_argument(op, "row", row, param, type, shape);
+  shape.back() = num_columns;
+  check_argument(op, "column", column, param, type, shape);
+  for (const auto& [name, tensor] :
+       {std::pair{"param", &param}, {"row", &row}, {"column", &column}}) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, op, ": ", name,
+                      " must have a place in memory for each element, got strides ",
+                      tensor->sym_strides());
+  }
+  check_scalar(op, "lr", lr, param);
+  check_scalar(op, "correction", correction, param);
+  for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {
+    TORCH_CHECK_VALUE(value >= 0, op, ": ", name, " must be at least 0, got ", value);
+  }
+  const double in_type = type == at::kDouble ? eps : static_cast<float>(eps);
+  TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the type of row, got ", eps);
+}
+
+}  // namespace moe_ext
