@@ -243,7 +243,10 @@ class MoE(nn.Module):
             tokens = tokens.index_select(0, position)
 
         ranks = None if self.sharding is None else self.sharding.balanced
-        routing = Routing(*self.gate(tokens, ranks))
+        routing = self.gate(tokens, ranks)
+        if not isinstance(routing, Routing):
+            kind = type(routing).__name__
+            raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
         if self.casts_tokens:
             tokens = tokens.to(next(self.experts.parameters()).dtype)
         y, tokens_per_expert = self._mixture(tokens, routing)

@@ -265,7 +265,7 @@ class BalancedGate(StrictlyBalancedGate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
-        gate_logits = logits(x, self.w_gate)
+        gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
             mask = self._by_batch(scores, self.k, self.threshold, self.initialized, ranks)
@@ -333,7 +333,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         k1, k2 = self.k_of_levels
         batchwise = self.training or self.batchwise
         x = widened(x)
-        primary_logits = logits(x, self.w_gate)
+        primary_logits = self.logits(x, self.w_gate)
         scores = self._scores(primary_logits)
         if batchwise:
             groups = self._by_batch(scores, k1, self.threshold, self.initialized, ranks)

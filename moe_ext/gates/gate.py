@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require_k, require_sizes
+from moe_ext.gates._logits import logits
 
 if TYPE_CHECKING:
     from moe_ext.distributed import Ranks
@@ -103,6 +104,18 @@ class Gate(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x · weight in float32 at least, also under autocast.
+
+        Args:
+            x: [T, D].
+            weight: [D, E].
+
+        Returns:
+            [T, E]. A row's bits do not depend on the other rows (on CUDA they may).
+        """
+        return logits(x, weight)
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws standard normal noise of the shape and type of `like`, from `generator`.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.gates._logits import logits
 from moe_ext.gates.gate import Gate, Routing
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class SoftmaxGate(Gate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the gates of all E experts, in the experts' order."""
-        gates = torch.softmax(logits(x, self.w_gate), dim=-1)
+        gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
         return self.route(gates, expert_index, ranks=ranks)
 
@@ -70,5 +69,5 @@ class TopKGate(Gate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
-        kept = ops.noisy_topk_gating(logits(x, self.w_gate), None, None, self.k)
+        kept = ops.noisy_topk_gating(self.logits(x, self.w_gate), None, None, self.k)
         return self.route(kept.gates, kept.expert_index, ranks=ranks)

@@ -60,6 +60,24 @@ def test_what_has_to_be_defined_is_named(part):
         part(torch.ones(2, D), torch.tensor([0, 1, 2]))
 
 
+def test_a_gate_returns_a_routing():
+    class Pair(RoundRobinGate):
+        def forward(self, x, ranks=None):
+            return super().forward(x, ranks)[:2]
+
+    with pytest.raises(TypeError, match="^MoE: gate must return a moe_ext.Routing, got tuple$"):
+        MoE(D, E, K, gate=Pair(D, E, K))(torch.randn(3, D))
+
+
+def test_logits_keep_their_precision_under_autocast():
+    gate, x = RoundRobinGate(D, E, K), torch.randn(3, D)
+    weight = torch.randn(D, E)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gate.logits(x, weight)
+    assert_same_bits(found, gate.logits(x, weight))
+    assert gate.logits(x.bfloat16(), weight.bfloat16()).dtype == torch.float32
+
+
 def test_the_layer_does_not_write_into_the_gate():
     gate = NoisyTopKGate(D, E, K)
     before = dict(vars(gate))
