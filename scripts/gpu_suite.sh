@@ -70,7 +70,7 @@ tests() {
   if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
-    has "$package" || echo "no $package: tests that need it fail to load, and are left out"
+    has "$package" || echo "no $package: the tests that need it fail"
   done
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |

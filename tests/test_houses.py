@@ -124,23 +124,34 @@ def test_what_a_package_exports_is_there_and_hides_no_module(package):
         assert hasattr(module, name)
 
 
-def test_the_layer_runs_without_optional_packages():
-    """All those of the extras are blocked, in a process of its own."""
+def optional_packages():
+    """The modules of the packages in pyproject.toml's extras."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     packages = [re.match(r"[\w-]+", each)[0] for extra in extras.values() for each in extra]
-    names = {package.replace("-", "_") for package in packages}
-    assert len(names) > 10
-    run(
-        f"""
-sys.modules.update(dict.fromkeys({sorted(names)}))
+    assert len(packages) > 10
+    return sorted({package.replace("-", "_") for package in packages})
+
+
+def run_without_optional_packages(code):
+    run(f"sys.modules.update(dict.fromkeys({optional_packages()}))\n{code}")
+
+
+def test_the_layer_runs_without_optional_packages():
+    run_without_optional_packages(
+        """
 import torch
-from moe_ext import MoE, MoELSTM
+from moe_ext import MoE
+import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
 x = torch.randn(6, 8, requires_grad=True)
 layer = MoE(8, 4, 2, hidden_sizes=[16])
 y, aux = layer(x)
 (y.sum() + aux.loss).backward()
 assert x.grad.isfinite().all() and all(p.grad is not None for p in layer.parameters())
-import moe_ext.distributed, moe_ext.gates, moe_ext.info, moe_ext.optim, moe_ext.recurrent
 """
     )
+
+
+def test_the_packages_of_the_laboratory_load_without_optional_packages():
+    """What needs one imports it when it is used."""
+    run_without_optional_packages(f"import {', '.join(PACKAGES)}")

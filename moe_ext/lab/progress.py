@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sized
 from typing import TypeVar
 
+__all__ = ["progress"]
+
 T = TypeVar("T")
 
 

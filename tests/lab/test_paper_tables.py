@@ -1,8 +1,11 @@
 """The models of the paper's Tables 7 and 8: their files, their sizes, their operations."""
 
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -227,3 +230,12 @@ def test_the_command_writes_what_is_in_the_documents(tmp_path, capsys):
 def test_experts_are_computed_again_where_a_configuration_says_so(configs):
     assert on_meta(configs["news/moe-32.toml"]).layers[1].recompute
     assert not on_meta(configs["lm1b/moe-32.toml"]).layers[1].recompute
+
+
+def test_the_script_runs_in_any_folder(tmp_path):
+    script = ROOT / "scripts" / "studies" / "paper_tables.py"
+    command = [sys.executable, str(script), "--output", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    name = "paper_tables.md"
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / "results" / name).read_text()

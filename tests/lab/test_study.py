@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from test_scripts import ROOT
 
-from moe_ext.lab.studies import capacity, losses
+from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables
 from moe_ext.lab.training import results as results_module
 from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
@@ -302,3 +302,9 @@ def test_losses_are_reported(corpus, tmp_path):
     assert [",".join(row) for row in rows] == [*losses.ARMS]
     data = json.loads((tmp_path / "results" / "losses.json").read_text())
     assert data["models"]["1,1"]["runs"][0]["balance"].keys() == losses.COLUMNS.keys()
+
+
+@pytest.mark.parametrize("study", [balanced, capacity, efficiency, losses, paper_tables])
+def test_a_study_says_which_configuration_is_missing(study, tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/configs/.*toml"):
+        study.main([], tmp_path)
