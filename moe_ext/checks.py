@@ -1,5 +1,7 @@
 """The form that all rules share."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ __all__ = [
     "require_at_least",
     "require_floating",
     "require_k",
+    "require_k_of_levels",
     "require_mask",
     "require_shape",
     "require_sizes",
@@ -72,6 +75,32 @@ def require_k(owner: str, k: int, num_experts: int) -> None:
     """Raises ValueError if k is not a whole number between 1 and num_experts."""
     rule = f"be a whole number between 1 and num_experts = {num_experts}"
     require(is_whole(k) and 1 <= k <= num_experts, f"{owner}: k", rule, k)
+
+
+def require_k_of_levels(
+    owner: str,
+    k: int | tuple[int, int],
+    d_model: int,
+    num_groups: int,
+    experts_per_group: int,
+) -> tuple[int, int]:
+    """Checks the sizes of a gate of two levels and returns (k1, k2); one number is both.
+
+    Raises:
+        ValueError: a size is below 1, k1 is not between 1 and num_groups, or k2 not between 1 and
+            experts_per_group.
+    """
+    sizes = {"num_groups": num_groups, "experts_per_group": experts_per_group}
+    require_sizes(owner, d_model=d_model, **sizes)
+    k1, k2 = k if isinstance(k, Sequence) and len(k) == 2 else (k, k)
+    require(is_whole(k1) and is_whole(k2), f"{owner}: k", "be a whole number or a pair of them", k)
+    for level, chosen, choices, limit in (
+        ("first", k1, num_groups, "num_groups"),
+        ("second", k2, experts_per_group, "experts_per_group"),
+    ):
+        rule = f"be between 1 and {limit} = {choices} at the {level} level"
+        require(1 <= chosen <= choices, f"{owner}: k", rule, k)
+    return k1, k2
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:

@@ -54,7 +54,8 @@ class Experts(nn.Module):
         num_experts, d_model, d_output: as given.
         fused: whether `forward` also takes tokens, gates and the plan, and returns the mixture, as
             `FeedForwardExperts.forward` does.
-        can_split: whether `split` works, which an exchange in chunks needs.
+        can_split: whether `split` works, which an exchange in chunks needs. What it returns is
+            fused if the experts are.
     """
 
     fused: ClassVar[bool] = False
@@ -76,20 +77,20 @@ class Experts(nn.Module):
 
         Args:
             x: [R, D], grouped by expert.
-            offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1].
+            offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1]. With
+                fused = True also None: every expert has R / E rows.
 
         Returns:
             [R, d_output].
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, offsets)")
 
+    if TYPE_CHECKING:
+        __call__: _Part  # fused experts take more arguments
+
     def split(self, sizes: Sequence[int]) -> Sequence[_Part]:
         """The first sizes[0] experts, the next sizes[1], …; each is called as the whole is."""
         raise NotImplementedError(f"{type(self).__name__} does not define split(sizes)")
-
-    def row_dtype(self, x: Tensor) -> torch.dtype:
-        """The type in which rows of x are sent between ranks."""
-        return x.dtype
 
 
 class FeedForwardExperts(Experts):
@@ -236,12 +237,6 @@ class FeedForwardExperts(Experts):
 
         return [part(w, b) for w, b in zip_longest(weights, biases)]
 
-    def row_dtype(self, x: Tensor) -> torch.dtype:
-        """The type in which rows of x are sent between ranks: under autocast the products' type."""
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            return torch.get_autocast_dtype(x.device.type)
-        return x.dtype
-
     def extra_repr(self) -> str:
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
         dtype = self.weights[0].dtype
@@ -282,7 +277,7 @@ class ModuleExperts(Experts):
         self.experts = experts
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Rows x [R, D] grouped by expert, offsets [E + 1], to [R, d_output]."""
+        """Maps rows x [R, D], grouped by expert with offsets [E + 1], to [R, d_output]."""
         bounds = pairwise(offsets.tolist())
         parts = [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         shapes = [tuple(part.shape[1:]) for part in parts]

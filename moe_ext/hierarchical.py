@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from moe_ext.checks import require_k_of_levels
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
-from moe_ext.gates._logits import require_k_of_levels
 from moe_ext.moe import MoE
 
 __all__ = ["HierarchicalMoE"]

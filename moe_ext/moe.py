@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ class MoE(nn.Module):
     Attributes:
         gate, experts: the modules.
         sharding: which rank has which experts, `moe_ext.distributed.ExpertSharding`; None without
-            a process_group.
+            process_group and parallel.
 
     Raises:
         ValueError: an argument is out of range, would have no effect beside a gate or experts
@@ -152,6 +153,9 @@ class MoE(nn.Module):
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), KeepAux(MoE(16, 4, 2)))
         >>> loss = model(torch.randn(5, 8)).square().mean() + model[1].aux.loss
     """
+
+    gate: Gate
+    experts: Experts
 
     def __init__(
         self,
@@ -212,7 +216,6 @@ class MoE(nn.Module):
         if self.sharding is not None:
             self.sharding.require_experts(experts)
         self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
-        # Asked once: an adapter puts a module in the experts' place that has their forward alone.
         self._fused = self.experts.fused
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
@@ -277,17 +280,25 @@ class MoE(nn.Module):
 
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
         """The tokens of all rows of a nested tensor, one after the other."""
-        require(mask is None, "MoE: mask", "be None with a nested x", mask)
+        if mask is not None:
+            raise ValueError(f"MoE: mask must be None with a nested x, got {tuple(mask.shape)}")
         rule = "be a nested tensor [B, j, D] of the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
         y, aux = self.forward(x.values())
-        return torch.nested.nested_tensor_from_jagged(y, x.offsets()), aux
+        lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
+        return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""
         if self.sharding is not None and self.sharding.exchange is not None:
-            return self.sharding.exchange(tokens, routing, self.experts, self.recompute)
+            return self.sharding.exchange(
+                tokens,
+                routing,
+                self.experts,
+                fused=self._experts_are_fused(),
+                recompute=self.recompute,
+            )
         plan = ops.dispatch_plan(routing.expert_index, self.num_experts)
         y = mixture(
             self.experts,
@@ -295,11 +306,15 @@ class MoE(nn.Module):
             routing.gates,
             plan,
             routing.token_offsets,
-            fused=self._fused,
+            fused=self._experts_are_fused(),
             equal_load=routing.equal_load,
             recompute=self.recompute,
         )
         return y, plan.tokens_per_expert
+
+    def _experts_are_fused(self) -> bool:
+        """An adapter puts a module in the experts' place that has their forward and no more."""
+        return getattr(self.experts, "fused", self._fused)
 
     def extra_repr(self) -> str:
         shown: dict[str, object] = {
@@ -316,12 +331,19 @@ class MoE(nn.Module):
 
 
 def _checked_gate(gate: object, **sizes: int) -> Gate:
-    if not isinstance(gate, Gate):
-        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(gate).__name__}")
+    # torch.compile's wrapper is called, and what is in it checked.
+    inner = getattr(gate, "_orig_mod", gate)
+    if not isinstance(inner, Gate):
+        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
+    signature = inspect.signature(inner.forward)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"MoE: gate must have forward(x, ranks=None), got {signature}") from error
     for name, expected in sizes.items():
-        given = getattr(gate, name)
-        require(given == expected, "MoE: gate", f"be for {name} = {expected}", given)
-    return gate
+        given = getattr(inner, name)
+        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
+    return cast(Gate, gate)
 
 
 def _sharding(
@@ -337,19 +359,23 @@ def _sharding(
     if process_group is not None:
         require(parallel is None, "MoE: parallel", "be left out with a process_group", parallel)
         parallel = ExpertParallel(process_group)
-    assert parallel is not None  # one of the two is given
+    if not isinstance(parallel, ExpertParallel):
+        kind = type(parallel).__name__
+        raise TypeError(f"MoE: parallel must be an ExpertParallel, got {kind}")
     return ExpertSharding(parallel, gate)
 
 
 def _checked_experts(experts: object, **sizes: int) -> Experts:
     if isinstance(experts, nn.ModuleList | Sequence):
         experts = ModuleExperts(experts)
-    if not isinstance(experts, Experts):
+    inner = getattr(experts, "_orig_mod", experts)
+    if not isinstance(inner, Experts):
         raise TypeError(
             "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
-            f"got {type(experts).__name__}"
+            f"got {type(inner).__name__}"
         )
     for name, expected in sizes.items():
-        given = getattr(experts, name)
-        require(given in (None, expected), "MoE: experts", f"be for {name} = {expected}", given)
-    return experts
+        given = getattr(inner, name)
+        rule = f"be {expected}" + (", this rank's share" if name == "num_experts" else "")
+        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
+    return cast(Experts, experts)

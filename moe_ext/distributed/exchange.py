@@ -10,12 +10,15 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext.distributed._rows import columns_of, scale_grad
+from moe_ext.checks import require
+from moe_ext.distributed._rows import columns_of
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.experts import Experts
@@ -120,7 +123,13 @@ class Exchange:
             }
 
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, recompute: bool = False
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: nn.Module,
+        *,
+        fused: bool,
+        recompute: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """y [T, d_output] of this rank's tokens, and their tokens_per_expert [E].
 
@@ -128,9 +137,12 @@ class Exchange:
             x: [T, D]; with or without a gradient in all ranks alike.
             routing: of x, to the experts of all ranks.
             experts: of this rank.
+            fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
         """
-        x = x.to(experts.row_dtype(x))
+        if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # The products' type is what travels.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         gates, expert_index, token_offsets = (
             routing.gates,
             routing.expert_index,
@@ -140,7 +152,7 @@ class Exchange:
         size, num_chunks = self.ranks.size, self.num_chunks
         num_local = sum(self.chunk_sizes)
         # Between here and y gradients are those of the mean of the losses, as the experts need.
-        x, gates = scale_grad(x, size), scale_grad(gates, size)
+        x, gates = _scale_grad(x, size), _scale_grad(gates, size)
 
         plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
         tokens_per_expert = plan.tokens_per_expert[order.position]
@@ -178,7 +190,11 @@ class Exchange:
                 sender(row_gates, rows_out, rows_in),
                 sender(copies.of_row, rows_out, rows_in),
             ]
-        parts: Sequence[Any] = [experts] if num_chunks == 1 else experts.split(self.chunk_sizes)
+        parts: Sequence[Callable[..., Tensor]] = [experts]
+        if num_chunks > 1:
+            rule = "be 1 where a module without split(sizes) is in the experts' place"
+            require(isinstance(experts, Experts), "ExpertParallel: num_chunks", rule, num_chunks)
+            parts = experts.split(self.chunk_sizes)
         # One chunk ahead: more at once would share the link, so that the first arrives no sooner.
         # Every wait lies where the backward pass, in the reverse order, has to start as soon.
         coming = [send(0) for send in senders]
@@ -196,7 +212,7 @@ class Exchange:
                 gates_c,
                 plan_c,
                 offsets,
-                fused=experts.fused,
+                fused=fused,
                 recompute=recompute,
             )
             if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
@@ -211,7 +227,7 @@ class Exchange:
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
-        return scale_grad(y, 1 / size), tokens_per_expert
+        return _scale_grad(y, 1 / size), tokens_per_expert
 
     def _order_on(self, device: torch.device) -> _Order:
         if device not in self._order:
@@ -270,3 +286,20 @@ def _slots(
     by_copy = ops.dispatch_plan(copy, total)
     gates = ops.dispatch(gates, by_copy.inverse[:, None])
     return index[by_copy.permutation], gates[:, 0], by_copy.offsets
+
+
+def _scale_grad(x: Tensor, factor: float) -> Tensor:
+    """x, with a gradient that is multiplied by `factor`."""
+    return _ScaleGrad.apply(x, factor)
+
+
+class _ScaleGrad(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

@@ -59,9 +59,9 @@ class ExpertParallel:
     """The options of a layer whose experts are shared by ranks: `MoE(..., parallel=...)`.
 
     Args:
-        process_group: the ranks that share the experts. A DeviceMesh of two dimensions has replicas
-            of the experts along the first and shards them along the second; one of one dimension
-            is its group.
+        process_group: the ranks that share the experts; None: this process alone. A DeviceMesh of
+            two dimensions has replicas of the experts along the first and shards them along the
+            second; one of one dimension is its group.
         balance: "global": importance and load are summed over the ranks before the losses;
             "local": every rank balances its own tokens. A strictly balanced gate needs "global",
             because its thresholds would differ between the ranks.
@@ -73,12 +73,16 @@ class ExpertParallel:
         ValueError: an option is out of range.
     """
 
-    process_group: ProcessGroup | DeviceMesh
+    process_group: ProcessGroup | DeviceMesh | None
     balance: Balance = "global"
     exchange: ExchangeUnit = "rows"
     num_chunks: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.process_group, ProcessGroup | DeviceMesh | None):
+            kind = type(self.process_group).__name__
+            rule = "be a ProcessGroup, a DeviceMesh or None"
+            raise TypeError(f"ExpertParallel: process_group must {rule}, got {kind}")
         for name, names in (("balance", get_args(Balance)), ("exchange", get_args(ExchangeUnit))):
             value = getattr(self, name)
             require(
@@ -119,7 +123,7 @@ class ExpertSharding:
         require(
             not (several and local and gate.routes_by_batch),
             "ExpertParallel: balance",
-            'be "global" with a strictly balanced gate',
+            'be "global" for a gate with routes_by_batch = True',
             options.balance,
         )
         self.balanced = self.layout.world if several and not local else None
@@ -154,4 +158,5 @@ class ExpertSharding:
 
     def __repr__(self) -> str:
         here, total = self.local_experts, self.placement.num_experts
-        return f"experts {here.start}-{here.stop - 1} of {total}, {self._options}"
+        experts = f"experts {here.start}-{here.stop - 1}" if here else "no experts"
+        return f"{experts} of {total}, {self._options}"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.checks import require_at_least
-from moe_ext.gates._logits import logits, matmul
+from moe_ext.gates._logits import logits, matmul, zero_
 from moe_ext.gates.gate import Gate
 
 
@@ -31,6 +31,10 @@ class NoisyGate(Gate):
         self.noise_epsilon = noise_epsilon
         self.detach_threshold = detach_threshold
         self.generator = generator
+
+    def reset_parameters(self) -> None:
+        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        zero_(self)
 
     def _select(
         self,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.gates._logits import logits, require_k_of_levels, widened
+from moe_ext.checks import require_k_of_levels
+from moe_ext.gates._logits import logits, widened, zero_
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.losses import batchwise_loss
 
@@ -75,6 +76,11 @@ def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
     return _Mask(*_experts_of_rows(~(scores <= threshold)))
 
 
+def _several(ranks: Ranks | None) -> Ranks | None:
+    """None where there is nothing to communicate."""
+    return None if ranks is None or ranks.size == 1 else ranks
+
+
 def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """expert_index and row_offsets of `_Mask`, for a mask [N, E]."""
     return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
@@ -118,6 +124,10 @@ class StrictlyBalancedGate(Gate):
         super().__init__(d_model, num_experts, k)
         self.detach_scores = detach_scores
         self.batchwise = False
+
+    def reset_parameters(self) -> None:
+        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        zero_(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
@@ -265,6 +275,7 @@ class BalancedGate(StrictlyBalancedGate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        ranks = _several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
@@ -329,6 +340,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        ranks = _several(ranks)
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels
         batchwise = self.training or self.batchwise

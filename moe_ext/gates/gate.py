@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -53,14 +52,14 @@ class Gate(nn.Module):
     """Routes tokens to experts: what `MoE` asks of a gate.
 
     Derive a gate of your own from this class. Call ``super().__init__(d_model, num_experts, k)``
-    and define `forward`; its result is easiest to make with `route`:
+    and define `forward`; its result is easiest to make with `make_routing`:
 
         >>> class RoundRobinGate(Gate):
         ...     def forward(self, x, ranks=None):
         ...         t = torch.arange(len(x), device=x.device)[:, None]
         ...         expert_index = (t + torch.arange(self.k, device=x.device)) % self.num_experts
         ...         gates = torch.full_like(expert_index, 1 / self.k, dtype=torch.float32)
-        ...         return self.route(gates, expert_index, ranks=ranks)
+        ...         return self.make_routing(gates, expert_index, ranks=ranks)
 
     Args:
         d_model: D, the width of x.
@@ -126,7 +125,7 @@ class Gate(nn.Module):
             return torch.randn_like(like)
         return torch.empty_like(like).normal_(generator=self.generator)
 
-    def route(
+    def make_routing(
         self,
         gates: Tensor,
         expert_index: Tensor,
@@ -148,12 +147,6 @@ class Gate(nn.Module):
         if ranks is not None:
             importance, load = ranks.sum(importance, load)
         return Routing(gates, expert_index, importance, load)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Sets all parameters and buffers to zero, as they are in a new gate."""
-        for value in chain(self.parameters(), self.buffers()):
-            value.zero_()
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"

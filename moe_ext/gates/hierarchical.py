@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.gates._logits import require_k_of_levels, widened
+from moe_ext.checks import require_k_of_levels
+from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
 
@@ -99,10 +100,10 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         gates, expert_index = gates.view(-1, self.k), expert_index.view(-1, self.k)
 
         if not self.training:
-            return self.route(gates, expert_index, ranks=ranks)
+            return self.make_routing(gates, expert_index, ranks=ranks)
         load = self._load(clean, primary)
         if self.experts_per_group == 1:
-            return self.route(gates, expert_index, load=load, ranks=ranks)
+            return self.make_routing(gates, expert_index, load=load, ranks=ranks)
         sums = (
             ops.importance(gates, expert_index, self.num_experts),
             load,

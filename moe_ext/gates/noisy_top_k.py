@@ -60,4 +60,4 @@ class NoisyTopKGate(NoisyGate):
         """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
         clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, self.k)
         load = self._load(clean_logits, kept) if self.training else None
-        return self.route(kept.gates, kept.expert_index, load=load, ranks=ranks)
+        return self.make_routing(kept.gates, kept.expert_index, load=load, ranks=ranks)

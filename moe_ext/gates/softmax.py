@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.gates._logits import zero_
 from moe_ext.gates.gate import Gate, Routing
 
 if TYPE_CHECKING:
@@ -31,11 +32,15 @@ class SoftmaxGate(Gate):
         super().__init__(d_model, num_experts, num_experts)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
+    def reset_parameters(self) -> None:
+        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        zero_(self)
+
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the gates of all E experts, in the experts' order."""
         gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
-        return self.route(gates, expert_index, ranks=ranks)
+        return self.make_routing(gates, expert_index, ranks=ranks)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
@@ -70,4 +75,4 @@ class TopKGate(Gate):
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
         kept = ops.noisy_topk_gating(self.logits(x, self.w_gate), None, None, self.k)
-        return self.route(kept.gates, kept.expert_index, ranks=ranks)
+        return self.make_routing(kept.gates, kept.expert_index, ranks=ranks)

@@ -38,7 +38,8 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     experts, thresholds = set(), set()
     for module in model.modules():
         if isinstance(module, FeedForwardExperts):
-            experts |= set(module.weights)
+            # Not module.weights: a parametrized weight is computed from a parameter.
+            experts |= {param for param in module.parameters() if param.dim() == 3}
     for gate in balanced_gates(model):
         for name, param in gate.named_parameters():
             if name.startswith("threshold"):

@@ -101,7 +101,7 @@ def by_reference(layer, x):
     gate, T = layer.gate, len(x)
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().clone().requires_grad_() for name, t in named.items()}
-    w1, w2 = leaves["experts.weights.0"], leaves["experts.weights.1"]
+    w1, w2 = leaves["experts.weight_0"], leaves["experts.weight_1"]
     experts = [lambda x, e=e: ref.E_i(x, [w1[e], w2[e]]) for e in range(gate.num_experts)]
     if isinstance(gate, BalancedGate):
         y, G_X, importance, L = ref.BalancedMoE(

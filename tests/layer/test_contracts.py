@@ -30,7 +30,7 @@ class RoundRobinGate(Gate):
 
     def forward(self, x, ranks=None):
         index = (torch.arange(len(x))[:, None] + torch.arange(self.k)) % self.num_experts
-        return self.route(torch.full(index.shape, 1 / self.k), index, ranks=ranks)
+        return self.make_routing(torch.full(index.shape, 1 / self.k), index, ranks=ranks)
 
 
 class ScaleExperts(Experts):
