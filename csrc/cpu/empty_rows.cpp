@@ -133,10 +133,11 @@ struct LargeAllocator final : c10::Allocator {
 at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options) {
   size_t bytes = options.dtype().itemsize();
   for (const int64_t size : sizes) bytes *= size;
-  if (bytes < LargeAllocator::kSmallest) return at::empty(sizes, options);
-  static LargeAllocator allocator;
+  static LargeAllocator large;
+  c10::Allocator* allocator = &large;
+  if (bytes < LargeAllocator::kSmallest) allocator = c10::GetCPUAllocator();
   return at::Tensor(at::detail::empty_generic(
-      sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+      sizes, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::typeMetaToScalarType(options.dtype()), /*memory_format_opt=*/std::nullopt));
 }
 
