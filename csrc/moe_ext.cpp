@@ -127,6 +127,8 @@ pybind11::dict products() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  pybind11::options options;
+  options.disable_function_signatures();  // docs/api.md has the sentences alone
   m.doc() = "Facts of the build; importing it registers the operators of torch.ops.moe_ext.";
   m.attr("torch_version") = TORCH_VERSION;
 #ifdef MOE_EXT_CUDA_VERSION

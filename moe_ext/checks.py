@@ -51,7 +51,7 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an int; True and False are none, nor are numpy's, tensors to the compiler."""
+    """True for an int; False for a bool, NumPy's integers and tensors."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -47,8 +47,8 @@ class MoEAux(NamedTuple):
         expert_index: int64, the expert of each gate.
         tokens_per_expert: [E] int64, the true number of tokens of each expert.
         token_offsets: [T + 1] int64, where each token's gates begin and end; None: K each.
-        gate_metrics: scalars of the gate's own.
-        load_factors: of which load is made on two levels; see `Routing`.
+        gate_metrics: scalars that the gate reports.
+        load_factors: the factors of load in a hierarchical gate; see `Routing`.
     """
 
     loss: Tensor

@@ -66,7 +66,7 @@ class Loaded(NamedTuple):
     Attributes:
         step: its number.
         state: as the first rank saved it.
-        rank_state: as the rank of the same rank saved it; None if there was none.
+        rank_state: what this rank saved; None if it saved nothing.
     """
 
     step: int

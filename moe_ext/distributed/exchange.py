@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext.checks import require
 from moe_ext.distributed._rows import columns_of
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
@@ -193,7 +192,8 @@ class Exchange:
         parts: Sequence[Callable[..., Tensor]] = [experts]
         if num_chunks > 1:
             rule = "be 1 where a module without split(sizes) is in the experts' place"
-            require(isinstance(experts, Experts), "ExpertParallel: num_chunks", rule, num_chunks)
+            if not isinstance(experts, Experts):
+                raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {num_chunks}")
             parts = experts.split(self.chunk_sizes)
         # One chunk ahead: more at once would share the link, so that the first arrives no sooner.
         # Every wait lies where the backward pass, in the reverse order, has to start as soon.

@@ -1,4 +1,4 @@
-"""Gradients that lie in several ranks: their common norm, and their common overflow."""
+"""Gradients that are sharded over several ranks: their common norm, and their common overflow."""
 
 import math
 from typing import Any

@@ -45,7 +45,7 @@ class ExpertPlacement:
         return [len(self.experts_of(rank)) for rank in range(self.num_ranks)]
 
     def owner(self, expert: int) -> int:
-        """The rank of the rank that has an expert."""
+        """The rank that owns an expert."""
         rule = f"be in [0, {self.num_experts})"
         require(0 <= expert < self.num_experts, "ExpertPlacement.owner: expert", rule, expert)
         return next(r for r in range(self.num_ranks) if expert in self.experts_of(r))

@@ -40,7 +40,7 @@ class Ranks:
         """Each of some tensors summed over the ranks, in one collective.
 
         Args:
-            values: of one type, and of the same shapes in every rank.
+            values: of one type, and of the same shapes on every rank.
         """
         if self.size == 1 or not values:
             return values
@@ -51,6 +51,8 @@ class Ranks:
 
     def gather(self, values: Tensor) -> Tensor:
         """The values of every rank, [size, ...]; no gradient."""
+        if self.size == 1:
+            return values.unsqueeze(0)
         gathered = values.new_empty(self.size * values.numel())
         dist.all_gather_into_tensor(gathered, values.flatten(), group=self.group)
         return gathered.view(self.size, *values.shape)
@@ -65,7 +67,7 @@ class Ranks:
 
 
 def blocks(whole: range, number: int) -> list[range]:
-    """A range in contiguous blocks, the first of them longer by one where it does not divide."""
+    """Divides a range into contiguous blocks; the first are longer by one if it does not divide."""
     share, rest = divmod(len(whole), number)
     bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
@@ -88,9 +90,9 @@ class _Sum(Function):
 
 
 class AllToAll:
-    """Rows on their way from every rank to every other.
+    """A differentiable, asynchronous all-to-all of rows.
 
-    They travel from here on, until `wait` returns what the others sent; work can be done in
+    The transfer starts in the constructor. `wait` returns the received rows; work can be done in
     between. The gradients go the other way and overlap likewise: the backward pass starts them
     where the forward pass waited, and waits where that began.
 

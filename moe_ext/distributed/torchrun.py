@@ -15,7 +15,8 @@ def init_process_group(
 ) -> ProcessGroup | None:
     """`torch.distributed.init_process_group` that also works after torchrun has restarted.
 
-    Then its store is that of before, where the ranks would find the addresses of dead ones.
+    After a restart torchrun reuses its store, which still holds the addresses of dead ranks. A prefix
+    for each restart hides them.
 
     Args:
         backend, timeout: as torch's.

@@ -416,7 +416,7 @@ def balanced_gates(model: nn.Module) -> list[StrictlyBalancedGate]:
 
 @contextmanager
 def batchwise_masks(model: nn.Module) -> Iterator[None]:
-    """The strictly balanced gates of a model choose by the batchwise mask for a while.
+    """Makes the strictly balanced gates of a model select by the batchwise mask in the context.
 
     In evaluation the other tokens of the batch then have a say in what a token's experts are: to
     see what the thresholds cost.

@@ -233,7 +233,8 @@ class MoELSTM(nn.Module):
             y, the state (h, c) after the last real token of each sequence, and the report with the
             sums over all steps, of all ranks where `MoEAux` says so; the gate's own loss is
             such a sum, and Load_H (App. B) is made of the sums of its factors. Its gates and
-            experts are those of the real tokens in the order in which x, flattened, has them.
+            experts are those of the real tokens in the order in which x, flattened, has them;
+            gate_metrics is empty.
 
         Raises:
             ValueError, TypeError: a shape, or the type of mask, does not fit.

@@ -29,6 +29,7 @@ from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
+    ExpertPlacement,
     full_state_dict,
     load_full_state_dict,
     parallelize,
@@ -723,3 +724,60 @@ def test_restarted_by_torchrun(tmp_path):
     )
     assert sorted(done.stdout.split("\n")) == ["", "process 0 of 2", "process 1 of 2"]
     assert f"CheckpointError: saving step 1 in {folder}" in done.stderr
+
+
+# What former versions wrote
+
+
+class FormerExperts(nn.Module):
+    """Names of the parameters before version 0.2."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.weights = nn.ParameterList([weight.detach() for weight in experts.weights])
+        self.biases = nn.ParameterList([bias.detach() for bias in experts.biases])
+
+
+class Former(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.gate, self.experts = layer.gate, FormerExperts(layer.experts)
+
+
+def layer_with_biases(seed, group=None):
+    torch.manual_seed(seed)
+    return MoE(D, 5, 2, hidden_sizes=(3,), bias=True, process_group=group).double()
+
+
+def read_former(group, rank, folder):
+    """Weights and optimizer of a layer that begins with other values."""
+    layer = layer_with_biases(2, group)
+    optimizer = torch.optim.Adam(layer.parameters())
+    Checkpoints(folder, group).load(layer, [optimizer])
+    averages = {name: optimizer.state[p]["exp_avg"] for name, p in layer.named_parameters()}
+    by_state_dict = layer_with_biases(3, group)
+    load_full_state_dict(by_state_dict, torch.load(folder / "former.pt"), group)
+    for name, value in by_state_dict.state_dict().items():
+        assert_same_bits(value, layer.state_dict()[name])
+    return layer.state_dict(), averages
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpoints_of_former_versions(workers, tmp_path, world):
+    layer = layer_with_biases(1)
+    former = Former(layer)
+    optimizer = torch.optim.Adam(former.parameters())
+    for param in former.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    Checkpoints(tmp_path).save(1, former, [optimizer])
+    torch.save(former.state_dict(), tmp_path / "former.pt")
+    names = {name: name.replace("weight_", "weights.").replace("bias_", "biases.")
+             for name in layer.state_dict()}  # fmt: skip
+    params = dict(former.named_parameters())
+    for rank, (state, averages) in enumerate(workers.run(world, read_former, tmp_path)):
+        mine = ExpertPlacement(5, world).experts_of(rank)
+        for name, former_name in names.items():
+            part = slice(mine.start, mine.stop) if "experts." in name else slice(None)
+            assert_same_bits(state[name], params[former_name].detach()[part])
+            assert_same_bits(averages[name], optimizer.state[params[former_name]]["exp_avg"][part])

@@ -63,14 +63,17 @@ def layer(**changes):
         (lambda: ExpertParallel(None, balance="all"), "^ExpertParallel: balance .*got 'all'$"),
         (lambda: layer(activation="rely"), r"activation must .*got '?rely"),
         (lambda: ModuleExperts([]), r"modules must .*got"),
-        (lambda: layer(experts=[torch.nn.Identity()] * (E - 1)), r"experts must .*5.*got .*4"),
+        (
+            lambda: layer(experts=[torch.nn.Identity()] * (E - 1)),
+            r"num_experts must be 5.*got 4",
+        ),
         (
             lambda: layer(gate=SoftmaxGate(D + 1, E), k=E),
-            f"^MoE: gate must be for d_model = {D}, got {D + 1}$",
+            f"^MoE: gate.d_model must be {D}, got {D + 1}$",
         ),
         (
             lambda: layer(experts=FeedForwardExperts(E, D + 1)),
-            f"^MoE: experts must be for d_model = {D}, got {D + 1}$",
+            f"^MoE: experts.d_model must be {D}, got {D + 1}$",
         ),
     ],
 )

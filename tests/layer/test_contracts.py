@@ -21,6 +21,8 @@ from moe_ext import (
     MoELSTM,
     NoisyTopKGate,
 )
+from moe_ext.distributed import ExpertParallel, Ranks
+from moe_ext.optim import split_parameters
 
 D, E, K = 6, 5, 2
 
@@ -52,6 +54,22 @@ def test_a_gate_and_experts_of_ones_own():
     assert aux.load.tolist() == aux.tokens_per_expert.tolist()
     (y.sum() + aux.loss).backward()
     assert layer.experts.scale.grad.isfinite().all()
+
+
+def test_a_gate_of_tokens_alone_is_refused_when_the_layer_is_made():
+    class OfTokens(Gate):
+        def forward(self, x):
+            raise AssertionError("never called")
+
+    with pytest.raises(TypeError, match=r"^MoE: gate must have forward\(x, ranks=None\), got \(x"):
+        MoE(D, E, K, gate=OfTokens(D, E, K))
+
+
+@pytest.mark.parametrize("gate", [BalancedGate(D, E, K), NoisyTopKGate(D, E, K)])
+def test_a_single_rank_communicates_nothing(gate):
+    x = torch.randn(4, D)
+    assert_same_bits(gate.eval()(x, Ranks()).gates, gate(x).gates)
+    gate.train()(x, Ranks())
 
 
 @pytest.mark.parametrize("part", [Gate(D, E, K), Experts(E, D)])
@@ -153,6 +171,20 @@ def test_weights_are_parameters_of_the_experts():
     assert FeedForwardExperts(E, D).biases is None
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"parallel": "global"}, "MoE: parallel must be an ExpertParallel, got str"),
+        ({"process_group": "gloo"}, "ExpertParallel: process_group must .*, got str"),
+        ({"process_group": ExpertParallel(None)}, "process_group must .*, got ExpertParallel"),
+    ],
+)
+def test_what_is_no_process_group(options, words):
+    with pytest.raises(TypeError, match=words):
+        MoE(D, E, K, **options)
+    assert MoE(D, E, K, parallel=ExpertParallel(None, num_chunks=2)).sharding.exchange is None
+
+
 def test_hooks_of_the_experts_run():
     """Offloading, adapters and quantisation work by hooks, or by a module around the experts."""
     layer, calls = MoE(D, E, K), []
@@ -182,6 +214,24 @@ def test_a_module_around_the_experts(experts):
     assert_same_bits(layer(x)[0], before)
 
 
+@pytest.mark.parametrize("first, second", [(None, ScaleExperts(E, D)), (ScaleExperts(E, D), None)])
+def test_experts_can_be_replaced(first, second):
+    """By others of the same number, fused or not."""
+    layer, other = MoE(D, E, K, experts=first).eval(), MoE(D, E, K, experts=second).eval()
+    x = torch.randn(4, D)
+    layer.experts = other.experts
+    assert_same_bits(layer(x)[0], other(x)[0])
+
+
+def test_compiled_parts():
+    gate, experts = NoisyTopKGate(D, E, K), ScaleExperts(E, D)
+    compiled = [torch.compile(module, backend="eager") for module in (gate, experts)]
+    layer = MoE(D, E, K, gate=compiled[0], experts=compiled[1]).eval()
+    plain = MoE(D, E, K, gate=gate, experts=experts).eval()
+    x = torch.randn(4, D)
+    assert_same_bits(layer(x)[0], plain(x)[0])
+
+
 def test_parametrised_weights():
     class Doubled(torch.nn.Module):
         def forward(self, weight):
@@ -192,6 +242,7 @@ def test_parametrised_weights():
     before = layer(x)[0]
     torch.nn.utils.parametrize.register_parametrization(layer.experts, "weight_1", Doubled())
     assert_same_bits(layer(x)[0], 2 * before)
+    assert [len(part) for part in split_parameters(layer)] == [2, 0, 2]
 
 
 def test_state_dicts_of_former_versions():

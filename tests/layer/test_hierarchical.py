@@ -549,7 +549,7 @@ def test_errors(make, arguments, pattern):
 def test_more_errors():
     with pytest.raises(ValueError, match="noise_epsilon must be at least 0, got -1"):
         HierarchicalNoisyTopKGate(D, A, B, 2, noise_epsilon=-1)
-    with pytest.raises(ValueError, match=r"MoE: gate must be for num_experts = 12, got 5"):
+    with pytest.raises(ValueError, match=r"MoE: gate.num_experts must be 12, got 5"):
         HierarchicalMoE(D, A, B, 2, gate=NoisyTopKGate(D, 5, 4))
     with pytest.raises(ValueError, match="must be left out when gate is given"):
         HierarchicalMoE(D, A, B, (A, B), gate=SoftmaxGate(D, A * B), noise_epsilon=0.5)

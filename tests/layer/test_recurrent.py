@@ -555,7 +555,7 @@ def test_slots_break_the_graph():
         ({"memory_slots": 0}, "MoELSTM: memory_slots must be at least 1, got 0"),
         ({"dropout": 1.0}, r"MoELSTMCell: dropout must be in \[0, 1\), got 1.0"),
         ({"w_load": -1}, "MoELSTM: w_load must be at least 0, got -1"),
-        ({"gate": SoftmaxGate(D + U, E + 1)}, "MoE: gate must be for num_experts = 4, got 5"),
+        ({"gate": SoftmaxGate(D + U, E + 1)}, "MoE: gate.num_experts must be 4, got 5"),
         ({"k": 5}, "MoE: k must be a whole number between 1 and num_experts = 4, got 5"),
         ({"d_hidden": 0}, "MoELSTMCell: d_hidden must be at least 1, got 0"),
     ],
