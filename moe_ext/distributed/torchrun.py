@@ -15,8 +15,8 @@ def init_process_group(
 ) -> ProcessGroup | None:
     """`torch.distributed.init_process_group` that also works after torchrun has restarted.
 
-    After a restart torchrun reuses its store, which still holds the addresses of dead ranks. A prefix
-    for each restart hides them.
+    After a restart torchrun reuses its store, which still holds the addresses of dead ranks. A
+    prefix for each restart hides them.
 
     Args:
         backend, timeout: as torch's.
