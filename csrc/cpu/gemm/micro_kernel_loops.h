@@ -44,11 +44,12 @@ MOE_EXT_KERNEL void fetch(const Prefetch& prefetch, int64_t q) {
   MOE_EXT_UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(chunk + i, 0, 2);
 }
 
-// A GemmKernel. The tile stays in kRows * kVectors registers.
+// The loop of gemm_kernel. The tile stays in kRows * kVectors registers.
 template <typename acc_t, typename Simd, int kRows, int kVectors>
-MOE_EXT_TARGET void gemm_kernel(int64_t num_groups, const acc_t* __restrict a,
-                                const acc_t* __restrict b, int64_t ldb, const Tile<acc_t>& tile,
-                                const Prefetch& prefetch, acc_t* __restrict packed) {
+MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __restrict a,
+                                             const acc_t* __restrict b, int64_t ldb,
+                                             const Tile<acc_t>& tile, const Prefetch& prefetch,
+                                             acc_t* __restrict packed) {
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
   constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
@@ -123,6 +124,15 @@ MOE_EXT_TARGET void gemm_kernel(int64_t num_groups, const acc_t* __restrict a,
       *reinterpret_cast<Unaligned*>(tile.c + r * tile.ldc + v * kLanes) = sum[r][v];
     }
   }
+}
+
+// A GemmKernel. gcc 12 needs up to 2% fewer instructions for a loop that it inlines here.
+template <typename acc_t, typename Simd, int kRows, int kVectors>
+MOE_EXT_TARGET __attribute__((noinline)) void gemm_kernel(int64_t num_groups, const acc_t* a,
+                                                          const acc_t* b, int64_t ldb,
+                                                          const Tile<acc_t>& tile,
+                                                          const Prefetch& prefetch, acc_t* packed) {
+  gemm_loop<acc_t, Simd, kRows, kVectors>(num_groups, a, b, ldb, tile, prefetch, packed);
 }
 
 // Adds kDepth rows of B, times the K-groups of A, which stay in the first cache level.
