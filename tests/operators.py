@@ -47,7 +47,7 @@ class Operator:
     equations: tuple[str, ...] = ()
     lacks: dict[str, str] = field(default_factory=dict)  # a property, and why
     # What is refused, beside wrong types, devices and numbers of dimensions of every tensor:
-    # (exception, argument named, the changed arguments, or a function of the valid ones to them)
+    # (exception, argument named, changed arguments or a function of the valid ones, value named)
     bad: list[tuple] = field(default_factory=list)
     backward_bad: list[tuple] = field(default_factory=list)
     free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type", "dimensions"
@@ -606,11 +606,11 @@ def too_short(*names):
 
 
 def out_of_range(name, size):
-    return [(IndexError, name, last(name, value)) for value in (-1, size, 10**12)]
+    return [(IndexError, name, last(name, value), value) for value in (-1, size, 10**12)]
 
 
 def numbers(name, *values):
-    return [(ValueError, name, {name: value}) for value in values]
+    return [(ValueError, name, {name: value}, value) for value in values]
 
 
 def vectors(name, *values):
@@ -670,8 +670,8 @@ TABLE = {
             (TypeError, "noise", double("noise")),
         ],
         backward_bad=[
-            (IndexError, "threshold_index", last("threshold_index", -2)),
-            (IndexError, "threshold_index", last("threshold_index", E)),
+            (IndexError, "threshold_index", last("threshold_index", -2), -2),
+            (IndexError, "threshold_index", last("threshold_index", E), E),
             *out_of_range("expert_index", E),
         ],
     ),
@@ -760,7 +760,7 @@ TABLE = {
             *shapes((100, 1, 1), (100, 255, 2), (100, 256, 17), (100, 257, 64), (50, 1000, 1)),
             *shapes((20, 4096, 4), (21_845, 8, 3), (32_768, 8, 2), (50_000, 64, 4)),  # 65,535 rows
         ],
-        large=shapes((1000, 64, 4), (3000, 2000, 2)),
+        large=shapes((1000, 64, 4)),
         precise=shapes((1000, 64, 4)),
         bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1)],
     ),
@@ -781,7 +781,7 @@ TABLE = {
             (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long())),
             *token_offsets(4),
         ],
-        backward_bad=[(IndexError, "inverse", last("inverse", R))],
+        backward_bad=[(IndexError, "inverse", last("inverse", R), R)],
     ),
     "combine": Operator(
         function=ops.combine, make=make_combine, reference=reference_combine, plain=plain_combine,
@@ -900,10 +900,7 @@ TABLE = {
         ],
         typical=[dict(shape=(3, 5, 4)), dict(shape=(6, 7), rule="diet"), dict(shape=(0, 4, 3)),
                  dict(shape=(2, 0, 3)), dict(shape=(2, 3, 0))],
-        large=[
-            dict(shape=shape, rule=rule) for rule in ("adam", "diet")
-            for shape in ((1, 200, 130), (2, 130, 70), (40, 65, 20), (1, 3, 4096))
-        ],
+        large=[dict(shape=(2, 130, 70)), dict(shape=(40, 65, 20), rule="diet")],
         precise=[dict(shape=(3, 70, 40), rule=rule) for rule in ("adam", "diet")],
         free=dict(dimensions=("param",)),
         bad=[
@@ -914,7 +911,7 @@ TABLE = {
             (TypeError, "row", double("row")),
             (ValueError, "column", dict(column=torch.zeros(4))),
             (TypeError, "lr", dict(lr=torch.zeros(()))),
-            *numbers("decay", -0.1), *numbers("gain", math.nan), *numbers("eps", 0.0, 1e-50),
+            *numbers("decay", -0.1), *numbers("gain", math.nan), *numbers("eps", 0, 1e-50),
         ],
     ),
 }

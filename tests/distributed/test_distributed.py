@@ -166,6 +166,7 @@ def step_of_all(kind, counts, options):
 COUNTS = [[9], [5, 8], [4, 0, 6], [3, 7, 0, 5]]
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
@@ -241,6 +242,7 @@ def grads_of(layer):
     return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("counts", [[5, 8], [4, 0, 6]], ids=len)
 @pytest.mark.parametrize("levels", [1, 2])

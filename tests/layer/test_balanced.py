@@ -161,6 +161,7 @@ def assert_equals_reference(layer, x):
     return aux
 
 
+@pytest.mark.equation("App. B", "App. F")
 @pytest.mark.parametrize("T", [1, 2, 7, 16])
 @pytest.mark.parametrize("kind", GATES)
 def test_training_equals_reference(device, kind, T):
@@ -171,6 +172,7 @@ def test_training_equals_reference(device, kind, T):
     assert_equals_reference(layer, x)
 
 
+@pytest.mark.equation("App. B", "App. F")
 @pytest.mark.parametrize("kind", GATES)
 def test_evaluation_equals_reference(device, kind):
     layer, x = make_layer(kind, device), make_x(16, device=device)
@@ -346,6 +348,7 @@ def test_evaluation_of_a_token_is_its_own(device, kind):
         assert_exact(dense(part, layer.num_experts).detach(), gates[index.to(device)].detach())
 
 
+@pytest.mark.equation("App. F")
 @pytest.mark.parametrize("kind", GATES)
 def test_batchwise_masks(device, kind):
     """In evaluation the result of training, for a while."""
@@ -391,6 +394,7 @@ def test_metrics(device):
 # L_batchwise
 
 
+@pytest.mark.equation("App. F")
 def test_batchwise_loss_equals_reference(device):
     X, T = torch.rand(12, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     mask = ref.M_batchwise(X, 4)
@@ -731,6 +735,7 @@ def test_constructor_values(make, pattern):
 # TopKGate
 
 
+@pytest.mark.equation("App. F")
 @pytest.mark.parametrize("k", [1, 2, E])
 @pytest.mark.parametrize("training", [True, False])
 def test_topk_gate_equals_reference(device, k, training):

@@ -69,6 +69,7 @@ def assert_equal(actual, expected):
 # The number of evaluations
 
 
+@pytest.mark.equation("Sec. 3.1")
 def test_closed_form_is_the_dynamic_programme():
     for t in range(1, 41):
         for m in range(1, t + 3):
@@ -116,6 +117,7 @@ def test_evaluations_and_live_states(t, m):
 # The same bits
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("slots", range(1, S + 2))
 def test_bits_of_plain_backpropagation(device, slots):
     args = arguments(device)

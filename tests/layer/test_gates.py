@@ -38,6 +38,7 @@ def dense(gates, expert_index):
     return gates.new_zeros(len(gates), E).scatter(1, expert_index, gates)
 
 
+@pytest.mark.equation("Eq. 3", "Eq. 4", "Eq. 5")
 @pytest.mark.parametrize("k", [1, 2, E - 1, E])
 def test_training_equals_reference(device, k):
     gate, x = make_gate(k, device), make_x(9, device)
@@ -52,6 +53,7 @@ def test_training_equals_reference(device, k):
     assert_exact(result.load.detach(), load)
 
 
+@pytest.mark.equation("Eq. 3", "Eq. 4", "Eq. 5")
 @pytest.mark.parametrize("k", [1, 2, E - 1])
 @pytest.mark.parametrize("detach_threshold", [False, True])
 def test_gradients_equal_reference(device, k, detach_threshold):
@@ -74,6 +76,7 @@ def test_gradients_equal_reference(device, k, detach_threshold):
         assert_exact(a, e)
 
 
+@pytest.mark.equation("Eq. 3", "Eq. 5")
 def test_evaluation_equals_reference(device):
     """By the clean logits alone; Load is then the number of tokens, without gradient."""
     gate, x = make_gate(3, device).eval(), make_x(9, device)
@@ -89,6 +92,7 @@ def test_evaluation_equals_reference(device):
     assert result.importance.requires_grad
 
 
+@pytest.mark.equation("Eq. 2")
 def test_softmax_gate_equals_reference(device):
     gate = SoftmaxGate(D, E).double().to(device)
     (weight,) = gate.parameters()
@@ -131,6 +135,7 @@ def test_zero_gate_in_evaluation_picks_the_lowest(device):
     assert result.load.tolist() == [5, 5, 5, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.equation("Eq. 4")
 def test_noise_is_standard_normal(device):
     """40,000 draws: mean, variance, correlation between neighbours, and the share beyond 2 sigma,
     each within 4 standard errors (together 1 seed in 4000 fails; the seed is fixed)."""

@@ -107,6 +107,7 @@ def by_reference(layer, x, noise):
     return y, G_X, importance, load, losses, dict(zip(leaves, grads, strict=True))
 
 
+@pytest.mark.equation("App. B", "Eq. 12")
 @pytest.mark.parametrize("a, b, k1, k2", SHAPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_reference(device, a, b, k1, k2, training):
@@ -128,6 +129,7 @@ def test_equals_reference(device, a, b, k1, k2, training):
         assert_exact(grad, grads[name])
 
 
+@pytest.mark.equation("App. B")
 def test_load_trains_the_primary_gate(device):
     """The gradient of Load_H to the primary gate is that of the paper's product, and not zero; the
     naive Load_i(X^(i))_j has none: which tokens are in X^(i) is not differentiable."""

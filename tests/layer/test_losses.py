@@ -14,6 +14,7 @@ def vec(*values, device="cpu"):
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
+@pytest.mark.equation("Eq. 7", "Eq. 11")
 @pytest.mark.parametrize(
     "v, expected",
     [([1, 3], 0.25), ([4, 0, 0, 0], 3), ([5], 0), ([0, 0, 0], 0), ([0], 0), ([2, 2, 2, 2], 0)],
@@ -47,6 +48,7 @@ def test_equal_values_have_zero_gradient(device):
     assert gradient.abs().max() < 1e-15
 
 
+@pytest.mark.equation("Eq. 7", "Eq. 11")
 @pytest.mark.parametrize("n", [2, 3, 256, 4096])
 def test_equals_reference(device, n):
     v = torch.rand(n, dtype=torch.float64) + 0.1
@@ -59,6 +61,7 @@ def test_equals_reference(device, n):
     assert_exact(torch.autograd.grad(actual, moved)[0], expected_gradient)
 
 
+@pytest.mark.equation("Eq. 7", "Eq. 11")
 def test_derivative_formula(device):
     """dCV²/dy_i = (2n / S²)(y_i - Q/S) with S = sum y, Q = sum y²; y · dCV²/dy = 0."""
     y = (torch.rand(7, dtype=torch.float64, device=device) + 0.1).requires_grad_()

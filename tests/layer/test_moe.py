@@ -93,6 +93,7 @@ def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
     return y, losses, importance, load, grads
 
 
+@pytest.mark.equation("Eq. 1")
 @pytest.mark.parametrize("k", [1, 2, E - 1, E])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
@@ -117,6 +118,7 @@ def test_equals_reference(device, k, training, bias):
         assert_exact(actual, grads[name])
 
 
+@pytest.mark.equation("Eq. 1")
 @pytest.mark.parametrize("T", [0, 1, 2, 7, 64, 1000])
 @pytest.mark.parametrize("k", [1, 2, E])
 def test_equals_all_experts_run_densely(device, T, k):
@@ -201,6 +203,7 @@ def test_statistics_add_over_batch_parts(device):
     assert_exact(sum(p.load for p in parts), whole.load)
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_any_leading_shape(device, shape, training):
@@ -242,6 +245,7 @@ def test_permuting_rows_permutes_outputs(device):
     assert_same_bits(moved_aux.tokens_per_expert, aux.tokens_per_expert)
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("padding", [0.0, float("nan")])
 @pytest.mark.parametrize("bias", [False, True])
@@ -567,6 +571,7 @@ def test_activation_checkpointing(device):
         assert_same_bits(route, routes[0])
 
 
+@pytest.mark.equation("Table 6")
 def test_statistics(device):
     layer = make_layer(2, device)
     _, aux = layer(make_x(40, device=device))

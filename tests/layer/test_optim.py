@@ -91,6 +91,7 @@ RULES = {
 # The rule
 
 
+@pytest.mark.equation("App. D")
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("shape", [(4, 7, 5), (9, 3), (2, 2, 3, 4), (3, 1, 4), (3, 4, 1)])
 def test_equals_the_reference_over_many_steps(name, shape):
@@ -678,6 +679,7 @@ def test_a_layer_learns(optimizer_class):
 # Schedules
 
 
+@pytest.mark.equation("App. C.1", "App. E")
 def test_schedules_are_the_papers():
     """App. C.1: p·min(t/1000, sqrt(1000/t)); App. E: p·min(t/2000, 1, sqrt(10000/t))."""
     for t in (1, 999, 1000, 1001, 2000, 2001, 9999, 10_000, 10_001, 40_000):

@@ -64,6 +64,7 @@ def reference_step(cell, x, h, c, noise):
     return ref.MoELSTM_step(x, h, c, gate.w_gate, gate.w_noise, noise, K, experts, cell.bias)
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("training", [True, False])
 def test_step_is_the_references(training):
     cell = make_layer(generator=torch.Generator().manual_seed(3)).cell.train(training)
@@ -96,6 +97,7 @@ def test_step_is_the_references(training):
             assert_exact(a, e)
 
 
+@pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("slots", [None, 2])
 def test_sequence_is_the_references(slots):
     """All steps, the sums over them before CV², and the gradient of everything."""

@@ -91,6 +91,7 @@ def regroup(leaves, num_layers):
     return x, gates, rest[:num_layers], rest[num_layers:] or None
 
 
+@pytest.mark.equation("Eq. 1", "App. D")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -351,6 +352,7 @@ def saved_bytes(function, excluded):
     return sum(kept.values())
 
 
+@pytest.mark.equation("App. D")
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_what_is_kept_for_the_backward_pass(device, activation):
     """x, gates and indices; and the hidden layers before their activation unless recomputed."""
@@ -370,6 +372,7 @@ def test_what_is_kept_for_the_backward_pass(device, activation):
         assert kept == T * D * 4 + T * K * (4 + 8) + (E + 1) * 8 + hidden
 
 
+@pytest.mark.equation("App. D")
 @pytest.mark.parametrize("own", [False, True])
 def test_layer_that_recomputes(device, own):
     """MoE(recompute=True), with feed-forward experts and others: the same bits, x alone kept; and
