@@ -603,6 +603,35 @@ def test_options_out_of_range(workers):
         assert rank is None
 
 
+class Adapter(nn.Module):
+    """As adapters are: it has the forward of the module whose place it takes, and nothing else."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args, **options):
+        return self.base_layer(*args, **options)
+
+
+def parts_on_ranks(group, rank):
+    """The layer writes nothing into its gate, and calls whatever is in the experts' place."""
+    gate = TopKGate(D, 4, 2)
+    before = dict(vars(gate))
+    layer = MoE(D, 4, 2, gate=gate, w_load=0.0, process_group=group)
+    x = torch.randn(5, D)
+    expected, _ = layer(x)
+    assert vars(gate) == before
+    layer.experts = Adapter(layer.experts)
+    assert_same_bits(layer(x)[0], expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+
+
+def test_parts_on_ranks(workers):
+    workers.run(2, parts_on_ranks)
+
+
 def modules_in_process(group, rank, num_chunks=1):
     torch.manual_seed(7)
     everyone = [
