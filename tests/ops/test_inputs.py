@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_same_bits, gradients, opcheck_all, recorded_ops
+from assertions import assert_same_bits, gradients, opcheck_all, recorded_ops
 from torch._subclasses import FakeTensorMode
 
 from moe_ext import ops
