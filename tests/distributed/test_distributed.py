@@ -47,48 +47,36 @@ def sharing(process_group, options):
     return {k: v for k, v in options.items() if k not in names} | {"parallel": parallel}
 
 
+def gated(gate, **options):
+    return MoE(D, gate.num_experts, gate.k, gate=gate, w_load=0.0, **options)
+
+
+KINDS = {
+    "flat": lambda **options: MoE(D, 5, 2, **options),
+    "k=1": lambda **options: MoE(D, 5, 1, **options),
+    "topk": lambda **options: gated(TopKGate(D, 7, 3), **options),
+    "softmax": lambda **options: MoE(D, 4, 4, gate=SoftmaxGate(D, 4), **options),
+    "swiglu": lambda **options: MoE(D, 6, 2, activation="swiglu", bias=True, **options),
+    "hierarchical": lambda **options: HierarchicalMoE(D, 3, 4, (2, 3), **options),
+    "balanced": lambda **options: gated(BalancedGate(D, 5, 2), **options),
+    "hierarchical balanced": lambda **options: gated(
+        HierarchicalBalancedGate(D, 3, 4, 2), **options
+    ),
+    "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
+}
+
+
 def layer_of(kind, process_group=None, **options):
     """A layer in float64 whose gate is away from its start, the same in every process."""
     torch.manual_seed(1)
     options = sharing(process_group, {"hidden_sizes": (7,)} | options)
-    if kind == "flat":
-        layer = MoE(D, 5, 2, **options)
-    elif kind == "k=1":
-        layer = MoE(D, 5, 1, **options)
-    elif kind == "topk":
-        layer = MoE(D, 7, 3, gate=TopKGate(D, 7, 3), w_load=0.0, **options)
-    elif kind == "softmax":
-        layer = MoE(D, 4, 4, gate=SoftmaxGate(D, 4), **options)
-    elif kind == "swiglu":
-        layer = MoE(D, 6, 2, activation="swiglu", bias=True, **options)
-    elif kind == "hierarchical":
-        layer = HierarchicalMoE(D, 3, 4, (2, 3), **options)
-    elif kind == "balanced":
-        layer = MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, **options)
-    elif kind == "hierarchical balanced":
-        gate = HierarchicalBalancedGate(D, 3, 4, 2)
-        layer = MoE(D, 12, 4, gate=gate, w_load=0.0, **options)
-    elif kind == "few":  # fewer experts than processes
-        layer = MoE(D, 2, 2, **options)
+    layer = KINDS[kind](**options)
     layer = layer.double()
     generator = torch.Generator().manual_seed(2)
     for name, param in layer.named_parameters():
         if not name.startswith("experts."):
             torch.nn.init.normal_(param, generator=generator)
     return layer
-
-
-KINDS = [
-    "flat",
-    "k=1",
-    "topk",
-    "softmax",
-    "swiglu",
-    "hierarchical",
-    "balanced",
-    "hierarchical balanced",
-    "few",
-]
 
 
 def fix_noise(layer, counts, rank=None, levels=2):
