@@ -47,7 +47,8 @@ class Operator:
     equations: tuple[str, ...] = ()
     lacks: dict[str, str] = field(default_factory=dict)  # a property, and why
     # What is refused, beside wrong types, devices and numbers of dimensions of every tensor:
-    # (exception, argument named, changed arguments or a function of the valid ones, value named)
+    # (exception, argument named, changed arguments or a function of the valid ones, value named or
+    # a function of the changed arguments)
     bad: list[tuple] = field(default_factory=list)
     backward_bad: list[tuple] = field(default_factory=list)
     free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type", "dimensions"
@@ -164,9 +165,12 @@ ROUTES = [[[2], [], [0, 4, 1], [0], [4, 2], []], [[], [], []], []]
 RAGGED = [dict(routes=routes, E=5) for routes in ROUTES]
 
 
-def draw_routing(T=0, E=1, k=1, routes=None, all_to=None):
-    """expert_index, inverse and offsets as dispatch_plan has them, token_offsets, and gates."""
+def draw_routing(T=0, E=1, k=1, routes=None, all_to=None, skewed=0):
+    """expert_index, inverse and offsets as dispatch_plan has them, token_offsets, and gates. Of
+    `skewed` tokens one expert has all, one has half, one a single token and the others none."""
     token_offsets = None
+    if skewed:
+        routes = [[3, 1], *([0, 3] if t % 2 else [3] for t in range(1, skewed))]
     if routes is not None:
         index = torch.tensor([e for route in routes for e in route], dtype=torch.int64)
         token_offsets = offsets_of(map(len, routes))
@@ -600,9 +604,15 @@ def shorter(name, axis=0):
     }
 
 
+def shape_of(name):
+    return lambda arguments: list(arguments[name].shape)
+
+
 def too_short(*names):
     """Rows for arguments of which either axis must fit."""
-    return [(ValueError, name, shorter(name, axis)) for name in names for axis in (0, 1)]
+    return [
+        (ValueError, name, shorter(name, axis), shape_of(name)) for name in names for axis in (0, 1)
+    ]
 
 
 def out_of_range(name, size):
@@ -660,7 +670,7 @@ TABLE = {
         + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
         typical=[*TYPICAL, dict(T=5, E=6, k=2, noisy=False)],
         large=shapes((1000, 64, 4)),
-        precise=shapes((200, 8, 1), (200, 8, 2), (200, 64, 17)),
+        precise=shapes((200, 8, 1), (200, 8, 2), (200, 64, 17), (301, 37, 3)),
         bad=[
             *too_short("raw_noise_stddev", "noise"),
             *numbers("k", -1, 0, E + 1, 1000),
@@ -673,6 +683,8 @@ TABLE = {
             (IndexError, "threshold_index", last("threshold_index", -2), -2),
             (IndexError, "threshold_index", last("threshold_index", E), E),
             *out_of_range("expert_index", E),
+            (ValueError, "grad_gates", shorter("grad_gates")),
+            (ValueError, "noise", shorter("noise")),
         ],
     ),
     "load": Operator(
@@ -689,15 +701,19 @@ TABLE = {
         typical=[dict(T=T, E=E, k=K, groups=[0, 3, T]), *TYPICAL],
         limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095)),
         large=shapes((3000, 64, 4)) + [dict(T=3000, E=64, k=4, groups=[0, 3, 3, 1000, 1001, 3000])],
-        precise=shapes((1, 64, 4), (300, 8, 2), (3000, 16, 15)),
+        precise=shapes((1, 64, 4), (300, 8, 2), (301, 37, 3), (3000, 16, 15)),
         bad=[
             *too_short("noise_stddev", "threshold"),
-            (ValueError, "expert_index", shorter("expert_index")),
+            (ValueError, "expert_index", shorter("expert_index"), shape_of("expert_index")),
             *out_of_range("expert_index", E),
             *vectors("group_offsets", [1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []),
-            (TypeError, "", double("threshold")),
+            (TypeError, "threshold", double("threshold")),
         ],
-        backward_bad=[(ValueError, "grad_load", lambda a: dict(grad_load=a["grad_load"][0]))],
+        backward_bad=[
+            (ValueError, "grad_load", lambda a: dict(grad_load=a["grad_load"][0])),
+            (ValueError, "grad_load", shorter("grad_load")),
+            (ValueError, "threshold", shorter("threshold")),
+        ],
     ),
     "batchwise_topm": Operator(
         function=ops.batchwise_topm, make=make_topm, reference=reference_topm,
@@ -712,7 +728,8 @@ TABLE = {
            for m in (1, 8, 15, 20) for draw in ("ties", "nan", "equal")],
         typical=[dict(G=2, N=T, E=E, m=K), dict(G=1, N=7, E=5, m=2), dict(G=2, N=0, E=4, m=0)],
         large=[dict(G=1, N=2000, E=80, m=100), dict(G=1, N=2000, E=20, m=100, draw="ties")],
-        precise=[dict(G=1, N=200, E=20, m=10), dict(G=2, N=50, E=7, m=9, draw="nan")],
+        precise=[dict(G=1, N=200, E=20, m=10), dict(G=1, N=301, E=37, m=29, draw="ties"),
+                 dict(G=2, N=50, E=7, m=9, draw="nan")],
         bad=numbers("m", -1, T + 1, 1000),
     ),
     "selected_softmax": Operator(
@@ -726,10 +743,10 @@ TABLE = {
         ]],
         typical=[dict(T=T, E=E, p=1), dict(T=7, E=5), dict(T=0, E=4)],
         large=[dict(T=4000, E=64, p=0.1)],
-        precise=[dict(T=300, E=20)],
+        precise=[dict(T=300, E=20), dict(T=301, E=37, p=0.1)],
         bad=[
             *out_of_range("expert_index", E),
-            (ValueError, "token_offsets", shorter("token_offsets")),
+            (ValueError, "token_offsets", shorter("token_offsets"), shape_of("token_offsets")),
             *vectors("token_offsets", [1, 5, 10, 10, 15], [0, 10, 5, 10, 15], [0, 5, 10, 10, 16]),
         ],
     ),
@@ -743,7 +760,7 @@ TABLE = {
         typical=TYPICAL,
         limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
         large=shapes((5000, 16, 4), (3000, 2000, 2)),
-        precise=shapes((10, 8, 2), (5000, 8, 2)),
+        precise=shapes((10, 8, 2), (301, 37, 3), (5000, 8, 2)),
         bad=[
             *too_short("expert_index"),
             *out_of_range("expert_index", E),
@@ -761,7 +778,7 @@ TABLE = {
             *shapes((20, 4096, 4), (21_845, 8, 3), (32_768, 8, 2), (50_000, 64, 4)),  # 65,535 rows
         ],
         large=shapes((1000, 64, 4)),
-        precise=shapes((1000, 64, 4)),
+        precise=shapes((1000, 64, 4), (301, 37, 3)),
         bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1)],
     ),
     "dispatch": Operator(
@@ -773,15 +790,18 @@ TABLE = {
         typical=TYPICAL + RAGGED[:1],
         limits=shapes((20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
         large=[dict(T=1000, E=64, k=4, D=64)],
-        precise=[dict(T=50, E=16, k=8, D=9)],
+        precise=[dict(T=50, E=16, k=8, D=9), dict(T=301, E=37, k=3, D=29)],
         free=dict(type=("x",)),
         bad=[
             *out_of_range("inverse", R),
             (ValueError, "", shorter("inverse")),
-            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long())),
+            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()), 0),
             *token_offsets(4),
         ],
-        backward_bad=[(IndexError, "inverse", last("inverse", R), R)],
+        backward_bad=[
+            (IndexError, "inverse", last("inverse", R), R),
+            (TypeError, "inverse", lambda a: dict(inverse=a["inverse"].float()), "float32"),
+        ],
     ),
     "combine": Operator(
         function=ops.combine, make=make_combine, reference=reference_combine, plain=plain_combine,
@@ -792,15 +812,19 @@ TABLE = {
         typical=TYPICAL + RAGGED[:1],
         limits=shapes((20, 300, 17), (20, 300, 64), (32_768, 8, 2), (50_000, 64, 4)),
         large=[dict(T=1000, E=64, k=4, D=64)],
-        precise=[dict(T=100, E=16, k=k, D=D) for k in (1, 2, 16) for D in (3, 64)],
+        precise=[dict(T=100, E=16, k=k, D=D) for k in (1, 2, 16) for D in (3, 29, 64)],
         bad=[
             *out_of_range("inverse", R),
             (ValueError, "", shorter("inverse")),
             (ValueError, "", shorter("gates")),
-            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long())),
+            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()), 0),
             *token_offsets(4),
         ],
-        backward_bad=[(ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()))],
+        backward_bad=[
+            (ValueError, "inverse", dict(inverse=torch.zeros(T, K).long()), 0),
+            (ValueError, "grad_y", shorter("grad_y")),
+            (ValueError, "gates", shorter("gates")),
+        ],
     ),
     "experts": Operator(
         function=ops.experts, make=make_layer,
@@ -829,6 +853,10 @@ TABLE = {
             sizes | dict(widths=(4, 6, 3), recompute=recompute, gated=gated)
             for sizes in [dict(T=5, E=5, k=2), *RAGGED]
             for recompute in (False, True) for gated in (False, True)
+        ]
+        + [
+            RAGGED[0] | dict(widths=widths, activation=activation, bias=True)
+            for activation in ACTIVATIONS for widths in ((4, 3), (4, 6, 3), (4, 6, 5, 3))
         ],
         typical=[
             dict(counts=[3, 0, 4], widths=(3, 7), bias=True),
@@ -836,6 +864,8 @@ TABLE = {
             dict(T=5, E=5, k=2, widths=(3, 4, 2), activation="tanh", gated=False),
             RAGGED[0] | dict(widths=(3, 4, 2), activation="swiglu", bias=True),
             RAGGED[0] | dict(widths=(3, 4, 3, 2), activation="gelu", recompute=True),
+            RAGGED[1] | dict(widths=(3, 4, 2), activation="reglu", recompute=True, gated=False),
+            RAGGED[2] | dict(widths=(3, 4, 2), recompute=True),
         ],
         limits=[
             *(dict(counts=[n // 2, 0, n - n // 2], widths=(2, 3), bias=True) for n in MANY),
@@ -845,43 +875,63 @@ TABLE = {
         large=[
             dict(counts=[200, 0, 1, 300, 37], widths=(48, 80), bias=True),
             dict(T=2600, E=5, k=2, widths=(24, 40, 16), bias=True),
+            dict(skewed=2600, E=5, widths=(24, 40, 16), bias=True),
         ],
         precise=[
             dict(counts=counts, widths=widths, bias=True)
             for counts in ([5, 0, 70], [130, 17, 1]) for widths in ((64, 32), (33, 65))
         ]
         + [
-            dict(counts=[30, 0, 40], widths=(16, 24, 8), activation=activation, bias=True)
+            dict(counts=[30, 0, 40], widths=(16, 27, 8), activation=activation, bias=True)
             for activation in ACTIVATIONS
         ]
-        + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)],
+        + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)]
+        + [dict(T=301, E=37, k=3, widths=(29, 43, 29), activation="glu", bias=True)]
+        + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)],
         bad=[
             *numbers("activation", "rely", ", "),
             (ValueError, "offsets", shorter("offsets")),
             *vectors("offsets", [1, 2, 3, 7], [0, 5, 3, 7], [0, 1, 4, 8], [0, 1, 2, 3]),
+            (ValueError, "offsets", dict(offsets=torch.tensor([0, 6, 4, 7])), 4),
             (ValueError, "offsets",
              dict(offsets=torch.zeros(1).long(), weights=[torch.ones(0, 3, 7)], biases=None)),
             (ValueError, r"weights\[0\]", first("weights", lambda w: w[0])),
             (ValueError, r"weights\[0\]", first("weights", lambda w: w[:, :2])),
-            (TypeError, "x", first("weights", torch.Tensor.double)),
-            (ValueError, r"weights\[1\]", lambda a: dict(weights=a["weights"] * 2, biases=None)),
+            (TypeError, "x", first("weights", torch.Tensor.double), "float32"),
+            (TypeError, "x", lambda a: dict(x=a["x"].bfloat16()), "bfloat16"),
+            (TypeError, r"weights\[0\]", first("weights", torch.Tensor.long), "int64"),
+            *(
+                (exception, r"weights\[1\]",
+                 lambda a, w=w: dict(weights=[*a["weights"], w], biases=None))
+                for exception, w in [
+                    (ValueError, torch.ones(3, 3, 7)), (ValueError, torch.ones(2, 7, 3)),
+                    (TypeError, torch.ones(3, 7, 3).double()),
+                ]
+            ),
             (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns are not an even number
                 weights=[*a["weights"], torch.ones(3, 7, 3)], biases=None, activation="glu")),
             (ValueError, "weights and biases", lambda a: dict(biases=a["biases"] * 2)),
             (ValueError, "weights and biases", dict(weights=[], biases=None)),
             (ValueError, r"biases\[0\]", first("biases", lambda b: b[:, :2])),
+            (ValueError, r"biases\[1\]", lambda a: dict(
+                weights=[*a["weights"], torch.ones(3, 7, 3)], biases=a["biases"] * 2)),
             (TypeError, r"biases\[0\]", first("biases", torch.Tensor.double)),
             (ValueError, "inverse", dict(gates=torch.rand(4, 2))),
             (ValueError, "x", dict(inverse=torch.arange(6).view(3, 2))),
             (ValueError, "gates", dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1))),
             (ValueError, "inverse",
              dict(inverse=torch.arange(6).view(3, 2), token_offsets=torch.arange(4))),
-            (ValueError, "token_offsets",
-             dict(inverse=torch.arange(7), token_offsets=torch.tensor([0, 1, 2, 3, 5, 4, 6, 7]))),
+            *(
+                (ValueError, "token_offsets",
+                 dict(inverse=torch.arange(7), token_offsets=torch.tensor(offsets)))
+                for offsets in ([0, 1, 2, 3, 5, 4, 6, 7], [*range(7), 8], [1, *range(1, 8)])
+            ),
             (ValueError, "rows", dict(offsets=None)),
         ],
         backward_bad=[
             (ValueError, "offsets", dict(offsets=torch.zeros(0).long())),
+            (ValueError, "offsets", lambda a: dict(offsets=a["offsets"][:2])),
+            (ValueError, "grad_y", shorter("grad_y")),
             (ValueError, "grad_y", lambda a: dict(grad_y=a["grad_y"][:, :2])),
             (ValueError, "hidden", lambda a: dict(hidden=[a["grad_y"]])),
             (IndexError, "inverse", dict(inverse=torch.arange(1, 8)[:, None])),
@@ -900,8 +950,12 @@ TABLE = {
         ],
         typical=[dict(shape=(3, 5, 4)), dict(shape=(6, 7), rule="diet"), dict(shape=(0, 4, 3)),
                  dict(shape=(2, 0, 3)), dict(shape=(2, 3, 0))],
-        large=[dict(shape=(2, 130, 70)), dict(shape=(40, 65, 20), rule="diet")],
-        precise=[dict(shape=(3, 70, 40), rule=rule) for rule in ("adam", "diet")],
+        # Few matrices are shared by the threads, many are spread over them.
+        large=[dict(shape=shape, rule=rule) for shape, rule in [
+            ((1, 200, 130), "adam"), ((2, 130, 70), "diet"),
+            ((40, 65, 20), "diet"), ((1, 3, 4096), "adam"),
+        ]],
+        precise=[dict(shape=(3, 70, 43), rule=rule) for rule in ("adam", "diet")],
         free=dict(dimensions=("param",)),
         bad=[
             (ValueError, "param", dict(param=torch.zeros(3))),
