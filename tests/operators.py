@@ -665,6 +665,7 @@ TABLE = {
         lacks={
             "half_types": "a logit's gradient is rounded for each path that it comes by",
             "limits": "test_gating.py has them",
+            "int32_indices": "it takes none",
         },
         samples=[sizes | dict(noisy=noisy) for sizes in EDGES for noisy in (True, False)]
         + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
@@ -718,7 +719,9 @@ TABLE = {
     "batchwise_topm": Operator(
         function=ops.batchwise_topm, make=make_topm, reference=reference_topm,
         equations=("App. F",),
-        lacks=NO_GRADIENT | {"limits": "test_balanced_gating.py has them"},
+        lacks=NO_GRADIENT | {
+            "limits": "test_balanced_gating.py has them", "int32_indices": "it takes none",
+        },
         samples=[dict(G=2, N=N, E=E, m=m) for N, E, m in [
             (1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)
         ]]
@@ -942,7 +945,8 @@ TABLE = {
         equations=("App. D",),
         lacks=NO_GRADIENT | {
             "pure": "it is in place", "half_types": "layer/test_optim.py has its precision",
-            "limits": "it counts nothing",
+            "limits": "it counts nothing", "int32_indices": "it takes none",
+            "negated": "test_inputs.py has it, in place",
         },
         samples=[
             dict(shape=shape, rule=rule) for rule in ("adam", "diet", "adagrad")

@@ -40,6 +40,7 @@ from operators import (
     with_leaves,
     written,
 )
+from torch._subclasses import FakeTensorMode
 
 pytestmark = pytest.mark.emulated
 
@@ -339,6 +340,84 @@ def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
     actual, grads = evaluate(row, arguments, compiled)
     expected, expected_grads = evaluate(row, arguments)
     assert_bits(name, actual + grads, expected + expected_grads)
+
+
+# Inputs of other kinds than the operators' own
+
+
+def indices_of(arguments):
+    return {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, torch.Tensor) and not x.is_floating_point()
+    }
+
+
+def narrow(arguments):
+    """With int32 indices."""
+    return arguments | {name: index.int() for name, index in indices_of(arguments).items()}
+
+
+@each("int32_indices", "typical")
+def test_int32_indices(device, name, sizes):
+    """As int64 ones, one or all of them; indices that come out are int64."""
+    row, arguments = ROWS[name], sample(name, device, **sizes)
+    expected = sum(evaluate(row, arguments), [])
+    one = [{key: index.int()} for key, index in indices_of(arguments).items()]
+    assert one
+    for narrowed in (*one, narrow(arguments)):
+        for a, e in zip(sum(evaluate(row, arguments | narrowed), []), expected, strict=True):
+            assert_same_bits(a, e)
+
+
+@pytest.mark.emulated(False)  # the compiler does not see the device
+@each("int32_indices", "typical")
+def test_int32_indices_compile(device, name, sizes):
+    """With the checks of torch.library, as one graph and without data."""
+    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
+    for each_name in (name, row.backward) if row.backward else (name,):
+        op, args = call_of(each_name, narrow(arguments))
+        differentiable = each_name == name and row.differentiable
+
+        def leaf(x, differentiable=differentiable):
+            return x.requires_grad_() if differentiable and x.is_floating_point() else x
+
+        torch.library.opcheck(op, tuple(changed(leaf, args)))
+    expected, narrowed = sum(evaluate(row, arguments), []), narrow(arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(row.function, fullgraph=True, backend="aot_eager")
+    for a, e in zip(sum(evaluate(row, narrowed, compiled), []), expected, strict=True):
+        assert_same_bits(a, e)
+    with FakeTensorMode() as mode:
+        fake = changed(mode.from_tensor, narrowed)
+        for a, e in zip(sum(evaluate(row, fake), []), expected, strict=True):
+            assert (a.shape, a.dtype, a.device) == (e.shape, e.dtype, e.device)
+
+
+def negated(x):
+    """The same numbers, kept with the opposite sign, as in z.conj().imag; indices are left."""
+    if not x.is_floating_point():
+        return x
+    view = torch._neg_view(-x)
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+@each("negated", "typical")
+@pytest.mark.emulated(False)  # the dispatcher resolves the bit
+def test_negated_inputs(device, name, sizes):
+    row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
+    expected, expected_grads = evaluate(row, arguments)
+    arguments = changed(negated, arguments)
+    leaves = tensors_in([arguments.get(key) for key in row.differentiable])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    outputs = as_tuple(row.function(**arguments))
+    upstream = [negated(dy) for dy in upstream_of(outputs)]
+    floats = [y for y in outputs if y.is_floating_point()]
+    found = gradients(floats, leaves, upstream) if leaves else []
+    for a, e in zip([*outputs, *found], [*expected, *expected_grads], strict=True):
+        assert_same_bits(a.resolve_neg(), e)
 
 
 # Determinism
