@@ -13,9 +13,9 @@ from assertions import (
     assert_as_accurate,
     assert_exact,
     assert_same_bits,
-    gradients,
 )
 from machine import instruction_sets
+from operators import TABLE, evaluate, moved, normal, offsets_of, sample
 
 from moe_ext import _C, ops
 
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # On both sides of vectors, tiles, and the squares that B is packed in.
 WIDTHS = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 258, 513]
-
-
-def normal(*shape, dtype):
-    return torch.randn(*shape, dtype=torch.float64).to(dtype)
-
-
-def offsets_of(counts):
-    return torch.tensor([0, *counts]).cumsum(0)
 
 
 def linear(x, weight, counts):
@@ -107,50 +99,25 @@ def test_layout_changes_nothing(dtype):
         assert_same_bits(actual, expected)
 
 
-def layer(x, gates, weights, biases, activation, plan):
-    """Eq. 1."""
-    return ops.experts(
-        x,
-        weights,
-        biases,
-        activation,
-        offsets=plan.offsets,
+ROW = TABLE["experts"]  # whose gradients are of x, each weight, each bias and the gates
+
+
+def make_layer(expert_index, E, widths, activation, dtype):
+    """Arguments of Eq. 1, with the experts of each token given."""
+    T, k = expert_index.shape
+    sizes = dict(T=T, E=E, k=k, widths=widths, activation=activation, bias=True)
+    plan = ops.dispatch_plan(expert_index, E)
+    return sample("experts", dtype=dtype, **sizes) | dict(
+        gates=torch.rand(T, k, dtype=torch.float64).to(dtype),
         inverse=plan.inverse,
-        gates=gates,
+        offsets=plan.offsets,
     )
 
 
-def plain_layer(x, gates, weights, biases, activation, expert_index):
-    """Eq. 1 with torch's products, each expert on its tokens."""
-    y = torch.zeros(len(x), weights[-1].shape[-1], dtype=x.dtype)
-    for e in range(len(weights[0])):
-        token, slot = torch.where(expert_index == e)
-        h = x[token] @ weights[0][e] + biases[0][e]
-        if activation == "swiglu":
-            a, b = h.chunk(2, -1)
-            h = torch.nn.functional.silu(a) * b
-        else:
-            h = h.relu()
-        out = h @ weights[1][e] + biases[1][e]
-        y = y.index_add(0, token, gates[token, slot, None] * out)
-    return y
-
-
-def make_layer(T, E, k, widths, activation, dtype):
-    """x, gates, W_1, W_2, b_1, b_2, and the experts of each token: not expert 1."""
-    D, F, d_out = widths
-    columns = 2 * F if activation == "swiglu" else F
+def draw_experts(T, E, k):
+    """The experts of each token: not expert 1."""
     others = torch.tensor([0, *range(2, E)])
-    expert_index = others[torch.rand(T, E - 1).argsort(1)[:, :k]]
-    tensors = [
-        normal(T, D, dtype=dtype),
-        torch.rand(T, k, dtype=torch.float64).to(dtype),
-        normal(E, D, columns, dtype=dtype) / D**0.5,
-        normal(E, F, d_out, dtype=dtype) / F**0.5,
-        normal(E, columns, dtype=dtype),
-        normal(E, d_out, dtype=dtype),
-    ]
-    return tensors, expert_index
+    return others[torch.rand(T, E - 1).argsort(1)[:, :k]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,25 +125,17 @@ def make_layer(T, E, k, widths, activation, dtype):
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_two_layers(dtype, k, widths, activation):
     """As accurate as torch's products, with an expert that no token has chosen."""
-    tensors, expert_index = make_layer(150, 5, k, widths, activation, dtype)
-    plan = ops.dispatch_plan(expert_index, 5)
+    call = make_layer(draw_experts(150, 5, k), 5, widths, activation, dtype)
     dy = normal(150, widths[-1], dtype=dtype)
-    results = []
-    for function, routing, cast in (
-        (layer, plan, lambda t: t),
-        (plain_layer, expert_index, lambda t: t),
-        (plain_layer, expert_index, torch.Tensor.double),
-    ):
-        leaves = [cast(t).clone().requires_grad_() for t in tensors]
-        x, gates, *parameters = leaves
-        y = function(x, gates, parameters[:2], parameters[2:], activation, routing)
-        results.append([y, *gradients([y], leaves, [cast(dy)])])
-    for actual, plain, exact in zip(*results, strict=True):
+    outputs, grads = evaluate(ROW, call, upstream=[dy])
+    plain = evaluate(ROW, call, ROW.plain, [dy])
+    exact = evaluate(ROW, moved(call, dtype=torch.float64), ROW.plain, [dy.double()])
+    for a, p, e in zip(outputs + grads, sum(plain, []), sum(exact, []), strict=True):
         if dtype == torch.float64:
-            assert_exact(actual, exact)
+            assert_exact(a, e)
         else:
-            assert_as_accurate(actual, plain, exact)
-    for gradient in results[0][3:]:
+            assert_as_accurate(a, p, e)
+    for gradient in grads[1:-1]:
         assert torch.count_nonzero(gradient[1]) == 0
 
 
@@ -195,13 +154,10 @@ SPOILT_COUNTS = [1, 13, 0, 30, 33]
 SPOILT_ROW = 20  # of expert 3, whose rows follow 14 others
 
 
-def run_layer(tensors, dy, plan):
+def run_layer(call, dy):
     """y, the gradients of x and the gates, and those of the weights and biases."""
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    x, gates, *parameters = leaves
-    y = layer(x, gates, parameters[:2], parameters[2:], "relu", plan)
-    dx, dgates, *grads = torch.autograd.grad(y, leaves, dy)
-    return [y.detach(), dx, dgates], grads
+    (y,), (dx, *grads, dgates) = evaluate(ROW, call, upstream=[dy])
+    return [y, dx, dgates], grads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -212,18 +168,17 @@ def test_what_is_not_finite_stays_where_it_is(dtype, value, where):
     with reaches no result."""
     E, T = len(SPOILT_COUNTS), sum(SPOILT_COUNTS)
     expert_index = torch.arange(E).repeat_interleave(torch.tensor(SPOILT_COUNTS))[:, None]
-    tensors, _ = make_layer(T, E, 1, (33, 257, 17), "relu", dtype)
+    call = make_layer(expert_index, E, (33, 257, 17), "relu", dtype)
     dy = normal(T, 17, dtype=dtype)
-    plan = ops.dispatch_plan(expert_index, E)
-    clean, clean_grads = run_layer(tensors, dy, plan)
+    clean, clean_grads = run_layer(call, dy)
     if where == "x":
-        tensors[0][SPOILT_ROW] = value
+        call["x"][SPOILT_ROW] = value
     elif where == "dy":
         dy[SPOILT_ROW] = value
     else:
-        tensors[2][3] = value
+        call["weights"][0][3] = value
     for _ in range(2):
-        spoilt, spoilt_grads = run_layer(tensors, dy, plan)
+        spoilt, spoilt_grads = run_layer(call, dy)
     touched = torch.zeros(T, dtype=torch.bool)
     if where == "weights":
         touched[expert_index[:, 0] == 3] = True
@@ -251,18 +206,21 @@ def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
     """y, dx and the gates' gradients of a token: the same bits alone and in any batch, in any
     order, and on one thread and two."""
     T, E = max(COUNTS), k + 1
-    tensors, expert_index = make_layer(T, E, k, widths, "relu", dtype)  # each token has all but one
+    expert_index = draw_experts(T, E, k)  # each token has all but one
+    call = make_layer(expert_index, E, widths, "relu", dtype)
     dy = normal(T, widths[-1], dtype=dtype)
-    expected, grads = run_layer(tensors, dy, ops.dispatch_plan(expert_index, E))
+    expected, grads = run_layer(call, dy)
     threads(2)
-    actual, actual_grads = run_layer(tensors, dy, ops.dispatch_plan(expert_index, E))
+    actual, actual_grads = run_layer(call, dy)
     for on_two, on_one in zip(actual + actual_grads, expected + grads, strict=True):
         assert_same_bits(on_two, on_one)
     threads(1)
     for count in COUNTS:
         chosen = torch.randperm(T)[:count]
-        some = [t[chosen] for t in tensors[:2]] + tensors[2:]
-        results, _ = run_layer(some, dy[chosen], ops.dispatch_plan(expert_index[chosen], E))
+        plan = ops.dispatch_plan(expert_index[chosen], E)
+        some = dict(x=call["x"][chosen], gates=call["gates"][chosen])
+        some |= dict(inverse=plan.inverse, offsets=plan.offsets)
+        results, _ = run_layer(call | some, dy[chosen])
         for actual, each in zip(results, expected, strict=True):
             assert_same_bits(actual, each[chosen])
 
