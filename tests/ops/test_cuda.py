@@ -13,6 +13,7 @@ import emulated
 import pytest
 import torch
 from assertions import assert_as_accurate
+from operators import TABLE, evaluate, moved, sample, upstream_of
 
 import moe_ext
 from moe_ext import BalancedGate, MoE, NoisyTopKGate, TopKGate, ops
@@ -90,21 +91,17 @@ def test_balanced_selection_is_that_of_the_cpu(gpu, dtype):
 @pytest.mark.parametrize("shape", [(3, 70, 1100), (2, 5, 7)])
 @pytest.mark.parametrize("mean_of_roots", [False, True])
 def test_the_factored_step_is_that_of_the_cpu(gpu, dtype, shape, mean_of_roots):
-    wide = torch.promote_types(dtype, torch.float32)
-    on_cpu = [draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)]
-    on_cpu[1][0] = 0  # an expert without rows
-    on_cpu += [torch.rand(shape[:2], dtype=wide), torch.rand(shape[0], shape[2], dtype=wide)]
-    before = on_cpu[0].clone()
-    on_gpu = gpu.copy(on_cpu)
-    lr, correction = (torch.tensor(value, dtype=torch.float64) for value in (0.1, 1.5))
-    rule = 0.9, 0.1, 1e-8, mean_of_roots
-    torch.ops.moe_ext.factored_step_(*on_cpu, lr, correction, *rule)
+    rule = "diet" if mean_of_roots else "adam"
+    call = sample("factored_step_", dtype=dtype, shape=shape, rule=rule) | dict(eps=1e-8)
+    assert call["grad"][1:].any() and not call["grad"][0].any()  # an expert without rows
+    expected = TABLE["factored_step_"].function(**call)
     with gpu.kernels():
-        torch.ops.moe_ext.factored_step_(*on_gpu, lr, correction.to(gpu.device), *rule)
+        actual = TABLE["factored_step_"].function(**moved(call, gpu.device))
     rtol = 2e-2 if dtype == torch.bfloat16 else 1e-4
-    for a, e in zip(on_gpu, on_cpu, strict=True):
+    for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.cpu(), e, rtol=rtol, atol=1e-6)
-    assert torch.equal(on_gpu[0][0].cpu(), before[0]) and not torch.equal(on_cpu[0], before)
+    before = call["param"]
+    assert torch.equal(actual[0][0].cpu(), before[0]) and not torch.equal(expected[0], before)
 
 
 def layer(gate, device, dtype=torch.float32, **options):
@@ -137,38 +134,20 @@ def test_the_flat_layer_never_waits_for_the_device(dtype):
 def test_experts_of_any_size_in_any_type(gpu, num_experts, dtype, d_model, hidden, equal):
     if num_experts > 1000 and gpu.device == "cpu":
         pytest.skip("takes too long emulated")
-    counts = torch.full((num_experts,), 2 if equal else 0)
+    counts = [2 if equal else 0] * num_experts
     if not equal:
         counts[0], counts[2], counts[-1] = 300, 1, counts[-1] + 40
-    bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(gpu.device)
-    offsets = None if equal else bounds
-    exact, leaves = [], []
-    for shape in ((int(counts.sum()), d_model), (num_experts, d_model, 2 * hidden)):
-        exact.append(draw(*shape, dtype=torch.float64) / d_model**0.25)
-    exact.append(draw(num_experts, hidden, d_model, dtype=torch.float64) / hidden**0.5)
-    leaves = [x.to(gpu.device, dtype).requires_grad_() for x in exact]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    plain = [x.detach().clone().requires_grad_() for x in leaves]
-    upstream = draw(len(exact[0]), d_model, dtype=torch.float64).to(gpu.device, dtype)
-
-    def ours(x, first, second):
-        return ops.experts(x, [first, second], activation="swiglu", offsets=offsets)
-
-    def loop(x, first, second):
-        rows = []
-        for e, part in enumerate(x.split(counts.tolist())):
-            if len(part):
-                a, b = (part @ first[e]).chunk(2, dim=1)
-                rows.append((torch.nn.functional.silu(a) * b) @ second[e])
-        return torch.cat(rows)
-
-    def values(function, inputs):
-        y = function(*inputs)
-        return [y, *torch.autograd.grad(y, inputs, upstream.to(y.dtype))]
-
+    row, widths = TABLE["experts"], (d_model, hidden, d_model)
+    sizes = dict(counts=counts, widths=widths, activation="swiglu", even=equal)
+    call = sample("experts", gpu.device, dtype, **sizes)
     with gpu.kernels():
-        actual = values(ours, leaves)
-    for a, p, e in zip(actual, values(loop, plain), values(loop, exact), strict=True):
+        outputs, grads = evaluate(row, call)
+    upstream = upstream_of(outputs)
+    plain, exact = (
+        evaluate(row, moved(call, dtype=to), row.plain, moved(upstream, dtype=to))
+        for to in (dtype, torch.float64)
+    )
+    for a, p, e in zip(outputs + grads, sum(plain, []), sum(exact, []), strict=True):
         assert_as_accurate(a, p, e)
 
 
