@@ -256,11 +256,15 @@ def reference_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-
 
 
 def plain_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-2):
-    zero = torch.zeros_like(raw_noise_stddev)
-    stddev = torch.logaddexp(raw_noise_stddev, zero) + noise_epsilon
-    top, index = (clean_logits + noise * stddev).topk(k + 1)
-    gates = torch.softmax(top[:, :k], -1)
-    return gates, index[:, :k], top[:, k - 1 :], index[:, k - 1 :], stddev
+    E = clean_logits.shape[1]
+    H, stddev = clean_logits, clean_logits.new_empty(0, E)
+    if noise is not None:
+        zero = torch.zeros_like(raw_noise_stddev)
+        stddev = torch.logaddexp(raw_noise_stddev, zero) + noise_epsilon
+        H = clean_logits + noise * stddev
+    top, index = torch.nn.functional.pad(H, (0, 1), value=-math.inf).topk(k + 1)
+    threshold_index = torch.where(index < E, index, -1)[:, k - 1 :]
+    return torch.softmax(top[:, :k], -1), index[:, :k], top[:, k - 1 :], threshold_index, stddev
 
 
 # load
@@ -317,6 +321,8 @@ def make_topm(dtype, G, N, E, m, draw="normal"):
         scores[0, N // 2] = -math.inf
     if draw == "equal":
         scores.fill_(0.5)
+    if draw == "distinct":
+        scores = torch.rand(G, E, N).argsort(-1).mT - N / 2
     return dict(scores=(scores if G != 1 or draw != "normal" else scores[0]).to(dtype), m=m)
 
 
@@ -334,6 +340,12 @@ def reference_topm(scores, m, first_expert=0, num_experts=None):
             if m:
                 mth[g, e] = X[ref.top_k(X[:, e], m)[-1], e]
     return (rows, mth) if scores.dim() == 3 else (rows[0], mth[0])
+
+
+def plain_topm(scores, m):
+    """Where no scores are equal."""
+    best = scores.topk(m, dim=-2)
+    return best.indices.sort(-2).values.mT, best.values[..., -1, :]
 
 
 def make_selection(dtype, T, E, p=0.5):
@@ -664,12 +676,16 @@ TABLE = {
         autocast=torch.float32,
         lacks={
             "half_types": "a logit's gradient is rounded for each path that it comes by",
-            "limits": "test_gating.py has them",
             "int32_indices": "it takes none",
         },
         samples=[sizes | dict(noisy=noisy) for sizes in EDGES for noisy in (True, False)]
         + [dict(T=9, E=8, k=k, noisy=False, ties=True) for k in (1, 3, 7, 8)],
         typical=[*TYPICAL, dict(T=5, E=6, k=2, noisy=False)],
+        limits=[
+            dict(T=3, E=E, k=k, noisy=False)
+            for E in (1, 2, 3, 17, 64, 255, 256, 257, 1000, 4096)
+            for k in sorted({1, 2, 17, 64, E}) if k <= E
+        ] + shapes(*((n, 4, 2) for n in MANY)),
         large=shapes((1000, 64, 4)),
         precise=shapes((200, 8, 1), (200, 8, 2), (200, 64, 17), (301, 37, 3)),
         bad=[
@@ -700,7 +716,8 @@ TABLE = {
         ]
         + [dict(T=0, E=4, k=2, groups=[0, 0, 0])],
         typical=[dict(T=T, E=E, k=K, groups=[0, 3, T]), *TYPICAL],
-        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095)),
+        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4095),
+                      *((n, 4, 2) for n in MANY)),
         large=shapes((3000, 64, 4)) + [dict(T=3000, E=64, k=4, groups=[0, 3, 3, 1000, 1001, 3000])],
         precise=shapes((1, 64, 4), (300, 8, 2), (301, 37, 3), (3000, 16, 15)),
         bad=[
@@ -717,10 +734,10 @@ TABLE = {
         ],
     ),
     "batchwise_topm": Operator(
-        function=ops.batchwise_topm, make=make_topm, reference=reference_topm,
+        function=ops.batchwise_topm, make=make_topm, reference=reference_topm, plain=plain_topm,
         equations=("App. F",),
         lacks=NO_GRADIENT | {
-            "limits": "test_balanced_gating.py has them", "int32_indices": "it takes none",
+            "int32_indices": "it takes none",
         },
         samples=[dict(G=2, N=N, E=E, m=m) for N, E, m in [
             (1, 1, 1), (5, 3, 2), (7, 16, 3), (16, 17, 16), (40, 5, 7), (33, 32, 1), (100, 40, 31)
@@ -730,6 +747,7 @@ TABLE = {
         + [dict(G=2, N=20, E=6, m=m, draw=draw)
            for m in (1, 8, 15, 20) for draw in ("ties", "nan", "equal")],
         typical=[dict(G=2, N=T, E=E, m=K), dict(G=1, N=7, E=5, m=2), dict(G=2, N=0, E=4, m=0)],
+        limits=[dict(G=1, N=n, E=4, m=n // 2, draw="distinct") for n in MANY],
         large=[dict(G=1, N=2000, E=80, m=100), dict(G=1, N=2000, E=20, m=100, draw="ties")],
         precise=[dict(G=1, N=200, E=20, m=10), dict(G=1, N=301, E=37, m=29, draw="ties"),
                  dict(G=2, N=50, E=7, m=9, draw="nan")],
@@ -740,11 +758,11 @@ TABLE = {
         reference=reference_selection, plain=plain_selection,
         equations=("App. F",),
         differentiable=("logits",), backward="_selected_softmax_backward",
-        lacks={"limits": "test_balanced_gating.py has them"},
         samples=[dict(T=T, E=E, p=p) for T, E, p in [
             (1, 1, 1), (9, 5, 0.5), (9, 5, 1), (8, 40, 0.2), (6, 4, 0), (0, 5, 1)
         ]],
         typical=[dict(T=T, E=E, p=1), dict(T=7, E=5), dict(T=0, E=4)],
+        limits=[dict(T=n, E=4) for n in MANY],
         large=[dict(T=4000, E=64, p=0.1)],
         precise=[dict(T=300, E=20), dict(T=301, E=37, p=0.1)],
         bad=[

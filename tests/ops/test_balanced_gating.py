@@ -64,31 +64,3 @@ def test_an_expert_selected_twice_gets_both_gradients(device):
     parts = logits.detach()[0, [2, 0, 2]], logits.detach()[1, [1] * 40]
     assert_exact(gates.detach(), torch.cat([part.softmax(0) for part in parts]))
     assert torch.autograd.gradcheck(lambda x: ops.selected_softmax(x, index, offsets), logits)
-
-
-@pytest.mark.emulated(False)  # takes too long
-@pytest.mark.parametrize("T", [65_535, 65_536, 200_000])
-def test_many_tokens(device, T):
-    """As in plain torch, where no scores are equal: no limit in a kernel."""
-    E, k = 4, 2
-    logits = torch.randn(T, E, dtype=torch.float64).to(device).requires_grad_()
-    m = k * T // E
-    chosen = ops.batchwise_topm(logits.detach(), m)
-    best = logits.detach().topk(m, dim=0)
-    assert torch.equal(chosen.row_index, best.indices.sort(0).values.T)
-    assert torch.equal(chosen.mth_score, best.values[-1])
-
-    mask = torch.zeros(T, E, dtype=torch.bool, device=device)
-    mask[chosen.row_index, torch.arange(E, device=device)[:, None]] = True
-    offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
-    gates = ops.selected_softmax(logits, mask.nonzero()[:, 1].contiguous(), offsets)
-    masked = torch.where(mask, logits.exp(), 0)
-    expected = (masked / masked.sum(1, keepdim=True))[mask]
-    assert_exact(gates.detach(), expected.detach())
-    cotangent = torch.linspace(-1, 1, len(gates), dtype=torch.float64, device=device)
-    for a, e in zip(
-        torch.autograd.grad(gates, logits, cotangent),
-        torch.autograd.grad(expected, logits, cotangent),
-        strict=True,
-    ):
-        assert_exact(a, e.nan_to_num())  # of a token without an expert 0 / 0

@@ -30,33 +30,6 @@ def test_noise_epsilon(device, nu):
     assert torch.all(actual.noise_stddev[0] == nu)
 
 
-@pytest.mark.parametrize(
-    "E, k",
-    [
-        (E, k)
-        for E in (1, 2, 3, 17, 64, 255, 256, 257, 1000, 4096)
-        for k in sorted({1, 2, 17, 64, E})
-        if k <= E
-    ],
-)
-def test_any_number_of_experts(device, E, k):
-    clean = torch.randn(3, E, dtype=torch.float64)
-    gates, index, threshold, threshold_index, _ = ops.noisy_topk_gating(
-        clean.to(device), None, None, k
-    )
-    ordered = clean.sort(descending=True, stable=True)
-    assert_same_bits(index, ordered.indices[:, :k])
-    assert_exact(gates, ordered.values[:, :k].softmax(-1))
-    assert_exact(threshold[:, 0], ordered.values[:, k - 1])
-    assert_same_bits(threshold_index[:, 0], ordered.indices[:, k - 1])
-    if k < E:
-        assert_exact(threshold[:, 1], ordered.values[:, k])
-        assert_same_bits(threshold_index[:, 1], ordered.indices[:, k])
-    else:
-        assert torch.all(threshold[:, 1] == -math.inf)
-        assert torch.all(threshold_index[:, 1] == -1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("E, k", [(4, 1), (8, 3), (8, 7), (257, 17), (1000, 64), (6, 6)])
 def test_ties_go_to_the_lower_index(device, E, k, dtype):
@@ -70,11 +43,6 @@ def test_ties_go_to_the_lower_index(device, E, k, dtype):
     assert_same_bits(actual.threshold_index[:, 0], order[:, k - 1])
     if k < E:
         assert_same_bits(actual.threshold_index[:, 1], order[:, k])
-
-
-def test_zero_signs_tie(device):
-    clean = torch.tensor([[-0.0, 0.0, -1.0, 0.0]], device=device)
-    assert ops.noisy_topk_gating(clean, None, None, 3).expert_index.tolist() == [[0, 1, 3]]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -98,12 +66,6 @@ def test_nan_ranks_last(device, k):
         torch.testing.assert_close(actual.gates[4].cpu(), expected)
 
 
-def test_minus_infinity_below_a_finite_top_gets_gate_zero(device):
-    clean = torch.tensor([[-math.inf, 1.0, -math.inf]], device=device)
-    gates, index, *_ = ops.noisy_topk_gating(clean, None, None, 2)
-    assert index.tolist() == [[1, 0]] and gates.tolist() == [[1.0, 0.0]]
-
-
 def test_nan_row_leaves_other_rows_alone(device):
     clean, raw, noise = (x.to(device) for x in make(6, 5))
     expected = ops.noisy_topk_gating(clean, raw, noise, 2)
@@ -117,10 +79,17 @@ def test_nan_row_leaves_other_rows_alone(device):
     assert sorted(set(actual.expert_index[3].tolist())) == sorted(actual.expert_index[3].tolist())
 
 
-def test_underflowed_gate_is_still_routed(device):
-    clean = torch.tensor([[0.0, -1000.0, -2000.0]], device=device)
-    gates, index, *_ = ops.noisy_topk_gating(clean, None, None, 2)
-    assert gates.tolist() == [[1.0, 0.0]] and index.tolist() == [[0, 1]]
+@pytest.mark.parametrize(
+    "clean, index, gates",
+    [
+        pytest.param([-0.0, 0.0, -1e3, 0.0, -0.0], [0, 1, 3, 4], [0.25] * 4, id="zero signs tie"),
+        pytest.param([-math.inf, 1.0, -math.inf], [1, 0], [1.0, 0.0], id="-inf gets gate 0"),
+        pytest.param([0.0, -1e3, -2e3], [0, 1], [1.0, 0.0], id="underflowed gate is routed"),
+    ],
+)
+def test_gates_by_hand(device, clean, index, gates):
+    actual = ops.noisy_topk_gating(torch.tensor([clean], device=device), None, None, len(index))
+    assert actual.expert_index.tolist() == [index] and actual.gates.tolist() == [gates]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -156,42 +125,3 @@ def test_noise_is_a_constant(device):
     out = ops.noisy_topk_gating(clean, raw, noise, 2)
     (out.gates.pow(2).sum() + out.threshold.sum()).backward()
     assert noise.grad is None and clean.grad is not None and raw.grad is not None
-
-
-MANY = [65_535, 65_536, 200_000]
-
-
-@pytest.mark.emulated(False)  # takes too long
-@pytest.mark.parametrize("T", MANY)
-def test_many_tokens(device, T):
-    """Routing, load and importance, forward and backward, as in plain torch: no limit in a kernel.
-
-    Sums of 200,000 terms of either order differ by about 1e-12 of them.
-    """
-    E, k = 4, 2
-    clean, raw, noise = make(T, E, device)
-    clean.requires_grad_(), raw.requires_grad_()
-    actual = ops.noisy_topk_gating(clean, raw, noise, k, NU)
-    load = ops.load(clean, actual.noise_stddev, actual.threshold, actual.expert_index)
-    importance = ops.importance(actual.gates, actual.expert_index, E)
-
-    stddev = torch.nn.functional.softplus(raw) + NU
-    H = clean + noise * stddev
-    top, index = H.topk(k + 1)
-    gates, chosen = top[:, :k].softmax(1), index[:, :k]
-    member = torch.zeros_like(H, dtype=torch.bool).scatter(1, chosen, True)
-    threshold = torch.where(member, top[:, k:], top[:, k - 1 : k])
-    expected_load = torch.special.ndtr((clean - threshold) / stddev).sum(0)
-    expected_importance = torch.zeros_like(H).scatter(1, chosen, gates).sum(0)
-
-    assert torch.equal(actual.expert_index, chosen)
-    assert_exact(actual.gates.detach(), gates.detach())
-    torch.testing.assert_close(load, expected_load, rtol=1e-11, atol=0)
-    torch.testing.assert_close(importance, expected_importance, rtol=1e-11, atol=0)
-    cotangents = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64, device=device)
-    for a, e in zip(
-        torch.autograd.grad([load, importance], [clean, raw], [cotangents] * 2),
-        torch.autograd.grad([expected_load, expected_importance], [clean, raw], [cotangents] * 2),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
