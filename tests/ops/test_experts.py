@@ -81,9 +81,6 @@ def test_nan_row_stays_in_its_row(device, dtype):
     assert gradient[0].isnan().all() and gradient[1:].isfinite().all()
 
 
-# ops.experts with hidden layers
-
-
 # FeedForwardExperts
 
 
@@ -233,21 +230,6 @@ def test_heterogeneous_modules(device):
     experts(rows, offsets_of([3, 0, 4], device)).sum().backward()
     for p in modules[1].parameters():  # no rows: a zero gradient, not a missing one
         assert p.grad is not None and torch.count_nonzero(p.grad) == 0
-
-
-def test_modules_agree_with_stacked_weights(device):
-    stacked = FeedForwardExperts(3, 4, (6,), bias=True).double().to(device)
-    modules = []
-    for e in range(3):
-        first, second = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
-        for linear, i in ((first, 0), (second, 1)):
-            linear.weight = torch.nn.Parameter(stacked.weights[i][e].detach().t().clone())
-            linear.bias = torch.nn.Parameter(stacked.biases[i][e].detach().clone())
-        modules.append(torch.nn.Sequential(first, torch.nn.ReLU(), second))
-    rows, offsets = normal(9, 4, device=device), offsets_of([5, 0, 4], device)
-    assert_exact(
-        ModuleExperts(modules).to(device)(rows, offsets).detach(), stacked(rows, offsets).detach()
-    )
 
 
 def test_modules_without_any_rows(device):
