@@ -5,11 +5,14 @@ import pytest
 import torch
 
 from moe_ext import (
+    BalancedGate,
     FeedForwardExperts,
+    HierarchicalBalancedGate,
     ModuleExperts,
     MoE,
     NoisyTopKGate,
     SoftmaxGate,
+    TopKGate,
 )
 from moe_ext.distributed import ExpertParallel
 
@@ -44,6 +47,18 @@ def layer(**changes):
         (lambda: gate(k=E + 1), r"k must .*5.*got .*6"),
         (lambda: gate(num_experts=0), r"must .*got"),
         (lambda: gate(noise_epsilon=-1.0), r"noise_epsilon must .*got -1"),
+        (lambda: BalancedGate(D, E, 0), rf"BalancedGate: k must .*{E}.*got 0"),
+        (lambda: BalancedGate(D, E, E + 1), rf"BalancedGate: k must .*{E}.*got {E + 1}"),
+        (lambda: BalancedGate(D, 0, 1), r"BalancedGate: num_experts must .*got 0"),
+        (lambda: TopKGate(D, E, E + 1), rf"TopKGate: k must .*{E}.*got {E + 1}"),
+        (
+            lambda: HierarchicalBalancedGate(D, 3, 4, (4, 1)),
+            r"HierarchicalBalancedGate: k must .*num_groups = 3.*got \(4, 1\)",
+        ),
+        (
+            lambda: HierarchicalBalancedGate(D, 3, 0, 1),
+            r"HierarchicalBalancedGate: experts_per_group must .*got 0",
+        ),
         (lambda: SoftmaxGate(D, 0), r"num_experts must .*got 0"),
         (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
         (
@@ -99,11 +114,6 @@ def test_modules_that_are_no_gate_and_no_experts(options, name):
 def test_width_of_the_input(shape):
     with pytest.raises(ValueError, match=rf"x must .*{D}.*got .*{shape[-1]}"):
         layer()(torch.randn(shape))
-
-
-def test_integer_input():
-    with pytest.raises(TypeError, match=r"x must .*got .*(int64|Long)"):
-        layer()(torch.zeros(4, D, dtype=torch.int64))
 
 
 def test_mask():

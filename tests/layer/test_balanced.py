@@ -1,23 +1,18 @@
 """BalancedGate, HierarchicalBalancedGate and TopKGate: the strictly balanced gating of App. F."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import reference as ref
 import torch
 from assertions import (
-    assert_deterministic,
     assert_exact,
     assert_same_bits,
     assert_same_products,
     gradients,
 )
 from operators import tie_break
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
     BalancedGate,
@@ -459,24 +454,6 @@ def test_detach_scores(device, kind, detach_scores):
     assert_exact(gate.w_gate.grad, (x.t() @ logits.grad).detach())
 
 
-@pytest.mark.parametrize("kind", GATES)
-def test_gradcheck(device, kind):
-    """In x and all parameters, where a small step changes no mask; of L_batchwise, too, which flows
-    into the scores on request (as a constant it would have no gradient there)."""
-    gate, x = make_gate(kind, device, detach_scores=False), make_x(4, device=device)
-    gate(x)
-    move_thresholds(gate)
-    names = [name for name, _ in gate.named_parameters()]
-
-    def function(x, *parameters):
-        parameters = dict(zip(names, parameters, strict=True))
-        gating = torch.func.functional_call(gate, parameters, (x,))
-        return dense(gating, gate.num_experts), gating.importance, gating.loss
-
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *gate.parameters())]
-    assert torch.autograd.gradcheck(function, leaves)
-
-
 def test_thresholds_follow_by_sgd(device):
     """On a fixed batch L_batchwise / T brings the masks together: its gradient is the excess share
     of the tokens."""
@@ -494,174 +471,6 @@ def test_thresholds_follow_by_sgd(device):
 
 
 # As a module
-
-
-@pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("training", [True, False])
-def test_empty_batch(device, kind, training):
-    """Every parameter that is used has a gradient, of zeros; the thresholds do not start."""
-    layer = make_layer(kind, device).train(training)
-    y, aux = layer(make_x(0, device=device))
-    assert y.shape == (0, D) and aux.gates.shape == aux.expert_index.shape == (0,)
-    assert aux.token_offsets.tolist() == [0]
-    assert aux.importance.tolist() == aux.load.tolist() == [0] * layer.num_experts
-    assert all(value == 0 for value in aux.metrics().values())
-    (y.sum() + aux.loss).backward()
-    for name, parameter in layer.named_parameters():
-        if training or "threshold" not in name:
-            assert torch.count_nonzero(parameter.grad) == 0, name
-    assert not layer.gate.initialized
-    layer.train()(make_x(5, device=device))
-    assert layer.gate.initialized
-
-
-@pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("training", [True, False])
-def test_masked_tokens_do_not_exist(device, kind, training):
-    layer, x = make_layer(kind, device), make_x(12, device=device)
-    layer(x)
-    layer.train(training)
-    mask = torch.arange(12, device=device) % 3 != 1
-    results = []
-    for tokens, options in (
-        (x[mask], {}),
-        (x.masked_fill(~mask[:, None], math.nan), {"mask": mask}),
-    ):
-        layer.zero_grad()
-        y, aux = layer(tokens, **options)
-        kept = y[mask] if options else y
-        assert not options or torch.count_nonzero(y[~mask]) == 0
-        total(kept, aux).backward()
-        grads = [p.grad for p in layer.parameters() if p.grad is not None]
-        results.append([kept, aux.loss, aux.gates, aux.expert_index, aux.token_offsets, *grads])
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
-
-
-@pytest.mark.parametrize("level", ["a = 1", "b = 1"])
-@pytest.mark.parametrize("n, k", [(6, 1), (6, 2), (6, 6), (1, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_choice_on_a_level_is_the_flat_gate(device, level, n, k, dtype):
-    """Bit for bit on the CPU: gates, statistics, losses, outputs, gradients; in evaluation, too."""
-    if level == "a = 1":
-        layer = layer_of(HierarchicalBalancedGate(D, 1, n, (1, k)))
-        names = "w_gate_secondary", "threshold_secondary"
-    else:
-        layer = layer_of(HierarchicalBalancedGate(D, n, 1, (k, 1)))
-        names = "w_gate", "threshold"
-    shake(layer.gate)
-    layer.to(device, dtype)
-    w_gate, threshold = (getattr(layer.gate, name) for name in names)
-    flat = layer_of(BalancedGate(D, n, k)).to(device, dtype)
-    with torch.no_grad():
-        flat.gate.w_gate.copy_(w_gate.reshape(D, n))
-    flat.experts.load_state_dict(layer.experts.state_dict())
-    x = make_x(40, device=device, dtype=dtype)
-    shift = 0.02 * torch.randn(n, dtype=dtype, device=device)
-    results = []
-    for module, *gate in (
-        (layer, w_gate, threshold),
-        (flat, flat.gate.w_gate, flat.gate.threshold),
-    ):
-        module(x)
-        with torch.no_grad():
-            gate[1].add_(shift.view_as(gate[1]))
-        leaf = x.clone().requires_grad_()
-        y, aux = module(leaf)
-        inputs = leaf, *gate, *module.experts.parameters()
-        grads = gradients([total(y, aux)], inputs, [None])
-        grads[1] = grads[1].reshape(D, n)
-        grads[2] = grads[2].reshape(n)
-        statistics = aux.importance, aux.load, aux.gates, aux.expert_index, aux.token_offsets
-        evaluated = module.eval()(x)
-        results.append([y, aux.loss, *statistics, *grads, evaluated[0], evaluated[1].gates])
-    for hierarchical, expected in zip(*results, strict=True):
-        assert_same_products(hierarchical, expected)
-
-
-@pytest.mark.parametrize("kind", GATES)
-def test_autocast_leaves_the_gate_in_float32(device, kind):
-    gate = make_gate(kind, device, torch.float32)
-    x, results = make_x(50, device=device, dtype=torch.float32), []
-    gate(x)
-    for enabled in (False, True):
-        gate.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            gating = gate(x)
-        (gating.gates.square().sum() + gating.loss).backward()
-        results.append([*gating[:5], *(p.grad for p in gate.parameters())])
-    for plain, cast in zip(*results, strict=True):
-        assert_same_bits(cast, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", GATES)
-def test_half_precision(device, kind, dtype):
-    """The gates are float32, those of the widened weights and inputs."""
-    gate, x = make_gate(kind, device, dtype), make_x(50, device=device, dtype=dtype)
-    wide = copy.deepcopy(gate).float()
-    gating, expected = gate(x), wide(x.float())
-    assert gating.gates.dtype == gating.loss.dtype == torch.float32
-    assert_same_bits(gating.gates, expected.gates)
-    assert_same_bits(gating.expert_index, expected.expert_index)
-    gating.gates.square().sum().backward()
-    assert gate.w_gate.grad.dtype == dtype
-
-
-@pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(device, kind, reentrant):
-    """The recomputed pass starts no thresholds again: one batch, with and without."""
-    results = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        layer, x = make_layer(kind, device), make_x(20, device=device).requires_grad_()
-
-        def forward(x, layer=layer):
-            y, aux = layer(x)
-            return y, aux.loss
-
-        y, loss = checkpoint(forward, x, use_reentrant=reentrant) if recompute else forward(x)
-        (y.square().sum() + loss).backward()
-        parameters = list(layer.parameters())
-        results.append([y, loss, x.grad, *parameters, *(p.grad for p in parameters)])
-    for plain, recomputed in zip(*results, strict=True):
-        assert_same_bits(recomputed, plain)
-
-
-@pytest.mark.parametrize("kind", GATES)
-def test_copies_pickles_and_states(device, kind):
-    """Thresholds and whether they have started travel with the state."""
-    gate, x = make_gate(kind, device), make_x(20, device=device)
-    keys = list(gate.state_dict())
-    gate(x).loss.backward()
-    move_thresholds(gate)
-    assert list(gate.state_dict()) == keys
-    expected = gate(make_x(20, device=device)), gate.eval()(x)
-    fresh = GATES[kind]().double().to(device)
-    fresh.load_state_dict(gate.state_dict())
-    torch.manual_seed(20170123)
-    for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate)), fresh):
-        before = [p.detach().clone() for p in twin.parameters()]
-        twin.train()(make_x(7, device=device))
-        for a, e in zip(twin.parameters(), before, strict=True):
-            assert_same_bits(a.detach(), e)
-        assert_same_bits(twin.eval()(x).gates, expected[1].gates)
-
-
-@pytest.mark.parametrize("kind", GATES)
-def test_deterministic(threads, kind):
-    layer, x = make_layer(kind, dtype=torch.float32), make_x(3000, dtype=torch.float32)
-    layer(x)
-    move_thresholds(layer.gate)
-
-    def function():
-        leaf = x.clone().requires_grad_()
-        y, aux = layer(leaf)
-        loss = total(y, aux)
-        return y, aux.loss, *torch.autograd.grad(loss, [leaf, *layer.parameters()])
-
-    assert_deterministic(function, threads, runs=5)
 
 
 class _NoReads(TorchDispatchMode):
@@ -682,54 +491,6 @@ def test_training_reads_no_values(kind):
             total(y, aux).backward()
     with pytest.raises(AssertionError), _NoReads():
         layer.eval()(x)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("kind", GATES)
-def test_training_compiles_to_a_whole_graph(device, kind, masked):
-    """For any number of tokens, the batch that starts the thresholds among them."""
-    torch._dynamo.reset()
-    layer = make_layer(kind, device, torch.float32)
-    twin = copy.deepcopy(layer)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=counter)
-    for T in (20, 33, 64):
-        x, results = make_x(T, device=device, dtype=torch.float32), []
-        mask = (torch.rand(T) > 0.3).to(device) if masked else None
-        for module, function in ((layer, layer), (twin, compiled)):
-            leaf = x.clone().requires_grad_()
-            y, aux = function(leaf, mask)
-            module.zero_grad()
-            total(y, aux).backward()
-            grads = [p.grad for p in module.parameters()]
-            results.append([y, aux.loss, aux.gates, leaf.grad, *grads, *module.parameters()])
-        for e, a in zip(*results, strict=True):
-            assert a.shape == e.shape
-            assert (a - e).abs().max() <= 1e-5 * (1 + e.abs().max())
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    "make, pattern",
-    [
-        (lambda: BalancedGate(D, E, 0), r"BalancedGate: k must .*6.*got 0"),
-        (lambda: BalancedGate(D, E, 7), r"BalancedGate: k must .*6.*got 7"),
-        (lambda: BalancedGate(D, 0, 1), r"BalancedGate: num_experts must .*got 0"),
-        (lambda: TopKGate(D, E, 7), r"TopKGate: k must .*6.*got 7"),
-        (
-            lambda: HierarchicalBalancedGate(D, 3, 4, (4, 1)),
-            r"HierarchicalBalancedGate: k must .*num_groups = 3.*got \(4, 1\)",
-        ),
-        (
-            lambda: HierarchicalBalancedGate(D, 3, 0, 1),
-            r"HierarchicalBalancedGate: experts_per_group must .*got 0",
-        ),
-    ],
-)
-def test_constructor_values(make, pattern):
-    with pytest.raises(ValueError, match=pattern):
-        make()
 
 
 # TopKGate

@@ -17,16 +17,20 @@ def vec(*values, device="cpu"):
 @pytest.mark.equation("Eq. 7", "Eq. 11")
 @pytest.mark.parametrize(
     "v, expected",
-    [([1, 3], 0.25), ([4, 0, 0, 0], 3), ([5], 0), ([0, 0, 0], 0), ([0], 0), ([2, 2, 2, 2], 0)],
+    [([1, 3], 0.25), ([4, 0, 0, 0], 3), ([5], 0), ([0, 0, 0], 0), ([0], 0), ([3] * 8, 0)],
 )
 def test_population_variance(device, v, expected):
-    """n = 1 and all zeros are 0, not 0 / 0."""
+    """n = 1 and all zeros are 0, not 0 / 0; where all are equal the gradient is 0, too."""
     v = vec(*v, device=device).requires_grad_()
     actual = cv_squared(v)
     assert actual.shape == ()
     assert float(actual.detach()) == pytest.approx(expected, abs=1e-14)
     (gradient,) = torch.autograd.grad(actual, v)
     assert gradient.isfinite().all()
+    if expected == 0:
+        assert gradient.abs().max() < 1e-15
+    if len(v) == 1:
+        assert gradient.tolist() == [0]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
@@ -34,18 +38,6 @@ def test_values_of_other_shapes_are_refused(shape):
     message = rf"cv_squared: values must have shape \[E\], E > 0, got {re.escape(str(shape))}"
     with pytest.raises(ValueError, match=message):
         cv_squared(torch.rand(shape))
-
-
-def test_one_expert_has_zero_gradient(device):
-    v = vec(5, device=device).requires_grad_()
-    (gradient,) = torch.autograd.grad(cv_squared(v), v)
-    assert gradient.tolist() == [0]
-
-
-def test_equal_values_have_zero_gradient(device):
-    v = torch.full((8,), 3.0, dtype=torch.float64, device=device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(cv_squared(v), v)
-    assert gradient.abs().max() < 1e-15
 
 
 @pytest.mark.equation("Eq. 7", "Eq. 11")
@@ -69,11 +61,6 @@ def test_derivative_formula(device):
     S, Q = y.sum(), y.pow(2).sum()
     assert_exact(gradient, (2 * 7 / S**2 * (y - Q / S)).detach())
     assert abs(float(gradient @ y)) < 1e-14
-
-
-def test_gradcheck(device):
-    y = (torch.rand(6, dtype=torch.float64, device=device) + 0.1).requires_grad_()
-    assert torch.autograd.gradcheck(cv_squared, (y,))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])

@@ -9,7 +9,13 @@ import torch
 from assertions import assert_exact, assert_same_bits
 from torch.utils.checkpoint import checkpoint
 
-from moe_ext import HierarchicalNoisyTopKGate, MoELSTM, MoELSTMCell, SoftmaxGate
+from moe_ext import (
+    HierarchicalNoisyTopKGate,
+    MoELSTM,
+    MoELSTMCell,
+    NoisyTopKGate,
+    SoftmaxGate,
+)
 from moe_ext.recurrent.bptt import num_evaluations
 
 B, S, D, U, E, K = 3, 5, 2, 3, 4, 2
@@ -222,9 +228,23 @@ def test_slots_do_not_change_a_bit(device, slots, masked):
     assert_all_same_bits(run(layer, *args, **options), expected)
 
 
-def test_slots_replay_the_gates_own_generator():
+GATES = {
+    "noisy": lambda generator: NoisyTopKGate(D + U, E, K, generator=generator),
+    "hierarchical": lambda generator: HierarchicalNoisyTopKGate(
+        D + U, 2, 2, (1, 2), generator=generator
+    ),
+    "softmax": lambda generator: SoftmaxGate(D + U, E),
+}
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_slots_with_gates_of_ones_own(kind):
+    """The backward pass replays the generator that a gate holds."""
     generator = torch.Generator()
-    layer = make_layer(generator=generator)
+    gate = GATES[kind](generator)
+    layer = MoELSTM(D, U, E, gate.k, gate=gate).double()
+    for parameter in gate.parameters():
+        torch.nn.init.normal_(parameter)
     args = make_inputs()
     found = []
     for slots in (None, 1, 2, S):
@@ -419,32 +439,6 @@ def test_evaluation_draws_and_keeps_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_gates_of_ones_own():
-    found = []
-    for slots in (None, 2):
-        torch.manual_seed(0)
-        layer = MoELSTM(D, U, E, E, gate=SoftmaxGate(D + U, E), memory_slots=slots).double()
-        torch.nn.init.normal_(layer.cell.moe.gate.w_gate)
-        found.append(run(layer, *make_inputs()))
-    assert_all_same_bits(*found)
-
-
-def test_hierarchical_gates():
-    """Its two levels draw from the generator that the gate holds."""
-    generator = torch.Generator()
-    gate = HierarchicalNoisyTopKGate(D + U, 2, 3, (1, 2), generator=generator)
-    layer = MoELSTM(D, U, 6, 2, gate=gate).double()
-    for parameter in gate.parameters():
-        torch.nn.init.normal_(parameter)
-    args = make_inputs()
-    found = []
-    for slots in (None, 2):
-        layer.memory_slots = slots
-        generator.manual_seed(4)
-        found.append((*run(layer, *args), generator.get_state()))
-    assert_all_same_bits(*found)
-
-
 @pytest.mark.parametrize("slots", [None, 2])
 def test_the_gates_own_loss_is_summed_over_the_steps(slots):
     class Gate(SoftmaxGate):
@@ -530,22 +524,13 @@ def test_deterministic(threads):
         assert_all_same_bits(run(layer, *args), expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_to_a_whole_graph(training):
+@pytest.mark.parametrize("training, slots", [(True, None), (False, None), (True, 2)])
+def test_compiled_equals_eager(training, slots):
+    """Slots break the graph; without them it is whole."""
     torch._dynamo.reset()
-    layer = make_layer(dtype=torch.float32).train(training)
+    layer = make_layer(dtype=torch.float32, memory_slots=slots).train(training)
     args = make_inputs(dtype=torch.float32, length=3)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for a, e in zip(run(compiled, *args), run(layer, *args), strict=True):
-        torch.testing.assert_close(a, e)
-    torch._dynamo.reset()
-
-
-def test_slots_break_the_graph():
-    torch._dynamo.reset()
-    layer = make_layer(dtype=torch.float32, memory_slots=2)
-    args = make_inputs(dtype=torch.float32, length=3)
-    compiled = torch.compile(layer, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=slots is None, backend="aot_eager")
     for a, e in zip(run(compiled, *args), run(layer, *args), strict=True):
         torch.testing.assert_close(a, e)
     torch._dynamo.reset()
