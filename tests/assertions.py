@@ -98,17 +98,14 @@ def recorded_ops(namespace="moe_ext"):
             calls.append((name.split(".")[0], func, args, kwargs))
 
 
-NOT_DIFFERENTIABLE = {"dispatch_plan", "batchwise_topm"}
-
-
 def opcheck_all(function, expected_names):
     """opcheck every op that `function` (a forward and a backward) calls; these must be the expected
-    ones. Forward ops are checked with gradients required, where they take any."""
+    ones. Forward ops are checked with gradients required."""
     with recorded_ops() as calls:
         function()
     assert {name for name, *_ in calls} == set(expected_names)
     for name, op, args, kwargs in calls:
-        differentiable = not name.startswith("_") and name not in NOT_DIFFERENTIABLE
+        differentiable = not name.startswith("_")
 
         def leaf(x, differentiable=differentiable):
             if isinstance(x, torch.Tensor):
