@@ -183,14 +183,15 @@ class FeedForwardExperts(Experts):
 
     def reset_parameters(self) -> None:
         """Draws the weights and sets the biases to zero, as in new experts."""
-        device = self.weights[0].device
-        if device.type == "meta" or is_fake(self.weights[0]):
+        weights = self.weights
+        device = weights[0].device
+        if device.type == "meta" or is_fake(weights[0]):
             return
         seed = int(torch.randint(2**31, (), device="cpu"))
         generator = torch.Generator(device)
         for e in range(self.num_experts):
             generator.manual_seed(seed + self.first_expert + e)
-            for weight in self.weights:
+            for weight in weights:
                 uniform_(weight.detach()[e], weight.shape[1], generator)
         for bias in self.biases or ():
             nn.init.zeros_(bias)

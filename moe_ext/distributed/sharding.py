@@ -110,6 +110,7 @@ class ExpertSharding:
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate) -> None:
+        # As text, for the repr: a layer is copied, and a process group cannot be.
         self._options = (
             f"balance={options.balance!r}, exchange={options.exchange!r}, "
             f"num_chunks={options.num_chunks}"
