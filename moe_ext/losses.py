@@ -50,7 +50,9 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
-    """Computes L_batchwise, the loss that trains the thresholds (Appendix F), a scalar::
+    """Computes L_batchwise, the loss that trains the thresholds (Appendix F), a scalar.
+
+    It sums over the tokens j and the experts i::
 
         L_batchwise = Σ_j Σ_i (M_threshold(X_j, T)_i - M_batchwise(X)_ji) (X_ji - T_i)
 

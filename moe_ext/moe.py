@@ -33,7 +33,7 @@ __all__ = ["MoE", "MoEAux"]
 
 
 class MoEAux(NamedTuple):
-    """Holds the losses, the statistics and the routing decision that a MoE layer returns with y.
+    """Holds the losses, statistics and routing decision that a MoE layer returns with y.
 
     T is the number of tokens that are not masked out. With a process_group and balance="global",
     loss, importance, load, load_factors and gate_metrics cover the tokens of all ranks. The other

@@ -20,11 +20,11 @@ __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 
 
 def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
-    """Computes the load of a hierarchical gate (Appendix B), [a · b]::
+    """Computes the load of a hierarchical gate (Appendix B), [a · b].
+
+    The load of an empty group is 0. Otherwise::
 
         Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
-
-    The load of an empty group is 0.
 
     Args:
         load: [a], Load_primary(X).

@@ -44,12 +44,10 @@ def batchwise_topm(
 
 
 def selected_softmax(logits: Tensor, expert_index: Tensor, token_offsets: Tensor) -> Tensor:
-    """Computes the gates of the selected experts, [R]::
+    """Computes the gates of the selected experts, [R].
 
-        G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j
-
-    This equals the softmax over only the selected logits, which cannot underflow. A token without
-    selected experts has no gates.
+    The gates are G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j. The operator computes the softmax over
+    only the selected logits, which cannot underflow. A token without selected experts has no gates.
 
     Args:
         logits: [T, E].

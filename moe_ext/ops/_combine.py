@@ -7,12 +7,11 @@ from torch import Tensor
 def combine(
     expert_output: Tensor, gates: Tensor, inverse: Tensor, token_offsets: Tensor | None = None
 ) -> Tensor:
-    """Sums the expert outputs of each token, weighted by its gates (Eq. 1), [T, D]::
+    """Sums the expert outputs of each token, weighted by its gates (Eq. 1); returns [T, D].
 
-        y_t = Σ_s gates[s] · expert_output[inverse[s]]    over the slots s of token t
-
-    The sum runs in slot order and accumulates half-precision inputs in float32. The result has the
-    dtype of expert_output. A token without slots gets 0.
+    y_t = Σ_s gates[s] · expert_output[inverse[s]] over the slots s of token t. The sum runs in slot
+    order and accumulates half-precision inputs in float32. The result has the dtype of
+    expert_output. A token without slots gets 0.
 
     Args:
         expert_output: [R, D], sorted by expert.

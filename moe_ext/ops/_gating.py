@@ -33,7 +33,9 @@ def noisy_topk_gating(
     k: int,
     noise_epsilon: float = 1e-2,
 ) -> TopKSelection:
-    """Computes the gates of the k largest noisy logits of each token (Eqs. 3-5)::
+    """Computes the gates of the k largest noisy logits of each token (Eqs. 3-5).
+
+    The noisy logits H and the gates G are::
 
         H = clean_logits + noise · (softplus(raw_noise_stddev) + noise_epsilon)
         G = softmax(KeepTopK(H, k))

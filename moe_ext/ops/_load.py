@@ -12,11 +12,12 @@ def load(
     detach_threshold: bool = False,
     group_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Estimates the number of tokens of each expert, Load(X)_i = Σ_x P(x, i) (Appendix A)::
+    """Estimates the number of tokens of each expert, Load(X)_i = Σ_x P(x, i) (Appendix A).
+
+    P(x, i) is the probability that expert i is in the top k when only its own noise is redrawn::
 
         P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i)
 
-    P(x, i) is the probability that expert i is in the top k when only its own noise is redrawn.
     The gradient flows to the logits, the standard deviations and the thresholds. Through the
     thresholds it reaches the k-th and (k+1)-th largest noisy logits.
 
@@ -28,8 +29,8 @@ def load(
             group_offsets[g] <= t < group_offsets[g + 1]; it may be empty.
 
     Returns:
-        [E]. With group_offsets, [G, E]: the sums over each group of rows, the load Load_g(X^(g)) of
-        a secondary gate (Appendix B).
+        [E], or [G, E] with group_offsets. Row g is then the sum over the rows of group g, the load
+        Load_g(X^(g)) of a secondary gate (Appendix B).
 
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
