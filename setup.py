@@ -72,7 +72,7 @@ def wants_cuda(has_sources: bool) -> bool:
     elif CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
         missing = f"no CUDA toolkit was found for torch's CUDA {torch.version.cuda}"
     elif toolkit_version().split(".")[0] != torch.version.cuda.split(".")[0]:
-        missing = f"the toolkit has CUDA {toolkit_version()}, but torch has {torch.version.cuda}"
+        missing = f"the toolkit has CUDA {toolkit_version()} and torch has {torch.version.cuda}"
     elif not architectures():
         missing = f"the toolkit supports none of the architectures {', '.join(CUDA_ARCHITECTURES)}"
     else:

@@ -60,7 +60,7 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
                 container, number, rest = name.split(".", 2)
                 whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
             else:
-                rule = f"have {len(local)} rows, one for each expert of this rank"
+                rule = f"have one row for each of this rank's experts ({len(local)})"
                 shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
                 require(shape[:1] == (len(local),), f"{prefix}{name}", rule, shape)
                 whole_name, bounds = name, (local.start, local.stop, layer.num_experts)

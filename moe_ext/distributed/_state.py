@@ -246,7 +246,7 @@ def require_same_optimizers(
 ) -> None:
     """Raises ValueError unless the classes and numbers of groups agree, or optimizers is empty."""
     there, here = (
-        [f"{kind} with {len(groups)} groups" for kind, groups in options]
+        [f"{kind} with {len(groups)} group(s)" for kind, groups in options]
         for options in (given, optimizer_options(optimizers))
     )
     require(not here or there == here, name, f"be {here}", there)

@@ -133,7 +133,7 @@ class Exchange:
         """Computes y [T, d_output] and tokens_per_expert [E] of this rank's tokens.
 
         Args:
-            x: [T, D]. `x.requires_grad` must agree on all ranks; otherwise backward deadlocks.
+            x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
             routing: the routing decision of this rank's tokens, over the experts of all ranks.
             experts: the experts of this rank.
             fused: see `moe_ext.Experts`.

@@ -233,11 +233,11 @@ def test_state_dict_of_one_process(workers, world, dense):
     for name in state:
         assert_same_bits(back[name], state[name])
     assert message == (
-        "load_full_state_dict: state must be the model's, got "
-        "[4, 4, 6] flat.experts.weight_0 instead of [5, 4, 6]; "
-        "no modules_layer.experts.experts.2.last.bias instead of [4]; "
-        "no modules_layer.experts.experts.2.last.weight instead of [4, 5]; "
-        "[] other instead of no"
+        "load_full_state_dict: state must have the names and shapes of the model, got "
+        "flat.experts.weight_0: [4, 4, 6] instead of [5, 4, 6]; "
+        "modules_layer.experts.experts.2.last.bias: nothing instead of [4]; "
+        "modules_layer.experts.experts.2.last.weight: nothing instead of [4, 5]; "
+        "other: [] instead of nothing"
     )
 
 
@@ -306,7 +306,7 @@ def flip_byte(path):
     path.write_bytes(data)
 
 
-def damaged(group, rank, folder):
+def corrupted(group, rank, folder):
     model = Model(group, seed=7)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(folder, group)
@@ -314,13 +314,13 @@ def damaged(group, rank, folder):
         checkpoints.load(model)
     for name, value in model.state_dict().items():
         assert_same_bits(value, before[name])
-    with pytest.warns(UserWarning, match="step-00000002/.*; .*step-00000001 is taken instead"):
+    with pytest.warns(UserWarning, match="step-00000002/.*; .*loading .*step-00000001 instead"):
         loaded = checkpoints.load(model, fallback=True)
     assert loaded.step == checkpoints.load(model, step=1).step == 1
     return str(raised.value)
 
 
-def test_damaged_files_are_named(workers, tmp_path):
+def test_corrupted_files_are_named(workers, tmp_path):
     model = Model()
     optimizers = optimizers_of("factored", model)
     checkpoints = Checkpoints(tmp_path / "good")
@@ -335,16 +335,16 @@ def test_damaged_files_are_named(workers, tmp_path):
         check=True,
     )
     for number, name in enumerate(sorted(names)):
-        for how, damage in (("damaged", flip_byte), ("No such file", os.unlink)):
+        for how, corrupt in (("corrupted", flip_byte), ("No such file", os.unlink)):
             folder = tmp_path / f"{number} {how}"
             shutil.copytree(tmp_path / "good", folder)
             path = folder / "step-00000002" / name
-            damage(path)
-            message = damaged(None, 0, folder)
+            corrupt(path)
+            message = corrupted(None, 0, folder)
             assert how in message and (str(path) in message or name == "SHA256SUMS")
             assert str(folder) in message
-    *_, message = workers.run(3, damaged, folder := tmp_path / "0 damaged")
-    assert f"{folder}/step-00000002/.metadata is damaged" in message and "(rank " in message
+    *_, message = workers.run(3, corrupted, folder := tmp_path / "0 corrupted")
+    assert f"{folder}/step-00000002/.metadata is corrupted" in message and "(rank " in message
 
 
 def test_sums_cut_short_are_noticed(tmp_path):
@@ -355,14 +355,14 @@ def test_sums_cut_short_are_noticed(tmp_path):
     lines = sums.read_text().splitlines(keepends=True)
     for count in range(len(lines)):
         sums.write_text("".join(lines[:count]))
-        with pytest.raises(CheckpointError, match="SHA256SUMS is damaged: it has no sum of "):
+        with pytest.raises(CheckpointError, match="SHA256SUMS is corrupted: it has no checksum of"):
             checkpoints.load(model)
 
 
 def without_its_group(group, rank, folder):
     """Experts that are spread over processes, saved and loaded by one alone."""
     model, alone = Model(group), Checkpoints(folder / f"of-{rank}")
-    message = "process_group must be that of the model's experts"
+    message = "process_group must be the process group of the model's experts"
     for call in (
         lambda: alone.save(1, model),
         lambda: alone.load(model),
@@ -383,7 +383,7 @@ def test_a_part_of_the_experts_is_no_checkpoint(workers, tmp_path):
     for rank in range(2):
         Checkpoints(tmp_path / f"of-{rank}").save(0, nn.Linear(1, 1))
     workers.run(2, without_its_group, tmp_path)
-    with pytest.raises(CheckpointError, match=r"not all of .*experts\..* was saved"):
+    with pytest.raises(CheckpointError, match=r"does not have all elements of .*experts\."):
         Checkpoints(tmp_path / "part").load(Model().flat)
 
 
@@ -419,25 +419,25 @@ def test_what_does_not_fit_is_named(tmp_path):
     optimizers = optimizers_of("factored", model)
     train(model, optimizers, None, 0, [1])
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(CheckpointError, match="must have a checkpoint, got none"):
+    with pytest.raises(CheckpointError, match="must contain a checkpoint, got none"):
         checkpoints.load(model)
     checkpoints.save(1, model, optimizers)
-    with pytest.raises(CheckpointError, match="must have step 2, got 1"):
+    with pytest.raises(CheckpointError, match="must contain step 2, got 1"):
         checkpoints.load(model, step=2)
 
-    for number, experts in ((4, r"\[5, 4, 6\] .* instead of \[4, 4, 6\]"), (6, "no .*instead of")):
+    for number, experts in ((4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"), (6, "nothing instead of")):
         other = Model(num_experts=number)
         before = other.dense.weight.clone()
-        with pytest.raises(CheckpointError, match=f"state must be the model's, got .*{experts}"):
+        with pytest.raises(CheckpointError, match=f"state must have the names .*, got .*{experts}"):
             checkpoints.load(other)
         assert_same_bits(other.dense.weight, before)
     with pytest.raises(CheckpointError) as raised:
         checkpoints.load(model, optimizers_of("adam", model))
     assert str(raised.value) == (
-        f"loading {tmp_path}/step-00000001: the saved optimizers must be ['Adam of 1 groups'], "
-        "got ['FactoredAdam of 1 groups', 'Adam of 2 groups']"
+        f"loading {tmp_path}/step-00000001: the saved optimizers must be ['Adam with 1 group(s)'], "
+        "got ['FactoredAdam with 1 group(s)', 'Adam with 2 group(s)']"
     )
-    with pytest.raises(CheckpointError, match="params must be of the model, got another"):
+    with pytest.raises(CheckpointError, match="params must belong to the model, got one of"):
         checkpoints.save(2, model.dense, optimizers)
     assert checkpoints.steps() == [1]
     for keep, rule in ((0, "at least 1"), (None, "a whole number")):
@@ -454,7 +454,7 @@ def test_a_newer_torch_is_named(tmp_path, monkeypatch):
         raise ValueError("too many values to unpack")
 
     monkeypatch.setattr(FileSystemReader, "read_metadata", read_metadata)
-    message = f"step-00000001: torch .* cannot read what {re.escape(torch.__version__)} wrote"
+    message = f"torch .* cannot read a checkpoint written by torch {re.escape(torch.__version__)}"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(model)
     assert checkpoints.load().state == "state"

@@ -479,7 +479,9 @@ def test_the_output_may_be_changed_in_place(device, shape):
 @pytest.mark.parametrize("expert_dtype", [None, torch.float32])
 def test_whole_numbers_are_no_tokens(device, expert_dtype):
     layer = MoE(D, E, 2, expert_dtype=expert_dtype).to(device)
-    with pytest.raises(TypeError, match=r"^MoE: x must be of a floating type, got torch.int64$"):
+    with pytest.raises(
+        TypeError, match=r"^MoE: x must have a floating-point dtype, got torch.int64$"
+    ):
         layer(torch.ones(3, D, dtype=torch.int64, device=device))
 
 

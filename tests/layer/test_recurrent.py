@@ -471,7 +471,7 @@ def test_gates_with_slots_per_token_are_refused():
             )
 
     layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
-    with pytest.raises(ValueError, match="MoELSTM: gate must choose the same number of experts"):
+    with pytest.raises(ValueError, match="MoELSTM: gate must select the same number of experts"):
         layer(make_inputs()[0])
 
 
@@ -559,11 +559,13 @@ def test_call_errors():
     for bad in (x[0], x[..., :1], x[:, :0]):
         with pytest.raises(ValueError, match=r"x must have shape \[B, S, d_input = 2\].*, got"):
             layer(bad)
-    with pytest.raises(TypeError, match="^MoELSTM: x must be of a floating type, got torch.int64"):
+    with pytest.raises(
+        TypeError, match="^MoELSTM: x must have a floating-point dtype, got torch.int64"
+    ):
         layer(x.long())
     with pytest.raises(ValueError, match=r"state must be two tensors of shape \(3, 3\), got"):
         layer(x, (h, c[:1]))
-    with pytest.raises(TypeError, match="mask must be of type torch.bool, got torch.float32"):
+    with pytest.raises(TypeError, match="mask must have dtype torch.bool, got torch.float32"):
         layer(x, mask=torch.ones(B, S))
     with pytest.raises(ValueError, match=r"mask must have shape \(3, 5\), got \(5, 3\)"):
         layer(x, mask=torch.ones(S, B, dtype=torch.bool))
