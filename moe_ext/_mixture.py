@@ -43,7 +43,7 @@ def mixture(
 
     def in_steps(x: Tensor, gates: Tensor) -> Tensor:
         rows = experts(ops.dispatch(x, plan.inverse, token_offsets), plan.offsets)
-        # The experts of other ranks also return the dtype of x.
+        # Experts may return any dtype. The outputs of all ranks must have the same one.
         return ops.combine(rows.to(x.dtype), gates, plan.inverse, token_offsets)
 
     if recompute:

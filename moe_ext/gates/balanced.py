@@ -263,6 +263,7 @@ class BalancedGate(StrictlyBalancedGate):
         detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
 
     Attributes:
+        w_gate: [D, E] parameter.
         threshold: [E] parameter.
         batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
 
@@ -281,7 +282,7 @@ class BalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        """Routes x [T, D]; the slots of each token are in order of expert index."""
         ranks = _several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
@@ -315,6 +316,8 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         detach_scores: see `BalancedGate`.
 
     Attributes:
+        w_gate: [D, a] parameter.
+        w_gate_secondary: [a, D, b] parameter.
         threshold: [a] parameter.
         threshold_secondary: [a, b] parameter.
         batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
@@ -349,7 +352,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized_secondary", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        """Routes x [T, D]; the slots of each token are in order of expert index."""
         ranks = _several(ranks)
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels

@@ -59,6 +59,10 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
         noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
 
+    Attributes:
+        w_gate, w_noise: [D, a] parameters.
+        w_gate_secondary, w_noise_secondary: [a, D, b] parameters.
+
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or
             noise_epsilon is negative.

@@ -29,13 +29,16 @@ class NoisyTopKGate(NoisyGate):
     Args:
         d_model: D, the width of x.
         num_experts: E.
-        k: experts kept per token, 1 <= k <= E.
+        k: experts per token, 1 <= k <= E.
         noise_epsilon: minimum standard deviation of the noise.
         detach_threshold: whether to block the gradient of the load through the thresholds (see
             `moe_ext.ops.load`).
         generator: source of the noise. None: torch's global generator, which torch.utils.checkpoint
             replays. It does not replay a custom generator. torch.compile(fullgraph=True) does not
             support one. A torch.cuda.CUDAGraph needs register_generator_state for it.
+
+    Attributes:
+        w_gate, w_noise: [D, E] parameters.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is

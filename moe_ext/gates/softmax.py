@@ -24,6 +24,9 @@ class SoftmaxGate(Gate):
         d_model: D, the width of x.
         num_experts: E.
 
+    Attributes:
+        w_gate: [D, E] parameter.
+
     Raises:
         ValueError: d_model or num_experts is below 1.
     """
@@ -60,7 +63,10 @@ class TopKGate(Gate):
     Args:
         d_model: D, the width of x.
         num_experts: E.
-        k: experts kept per token, 1 <= k <= E.
+        k: experts per token, 1 <= k <= E.
+
+    Attributes:
+        w_gate: [D, E] parameter.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.

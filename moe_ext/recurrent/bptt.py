@@ -156,13 +156,13 @@ def _run(
         if torch.is_grad_enabled():
             outputs.append(output)
             continue
-        # Write each output directly into its stack: all outputs never exist twice.
+        # Write each output directly into its stack. Stacking at the end would double the memory.
         stacks = stacks or tuple(x.new_empty(len(inputs[0]), *x.shape) for x in output)
         for x, stack in zip(output, stacks, strict=True):
             shape = tuple(stack.shape[1:])
             require(x.shape == shape, "unroll: outputs", f"have shape {shape}", tuple(x.shape))
             stack[t] = x
-    state = _views(state)  # as _call does for a next step
+    state = _views(state)  # as _call would do in the next step
     return stacks or tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
 
 

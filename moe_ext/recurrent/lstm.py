@@ -69,6 +69,10 @@ class MoELSTMCell(nn.Module):
         gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
+    Attributes:
+        moe: the `MoE` of the matrices.
+        bias: [4 · U] parameter b.
+
     Raises:
         ValueError, TypeError: an argument is invalid; see also `MoE`.
     """
@@ -209,7 +213,7 @@ class MoELSTM(nn.Module):
         self.batch_first = batch_first
         self.ranks: Ranks | None = None
         if process_group is not None:
-            from moe_ext.distributed import Layout  # a circular import at the top of the file
+            from moe_ext.distributed import Layout  # here to avoid a circular import
 
             self.ranks = Layout.of(process_group).world
         self.cell = MoELSTMCell(
