@@ -30,7 +30,7 @@ class CheckpointFolder:
        a file with that name. The checkpoint is now valid.
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
-    Steps after the one in `latest` belong to an abandoned run and are ignored.
+    Steps later than the one in `latest` belong to an abandoned run and are ignored.
 
     Args:
         path: the folder; the first save creates it.

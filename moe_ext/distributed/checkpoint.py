@@ -78,8 +78,8 @@ class Checkpoints:
     """Saves and loads the checkpoints in a folder, atomically and verified by checksum.
 
     A crash at any moment leaves all existing checkpoints intact. All ranks must call a method
-    together. If one rank fails, all ranks raise the same error. Steps after the one that was saved
-    last belong to an abandoned run; the next save deletes them.
+    together. If one rank fails, all ranks raise the same error. A save deletes the checkpoints of
+    later steps, because they belong to an abandoned run.
 
     Args:
         folder: a folder that all ranks can access; the first save creates it.

@@ -123,7 +123,6 @@ class AllToAll:
         return _Wait.apply(token, self)
 
     def start(self, rows: Tensor, back: bool = False) -> None:
-        """Starts the all-to-all, or with back the reverse one; the autograd functions call it."""
         sent, received = self._num_sent, self._num_received
         if back:
             sent, received = received, sent
@@ -136,7 +135,6 @@ class AllToAll:
         self._under_way = buffer, rows, work
 
     def finish(self) -> Tensor:
-        """Waits for the transfer and returns its rows; the autograd functions call it."""
         buffer, _, work = self._under_way
         del self._under_way
         work.wait()
