@@ -39,8 +39,8 @@ def unroll(
 
     With memory_slots, m states and the state of the current step are saved for backward instead of
     all activations. Outputs and gradients are bitwise identical. The step is evaluated t times in
-    the forward pass and C(t, m) + 1 times in total. The extra evaluation is that of the last step:
-    its output is needed before its gradient exists.
+    the forward pass and C(t, m) + 1 times in total (`num_evaluations`). The extra evaluation is
+    that of the last step: its output is needed before its gradient exists.
 
     Recomputation restores the RNG state and the autocast state of the forward pass. Afterwards, the
     random generators have the same state as without recomputation. Second derivatives raise
@@ -87,9 +87,9 @@ def unroll(
 
 
 def num_evaluations(steps: int, slots: int) -> int:
-    """Computes C(t, m) in closed form: the evaluations of t steps with m slots.
+    """Computes C(t, m), the minimum number of evaluations for backward over t steps with m slots.
 
-    Griewank and Walther (2000) give the formula without the t evaluations that build the graph.
+    Griewank and Walther (2000) give the closed form without the t evaluations that build the graph.
 
     Args:
         steps: t >= 1.

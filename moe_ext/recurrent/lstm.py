@@ -239,8 +239,6 @@ class MoELSTM(nn.Module):
                 never reach the gate, the experts or the losses; their y is 0.
 
         Returns:
-            Three values.
-
             - y [B, S, U], in the dtype of x
             - the state (h, c) after the last real token of each sequence
             - a `MoEAux`, summed over the steps and, where `MoEAux` says so, over the ranks. The
