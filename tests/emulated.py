@@ -33,10 +33,9 @@ CHANGES = [
 
 
 def write_sources():
-    """Writes the changed csrc/cuda and the files it includes to BUILD; returns the files to
-    compile.
+    """Writes the changed csrc/cuda and its headers to BUILD; returns the files to compile.
 
-    Unchanged files are left alone and not recompiled.
+    Files that are up to date are not written, so that they are not recompiled.
     """
     sources, used = [], set()
     for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:

@@ -659,9 +659,8 @@ def test_any_modules_as_experts(workers, num_chunks):
     together = parts[0][1] | parts[1][1]
     assert together.keys() == grads.keys()
     for name, grad in grads.items():
-        assert_exact(
-            2 * together[name], grad
-        )  # the ranks give the mean of two losses, the single process their sum
+        # The ranks compute the mean of two losses, the single process their sum.
+        assert_exact(2 * together[name], grad)
 
 
 class Scaled(nn.Linear):
