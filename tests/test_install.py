@@ -1,4 +1,4 @@
-"""What a user meets before the first tensor: building, importing, and the report on both."""
+"""Building and importing moe_ext, and its report on both."""
 
 import importlib.util
 import os
@@ -38,7 +38,7 @@ def test_building_without_torch_is_one_sentence(tmp_path):
 def test_unknown_choice_of_cuda_is_one_sentence():
     result = run_setup(MOE_EXT_CUDA="yes")
     assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]  # torch may have warned before
+    last = result.stderr.strip().splitlines()[-1]  # torch may print a warning before
     assert last == "moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got yes"
 
 
@@ -52,7 +52,7 @@ print(os.environ["TORCH_CUDA_ARCH_LIST"])
 
 @pytest.fixture
 def toolkit(tmp_path):
-    """Makes a CUDA toolkit of some version; without one a folder that has none."""
+    """Makes a CUDA toolkit of a version; without a version, an empty folder."""
 
     def make(version=None, architectures="80 90 100 120"):
         if version is not None:
@@ -151,7 +151,7 @@ def test_import_with_another_cuda_names_both(monkeypatch, version):
     with pytest.raises(ImportError, match=f"built for CUDA 9.2, but torch has {version}") as raised:
         _build.load()
     assert "--no-build-isolation" in str(raised.value)
-    for same in ("12.8", None):  # the same major version; built for the CPU alone
+    for same in ("12.8", None):  # the same major version; built without CUDA
         monkeypatch.setattr(moe_ext._C, "cuda_version", same)
         monkeypatch.setattr(torch.version, "cuda", "12.1")
         _build.load()
@@ -225,15 +225,15 @@ print(len(before), runtimes() == before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_are_of_torchs_openmp_alone():
-    """Two runtimes in one process would spin against each other."""
+    """Two OpenMP runtimes in one process would compete for cores."""
     number, same = lines_of(OPENMP)[-1].split()
     assert int(number) <= 1 and same == "True"
 
 
 # The instruction set
 
-# Linux grants no tiles to a process with a signal stack that is too small for them: here AMX is
-# missing, on any processor.
+# Linux grants no AMX tiles to a process whose signal stack is too small for them. Such a process
+# has no AMX on any processor.
 WITHOUT_AMX = """
 import ctypes, os
 
@@ -268,7 +268,7 @@ def lines_of(code):
 
 
 def preferred_instruction_sets():
-    """avx512_bf16 multiplies faster than avx512 where AMD made it only."""
+    """avx512_bf16 multiplies faster than avx512 only on AMD processors."""
     amd = "amd" in cpu_info("vendor_id").lower()
     return [isa for isa in instruction_sets() if isa != "avx512_bf16" or amd]
 
@@ -312,7 +312,7 @@ reveal_type(MoELSTM(8, 4, 2, 2)(torch.randn(2, 3, 8))[2])
 
 
 def test_a_type_checker_finds_the_installed_package(tmp_path):
-    """From another folder, as an editor does: what a call returns has a type."""
+    """A type checker in another folder finds the types, as an editor needs them."""
     pytest.importorskip("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The examples that are shown do what they say."""
+"""The examples in the documents work."""
 
 import doctest
 import re
@@ -32,7 +32,7 @@ def test_files_named_in_the_readme_exist():
 
 
 def commands_that_are_shown():
-    """(file, script, its arguments) of every command with arguments, continued lines joined."""
+    """Returns (file, script, arguments) of every command; joins continued lines."""
     root = README.parent
     for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "moe_ext/lab/**/*.py"):
         for file in root.glob(place):
