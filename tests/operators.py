@@ -36,15 +36,15 @@ class Operator:
     samples: list[dict]  # Sizes for the reference and the gradients, including edge cases.
     typical: list[dict]  # Few sizes for expensive checks. The first one is used for the errors.
     large: list[dict]  # Sizes that several threads share.
-    limits: list[dict] = field(default_factory=list)  # sizes that overflow narrow counters
-    precise: list[dict]  # sizes for the measurement of rounding errors
-    plain: Callable | None = None  # the same in plain torch, in the dtype of the arguments
+    limits: list[dict] = field(default_factory=list)  # Sizes that overflow narrow counters.
+    precise: list[dict]  # Sizes for the measurement of rounding errors.
+    plain: Callable | None = None  # The same in plain torch, in the dtype of the arguments.
     differentiable: tuple[str, ...] = ()
-    backward: str | None = None  # the operator that computes the gradients
-    autocast: torch.dtype | None = None  # the dtype of floating-point arguments under autocast
-    products: bool = False  # uses GEMMs: bits depend on the instruction set and device
+    backward: str | None = None  # The operator that computes the gradients.
+    autocast: torch.dtype | None = None  # The dtype of floating-point arguments under autocast.
+    products: bool = False  # Uses GEMMs: bits depend on instruction set and device.
     equations: tuple[str, ...] = ()
-    lacks: dict[str, str] = field(default_factory=dict)  # property -> why it is lacking
+    lacks: dict[str, str] = field(default_factory=dict)  # Property -> why it is lacking.
     # Errors apart from wrong dtypes, devices and numbers of dimensions of every tensor:
     # (exception, argument in the message, changed arguments or a function that changes valid ones,
     # value in the message or a function of the changed arguments)
