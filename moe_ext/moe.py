@@ -41,7 +41,7 @@ class MoEAux(NamedTuple):
 
     Attributes:
         loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the gate's own loss.
-            Add it to the task loss, the mean per token in nats. Add up the losses of all layers.
+            Add it to the task loss (mean per token, in nats). Add up the losses of several layers.
         importance: [E], the sum of the gates of each expert (Eq. 6).
         load: [E], the smooth estimate of the number of tokens per expert (Appendix A).
         gates: [T, K], or [R] with token_offsets.
@@ -292,8 +292,8 @@ class MoE(nn.Module):
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
         """Applies the layer to the values [ΣT, D] of a nested tensor."""
         if mask is not None:
-            raise ValueError(f"MoE: mask must be None with a nested x, got {tuple(mask.shape)}")
-        rule = "be a nested tensor [B, j, D] of the jagged layout without gaps"
+            raise ValueError(f"MoE: mask must be None if x is nested, got {tuple(mask.shape)}")
+        rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
         y, aux = self.forward(x.values())

@@ -1,7 +1,7 @@
 """Checkpoints of models with sharded experts; any number of ranks can load them.
 
 The tensors have the names and shapes of the model of a single process. Each rank writes its block
-of an expert tensor [E, …] and reads the block that it needs, whatever blocks were written.
+of an expert tensor [E, …]. Each rank reads the block that it needs, even across written blocks.
 """
 
 import atexit
@@ -280,7 +280,7 @@ class Checkpoints:
             raise
 
     def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
-        """Returns the checkpoint to load, after its checksums are verified."""
+        """Verifies checksums and returns the step and the folder of the checkpoint to load."""
         ranks = self._ranks
         doing = f"loading from {self._folder.path}"
         there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]

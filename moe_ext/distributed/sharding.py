@@ -148,7 +148,7 @@ class ExpertSharding:
             require(
                 min(self.placement.counts) >= num_chunks,
                 "MoE: num_experts",
-                f"be at least {least} for module experts: one for each chunk of each rank",
+                f"be at least {least} (one expert for each chunk of each rank)",
                 self.placement.num_experts,
             )
         elif isinstance(experts, Experts):

@@ -4,7 +4,7 @@ Shapes: T tokens, D model width, E experts, K = k experts per token, R = T·K ro
 
 All operators are pure functions of tensors with C++ autograd. Sums have a fixed order: results do
 not depend on the number of threads. Second derivatives raise RuntimeError, except for the linear
-operator importance. torch raises an error for gradients by torch.func.
+operator importance. Gradients with torch.func are not supported: torch raises an error.
 
 Indices and offsets are int64. int32 is accepted but converted, which costs time.
 """

@@ -71,7 +71,7 @@ def unroll(
     require(
         len(lengths) == 1 and min(lengths) >= 1,
         "unroll: inputs",
-        "have one number of time steps, at least 1",
+        "all have the same number of time steps, at least 1",
         [tuple(x.shape) for x in inputs],
     )
     tensors = (*parameters, *inputs, *state)
@@ -216,7 +216,7 @@ class _StoredStates(torch.autograd.Function):
         outputs, state = _run(plan.step, parameters, inputs, state, visit)
         if versions != [parameter._version for parameter in parameters]:
             raise RuntimeError(
-                "unroll: step must not change a parameter or buffer in place with memory_slots"
+                "unroll: step must not modify a parameter or buffer in place with memory_slots"
             )
         ctx.plan = plan
         ctx.generators = generators

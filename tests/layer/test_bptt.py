@@ -340,7 +340,7 @@ def test_changed_tensors_are_refused():
     weight, count = torch.zeros(U, requires_grad=True), torch.zeros(())
     unroll(counting, [weight, count], inputs[:1], state[:1])
     assert count == S
-    with pytest.raises(RuntimeError, match="step must not change a parameter or buffer in place"):
+    with pytest.raises(RuntimeError, match="step must not modify a parameter or buffer in place"):
         unroll(counting, [weight, count], inputs[:1], state[:1], memory_slots=2)
 
 
@@ -349,7 +349,7 @@ def test_errors():
     with pytest.raises(ValueError, match="memory_slots must be at least 1, got 0"):
         unroll(step, parameters, inputs, state, memory_slots=0)
     for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
-        with pytest.raises(ValueError, match=r"inputs must have one number of time steps.*, got"):
+        with pytest.raises(ValueError, match=r"inputs must all have the same number of time steps.*, got"):
             unroll(step, parameters, bad, state)
 
 

@@ -493,7 +493,7 @@ def test_gates_with_a_memory_are_refused_with_slots():
     layer(x)
     assert layer.cell.moe.gate.calls == S
     layer.memory_slots = 2
-    with pytest.raises(RuntimeError, match="must not change a parameter or buffer"):
+    with pytest.raises(RuntimeError, match="must not modify a parameter or buffer"):
         layer(x)
 
 
