@@ -24,7 +24,7 @@ class Ranks:
         group: the process group; None: only this rank.
 
     Attributes:
-        group: as given.
+        group: the constructor argument.
         size: the world size of the group; 1 without a group.
         rank: this rank within the group; 0 without a group.
     """

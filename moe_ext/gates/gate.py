@@ -68,7 +68,7 @@ class Gate(nn.Module):
         k: experts per token, 1 <= k <= E; the mean if it differs between tokens.
 
     Attributes:
-        d_model, num_experts, k: as given.
+        d_model, num_experts, k: the constructor arguments.
         generator: source of the noise; None: torch's global generator.
         experts_per_group: number of consecutive experts that must stay on one rank.
         routes_by_batch: whether a token's experts depend on the other tokens of the batch. Several

@@ -349,7 +349,9 @@ def test_errors():
     with pytest.raises(ValueError, match="memory_slots must be at least 1, got 0"):
         unroll(step, parameters, inputs, state, memory_slots=0)
     for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
-        with pytest.raises(ValueError, match=r"inputs must all have the same number of time steps.*, got"):
+        with pytest.raises(
+            ValueError, match=r"inputs must all have the same number of time steps.*, got"
+        ):
             unroll(step, parameters, bad, state)
 
 
