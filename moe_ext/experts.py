@@ -52,7 +52,8 @@ class Experts(nn.Module):
         d_output: the width of an output row; None: d_model.
 
     Attributes:
-        num_experts, d_model, d_output: the constructor arguments.
+        num_experts, d_model: the constructor arguments.
+        d_output: the width of an output row.
         fused: whether `forward` also accepts tokens, gates and the dispatch plan and returns the
             mixture, as `FeedForwardExperts.forward` does.
         can_split: whether `split` is defined. ``ExpertParallel(num_chunks=...)`` needs it for more
