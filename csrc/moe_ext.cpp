@@ -42,8 +42,8 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // App. F, M_batchwise(X, m): for each of G batches, the m rows with the largest scores in each
-  // column. scores [G, N, E]; row_index [G, E, m], ascending; mth_score [G, E]. The columns may be
-  // a shard of the num_experts experts, starting at first_expert.
+  // column. Shapes: scores [G, N, E]; row_index [G, E, m], ascending; mth_score [G, E]. The columns
+  // may be a shard of the num_experts experts, starting at first_expert.
   m.def(
       "batchwise_topm(Tensor scores, SymInt m, SymInt first_expert=0, SymInt? num_experts=None) "
       "-> (Tensor row_index, Tensor mth_score)",
@@ -62,9 +62,9 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // routing.h defines slots, rows and offsets. permutation [R] maps a row to its slot; inverse, in
-  // the shape of expert_index, [T, K] or [R], maps a slot to its row. tokens_per_expert [E],
-  // offsets [E + 1].
+  // See routing.h for slots, rows and offsets. The permutation [R] maps a row to its slot. The
+  // inverse maps a slot to its row; it has the shape of expert_index, [T, K] or [R]. Shapes:
+  // tokens_per_expert [E], offsets [E + 1].
   m.def(
       "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
       "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",
@@ -86,10 +86,10 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // The expert networks E_e: linear layers with an activation between them. Expert e processes the
-  // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. x holds
-  // the rows or, if inverse is given, the tokens, as in dispatch. y holds the rows or, if gates are
-  // given, the tokens, as in combine (Eq. 1). With keep_hidden, hidden holds the pre-activations
-  // [R, columns] of each layer but the last.
+  // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. The input
+  // x holds rows or, with inverse, tokens as in dispatch. The output y holds rows or, with gates,
+  // tokens as in combine (Eq. 1). With keep_hidden, hidden holds the pre-activations [R, columns]
+  // of each layer but the last.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
       "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden) "

@@ -110,8 +110,8 @@ struct RowsAbove {
 
 constexpr int64_t kTile = 16;  // columns that are processed together: one cache line of float32
 
-// out[2j] = in[j], out[2j + 1] = in[j + half]: rotates the bits of an element's position by one.
-// Four rotations transpose a 16 x 16 tile.
+// out[2j] = in[j], out[2j + 1] = in[j + half]: rotates the binary position of an element by one
+// bit. Four rotations transpose a 16 x 16 tile.
 template <typename key_t>
 MOE_EXT_KERNEL void perfect_shuffle(const key_t* in, key_t* out) {
   constexpr int64_t kHalf = kTile * kTile / 2;

@@ -3,7 +3,7 @@
 //
 // A layer of an expert computes Z = A W + b; the activation of Z is the input A of the next layer.
 // Backward, with P = dL/dA of the last layer before the gates are applied:
-//   dG = <P, A> + <dy, b>; this does not need the expert's output, so it is not saved;
+//   dG = <P, A> + <dy, b>. This does not need the expert's output, so it is not saved.
 //   dW = A^T dZ, db = sum of the rows of dZ, dA = dZ W^T, dZ' = dA * activation'(Z').
 #include "../experts.h"
 

@@ -26,7 +26,7 @@ void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
 
 // Sums over each group of tokens into one row of `sum`: add(begin, end, row) adds the tokens
 // [begin, end) to `row` in order. The chunk size depends on shapes only, and the chunks of a group
-// are added in order, so the sums do not depend on the number of threads.
+// are added in order. The sums therefore do not depend on the number of threads.
 template <typename acc_t, typename Add>
 void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::Tensor& sum,
                      const Add& add) {

@@ -37,7 +37,7 @@ struct Epilogue {
   // level where that is faster. It may change C. The columns of a row come in ascending order.
   Body run = nullptr;
   // Two hints. `prefetch` is called some time before `run`, to prefetch the data that `run` reads.
-  // next_b is the B of the next GEMM, which is prefetched near the end of this one.
+  // The B of the next GEMM, next_b, is prefetched near the end of this one.
   Body prefetch = nullptr;
   Operand<b_t> next_b = {.data = nullptr, .ld = 0};
 };

@@ -1,16 +1,16 @@
 // The loops of the micro-kernels. The source file of each instruction set defines MOE_EXT_TARGET,
 // the function attributes that enable the instruction set, and then includes this header. The loops
 // need the attributes too, because they call intrinsics for multiply-adds. The optimizer must not
-// choose which multiply-adds to fuse: its choice depends on the surrounding code, so the result of
+// choose which multiply-adds to fuse. Its choice depends on the surrounding code, so the result of
 // a row would depend on its batch.
 //
 // `Simd` describes the instruction set:
-//   kBytes              the size of a vector in bytes
-//   kMaxRows            the most rows of a tile that leave registers for B and a K-group of A
-//   kAPanelWidth        the width of the micro-panels of A
-//   kPairs              whether K-groups are pairs of bfloat16 numbers
-//   multiply_add        sum += a b in each lane, with one rounding if the instruction set can
-//   kHasStream, stream  whether it has non-temporal vector stores, and the store
+//   kBytes: the size of a vector in bytes
+//   kMaxRows: the most rows of a tile that leave registers for B and a K-group of A
+//   kAPanelWidth: the width of the micro-panels of A
+//   kPairs: whether K-groups are pairs of bfloat16 numbers
+//   multiply_add: sum += a b in each lane, with one rounding if the instruction set can
+//   kHasStream, stream: whether it has non-temporal vector stores, and the store
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,10 @@
 // The micro-kernels of the GEMM: the innermost loops, one set for each instruction set. The terms
 // are those of BLIS (Van Zee and van de Geijn, 2015).
 //
-// A K-group is what one vector lane multiplies at once: one number of type acc_t, or a pair of
-// bfloat16 numbers that are adjacent in K and take the place of a float. A micro-panel has a few
-// rows of A or columns of B, packed by K-groups: K-group q of row or column i is at q * width + i.
+// A K-group is what one vector lane multiplies at once: one number of type acc_t or a pair of
+// bfloat16 numbers. The numbers of a pair are adjacent in K and take the place of a float. A
+// micro-panel has a few rows of A or columns of B, packed by K-groups: K-group q of row or column i
+// is at q * width + i.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ constexpr int kMaxTileRows = 32;
 constexpr int kMaxTileVectors = 2;
 
 // Computes a tile of C = A B [+ add] from micro-panels with num_groups K-groups. Each element of A
-// B is one chain of fused multiply-adds in the order of K; it does not depend on the other rows and
+// B is one chain of fused multiply-adds in the order of K. It does not depend on the other rows and
 // columns. If `packed` is not null, the micro-panel of B is also copied there, in aligned rows of
 // kMaxTileVectors vectors. Pairs are packed before the call.
 template <typename acc_t>

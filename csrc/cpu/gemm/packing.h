@@ -49,7 +49,7 @@ struct Groups {
 
   // Transposes a block: log2(kLanes) times, interleaves the rows of the first half with those of
   // the second. Each time, the highest bit of the row index becomes the lowest bit of the lane
-  // index, and the highest bit of the lane index becomes the lowest bit of the row index.
+  // index. The highest bit of the lane index becomes the lowest bit of the row index.
   MOE_EXT_KERNEL void transpose(Vector* rows) {
     MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
       Vector from[kLanes];

@@ -2,7 +2,7 @@
 // same constructor. gemm.cpp selects one.
 //
 // Every traversal computes the same sum for an element of C: one chain of multiply-adds along K for
-// each K-block; the chains are added in order.
+// each K-block. The chains are added in order.
 #pragma once
 
 #include <algorithm>
