@@ -140,7 +140,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = __VERSION__;
   m.attr("cxx11_abi") = _GLIBCXX_USE_CXX11_ABI == 1;
   m.def("empty_cache", &moe_ext::cpu::empty_cache,
-        "Returns the memory that freed CPU tensors of the operators have left to the system.");
+        "Returns the cached memory of freed CPU tensors to the operating system.");
   m.def("isa", &moe_ext::cpu::isa_name,
         "Returns the name of the instruction set that the CPU kernels use.");
   m.def("products", &products,
