@@ -57,7 +57,7 @@ END
     > "$output/build.log" 2>&1 ||
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
   cp moe_ext/_C*.so "$output/"
-  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # a failed self-test must not stop the suite
+  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # goes on if the self-test fails
 }
 
 # After a first use of the device, which is slow, the test that might hang runs first. An interrupt
