@@ -8,8 +8,8 @@
 
 Without torchrun, the script starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
 forward and backward pass of a `MoE` layer. Backward starts from a gradient of y and the balancing
-losses and ends at x and all parameters. --tokens and --experts are per rank, so a rank has the same number of rows at
-every world size (Sec. 3.1). The gate's gradients are not all-reduced.
+losses and ends at x and all parameters. --tokens and --experts are per rank, so a rank has the same
+number of rows at every world size (Sec. 3.1). The gate's gradients are not all-reduced.
 
 Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
 minimum for the exchange of "rows" is (token, expert) assignments to other ranks times
