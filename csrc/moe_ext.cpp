@@ -31,7 +31,7 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i). App. B:
-  // with group_offsets [G + 1], the result is Load_i(X^(g)) for each group g of rows.
+  // with group_offsets [G + 1], the result is Load_i(X^(i)) for each group i of rows.
   m.def(
       "load(Tensor clean_logits, Tensor noise_stddev, Tensor threshold, Tensor expert_index, "
       "Tensor? group_offsets) -> Tensor",

@@ -5,10 +5,10 @@
 
 namespace moe_ext {
 
-// A slot is a (token, expert) assignment. The R slots are ordered by token. Token t has the slots t
-// * K <= s < (t + 1) * K or, if the number of slots varies, token_offsets[t] <= s < token_offsets[t
-// + 1]. Rows are the same assignments, ordered by expert and then by slot. inverse maps a slot to
-// its row; expert e has the rows offsets[e] <= r < offsets[e + 1].
+// A slot is a (token, expert) assignment. The R slots are ordered by token. Token t has K slots,
+// from slot t * K on. If the number of slots varies, token t has the slots token_offsets[t] <= s <
+// token_offsets[t + 1]. Rows are the same assignments, ordered by expert and then by slot. inverse
+// maps a slot to its row; expert e has the rows offsets[e] <= r < offsets[e + 1].
 struct Routing {
   OptionalTensor offsets;        // [E + 1]; absent: every expert has R / E rows
   OptionalTensor inverse;        // [T, K], or [R] with token_offsets; absent: x holds rows

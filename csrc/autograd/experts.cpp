@@ -34,7 +34,7 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["needs_parameters"] = std::any_of(weights.begin(), weights.end(), needs_grad) ||
                                           std::any_of(biases.begin(), biases.end(), needs_grad);
     ctx->mark_non_differentiable(hidden);
-    ctx->set_materialize_grads(false);  // avoids zeros of the size of hidden
+    ctx->set_materialize_grads(false);  // no zero gradients of the size of hidden
     variable_list outputs{y};
     outputs.insert(outputs.end(), hidden.begin(), hidden.end());
     return outputs;

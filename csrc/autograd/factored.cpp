@@ -25,8 +25,8 @@ void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& colum
                           mean_of_roots);
 }
 
-// Bumps the version counters: backward then reports weights that changed after they were saved.
-// This key also runs in inference mode, where the Autograd key does not.
+// Bumps the version counters: backward then reports weights that changed after they were saved. The
+// ADInplaceOrView key also runs in inference mode; the Autograd key does not.
 void factored_step_in_place(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                             const Tensor& lr, const Tensor& correction, double decay, double gain,
                             double eps, bool mean_of_roots) {

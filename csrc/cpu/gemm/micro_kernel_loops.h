@@ -6,7 +6,7 @@
 //
 // `Simd` describes the instruction set:
 //   kBytes: the size of a vector in bytes
-//   kMaxRows: the most rows of a tile that leave registers for B and a K-group of A
+//   kMaxRows: the maximum number of rows in a tile; leaves registers for B and a K-group of A
 //   kAPanelWidth: the width of the micro-panels of A
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, with one rounding if the instruction set can

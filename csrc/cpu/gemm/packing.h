@@ -134,7 +134,8 @@ struct Pairs : Groups<kBytes, float> {
 // Packs a micro-panel of `width` columns and num_groups K-groups. The source has num_columns
 // columns of `depth` numbers. The other columns of the micro-panel are arbitrary; the numbers after
 // `depth` are zero. K-group q of column i is at q * width + i. With by_columns, the micro-panel has
-// blocks of kLanes K-groups, and it is at q / kLanes * kLanes * width + i * kLanes + q % kLanes.
+// blocks of kLanes K-groups, and the K-group is at q / kLanes * kLanes * width + i * kLanes + q %
+// kLanes.
 template <typename groups_t>
 struct PackMicroPanel {
   using Vector = typename groups_t::Vector;
