@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Installs missing packages, checks style and types, and runs the tests. Passes its arguments to
-# pytest.
+# Installs what is missing, then checks the style and runs the tests. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 

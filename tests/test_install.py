@@ -77,7 +77,7 @@ def test_another_cuda_than_torchs_names_both(toolkit):
     result = run_setup(CUDA_HOME=toolkit("9.2"), MOE_EXT_CUDA="1")
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (
-        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit has CUDA 9.2 and torch CUDA {torch.version.cuda}"
+        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit is CUDA 9.2 and torch's {torch.version.cuda}"
     )
 
 
@@ -92,7 +92,7 @@ def test_without_a_toolkit(toolkit):
     for choice in ("0", "auto"):
         result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
         assert result.returncode == 0, result.stderr
-        assert ("building for the CPU only" in result.stdout) == (choice == "auto")
+        assert ("building for the CPU alone" in result.stdout) == (choice == "auto")
 
 
 def run_with_toolkit(home, **given):
@@ -126,7 +126,7 @@ def test_a_toolkit_without_the_architectures(toolkit):
     result = run_with_toolkit(toolkit(torch.version.cuda, "35 70"))
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (
-        "moe_ext: MOE_EXT_CUDA=1, but the toolkit supports none of the architectures "
+        "moe_ext: MOE_EXT_CUDA=1, but the toolkit has none of the architectures "
         "8.0, 9.0, 10.0, 12.0"
     )
 
