@@ -69,10 +69,10 @@ tests() {
     { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
     tests/ops/test_experts.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
-  if has xdist; then options+=(-n 4); else echo "found no pytest-xdist: tests run in one process"; fi
+  if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
-    has "$package" || echo "found no $package: the tests that need it fail"
+    has "$package" || echo "no $package: the tests that need it fail"
   done
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |
