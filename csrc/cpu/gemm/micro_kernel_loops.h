@@ -9,7 +9,7 @@
 //   kMaxRows: the maximum number of rows in a tile; leaves registers for B and a K-group of A
 //   kAPanelWidth: the width of the micro-panels of A
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
-//   multiply_add: sum += a b in each lane, with one rounding if the instruction set can
+//   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
 //   kHasStream, stream: whether it has non-temporal vector stores, and the store
 #pragma once
 

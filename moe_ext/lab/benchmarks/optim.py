@@ -37,7 +37,7 @@ class Row:
 def _ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Callable]]:
     """Returns a step and a function for its state in bytes per weight, by name; ours first."""
     ours = FactoredAdam(params, lr=1e-6)
-    # One object in two modes: their states are equal, and large.
+    # Both modes of Adam share one object: their states are equal and large.
     adam = torch.optim.Adam(params, lr=1e-6)
     adafactor = torch.optim.Adafactor(params, lr=1e-6)
 
