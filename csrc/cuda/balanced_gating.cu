@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kColumnThreads)
     tie_cut = find_cut<unsigned>(num_rows, cut.num_taken, tie_at, space);
   }
 
-  // 1 for a row above both cuts, 2^32 for a row at the last cut; of the latter, the lowest rows are
-  // taken.
+  // 1 for a row above both cuts, 2^32 for a row at the last cut. The lowest rows at the last cut
+  // are taken.
   constexpr uint64_t kAbove = 1, kAtCut = uint64_t(1) << 32;
   const auto kind_of = [&](unsigned row) -> uint64_t {
     const key_t key = keys[row];

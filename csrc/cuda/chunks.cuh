@@ -70,8 +70,8 @@ __device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chun
   }
 }
 
-// Sums the chunks of each group for kWarp columns, in the order of the block's warps; one block
-// each.
+// Sums the chunks of a group for kWarp columns, in the order of the block's warps. One block per
+// group and kWarp columns.
 template <typename acc_t>
 __global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_sums, int64_t columns,
                                      Groups groups, int64_t chunk_size, acc_t* __restrict__ sums) {
