@@ -35,7 +35,8 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
   const bool gated = check_activation(op, activation);
   TORCH_CHECK_VALUE(
       !weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
-      ": weights must not be empty, and biases must be empty or as many as weights, got ",
+      ": weights and biases must have one tensor for each linear layer (biases may be "
+      "empty), got ",
       weights.size(), " weights and ", biases.size(), " biases");
   const auto type = weights[0].scalar_type();
   check_dim(op, "weights[0]", weights[0], 3);
