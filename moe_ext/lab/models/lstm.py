@@ -47,7 +47,7 @@ class LSTM(nn.Module):
         d_input: width of x; None means d_model.
 
     Attributes:
-        projection: P [D, units] if it is square, otherwise None: `torch.nn.LSTM` holds P then.
+        projection: P [D, units] if it is square, otherwise None: ``lstm`` holds P then.
 
     Raises:
         ValueError: units is less than d_model.

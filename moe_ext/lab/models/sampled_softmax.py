@@ -89,7 +89,7 @@ class LogUniformSampler:
 
         Args:
             classes: int64, any shape.
-            num_tries: see `Draw`.
+            num_tries: the `num_tries` of ``Draw``.
 
         Returns:
             float64, in the shape of classes; 0 if num_tries is infinite.

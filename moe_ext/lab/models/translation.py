@@ -210,8 +210,8 @@ class TranslationModel(WordModel):
                    h <- h + dropout(sigmoid(MoE(h)))
                    h <- h + dropout(LSTM(h))
 
-    A softmax follows the decoder. `AttentionLSTM` also reads the attention context and provides the
-    queries; it is the only part that runs word by word in training.
+    A softmax follows the decoder. ``AttentionLSTM`` also reads the attention context and provides
+    the queries. It is the only part that runs word by word in training.
 
     Each MoE layer sees all positions of all sentences as one batch, without padding (Sec. 3.1).
     Padding never reaches the attention or the right-to-left LSTM. LSTM states start at zero.
