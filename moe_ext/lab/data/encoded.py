@@ -287,8 +287,8 @@ def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, arr
     for ids in sentences:
         if eos_id in ids:
             raise ValueError(
-                f"EncodedSentences: sentences must not contain </s> (id {eos_id}), which is added "
-                f"automatically; sentence {len(starts) - 1} contains it"
+                f"EncodedSentences: sentence {len(starts) - 1} must not contain </s> "
+                f"(id {eos_id}), which is added automatically"
             )
         stream.extend(ids)
         stream.append(eos_id)
