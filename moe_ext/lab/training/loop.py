@@ -391,7 +391,7 @@ class Trainer:
             ) from None
 
     def _write_folder(self) -> None:
-        """Writes the configuration, then the vocabulary; then a killed run can be resumed."""
+        """Writes the configuration first: a run killed after that can be resumed."""
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         vocabulary = self.folder / vocabulary_file(self.config)
         if self.step == 0 or not vocabulary.is_file():
@@ -405,9 +405,7 @@ class Trainer:
         """
         config, folder = self.config, self.folder
         if not config.output:
-            raise ConfigError(
-                "output must be the folder of the run, got ''; give output=runs/NAME"
-            )
+            raise ConfigError("output must be the folder of the run, got ''; give output=runs/NAME")
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             raise ConfigError(f"output must be a folder, got the file {there}; give another folder")
