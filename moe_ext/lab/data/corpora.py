@@ -163,7 +163,7 @@ def load_corpus(
         name_or_path: see above.
         parts: the attributes of the corpus that must contain at least one sentence.
         max_train_sentences: limits the training part to its first sentences; None is no limit. It
-            does not limit `Corpus.all`.
+            does not limit ``Corpus.all``.
         dev_share: share of dev sentences if a hash decides.
         test_share: share of test sentences if a hash decides.
 

@@ -276,7 +276,7 @@ class BeamSearch:
             live: N hypotheses.
             log_probs: [N, V], log-probabilities of the next tokens.
             last: [N] bool, True if a hypothesis has reached its length limit.
-            num_sources: B.
+            num_sources: B, number of sources.
             eos_id: id of the end of sentence.
         """
         width = min(self.beam + 1, log_probs.shape[1])  # for each hypothesis; one can be an end

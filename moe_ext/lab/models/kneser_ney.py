@@ -74,7 +74,7 @@ class NGramModel:
         return sum(self.num_ngrams) + sum(map(len, contexts))
 
     def token_prob(self, sentences: EncodedSentences) -> Tensor:
-        """Computes the probability of each word, in the order of `sentences.stream[1:]`.
+        """Computes the probability of each word, in the order of ``sentences.stream[1:]``.
 
         Returns:
             [sentences.num_tokens] float64.
@@ -95,7 +95,7 @@ class NGramModel:
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
     def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:
-        """Writes the model in the ARPA format of other programs; `<s>` starts a sentence.
+        """Writes the model in the ARPA format of other programs; ``<s>`` starts a sentence.
 
         Args:
             path: the file to write.
@@ -138,8 +138,8 @@ def fit_kneser_ney(
     a vocabulary without rare words.
 
     Args:
-        sentences: the training text; `<unk>` is treated as any other word.
-        vocab_size: V.
+        sentences: the training text; ``<unk>`` is treated as any other word.
+        vocab_size: V, number of predicted words.
         order: n of the longest n-grams. Shorter sentences can make it smaller.
         modified: whether each order has three discounts instead of one.
 

@@ -42,8 +42,8 @@ class LogUniformSampler:
     Q is close to the frequency of words whose ids go from frequent to rare (Zipf's law).
 
     Args:
-        num_classes: V.
-        num_sampled: S.
+        num_classes: V, number of classes.
+        num_sampled: S, number of sampled classes.
         generator: CPU generator of the samples; None is torch's default generator.
 
     Raises:
@@ -225,7 +225,7 @@ class SampledSoftmax(nn.Linear):
     loss, so it cannot give a perplexity. With S = V it equals the full loss.
 
     Args:
-        d_model: D.
+        d_model: D, width of the input.
         num_classes: V, ordered from frequent to rare.
         num_sampled: S; 0 uses the full softmax in training too.
         generator: CPU generator of the samples; None is torch's default generator.

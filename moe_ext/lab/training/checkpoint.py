@@ -98,8 +98,8 @@ def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: o
     """
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
-            f"the vocabulary of {source} must be the vocabulary of the run "
-            f"({state['vocabulary'][:12]}), got {len(vocabulary)} other entries "
-            f"({vocabulary.fingerprint()[:12]}); give the original text and data options, "
+            f"the vocabulary of {source} must be the vocabulary of the run (SHA-256 "
+            f"{state['vocabulary'][:12]}), got {len(vocabulary)} entries with SHA-256 "
+            f"{vocabulary.fingerprint()[:12]}; give the original text and data options, "
             "or start a new run in another folder"
         )

@@ -113,7 +113,7 @@ class Plan:
     """The cost of one training step on d devices, for the device with the most experts.
 
     Attributes:
-        num_devices: d.
+        num_devices: d, number of devices.
         num_experts: number of experts in a layer, on all devices.
         tokens: tokens of one device in a step.
         dense_parameters: parameters that every device has, with embedding and softmax.
@@ -197,7 +197,7 @@ def plan(
         config: the training run, with data.tokens_per_batch tokens on each device and
             data.vocab_size classes.
         device: the device.
-        num_devices: d.
+        num_devices: d, number of devices.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         split_gates: whether the secondary gates of a hierarchical mixture are sharded with their
             groups (Sec. 3.1). `HierarchicalMoE` has all gates on every rank.

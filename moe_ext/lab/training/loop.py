@@ -223,7 +223,7 @@ class Trainer:
             self._restore(earlier)
 
     def run(self) -> bool:
-        """Trains until step `config.steps`.
+        """Trains until step ``config.steps``.
 
         Returns:
             True at that step, False if a signal stopped the training.
