@@ -179,7 +179,7 @@ def test_vocabulary_errors(tmp_path):
         Vocabulary.build([["a"]], max_size=10, min_count=0)
     with pytest.raises(ValueError, match="must .*'a'"):
         Vocabulary(["a", "a", "</s>", "<unk>"])
-    with pytest.raises(ValueError, match="free of white space, got 'a b'"):
+    with pytest.raises(ValueError, match="not contain white space, got 'a b'"):
         Vocabulary(["a b", "</s>", "<unk>"])
     with pytest.raises(IndexError, match="id must .*got -1"):
         Vocabulary(["a", "</s>", "<unk>"]).decode([-1])
@@ -256,7 +256,7 @@ def test_billion_word_layout_with_a_missing_file(tmp_path):
 def test_no_name_is_not_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("torch\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CorpusError, match="^must .*got ''$"):
+    with pytest.raises(CorpusError, match="must .*got ''$"):
         load_corpus("")
 
 
@@ -373,7 +373,7 @@ def test_corpus_errors(tmp_path):
     with pytest.raises(CorpusError, match="empty.txt must"):
         load_corpus(tmp_path / "empty.txt", parts=["all"])
     (tmp_path / "prose.train.txt").write_text("a\n")
-    with pytest.raises(CorpusError, match="load that one as .*prose$"):
+    with pytest.raises(CorpusError, match="give .*prose to load"):
         load_corpus(tmp_path)
     with pytest.raises(CorpusError, match="prose.dev.txt is missing"):
         load_corpus(tmp_path / "prose")

@@ -272,7 +272,7 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
     (text / "train.txt").write_text("w1\n")
     fingerprints = itertools.count()
     monkeypatch.setattr(Sentences, "fingerprint", lambda self: str(next(fingerprints)))
-    with pytest.raises(CorpusError, match="the text that train is made of changed meanwhile"):
+    with pytest.raises(CorpusError, match="the text of train changed while it was read"):
         encode()
     assert [path.name for path in ids.iterdir()] == [".lock"]
 

@@ -363,7 +363,7 @@ def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp
     text = train_texts(folder)[0]
     fingerprints = itertools.count()
     monkeypatch.setattr(type(text), "fingerprint", lambda self: str(next(fingerprints)))
-    with pytest.raises(CorpusError, match="the text that pairs is made of changed meanwhile"):
+    with pytest.raises(CorpusError, match="the text of pairs changed while it was read"):
         encode()
     assert len(list(ids.glob("pairs-*"))) == 8 and not list(ids.glob(".encoding-*"))
 

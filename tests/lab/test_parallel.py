@@ -307,8 +307,8 @@ def test_errors(tmp_path):
         CorpusError, match="there is no parallel corpus at .*nowhere: .* train.en and train.fr, or"
     ):
         load(tmp_path / "nowhere")
-    names = r"X.en-fr.tsv, or X.en and X.fr, X being "
-    with pytest.raises(CorpusError, match=rf"train part of .* got no file: .* {names}train\*$"):
+    names = r"X.en-fr.tsv, or X.en and X.fr, where X matches "
+    with pytest.raises(CorpusError, match=rf"train part of .* got no file; .* {names}train\*$"):
         load(tmp_path)
     with pytest.raises(
         CorpusError, match=rf"dev part of .* {names}dev\* or val\* or newstest2012\*"

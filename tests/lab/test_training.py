@@ -474,7 +474,7 @@ def test_a_run_is_never_overwritten(table):
         Trainer(merged(table, steps=2))
     with pytest.raises(ConfigError, match="model.dropout must"):
         Trainer(merged(table, resume=True, model={"dropout": 0.3}))
-    with pytest.raises(ConfigError, match="there is no run in .* leave out resume=true"):
+    with pytest.raises(ConfigError, match="there is no run in .* omit resume=true"):
         Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
     with pytest.raises(ConfigError, match="steps must .*got 1"):
         Trainer(merged(table, resume=True, steps=1))
@@ -494,10 +494,10 @@ def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
     before = snapshot(folder)
     with (mine / "train.txt").open("a") as file:
         file.write("entirely new words\n")
-    with pytest.raises(ConfigError, match="is not the one the run was trained with .* new run"):
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run .* new run"):
         Trainer(replace(config, resume=True, steps=4))
     (folder / "vocabulary.txt").write_text("<unk>\n</s>\nother\n")
-    with pytest.raises(ConfigError, match="is not the one the run was trained with"):
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run"):
         load_run(folder)
     (folder / "vocabulary.txt").unlink()
     with pytest.raises(ConfigError, match="restore the run's vocabulary.txt"):
@@ -521,9 +521,9 @@ def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
     [
         ("warp", "13.0", 1, "device must"),
         ("meta", "13.0", 1, "device must"),
-        ("cuda", None, 1, "cpu where moe_ext is built without CUDA, got 'cuda'; install"),
-        ("cuda:0", "13.0", 0, "cpu where torch finds no GPU, got 'cuda:0'"),
-        ("cuda:2", "13.0", 2, "one of the 2 GPUs here, got 'cuda:2'"),
+        ("cuda", None, 1, "cpu because moe_ext is built without CUDA, got 'cuda'; install"),
+        ("cuda:0", "13.0", 0, "cpu because torch finds no GPU, got 'cuda:0'"),
+        ("cuda:2", "13.0", 2, "one of the 2 available GPUs, got 'cuda:2'"),
         ("cuda:1", "13.0", 2, None),
         ("cpu", None, 0, None),
     ],
@@ -632,7 +632,7 @@ def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
     step = Trainer.train_step
 
     def with_another(self, *arguments):
-        with pytest.raises(ConfigError, match="^another process is training in .*; wait until"):
+        with pytest.raises(ConfigError, match="^another run is training in .*; wait until"):
             second.run()
         step(self, *arguments)
 
@@ -640,12 +640,12 @@ def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
     assert first.run()
     monkeypatch.setattr(Trainer, "train_step", step)
     metrics = (first.folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         third.run()
     longer = replace(first.config, steps=14, resume=True)
     ahead, behind = Trainer(longer), Trainer(longer)
     assert ahead.run()
-    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         behind.run()
     assert (first.folder / "metrics.jsonl").read_bytes().startswith(metrics)
 
@@ -661,7 +661,7 @@ def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
     assert load_run(config.output).step == 4  # with a vocabulary written again
     lines = (moved / "train.txt").read_text().splitlines(keepends=True)
     (moved / "train.txt").write_text("".join(reversed(lines)))
-    with pytest.raises(ConfigError, match="^the training text of .*moved is not the one the run"):
+    with pytest.raises(ConfigError, match="^the training text of .*moved must be the text of the run"):
         Trainer(merged(table, steps=6, data=there, resume=True))
 
 
@@ -790,7 +790,7 @@ def test_pairs_are_finished_kept_and_reported(table, tmp_path):
     assert results["dense"][1].balance == {} and results["moe"][1].balance["cv_load"] > 0
     del results["dense"][2]
     assert [row["seed"] for row in comparison_report(results, text)["pairs"]] == [1]
-    with pytest.raises(ConfigError, match="must hold a pair of finished runs"):
+    with pytest.raises(ConfigError, match="must hold a pair of finished runs, got none"):
         comparison_report(results | {"dense": {}}, text)
     with pytest.raises(ConfigError, match="steps must"):
         run_study(arms(replace(config, steps=5)), (1,), text, tmp_path / "all")

@@ -191,7 +191,7 @@ def test_wordpieces_of_a_text_that_changes_meanwhile_are_not_kept(table, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(Wordpieces, "train", change)
-        message = "^data.corpus: the text that wordpieces is made of changed meanwhile; try again$"
+        message = "^data.corpus: the text of wordpieces changed while it was read; .* again$"
         with pytest.raises(ConfigError, match=message):
             load_text(data)
     assert [path.name for path in (tmp_path / "ids").iterdir()] == [".lock"]
