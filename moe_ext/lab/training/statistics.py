@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _CONFIDENCE = 0.95  # of the intervals
-_BOOTSTRAP_SAMPLES = 2_000  # number of resampled test sets
+_BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Interval:
 
 
 def mean_difference(differences: Sequence[float]) -> Interval | None:
-    """Computes the mean and 95% t interval of paired differences; None for fewer than two."""
+    """Mean of paired differences with its t interval; None for fewer than two."""
     if len(differences) < 2:
         return None
     from scipy import stats  # type: ignore[import-untyped]

@@ -186,7 +186,7 @@ def size_cells(cost: Cost) -> list[str]:
 def paired(
     a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
 ) -> Interval | None:
-    """Computes the mean of value(a) - value(b) over common keys; None for fewer than two keys."""
+    """value(a) - value(b) over the keys, such as seeds, that both have; None for fewer than two."""
     keys = sorted(a.keys() & b.keys())
     return mean_difference([value(a[key]) - value(b[key]) for key in keys])
 
@@ -194,17 +194,17 @@ def paired(
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> Interval | None:
-    """Computes the mean of ln ppl(a) - ln ppl(b) after a share of the steps; see `paired`."""
+    """ln ppl(a) - ln ppl(b) after a share of the steps, as `paired`."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(a: Mapping[int, Result], b: Mapping[int, Result], share: float) -> Interval | None:
-    """Computes `difference` at the end minus `difference` after a share of the steps."""
+    """How far `difference` at the end is from where it was after a share of the steps."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
 def verdict(interval: Interval | None) -> str:
-    """Decides the claim that a paired difference is negative."""
+    """What a paired difference says of the claim that it is below zero."""
     if interval is None:
         return "not decided: fewer than two pairs"
     if interval.high < 0:
@@ -213,7 +213,7 @@ def verdict(interval: Interval | None) -> str:
 
 
 def as_change(interval: Interval | None) -> str:
-    """Formats a difference of ln ppl as a change of perplexity in percent, with its interval."""
+    """A difference of ln ppl as a change of the perplexity, in per cent with its interval."""
     if interval is None:
         return ""
     mean, low, high = (
