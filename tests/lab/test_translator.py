@@ -81,7 +81,7 @@ def assert_same_translations(actual, expected):
 
 
 def test_each_line_has_its_own_in_whatever_company(translator):
-    """Lines of mixed lengths give the same result alone, with small batches and with small chunks."""
+    """Lines of mixed lengths give the same result alone, with small batches or small chunks."""
     lines = sentences(30, seed=2, longest=9)
     search = BeamSearch(num_best=3)
     alone = [next(translator(search)([line])) for line in lines]
