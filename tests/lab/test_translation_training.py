@@ -402,11 +402,11 @@ def test_evaluation_of_a_run(table, tmp_path, capsys):
 def test_what_the_experts_of_a_run_see(table, capsys):
     folder = train(merged(table, steps=2)).folder
     pages = []
-    for layer, mark in ((0, "<2fr>"), (1, "▁fr")):  # on sources, on targets
+    for layer, mark in ((0, "<2fr>"), (1, "▁fr")):  # of sources, of targets
         inspect_experts.main([str(folder), "--layer", str(layer), "--part", "all"])
         text, page = ((folder / f"experts.{kind}").read_text() for kind in ("txt", "html"))
         assert text in capsys.readouterr().out and text.count("expert ") == 4
-        used = 4 - text.count(" 0.00% of the tokens")  # thresholds can leave experts unused
+        used = 4 - text.count(" 0.00% of the tokens")  # as the thresholds are, not all may be
         assert mark in text and text.count("language pairs (of all tokens), ") == used > 0
         assert page.count("<td>en-de</td>") == used and "Words are wordpieces" in page
         pages.append(page)
