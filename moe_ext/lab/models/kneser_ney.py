@@ -32,13 +32,13 @@ _NONE = -1
 class NGramModel:
     """Gives the probability of each word after the n - 1 words before it in its sentence.
 
-    The n-grams form a trie. The arguments are sequences with one element for each order n = 1, 2,
-    ...; M is the number of n-grams of that order.
+    The n-grams form a trie. The sequences have one element for each order n, from 1 on. M is the
+    number of n-grams of that order.
 
     Args:
         vocab_size: V, number of predicted words.
-        keys: [M] int64, ascending: index of the first n - 1 words in the previous keys, times V,
-            plus the last word. Order 1 has all V words and, as V, the start of a sentence.
+        keys: [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order
+            n - 1) · V + last word. Order 1 has all V words and, as V, the start of a sentence.
         prob: [M] float64, probability of the last word after the others.
         backoff: [M] float64, gamma of the n-gram as a context, or 1 if it is never a context. The
             highest order has none.
@@ -140,7 +140,7 @@ def fit_kneser_ney(
     Args:
         sentences: the training text; ``<unk>`` is treated as any other word.
         vocab_size: V, number of predicted words.
-        order: n of the longest n-grams. Shorter sentences can make it smaller.
+        order: n of the longest n-grams. It is lower if no sentence is long enough.
         modified: whether each order has three discounts instead of one.
 
     Raises:

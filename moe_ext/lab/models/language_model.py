@@ -88,7 +88,7 @@ class LanguageModelConfig:
 class LanguageModel(WordModel):
     """Predicts each next word of a sentence (App. C.1).
 
-    The equations are::
+    With residual = True, the equations are::
 
         h = dropout(embedding)
         h <- h + dropout(f(h))          for every layer
@@ -199,7 +199,7 @@ class LanguageModel(WordModel):
         return h, tuple(reports)
 
     def _embed(self, inputs: Tensor) -> Tensor:
-        """Looks up the embedding; a bfloat16 embedding returns float32, like all layers."""
+        """Looks up the embedding; its result is float32 even if the weights are bfloat16."""
         if self.config.dtype == "float32":
             return self.embedding(inputs)
         # The second lookup accumulates the gradients of repeated words in float32.

@@ -38,7 +38,8 @@ class LSTM(nn.Module):
     P is left out if `units` is None or 0.
 
     Weights are initialised uniformly with variance 1 / fan_in; fan_in counts input and recurrent
-    weights. Biases are zero, except for the forget gate: its bias of 1 keeps the cell at first.
+    weights. The bias of the forget gate starts at 1, so that the cell keeps its state at first. The
+    other biases start at 0.
 
     Args:
         d_model: D, width of the output.
@@ -47,7 +48,7 @@ class LSTM(nn.Module):
         d_input: width of x; None means d_model.
 
     Attributes:
-        projection: P [D, units] if it is square, otherwise None: ``lstm`` holds P then.
+        projection: P [D, D] if units equals d_model, otherwise None. ``lstm`` holds any other P.
 
     Raises:
         ValueError: units is less than d_model.
