@@ -50,7 +50,7 @@ def file_fingerprint(file: Path) -> str:
 
 
 class Locked(Exception):
-    """The lock is held by another process."""
+    """Raised if another process holds the lock."""
 
 
 @contextmanager

@@ -121,8 +121,8 @@ class SentenceBatches(SortedBatches[Batch]):
 
     This object needs memory in addition to the sentences. It needs 4 bytes per sentence (16 per row
     with max_length), 4 more during an epoch, and 32 while an epoch is shuffled. For the 30,301,028
-    sentences of the 1-billion-word benchmark, this is 230 MiB, and 920 MiB for the few seconds of a
-    shuffle.
+    sentences of the 1-billion-word benchmark, this is 230 MiB during an epoch. It is 920 MiB for
+    the few seconds of a shuffle.
 
     Args:
         sentences: from `encode_sentences` or `encode_to_files`.

@@ -20,7 +20,7 @@ _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
 
 
 class CorpusError(ValueError):
-    """The corpus is missing, empty or unreadable; the message names the path and the remedy."""
+    """Raised if a corpus is missing, empty or unreadable; the message says what to do."""
 
 
 class Shard(Iterable[list[str]]):
@@ -164,8 +164,8 @@ def load_corpus(
         parts: the attributes of the corpus that must contain at least one sentence.
         max_train_sentences: limits the training part to its first sentences; None is no limit. It
             does not limit ``Corpus.all``.
-        dev_share: share of dev sentences if a hash decides.
-        test_share: share of test sentences if a hash decides.
+        dev_share: share of sentences in the dev part if a hash decides the parts.
+        test_share: share of sentences in the test part if a hash decides the parts.
 
     Raises:
         CorpusError: the corpus is missing, empty or unreadable. Reading it later can also raise it.

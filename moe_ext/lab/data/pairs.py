@@ -354,8 +354,8 @@ class PairBatches(SortedBatches[PairBatch]):
         max_length: skips pairs with more source tokens or more predictions, to bound the memory of
             training. Leave it None in evaluation.
         oversample: whether each language pair has as many sentence pairs in an epoch as the largest
-            (Johnson et al., 2016). All its pairs are repeated equally often; a random choice, new
-            in each epoch, fills the rest. If False, an epoch has each pair once.
+            (Johnson et al., 2016). All pairs of a language pair are repeated equally often; a new
+            random choice in each epoch fills the rest. If False, an epoch has each pair once.
         shuffle: whether each epoch reshuffles the pairs of similar length and the order of the
             batches. Both depend only on seed and epoch; torch's global generator is not used. If
             False, batches go from short to long pairs.

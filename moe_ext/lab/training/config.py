@@ -22,7 +22,7 @@ from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
 
 
 class ConfigError(ValueError):
-    """A configuration, corpus or run folder is invalid; the message says what to do."""
+    """Raised if a configuration, corpus or run folder is invalid; the message says what to do."""
 
 
 @dataclass
