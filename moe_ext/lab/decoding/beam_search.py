@@ -110,8 +110,8 @@ class BeamSearch:
     1. A token is skipped if its log-probability is more than `window` below the best token after
        the same hypothesis.
     2. A finished hypothesis is dropped if its score is more than `window` below the best score. An
-       unfinished one is dropped if its bound log P / lp(longest Y) is. The bound holds because
-       probabilities shrink and cp <= 0.
+       unfinished hypothesis is dropped if its upper bound log P / lp(longest Y) is more than
+       `window` below the best score. No continuation exceeds this bound, as cp <= 0.
 
     A source leaves the model's steps when no unfinished hypothesis can reach its `num_best`, by the
     same bound. The result of a source does not depend on the other sources if the model's outputs
@@ -121,9 +121,9 @@ class BeamSearch:
     the beam, so the best result never scores below it. An ordinary beam can lose it to hypotheses
     that turn out worse.
 
-    A hypothesis of max(min_length_limit, max_length_ratio ``|X|``) tokens must end, with any
-    probability. The smallest normal number of the dtype replaces 0 in the logarithm of this
-    probability and in cp.
+    A hypothesis must end at its limit of max(min_length_limit, max_length_ratio ``|X|``) tokens,
+    even if the end has probability 0. In the logarithm of this probability and in cp, the smallest
+    normal number of the dtype replaces 0.
 
     Args:
         beam: number of hypotheses of each source in a step.
