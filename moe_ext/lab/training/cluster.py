@@ -281,7 +281,7 @@ def plan(
 
 
 def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
-    """Counts the moments that factored optimizers save on a device with `share` experts."""
+    """Counts the moments that factored optimizers avoid on a device with `share` experts."""
     saved = 0
     if config.optimizer.experts == "factored_adam":
         for weight in split_parameters(model).experts:  # of MoE and dense layers

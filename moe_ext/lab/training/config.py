@@ -411,7 +411,7 @@ def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:
-    """Returns the value if it has type `hint`. An int is a valid float; a bool is no valid int."""
+    """Returns the value if its type is `hint`. An int is a valid float; a bool is not an int."""
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         if isinstance(value, list):

@@ -140,9 +140,9 @@ def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer
 class Trainer:
     """Trains the model of a configuration in the output folder of the configuration.
 
-    The constructor reads and checks everything the run needs and writes nothing. A checkpoint holds
-    the model, optimizers, schedules, position in the data and RNG states. With one thread, a
-    resumed run is bitwise identical to an uninterrupted run.
+    The constructor reads and checks everything the run needs. It writes nothing to the output
+    folder. A checkpoint holds the model, optimizers, schedules, position in the data and RNG
+    states. With one thread, a resumed run is bitwise identical to an uninterrupted run.
 
     Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
     different models with the same seed have the same data order. With the same number of layers,
