@@ -74,11 +74,12 @@ class EncodedPairs:
         counts: Sequence[Counter[str]] = (),
     ) -> None:
         number = len(source)
-        require(len(target) == number, "EncodedPairs: target", f"have {number} rows", len(target))
+        rule = f"have {number} sentences like source"
+        require(len(target) == number, "EncodedPairs: target", rule, len(target))
         require(
             target.eos_id == source.eos_id,
             "EncodedPairs: target",
-            f"have the source's </s>, {source.eos_id}",
+            f"have eos_id = {source.eos_id} like source",
             target.eos_id,
         )
         if pair is None:
@@ -197,7 +198,7 @@ def encode_pairs(
     if isinstance(texts, ParallelText):
         texts = [texts]
     names = [f"{text.source}-{text.target}" for text in texts]
-    require(len(names) >= 1, "encode_pairs: texts", "be at least one", names)
+    require(len(names) >= 1, "encode_pairs: texts", "contain at least one text", names)
     require(
         len(set(names)) == len(names), "encode_pairs: texts", "be of distinct language pairs", names
     )

@@ -217,7 +217,7 @@ class BeamSearch:
         require_sizes("BeamSearch", 0, eos_id=eos_id)
         tokens = source_mask.sum(1)
         least = min(tokens.tolist(), default=1)
-        require(least > 0, "BeamSearch: source_mask", "have a token in each row", least)
+        require(least > 0, "BeamSearch: source_mask", "have at least 1 token in each row", least)
         if not len(source_mask):
             return []
         limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)

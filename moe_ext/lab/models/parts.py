@@ -84,7 +84,7 @@ class MoEConfig:
         choices = self.num_experts
         if self.num_groups:
             choices = min(self.num_groups, self.num_experts // self.num_groups)
-        rule = "num_experts" if self.num_groups == 0 else "num_groups and the experts of a group"
+        rule = "num_experts" if self.num_groups == 0 else "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
         require(
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes

@@ -114,8 +114,8 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
         )
     if not rows:
         raise ConfigError(
-            "--output must hold a pair of finished runs, got none; the runs are in progress "
-            "elsewhere, or they diverged: then delete their folders or give another --output"
+            "--output must hold a pair of finished runs, got none; wait for runs in progress, "
+            "delete the folders of diverged runs, or give another --output"
         )
     interval = difference(first, second)
     return {

@@ -102,7 +102,7 @@ class ParallelDataConfig:
     max_length: int = 100
 
     def __post_init__(self) -> None:
-        require(len(self.pairs) >= 1, "pairs", "be at least one", self.pairs)
+        require(len(self.pairs) >= 1, "pairs", "contain at least one language pair", self.pairs)
         for pair in self.pairs:
             source, _, target = pair.partition("-")
             require(
