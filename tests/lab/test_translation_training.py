@@ -353,7 +353,7 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     )
     path = folder / "wordpieces.model"
     Wordpieces.train(["nba nda frba deda"], 15).save(path)
-    with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model must .*got 15 entries"):
+    with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model must .*got 15"):
         load_run(folder)
     path.unlink()
     with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
