@@ -168,7 +168,7 @@ def load_corpus(
         test_share: share of sentences in the test part if a hash decides the parts.
 
     Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Reading it later can also raise it.
+        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)

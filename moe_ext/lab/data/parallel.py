@@ -282,7 +282,7 @@ def load_parallel(
         max_train_pairs: limits the training part to its first kept pairs; None is no limit.
 
     Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Reading it later can also raise it.
+        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
         ValueError: another argument is out of range.
     """
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)

@@ -73,7 +73,7 @@ class Wordpieces:
         """Trains wordpieces on a text of all languages; the same text gives the same model bytes.
 
         Args:
-            sentences: the training text; read once. Sentences above 4,192 bytes are skipped.
+            sentences: the training text; read once. Sentences longer than 4,192 bytes are skipped.
             vocab_size: number of entries, with ``<unk>``, ``</s>`` and the target tokens.
             kind: "bpe" (merges frequent pairs of pieces) or "unigram" (prunes a unigram language
                 model of pieces; about ten times slower).
