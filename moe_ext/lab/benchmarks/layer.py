@@ -55,6 +55,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import math
 import statistics
 import sys
 import time
@@ -748,40 +749,38 @@ def _print_memory(found: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(results: Sequence[Result], machine: str, path: Path) -> None:
-    """Plots shares of the limit for the first dtype and number of threads; one panel per pass."""
+    """Draws the shares of the limit for the first dtype, number of threads and activation."""
     from matplotlib.figure import Figure
 
     first = results[0]
-    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
-    shapes = list(dict.fromkeys(result.name for result in chosen))
-    colours = {"relu": "tab:blue", "swiglu": "tab:orange"}
-    peers = [(name, kind.activation) for name, kind in PEERS.items()]
-    series = [("ours", activation) for activation in ACTIVATIONS] + peers
-    figure = Figure(figsize=(max(10, 1.2 * len(shapes)), 8), layout="constrained")
+    setting = (first.dtype, first.threads, first.activation)
+    chosen = [r for r in results if (r.dtype, r.threads, r.activation) == setting]
+    peers = [name for name in PEERS if any(name in result.figures for result in chosen)]
+    width = 0.84 / (1 + len(peers))
+    figure = Figure(figsize=(max(8, 1.15 * len(chosen)), 6.5), layout="constrained")
     for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
-        for number, (name, activation) in enumerate(series):
-            at = -0.2 if activation == "relu" else 0.2
-            marker: dict[str, Any] = {"marker": "_", "s": 500, "linewidth": 3}
-            if name != "ours":
-                marker = {"marker": f"${number - 1}$"}
-                at += 0.08 * (number % 3 - 1)  # next to each other
-            points = [
-                (shapes.index(r.name) + at, 100 * r.figures[name][which].share_of_limit[1])
+        for number, name in enumerate(("ours", *peers)):
+            shares = [
+                100 * r.figures[name][which].share_of_limit[1]
+                if which in r.figures.get(name, {})
+                else math.nan
                 for r in chosen
-                if r.activation == activation and which in r.figures.get(name, {})
             ]
-            if points:
-                label = f"ours, {activation}" if name == "ours" else name
-                axes.scatter(
-                    *zip(*points, strict=True), color=colours[activation], label=label, **marker
-                )
+            at = [index + (number + 0.5) * width - 0.42 for index in range(len(chosen))]
+            grey = str(0.35 + 0.5 * (number - 1) / max(1, len(peers) - 1))
+            color, label = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
+            bars = axes.bar(at, shares, width, color=color, label=label)
+            if name == "ours":
+                axes.bar_label(bars, fmt="%.0f", fontsize=8)
         axes.axhline(100, color="black", linewidth=0.8)
-        axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, 110), ylabel=f"{which}: % of the limit")
-        axes.grid(axis="y", alpha=0.3)
-    axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+        axes.set(xlim=(-0.6, len(chosen) - 0.4), ylim=(0, 115), ylabel=f"% of the limit, {which}")
+        axes.spines[["top", "right"]].set_visible(False)
+    names = [f"{r.name}\nE={r.shape.num_experts}\nT={r.shape.tokens}" for r in chosen]
+    axes.set_xticks(range(len(chosen)), names, fontsize=8)
     figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=120)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def versions() -> str:
