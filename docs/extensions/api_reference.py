@@ -7,6 +7,9 @@ module that is furthest down.
 
 import importlib
 import inspect
+import re
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +34,8 @@ PAGES = (
     "moe_ext.info",
 )
 
+INVENTORIES = Path(__file__).parents[1] / "inventories"
+
 
 def public_path(module: str, name: str) -> str:
     """The shortest path to a name of a module."""
@@ -54,9 +59,40 @@ def names_of(module: str) -> list[str]:
     return [n for n in names if n not in below and not isinstance(values[n], ModuleType)]
 
 
-def first_sentence(value: Any) -> str:
-    """The first paragraph of a docstring."""
-    return (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
+def escape(lines: list[str]) -> list[str]:
+    """Escapes what is a formula in a docstring and markup in reStructuredText: |X|, w_ and *.
+
+    Code in backticks, literal blocks and doctests stay as they are.
+    """
+    result, block = [], None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if block == "doctest":
+            block = block if line.strip() else None
+        elif isinstance(block, int):
+            block = block if not line.strip() or indent > block else None
+        if line.lstrip().startswith(">>>"):
+            block = "doctest"
+        if block is None:
+            parts = re.split(r"(``.+?``|`[^`]+`)", line)
+            parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+            line = re.sub(r"(?<=[^\s`]`)(?=[a-z])", r"\\ ", "".join(parts))
+            if line.endswith("::"):
+                block = indent
+        result.append(line)
+    return result
+
+
+def first_paragraph(value: Any) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(escape((inspect.getdoc(value) or "").split("\n\n")[0].split("\n")))
+
+
+def escape_docstring(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Handles autodoc's event before napoleon does."""
+    lines[:] = escape(lines)
 
 
 class PublicModule(Directive):
@@ -67,7 +103,7 @@ class PublicModule(Directive):
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         module = importlib.import_module(name)
-        lines = [f".. py:module:: {name}", "", *(inspect.getdoc(module) or "").split("\n"), ""]
+        lines = [f".. py:module:: {name}", "", *escape((inspect.getdoc(module) or "").split("\n")), ""]
         lines += [".. list-table::", "   :class: names", "   :widths: auto", ""]
         for each in module.__all__:
             value = getattr(module, each)
@@ -76,7 +112,7 @@ class PublicModule(Directive):
             else:
                 path = public_path(name, each)
                 lines += [f"   * - :py:obj:`{each} <{path}>`"]
-            lines += [f"     - {first_sentence(value)}"]
+            lines += [f"     - {first_paragraph(value)}"]
         for each in names_of(name):
             path = public_path(name, each)
             value = getattr(module, each)
@@ -99,36 +135,62 @@ def is_alias(value: object) -> bool:
     return hasattr(value, "__origin__")
 
 
-def aliases() -> dict[str, str]:
-    """The documented path of every public name, by the other paths and by the name alone."""
+@cache
+def own_paths() -> dict[str, str]:
+    """The documented path of every public name, by its other paths and by the name alone."""
     found: dict[str, str] = {}
     for module in PAGES:
         for name in importlib.import_module(module).__all__:
-            path = public_path(module, name)
             value = getattr(importlib.import_module(module), name)
-            found[f"{module}.{name}"] = path
+            path = public_path(module, name)
             found.setdefault(name, path)
+            found[f"{module}.{name}"] = path
             if inspect.isclass(value):
                 found[f"{value.__module__}.{value.__qualname__}"] = path
+    return found
+
+
+@cache
+def foreign_paths() -> dict[str, str]:
+    """The documented path of every name of the inventories, by where it is defined."""
+    found: dict[str, str] = {}
+    for file in INVENTORIES.glob("*.txt"):
+        for line in file.read_text().splitlines():
+            path = line.split()[0]
+            module, _, name = path.rpartition(".")
+            if module and not line.startswith("#"):
+                value = getattr(importlib.import_module(module), name)
+                found.setdefault(name, path)
+                if inspect.isclass(value) or inspect.isfunction(value):
+                    found[f"{value.__module__}.{value.__qualname__}"] = path
     return found
 
 
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element
 ) -> nodes.Node | None:
-    """Resolves a public name that is written with another path, or with none."""
+    """Resolves a name that is not written with its documented path.
+
+    Text in single backticks that cannot be a public name, such as that of an argument, is code.
+    """
     if node.get("refdomain") != "py":
         return None
-    known = aliases()
     target = node["reftarget"]
-    head, _, attribute = target.rpartition(".")
-    path = known.get(target) or (head in known and f"{known[head]}.{attribute}")
-    if not path or path == target:
+    if target in foreign_paths():
+        node["reftarget"] = foreign_paths()[target]  # intersphinx goes on with it
         return None
-    domain = env.domains["py"]
-    return domain.resolve_xref(
-        env, node["refdoc"], app.builder, node["reftype"], path, node, contnode
-    ) or domain.resolve_xref(env, node["refdoc"], app.builder, "obj", path, node, contnode)
+    head, _, attribute = target.rpartition(".")
+    path = own_paths().get(target)
+    if path is None and head in own_paths():
+        path = f"{own_paths()[head]}.{attribute}"
+    for kind in (node["reftype"], "obj"):
+        found = path and env.domains["py"].resolve_xref(
+            env, node["refdoc"], app.builder, kind, path, node, contnode
+        )
+        if found:
+            return found
+    is_name = re.fullmatch(r"[A-Z]\w+|\w+(\.\w+)+", target)
+    return contnode if node["reftype"] == "obj" and not is_name else None
 
 
 def skip(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
@@ -138,6 +200,7 @@ def skip(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: ob
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("public-module", PublicModule)
-    app.connect("missing-reference", resolve)
+    app.connect("missing-reference", resolve, priority=400)  # before intersphinx
+    app.connect("autodoc-process-docstring", escape_docstring, priority=400)
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True}
