@@ -55,8 +55,21 @@ def names_of(module: str) -> list[str]:
         if other.startswith(f"{module}.")
         for name in importlib.import_module(other).__all__
     }
-    values = vars(importlib.import_module(module))
-    return [n for n in names if n not in below and not isinstance(values[n], ModuleType)]
+    values = {n: getattr(importlib.import_module(module), n) for n in names if n not in below}
+    own = [name for name, value in values.items() if not isinstance(value, ModuleType)]
+    # A class comes after its bases, a function after the classes.
+    return sorted(own, key=lambda n: len(getattr(values[n], "__mro__", range(99))))
+
+
+def introduction(module: ModuleType) -> list[str]:
+    """The lines of a module's docstring without its index, which the table of the page replaces."""
+    paragraphs = escape((inspect.getdoc(module) or "").split("\n"))
+    kept = [
+        paragraph
+        for paragraph in "\n".join(paragraphs).split("\n\n")
+        if not all(re.search(r"\S {2,}\S", line) for line in paragraph.split("\n"))
+    ]
+    return "\n\n".join(paragraph for paragraph in kept if not paragraph.endswith(":")).split("\n")
 
 
 def escape(lines: list[str]) -> list[str]:
@@ -91,8 +104,33 @@ def first_paragraph(value: Any) -> str:
 def escape_docstring(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
-    """Handles autodoc's event before napoleon does."""
+    """Handles autodoc's event before napoleon does.
+
+    Napoleon takes what is before a colon for a type in a property's docstring and in "Returns:".
+    """
     lines[:] = escape(lines)
+    if what in ("attribute", "property"):
+        lines.insert(0, "\\ ")
+    if "Returns:" in lines:
+        lines.insert(lines.index("Returns:") + 1, "    \\ ")
+
+
+def hide_private_bases(
+    app: Sphinx, name: str, obj: type, options: object, bases: list[type]
+) -> None:
+    """Shows the public bases of a private base in its place."""
+    while private := [base for base in bases if "._" in f"{base.__module__}.{base.__name__}"]:
+        at = bases.index(private[0])
+        bases[at : at + 1] = private[0].__bases__
+
+
+def hide_private_types(
+    app: Sphinx, what: str, name: str, obj: object, options: object, *signature: str | None
+) -> None:
+    """Leaves out the types of arguments that are private; the text says what they are."""
+    types = app.env.current_document.autodoc_annotations.get(name, {})
+    for argument in [each for each, kind in types.items() if re.search(r"\._\w*\b(?<!_C)", kind)]:
+        del types[argument]
 
 
 class PublicModule(Directive):
@@ -103,7 +141,7 @@ class PublicModule(Directive):
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
         module = importlib.import_module(name)
-        lines = [f".. py:module:: {name}", "", *escape((inspect.getdoc(module) or "").split("\n")), ""]
+        lines = [f".. py:module:: {name}", "", *introduction(module), ""]
         lines += [".. list-table::", "   :class: names", "   :widths: auto", ""]
         for each in module.__all__:
             value = getattr(module, each)
@@ -161,6 +199,7 @@ def foreign_paths() -> dict[str, str]:
             if module and not line.startswith("#"):
                 value = getattr(importlib.import_module(module), name)
                 found.setdefault(name, path)
+                found[path.removeprefix("torch.")] = path
                 if inspect.isclass(value) or inspect.isfunction(value):
                     found[f"{value.__module__}.{value.__qualname__}"] = path
     return found
@@ -179,6 +218,8 @@ def resolve(
     if target in foreign_paths():
         node["reftarget"] = foreign_paths()[target]  # intersphinx goes on with it
         return None
+    if target.startswith("'"):  # the value of a Literal
+        return contnode
     head, _, attribute = target.rpartition(".")
     path = own_paths().get(target)
     if path is None and head in own_paths():
@@ -202,5 +243,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("public-module", PublicModule)
     app.connect("missing-reference", resolve, priority=400)  # before intersphinx
     app.connect("autodoc-process-docstring", escape_docstring, priority=400)
+    app.connect("autodoc-process-bases", hide_private_bases)
+    app.connect("autodoc-process-signature", hide_private_types, priority=600)
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True}
