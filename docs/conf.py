@@ -37,7 +37,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
-napoleon_attr_annotations = True
 napoleon_numpy_docstring = False
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"

@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -19,6 +19,7 @@ from docutils.statemachine import StringList
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util.typing import stringify_annotation
 
 PAGES = (
     "moe_ext",
@@ -90,6 +91,7 @@ def escape(lines: list[str]) -> list[str]:
             parts = re.split(r"(``.+?``|`[^`]+`)", line)
             parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
             line = re.sub(r"(?<=[^\s`]`)(?=[a-z])", r"\\ ", "".join(parts))
+            line = re.sub(r"(?<=: )(?=\w\.$)", r"\\", line)  # no list that begins with a letter
             if line.endswith("::"):
                 block = indent
         result.append(line)
@@ -97,11 +99,49 @@ def escape(lines: list[str]) -> list[str]:
 
 
 def first_paragraph(value: Any) -> str:
-    """The first paragraph of a docstring, on one line."""
+    """The first paragraph of a docstring, on one line; a constant's value."""
+    if get_origin(value):
+        return f"``{stringify_annotation(value, 'smart')}``".replace("~typing.", "")
+    if isinstance(value, tuple):
+        return f"``{value}``"
     return " ".join(escape((inspect.getdoc(value) or "").split("\n\n")[0].split("\n")))
 
 
-def escape_docstring(
+def type_text(kind: Any) -> str:
+    """An annotation as autodoc writes it."""
+    if get_origin(kind) is ClassVar:
+        (kind,) = get_args(kind)
+    return stringify_annotation(kind, "smart", short_literals=True)
+
+
+def move_attributes(lines: list[str], types: dict[str, Any]) -> None:
+    """Moves the attributes to the end, before the methods, each with its type."""
+    if "Attributes:" not in lines:
+        return
+    begin = lines.index("Attributes:")
+    end = begin + 1
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith(" ")):
+        end += 1
+    section = lines[begin + 1 : end]
+    del lines[begin:end]
+    names: list[str] = []
+    texts: list[list[str]] = []
+    for line in section:
+        if re.match(r" {4}\w", line):
+            given, _, text = line.strip().partition(": ")
+            names.append(given)
+            texts.append([text])
+        elif line.strip():
+            texts[-1].append(line.strip())
+    for given, text in zip(names, texts, strict=True):
+        for name in given.split(", "):
+            lines += ["", f".. attribute:: {name}"]
+            if name in types:
+                lines += [f"   :type: {type_text(types[name])}"]
+            lines += ["", *(f"   {line}" for line in text)]
+
+
+def prepare_docstring(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
     """Handles autodoc's event before napoleon does.
@@ -109,10 +149,14 @@ def escape_docstring(
     Napoleon takes what is before a colon for a type in a property's docstring and in "Returns:".
     """
     lines[:] = escape(lines)
+    if what in ("class", "exception"):
+        move_attributes(lines, get_type_hints(obj))
     if what in ("attribute", "property"):
         lines.insert(0, "\\ ")
     if "Returns:" in lines:
-        lines.insert(lines.index("Returns:") + 1, "    \\ ")
+        at = lines.index("Returns:") + 1
+        if ": " in lines[at]:
+            lines.insert(at, "    \\ ")
 
 
 def hide_private_bases(
@@ -124,11 +168,18 @@ def hide_private_bases(
         bases[at : at + 1] = private[0].__bases__
 
 
-def hide_private_types(
+def hide_types(
     app: Sphinx, what: str, name: str, obj: object, options: object, *signature: str | None
 ) -> None:
-    """Leaves out the types of arguments that are private; the text says what they are."""
+    """Leaves out types that say nothing: private ones, "returns None", fields of a named tuple."""
     types = app.env.current_document.autodoc_annotations.get(name, {})
+    if inspect.isclass(obj) and issubclass(obj, tuple):
+        types.clear()
+    elif inspect.isclass(obj):  # autodoc gives an argument the type of an attribute of its name
+        hints = get_type_hints(obj.__init__)
+        types.update({each: type_text(hints[each]) for each in types if each in hints})
+    if types.get("return") == "None":
+        del types["return"]
     for argument in [each for each, kind in types.items() if re.search(r"\._\w*\b(?<!_C)", kind)]:
         del types[argument]
 
@@ -160,7 +211,9 @@ class PublicModule(Directive):
                 kind = "function" if callable(value) and not is_alias(value) else "data"
             lines += ["", f".. auto{kind}:: {path}"]
             if kind == "class":
-                lines += ["   :members:", "   :show-inheritance:"]
+                lines += ["   :members:"]
+                if not set(value.__bases__) <= {object, tuple}:
+                    lines += ["   :show-inheritance:"]
         fenced = ["````{eval-rst}", *lines, "````"]
         node = nodes.container()
         source = self.state_machine.document.current_source or name
@@ -242,8 +295,8 @@ def skip(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: ob
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("public-module", PublicModule)
     app.connect("missing-reference", resolve, priority=400)  # before intersphinx
-    app.connect("autodoc-process-docstring", escape_docstring, priority=400)
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-bases", hide_private_bases)
-    app.connect("autodoc-process-signature", hide_private_types, priority=600)
+    app.connect("autodoc-process-signature", hide_types, priority=600)
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True}
