@@ -82,7 +82,7 @@ class HierarchicalMoE(MoE):
                 noise_epsilon=noise_epsilon,
                 generator=generator,
             )
-            noise_epsilon, generator = 1e-2, None  # MoE takes neither beside a gate
+            noise_epsilon, generator = 1e-2, None  # MoE accepts neither together with a gate
         super().__init__(
             d_model,
             num_groups * experts_per_group,

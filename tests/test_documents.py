@@ -18,7 +18,9 @@ from sybil import Document
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(path for place in ("*.md", "docs/**/*.md", "examples/*.md") for path in ROOT.glob(place))
+PAGES = sorted(
+    path for place in ("*.md", "docs/**/*.md", "examples/*.md") for path in ROOT.glob(place)
+)
 LANGUAGES = {"", "bash", "console", "python", "text", "toml"}
 SECONDS = 60  # that a command of a page may take
 
@@ -30,9 +32,9 @@ def without_files(parse):
         for region in parse(document):
             name = re.search(r"<!-- file: (\S+) -->\s*$", document.text[: region.start])
             if name:
-                region.evaluator = lambda example, name=name: Path(name[1]).write_text(
-                    example.parsed
-                ) and None
+                region.evaluator = lambda example, name=name: (
+                    Path(name[1]).write_text(example.parsed) and None
+                )
             yield region
 
     return parse_document

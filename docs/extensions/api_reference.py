@@ -1,7 +1,7 @@
 """The directive `public-module`: a reference page for one public module.
 
 The page documents the names in the module's `__all__`, each under the shortest path from which a
-user imports it. A name that a module of `PAGES` re-exports is documented once, on the page of the
+user imports it. A name that several of these modules export is documented once, on the page of the
 module that is furthest down.
 """
 
@@ -21,21 +21,12 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.typing import stringify_annotation
 
-PAGES = (
-    "moe_ext",
-    "moe_ext.gates",
-    "moe_ext.experts",
-    "moe_ext.losses",
-    "moe_ext.recurrent",
-    "moe_ext.ops",
-    "moe_ext.optim",
-    "moe_ext.distributed",
-    "moe_ext.distributed.files",
-    "moe_ext.checks",
-    "moe_ext.info",
-)
-
-INVENTORIES = Path(__file__).parents[1] / "inventories"
+DOCS = Path(__file__).parents[1]
+PAGES = [
+    name
+    for page in sorted((DOCS / "api").rglob("*.md"))
+    for name in re.findall(r"\{public-module\} (\S+)", page.read_text())
+]
 
 
 def public_path(module: str, name: str) -> str:
@@ -245,7 +236,7 @@ def own_paths() -> dict[str, str]:
 def foreign_paths() -> dict[str, str]:
     """The documented path of every name of the inventories, by where it is defined."""
     found: dict[str, str] = {}
-    for file in INVENTORIES.glob("*.txt"):
+    for file in (DOCS / "inventories").glob("*.txt"):
         for line in file.read_text().splitlines():
             path = line.split()[0]
             module, _, name = path.rpartition(".")
@@ -287,7 +278,9 @@ def resolve(
     return contnode if node["reftype"] == "obj" and not is_name else None
 
 
-def skip(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+def skip(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
+) -> bool | None:
     """Leaves out the fields of named tuples: the section Attributes describes them."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 

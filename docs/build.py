@@ -1,13 +1,19 @@
-"""Checks the links of the built site: python docs/check_links.py build/docs
+"""Builds the site into build/docs, or the folder that is given: python docs/build.py [FOLDER]
 
-Every link within the site leads to a file that exists, and to an element with the id after its #.
-Nothing is loaded from the network. Links to other sites are not followed.
+A warning is an error. Every link within the site must lead to a file that exists, and to an element
+with the id after its "#". No page may load anything from the network. Links to other sites are not
+followed.
 """
 
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from sphinx.cmd.build import main as sphinx
+
+DOCS = Path(__file__).resolve().parent
+OPTIONS = ("-n", "-W", "--keep-going", "-q", "-E", "-b", "html")
 
 
 class Page(HTMLParser):
@@ -54,7 +60,13 @@ def problems(root: Path) -> list[str]:
     return found
 
 
+def main(arguments: list[str]) -> int:
+    folder = Path(arguments[0] if arguments else DOCS.parent / "build" / "docs").resolve()
+    status = sphinx([*OPTIONS, str(DOCS), str(folder)])
+    found = problems(folder)
+    print("\n".join(found), end="\n" if found else "")
+    return status or bool(found)
+
+
 if __name__ == "__main__":
-    lines = problems(Path(sys.argv[1]).resolve())
-    print("\n".join(lines) or "all links within the site lead somewhere")
-    sys.exit(bool(lines))
+    sys.exit(main(sys.argv[1:]))
