@@ -48,11 +48,11 @@ def problems(root: Path) -> list[str]:
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            ids = pages[target].ids if target in pages else {unquote(parts.fragment)}
             if not target.is_file():
                 found.append(f"{where}: {link} does not exist")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].ids:
-                    found.append(f"{where}: {link} has no such anchor")
+            elif parts.fragment and unquote(parts.fragment) not in ids:
+                found.append(f"{where}: {link} has no such anchor")
     for style in root.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         if "url(http" in text or "url(//" in text or "@import" in text:

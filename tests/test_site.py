@@ -1,4 +1,4 @@
-"""The documentation site builds without warnings, its links lead somewhere, and a browser shows it."""
+"""The documentation site: it builds without warnings, its links work, and a browser shows it."""
 
 import importlib
 import runpy

@@ -1,6 +1,8 @@
-"""The directive `public-module`: a reference page for one public module.
+"""Directives of the API reference.
 
-The page documents the names in the module's `__all__`, each under the shortest path from which a
+`public-module` is the reference of one public module, `module-index` a table of a module's names.
+
+The reference documents the names in the module's `__all__`, each under the shortest path from which a
 user imports it. A name that several of these modules export is documented once, on the page of the
 module that is furthest down.
 """
@@ -10,6 +12,7 @@ import inspect
 import re
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -33,9 +36,14 @@ def public_path(module: str, name: str) -> str:
     """The shortest path to a name of a module."""
     package = module.partition(".")[0]
     short = f"{package}.{name}"
-    value = getattr(importlib.import_module(module), name)
     found = getattr(importlib.import_module(package), name, None)
-    return short if found is value else f"{module}.{name}"
+    return short if found is value_of(module, name) else f"{module}.{name}"
+
+
+def value_of(module: str, name: str) -> Any:
+    """The value of a name, or the module that is named."""
+    found = getattr(importlib.import_module(module), name, None)
+    return importlib.import_module(f"{module}.{name}") if found is None else found
 
 
 def names_of(module: str) -> list[str]:
@@ -47,44 +55,51 @@ def names_of(module: str) -> list[str]:
         if other.startswith(f"{module}.")
         for name in importlib.import_module(other).__all__
     }
-    values = {n: getattr(importlib.import_module(module), n) for n in names if n not in below}
+    values = {n: value_of(module, n) for n in names if n not in below}
     own = [name for name, value in values.items() if not isinstance(value, ModuleType)]
     # A class comes after its bases, a function after the classes.
     return sorted(own, key=lambda n: len(getattr(values[n], "__mro__", range(99))))
 
 
 def introduction(module: ModuleType) -> list[str]:
-    """The lines of a module's docstring without its index, which the table of the page replaces."""
-    paragraphs = escape((inspect.getdoc(module) or "").split("\n"))
-    kept = [
-        paragraph
-        for paragraph in "\n".join(paragraphs).split("\n\n")
-        if not all(re.search(r"\S {2,}\S", line) for line in paragraph.split("\n"))
-    ]
-    return "\n\n".join(paragraph for paragraph in kept if not paragraph.endswith(":")).split("\n")
+    """The lines of a module's docstring; the table of the page replaces an index of its names."""
+    kept: list[str] = []
+    for paragraph in (inspect.getdoc(module) or "").split("\n\n"):
+        if not all(re.search(r"\S {2,}\S", line) for line in paragraph.split("\n")):
+            kept.append(paragraph)
+        elif not module.__all__:
+            kept.append(indent(paragraph, "    "))
+        elif kept[-1].endswith(":"):
+            kept.pop()
+    return escape("\n\n".join(kept).split("\n"))
 
 
 def escape(lines: list[str]) -> list[str]:
     """Escapes what is a formula in a docstring and markup in reStructuredText: |X|, w_ and *.
 
-    Code in backticks, literal blocks and doctests stay as they are.
+    Code in backticks and doctests stay as they are. So do indented paragraphs, which become literal
+    blocks: they are formulas, tables or code.
     """
-    result, block = [], None
+    result: list[str] = []
+    block, text = None, ""  # where the line is, and the last line before an empty one
     for line in lines:
-        indent = len(line) - len(line.lstrip())
+        indented = line.startswith(" ")
         if block == "doctest":
             block = block if line.strip() else None
-        elif isinstance(block, int):
-            block = block if not line.strip() or indent > block else None
+        elif block == "literal":
+            block = block if indented or not line else None
         if line.lstrip().startswith(">>>"):
             block = "doctest"
+        begins = indented and text and not text.startswith((" ", "- ", "1. ")) and not result[-1]
+        if block is None and begins:
+            block = "literal"
+            result += [] if text.endswith("::") else ["::", ""]
         if block is None:
+            text = line or text
             parts = re.split(r"(``.+?``|`[^`]+`)", line)
             parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
             line = re.sub(r"(?<=[^\s`]`)(?=[a-z])", r"\\ ", "".join(parts))
             line = re.sub(r"(?<=: )(?=\w\.$)", r"\\", line)  # no list that begins with a letter
-            if line.endswith("::"):
-                block = indent
         result.append(line)
     return result
 
@@ -95,6 +110,8 @@ def first_paragraph(value: Any) -> str:
         return f"``{stringify_annotation(value, 'smart')}``".replace("~typing.", "")
     if isinstance(value, tuple):
         return f"``{value}``"
+    if not (callable(value) or inspect.ismodule(value)):
+        return ""
     return " ".join(escape((inspect.getdoc(value) or "").split("\n\n")[0].split("\n")))
 
 
@@ -182,39 +199,57 @@ class PublicModule(Directive):
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
-        module = importlib.import_module(name)
-        lines = [f".. py:module:: {name}", "", *introduction(module), ""]
-        lines += [".. list-table::", "   :class: names", "   :widths: auto", ""]
-        for each in module.__all__:
-            value = getattr(module, each)
-            if isinstance(value, ModuleType):
-                lines += [f"   * - :py:mod:`{value.__name__}`"]
-            else:
-                path = public_path(name, each)
-                lines += [f"   * - :py:obj:`{each} <{path}>`"]
-            lines += [f"     - {first_paragraph(value)}"]
+        lines = module_lines(name)
         for each in names_of(name):
             path = public_path(name, each)
-            value = getattr(module, each)
+            value = value_of(name, each)
             if inspect.isclass(value):
                 kind = "exception" if issubclass(value, Exception) else "class"
             else:
-                kind = "function" if callable(value) and not is_alias(value) else "data"
+                kind = "function" if callable(value) and not get_origin(value) else "data"
             lines += ["", f".. auto{kind}:: {path}"]
             if kind == "class":
                 lines += ["   :members:"]
                 if not set(value.__bases__) <= {object, tuple}:
                     lines += ["   :show-inheritance:"]
-        fenced = ["````{eval-rst}", *lines, "````"]
-        node = nodes.container()
-        source = self.state_machine.document.current_source or name
-        self.state.nested_parse(StringList(fenced, source), self.content_offset, node)
-        return node.children
+        return parsed(self, lines)
 
 
-def is_alias(value: object) -> bool:
-    """Whether a value is the alias of a type."""
-    return hasattr(value, "__origin__")
+class ModuleIndex(Directive):
+    """A module's docstring and a table of its names, which are documented nowhere else."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return parsed(self, module_lines(self.arguments[0], linked=False))
+
+
+def module_lines(name: str, linked: bool = True) -> list[str]:
+    """The introduction of a module and the table of its names."""
+    module = importlib.import_module(name)
+    lines = [f".. py:module:: {name}", "", *introduction(module), ""]
+    if module.__all__:
+        lines += [".. list-table::", "   :class: names", "   :widths: auto", ""]
+    for each in module.__all__:
+        value = value_of(name, each)
+        text = first_paragraph(value)
+        if isinstance(value, ModuleType):
+            label = f":py:mod:`{value.__name__}`"
+        elif linked:
+            label = f":py:obj:`{each} <{public_path(name, each)}>`"
+        else:
+            label, text = f"``{each}``", re.sub(r"(?<!`)`(?!`)", "``", text)
+        lines += [f"   * - {label}", f"     - {text}"]
+    return lines
+
+
+def parsed(directive: Directive, lines: list[str]) -> list[nodes.Node]:
+    """The nodes of reStructuredText in a Markdown page."""
+    node = nodes.container()
+    source = directive.state_machine.document.current_source or ""
+    content = StringList(["````{eval-rst}", *lines, "````"], source)
+    directive.state.nested_parse(content, directive.content_offset, node)
+    return node.children
 
 
 @cache
@@ -223,7 +258,7 @@ def own_paths() -> dict[str, str]:
     found: dict[str, str] = {}
     for module in PAGES:
         for name in importlib.import_module(module).__all__:
-            value = getattr(importlib.import_module(module), name)
+            value = value_of(module, name)
             path = public_path(module, name)
             found.setdefault(name, path)
             found[f"{module}.{name}"] = path
@@ -287,6 +322,7 @@ def skip(
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("public-module", PublicModule)
+    app.add_directive("module-index", ModuleIndex)
     app.connect("missing-reference", resolve, priority=400)  # before intersphinx
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-bases", hide_private_bases)
