@@ -2,9 +2,9 @@
 
 `public-module` is the reference of one public module, `module-index` a table of a module's names.
 
-The reference documents the names in the module's `__all__`, each under the shortest path from which a
-user imports it. A name that several of these modules export is documented once, on the page of the
-module that is furthest down.
+The reference documents the names in the module's `__all__`, each under the shortest path from which
+a user imports it. A name that several of these modules export is documented once, on the page of
+the module that is furthest down.
 """
 
 import importlib
@@ -107,7 +107,8 @@ def escape(lines: list[str]) -> list[str]:
 def first_paragraph(value: Any) -> str:
     """The first paragraph of a docstring, on one line; a constant's value."""
     if get_origin(value):
-        return f"``{stringify_annotation(value, 'smart')}``".replace("~typing.", "")
+        text = stringify_annotation(value, "smart", short_literals=True)
+        return f"``{re.sub(r'~[.a-z_]+', '', text)}``"
     if isinstance(value, tuple):
         return f"``{value}``"
     if not (callable(value) or inspect.ismodule(value)):
