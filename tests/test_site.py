@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import console, overflow, resize
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs"
@@ -64,24 +65,22 @@ PAGES = ("index.html", "guides/gate.html", "api/moe_ext.html", "results/experts.
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_in_a_browser(page, site, browser):
-    """No error on the console, and no horizontal scroll on a phone."""
-    browser.set_window_size(375, 800)
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": False},
-    )
+    """No message on the console, and no horizontal scroll on a phone."""
+    resize(browser, 375)
     browser.get((site / page).as_uri())
     assert browser.find_element("css selector", "h1").is_displayed()
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
-    assert browser.get_log("browser") == []
+    assert overflow(browser) <= 0
+    assert console(browser) == []
 
 
 def test_the_search_finds_a_name(site, browser):
+    """A search from the first page leads to the operator."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    browser.get((site / "search.html").as_uri() + "?q=Load")
+    browser.get((site / "index.html").as_uri())
+    browser.find_element("css selector", "input[type=search]").send_keys("Load\n")
     results = WebDriverWait(browser, 20).until(
         lambda driver: driver.find_elements("css selector", "#search-results li a")
     )
     assert any("moe_ext.ops.load" in each.get_attribute("href") for each in results)
-    assert browser.get_log("browser") == []
+    assert console(browser) == []
