@@ -164,7 +164,7 @@ def prepare_docstring(
         lines.insert(0, "\\ ")
     if "Returns:" in lines:
         at = lines.index("Returns:") + 1
-        if ": " in lines[at]:
+        if re.search(r":( |$)", lines[at]):
             lines.insert(at, "    \\ ")
 
 

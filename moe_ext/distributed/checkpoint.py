@@ -79,7 +79,7 @@ class Checkpoints:
 
     All ranks call a method together, and where one of them fails all raise the same error.
     Steps beyond the one that was saved last belong to a run that was given up: the next save
-    deletes them. The folder is described in ``moe_ext.distributed._checkpoint_folder``.
+    deletes them. The folder is described in `moe_ext.distributed._checkpoint_folder`.
 
     Args:
         folder: one that all ranks see; the first save makes it.
