@@ -53,4 +53,5 @@ html_title = "moe_ext"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False

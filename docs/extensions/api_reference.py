@@ -157,7 +157,8 @@ def prepare_docstring(
 
     Napoleon takes what is before a colon for a type in a property's docstring and in "Returns:".
     """
-    lines[:] = escape(lines)
+    kept = [line for line in lines if not line.startswith("Create new instance of ")]
+    lines[:] = escape(kept)  # without the text that a named tuple gives __new__
     if what in ("class", "exception"):
         move_attributes(lines, get_type_hints(obj))
     if what in ("attribute", "property"):
