@@ -90,8 +90,8 @@ def escape(lines: list[str]) -> list[str]:
             block = block if indented or not line else None
         if line.lstrip().startswith(">>>"):
             block = "doctest"
-        begins = indented and text and not text.startswith((" ", "- ", "1. ")) and not result[-1]
-        if block is None and begins:
+        after_text = bool(result and not result[-1]) and re.match(r"(?!- |\d+\. )\S", text)
+        if block is None and indented and after_text:
             block = "literal"
             result += [] if text.endswith("::") else ["::", ""]
         if block is None:
@@ -311,7 +311,7 @@ def resolve(
         )
         if found:
             return found
-    is_name = re.fullmatch(r"[A-Z]\w+|\w+(\.\w+)+", target)
+    is_name = "._" not in target and re.fullmatch(r"[A-Z]\w+|\w+(\.\w+)+", target)
     return contnode if node["reftype"] == "obj" and not is_name else None
 
 
