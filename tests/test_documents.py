@@ -40,24 +40,24 @@ def without_files(parse):
     return parse_document
 
 
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+
+
 def run_commands(example):
     """Runs the commands that start a file which the page has written."""
     for line in re.sub(r"\\\n\s*", "", example.parsed).splitlines():
         words = shlex.split(line, comments=True)
-        if not any(Path(word).is_file() for word in words):
-            continue
-        program = {
-            "python": [],
-            "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-        }[words[0]]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *program, *words[1:]],
-            env=environment,
-            timeout=SECONDS,
-            capture_output=True,
-            text=True,
-        )
+        while words and "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        if not words or words[0] not in PROGRAMS or not any(Path(w).is_file() for w in words):
+            continue
+        command = ["timeout", str(SECONDS), *PROGRAMS[words[0]], *words[1:]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             return f"{line}\n{done.stdout}{done.stderr}"
     return None
@@ -98,7 +98,8 @@ def commands_that_are_shown():
     for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "moe_ext/lab/**/*.py"):
         for file in ROOT.glob(place):
             text = re.sub(r"\\+\n[\s#]*", "", file.read_text())
-            of_line = r"^[\s#]*(?:[A-Z_]+=\S+ )*python scripts/([\w/]+)\.py ([^`\n|#<]+)"
+            program = r"(?:[A-Z_]+=\S+ )*(?:python|torchrun(?: --\S+)*)"
+            of_line = rf"^[\s#]*{program} scripts/([\w/]+)\.py ([^`\n|#<]+)"
             within_text = r"(?:`python |\| `)scripts/([\w/]+)\.py ([^`<]+)`"
             found = re.findall(of_line, text, re.M) + re.findall(within_text, text)
             for script, arguments in found:

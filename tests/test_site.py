@@ -110,7 +110,7 @@ def test_the_search_finds_a_name(site, browser):
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get((site / "index.html").as_uri())
-    browser.find_element("css selector", "input[type=search]").send_keys("Load\n")
+    browser.find_element("css selector", "input[name=q]").send_keys("Load\n")
     results = WebDriverWait(browser, 20).until(
         lambda driver: driver.find_elements("css selector", "#search-results li a")
     )
