@@ -1,4 +1,6 @@
-"""The modules behind the package's public names."""
+"""The public names of the package, by their modules."""
+
+# ruff: noqa: F401
 
 from moe_ext.distributed._parallelize import parallelize
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
@@ -10,27 +12,3 @@ from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.distributed.sharding import Balance, ExpertParallel, ExpertSharding, Layout
 from moe_ext.distributed.torchrun import init_process_group
-
-__all__ = [
-    "AllToAll",
-    "Balance",
-    "CheckpointError",
-    "Checkpoints",
-    "Exchange",
-    "ExchangeUnit",
-    "ExpertParallel",
-    "ExpertParameter",
-    "ExpertPlacement",
-    "ExpertSharding",
-    "GradScaler",
-    "Layout",
-    "Loaded",
-    "Ranks",
-    "blocks",
-    "clip_grad_norm_",
-    "expert_parameters",
-    "full_state_dict",
-    "init_process_group",
-    "load_full_state_dict",
-    "parallelize",
-]
