@@ -55,3 +55,4 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
+html_show_search_summary = False  # it needs a server: a file cannot fetch other files

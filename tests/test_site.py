@@ -107,12 +107,11 @@ def test_pages_in_a_browser(page, site, browser):
 
 def test_the_search_finds_a_name(site, browser):
     """A search from the first page leads to the operator."""
+    from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get((site / "index.html").as_uri())
     browser.find_element("css selector", "input[name=q]").send_keys("Load\n")
-    results = WebDriverWait(browser, 20).until(
-        lambda driver: driver.find_elements("css selector", "#search-results li a")
-    )
-    assert any("moe_ext.ops.load" in each.get_attribute("href") for each in results)
+    name = (By.CSS_SELECTOR, "#search-results a[href$='api/ops.html#moe_ext.ops.load']")
+    WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(*name))
     assert console(browser) == []
