@@ -22,12 +22,10 @@ from moe_ext.checks import (
     require_mask,
     require_sizes,
 )
+from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import cv_squared, importance_loss, load_loss
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import ExpertParallel, ExpertSharding
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -364,9 +362,6 @@ def _sharding(
 ) -> ExpertSharding | None:
     if process_group is None and parallel is None:
         return None
-    # Not at the top of the file: moe_ext.distributed imports this module.
-    from moe_ext.distributed import ExpertParallel, ExpertSharding
-
     if process_group is not None:
         require(parallel is None, "MoE: parallel", "be None when process_group is given", parallel)
         parallel = ExpertParallel(process_group)
