@@ -53,9 +53,10 @@ __all__ = [  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules when the first name is used.
+    """Imports a public name on its first use.
 
-    They import `moe_ext.MoE`, and its module imports modules of this package.
+    An import at the top would be circular: these modules import the module of `moe_ext.MoE`, which
+    imports modules of this package.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
