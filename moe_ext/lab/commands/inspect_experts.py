@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reports = expert_reports(routed, trained.vocabulary, num_contexts=options.contexts)
     reports = by_specialisation(reports)
     text = as_text(reports)
-    title = f"{Path(options.run).resolve().name}, step {trained.step:,}: what each expert sees"
+    name = Path(options.run).resolve().name
+    title = f"{name}, step {trained.step:,}, layer {options.layer}: what each expert sees"
     page = as_html(routed, reports, trained.vocabulary, title, num_sentences=options.sentences)
     write_text(output.with_name(f"{output.name}.txt"), text)
     write_text(output.with_name(f"{output.name}.html"), page)
