@@ -1,7 +1,8 @@
-"""Where the words of a text go in a trained model.
+"""The routing of a text in a trained model.
 
-The layers of a language model see its input words. Of a translation model the encoder's MoE (layer
-0) sees the pieces of the sources, the decoder's (layer 1) those of the targets, as its inputs.
+The MoE layers of a language model see the input words. In a translation model, layer 0 is in the
+encoder and sees the wordpieces of the sources. Layer 1 is in the decoder and sees the wordpieces of
+the targets as its inputs.
 """
 
 import math
@@ -25,16 +26,17 @@ NO_WORD = -1
 
 @dataclass(frozen=True)
 class RoutedText:
-    """Where N positions went, in R slots: (position, expert) pairs.
+    """The routing of N positions: R slots, each a (position, expert) assignment with its gate.
 
     Attributes:
-        num_experts: E.
-        windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
-            ends of the sentence.
-        position, expert: [R] int64.
-        gate: [R].
-        pair: [N] int64, the language pair of each position, where there are several.
-        pair_names: theirs, such as "en-fr".
+        num_experts: E, the number of experts.
+        windows: [N, 5] int64, the input word of each position between its neighbours; NO_WORD
+            beyond the ends of the sentence.
+        position: [R] int64, the position of each slot.
+        expert: [R] int64, the expert of each slot.
+        gate: [R], the gate of each slot.
+        pair: [N] int64, the language pair of each position; None if there is only one.
+        pair_names: names of the language pairs, such as "en-fr"; empty if there is only one.
     """
 
     num_experts: int
@@ -47,7 +49,7 @@ class RoutedText:
 
     @property
     def words(self) -> Tensor:
-        """[N], the input words."""
+        """The input words, [N] int64."""
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ class RoutedText:
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
-    """The positions of several texts one after the other."""
+    """Concatenate the positions of several texts."""
     offset, positions = 0, []
     pairs = [routed.pair for routed in texts if routed.pair is not None]
     for routed in texts:
@@ -103,7 +105,7 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """The MoE layer of that number, counting these only.
+    """Return an MoE layer of the model by its index among the MoE layers.
 
     Raises:
         ValueError: the model has no such layer.
@@ -125,15 +127,16 @@ def route_text(
     layer: int = 0,
     tokens_per_batch: int = 2_560,
 ) -> RoutedText:
-    """Runs randomly chosen sentences without noise or dropout.
+    """Run the model on random sentences, without noise or dropout, and return the routing.
 
     Args:
-        model: with a MoE layer.
-        text: in the ids of the model's vocabulary; pairs for a translation model, whose encoder has
-            layer 0 and whose decoder has layer 1.
-        num_positions: how many words to run, roughly.
-        layer: which MoE layer, counting these only.
-        tokens_per_batch: does not change what comes out but for the choice of sentences.
+        model: a model with an MoE layer.
+        text: sentences in the ids of the model's vocabulary; sentence pairs for a translation
+            model.
+        num_positions: approximate number of tokens to run.
+        layer: index of the layer among the MoE layers. In a translation model, 0 is in the encoder
+            and 1 in the decoder.
+        tokens_per_batch: approximate batch size. It affects only which sentences are chosen.
 
     Raises:
         ValueError: the model has no such layer.
@@ -170,24 +173,26 @@ def route_text(
 
 
 def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
-    """[N, 5], the tokens of ids [B, S] between their neighbours, `after` behind each row's last."""
+    """The tokens of ids [B, S] between their neighbours, [N, 5]; `after` ends each row."""
     text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
     text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
     return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, expert and gate of each slot, the layer's tokens being the positions from 0."""
+    """Position, expert and gate of each slot; the layer's tokens are the positions from 0."""
     position = ops.token_index(aux.expert_index, aux.token_offsets)
     return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Within: W_g of the layer's gates is random, normal, of the same root mean square as before.
+    """Replace W_g of the layer's gates by random values within a `with` block.
+
+    The values are normal, with the same root mean square as W_g.
 
     Raises:
-        ValueError: a gate is strictly balanced: its thresholds were trained for its W_g.
+        ValueError: a gate is strictly balanced. Its thresholds were trained for its W_g.
     """
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):

@@ -1,8 +1,9 @@
-"""How far experts specialise, in numbers: purity and mutual information, beside chance (Table 9).
+"""Measures of specialisation: purity and mutual information, compared with chance (Table 9).
 
-A label is a whole number at each of N positions: the word there, the one before it, its class, the
-kind of text. Where experts and labels have nothing to do with each other, neither changes when the
-labels are shuffled, which leaves each expert's gates and each label's number as they are.
+A label is an integer at each of N positions: the word, the previous word, the class of the word or
+the domain of the text. Shuffling the labels changes neither the gates of the experts nor the number
+of positions with each label. If experts and labels are independent, it does not change the measures
+either.
 """
 
 import re
@@ -30,7 +31,7 @@ WORD_CLASSES = (
 
 
 def word_class(word: str) -> str:
-    """A coarse class of an English word by its form, one of WORD_CLASSES."""
+    """Return the coarse class of an English word by its form, one of WORD_CLASSES."""
     if word in (Vocabulary.UNK, Vocabulary.EOS):
         return word
     if re.search(r"\d", word):
@@ -46,7 +47,7 @@ def word_class(word: str) -> str:
 
 
 def piece_class(piece: str) -> str:
-    """The class of a wordpiece: of one that begins a word ("▁"), as if it were the whole word."""
+    """Return the class of a wordpiece. A piece that begins a word ("▁") counts as the word."""
     if re.fullmatch(r"<2.+>", piece):
         return "target token"
     word = piece.removeprefix("▁")
@@ -56,8 +57,10 @@ def piece_class(piece: str) -> str:
 
 
 def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
-    """The label of each position by name: the current word, the previous one, the word's class,
-    and of several language pairs which one."""
+    """Label each position by the current word, the previous word and the word class.
+
+    With several language pairs, the pair is a label too.
+    """
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
     words = routed.words
@@ -67,17 +70,17 @@ def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
-    """The share of the most frequent label in each row of positions; NaN of an empty row.
+    """Return the share of the most frequent label in each row; NaN for an empty row.
 
     Args:
-        labels: [N] int64, from 0 on.
-        positions: [E, K], -1 where a row has fewer.
+        labels: [N] int64, at least 0.
+        positions: [E, K], padded with -1.
 
     Returns:
         [E] float64.
     """
     number = positions.shape[1]
-    # Distinct values in the place of none, which so come once at most.
+    # Padding gets distinct values, so that none of them is the most frequent.
     values = torch.where(positions < 0, -1 - torch.arange(number), labels[positions])
     values = values.sort().values
     place = torch.arange(number).expand_as(values)
@@ -89,16 +92,16 @@ def purity(labels: Tensor, positions: Tensor) -> Tensor:
 
 
 def entropy(values: Tensor) -> float:
-    """-sum_v p(v) ln p(v) of the shares of whole numbers from 0 on, in nats."""
+    """Return -sum_v p(v) ln p(v) in nats; p(v) is the share of the integer v >= 0."""
     counts = torch.bincount(values)
     share = counts[counts > 0].double() / len(values)
     return float(-(share * share.log()).sum())
 
 
 def mutual_information(a: Tensor, b: Tensor) -> float:
-    """sum p(a, b) ln (p(a, b) / p(a) p(b)) of the shares of pairs, in nats.
+    """Return sum p(a, b) ln (p(a, b) / p(a) p(b)) of the shares of pairs, in nats.
 
-    Of few pairs it is too high, by about (values of a - 1) (values of b - 1) / 2 pairs.
+    The estimate is biased by about (A - 1) (B - 1) / 2N for N pairs, A values of a and B of b.
     """
     pairs = a * (int(b.max()) + 1) + b
     return entropy(a) + entropy(b) - entropy(pairs)
@@ -106,14 +109,14 @@ def mutual_information(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What an expert tells of a label.
+    """Purity and mutual information of the experts and a label, and their values by chance.
 
     Attributes:
-        purity: [E'], share of the most frequent label among an expert's 50 highest gates, of the
-            experts that have any.
-        permuted_purity: [P, E'], the same with shuffled labels.
+        purity: [E'], share of the most frequent label among the 50 highest gates of an expert. E'
+            counts the experts with at least one token.
+        permuted_purity: [P, E'], the purity with shuffled labels.
         information: I(expert with the highest gate; label) in nats.
-        permuted_information: [P], the same with shuffled labels.
+        permuted_information: [P], the information with shuffled labels.
         entropy: H(expert with the highest gate) in nats.
     """
 
@@ -125,24 +128,25 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - its mean with shuffled labels) / H: 1 if the label decides, 0 if it says nothing."""
+        """(I - its mean with shuffled labels) / H: 1 if the label determines the expert, 0 if the
+        two are independent."""
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 
     @property
     def p_purity(self) -> float:
-        """How often shuffled labels have as high a mean purity, counting the true ones as one."""
+        """p-value of the mean purity under shuffled labels; the true labels count as one shuffle."""
         return _p_value(float(self.purity.mean()), self.permuted_purity.mean(1))
 
     @property
     def p_information(self) -> float:
-        """How often shuffled labels have as much information, counting the true ones as one."""
+        """p-value of the information under shuffled labels; the true labels count as one shuffle."""
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, ready for JSON; the purities of the experts in descending order."""
+        """Return the numbers for JSON; the purities of the experts are in descending order."""
         single = self.permuted_purity.flatten()
-        # kthvalue, as quantile is limited in size.
+        # torch.quantile is limited to 16 million values; kthvalue is not.
         high = single.kthvalue(max(1, round(0.975 * len(single)))).values
         return {
             "purity": float(self.purity.mean()),
@@ -169,22 +173,22 @@ def measure_specialisation(
     num_permutations: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Specialisation]:
-    """What the experts tell of each label, beside shuffled labels.
+    """Measure the specialisation of the experts by each label, and with shuffled labels.
 
     Args:
-        routed: N positions.
-        labels: [N] int64 each, from 0 on.
-        num_permutations: P, at least 1.
-        seed: of the permutations, the same for all labels.
+        routed: the routing of N positions.
+        labels: labels by name, each [N] int64 and at least 0.
+        num_permutations: P, the number of shuffles, at least 1.
+        seed: seed of the shuffles, which are the same for all labels.
 
     Raises:
-        ValueError: there is no permutation.
+        ValueError: num_permutations is less than 1.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
     highest = routed.highest(PURITY_POSITIONS)
     highest = highest[highest[:, 0] >= 0]
     position, expert = routed.first_choice()
-    # Small numbers, for short tables: those of the labels that occur.
+    # Renumber the labels that occur, for small tables of counts.
     compact = {name: label.unique(return_inverse=True)[1] for name, label in labels.items()}
     purities: dict[str, list[Tensor]] = {name: [] for name in labels}
     informations: dict[str, list[float]] = {name: [] for name in labels}
