@@ -61,8 +61,13 @@ def routed():
 
 
 @pytest.fixture(scope="module")
-def html(routed, vocabulary):
-    reports = expert_reports(routed, vocabulary)
+def reports(routed, vocabulary):
+    """All words of each expert, and contexts that few of the others share."""
+    return expert_reports(routed, vocabulary, num_words=99, num_contexts=2)
+
+
+@pytest.fixture(scope="module")
+def html(routed, reports, vocabulary):
     return as_html(routed, reports, vocabulary, TITLE, num_sentences=40)
 
 
@@ -71,12 +76,12 @@ def data_of(html):
     return json.loads(data)
 
 
-def test_data_are_those_of_the_reports(html, routed, vocabulary):
+def test_data_are_those_of_the_reports(html, routed, reports):
     data = data_of(html)
     words = data["words"]
     assert data["tokens"] == 540 and data["experts_per_token"] == K and data["title"] == TITLE
     assert len(set(words)) == len(words)
-    for report, expert in zip(expert_reports(routed, vocabulary), data["experts"], strict=True):
+    for report, expert in zip(reports, data["experts"], strict=True):
         assert expert["number"] == report.expert
         for name in ("share", "information", "purity"):
             assert expert[name] == pytest.approx(getattr(report, name), abs=1e-4)
@@ -114,8 +119,7 @@ def test_sentences_show_the_routing(html, routed):
             )
 
 
-def test_the_same_text_gives_the_same_page(html, routed, vocabulary):
-    reports = expert_reports(routed, vocabulary)
+def test_the_same_text_gives_the_same_page(html, routed, reports, vocabulary):
     assert as_html(routed, reports, vocabulary, TITLE, num_sentences=40) == html
     all_sentences = as_html(routed, reports, vocabulary, TITLE, num_sentences=1_000)
     assert len(data_of(all_sentences)["sentences"]) == 60

@@ -135,12 +135,12 @@ class Specialisation:
 
     @property
     def p_purity(self) -> float:
-        """p-value of the mean purity under shuffled labels; the true labels count as one shuffle."""
+        """p-value of the mean purity under shuffled labels, with the true labels as one shuffle."""
         return _p_value(float(self.purity.mean()), self.permuted_purity.mean(1))
 
     @property
     def p_information(self) -> float:
-        """p-value of the information under shuffled labels; the true labels count as one shuffle."""
+        """p-value of the information under shuffled labels, with the true labels as one shuffle."""
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
