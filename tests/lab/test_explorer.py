@@ -156,6 +156,12 @@ def test_tokens_without_an_expert_are_shown(vocabulary):
     assert [len(token) for token in data["sentences"][0]["tokens"]] == [7] * 4 + [1] + [7] * 4
 
 
+def with_pairs(routed):
+    """Each second sentence is of another language pair."""
+    pair = torch.arange(len(routed.windows)) // 9 % 2
+    return replace(routed, pair=pair, pair_names=("en-fr", "en-de"))
+
+
 # In a browser
 
 
@@ -349,6 +355,25 @@ def test_light_and_dark(page):
     assert brightness() < 60
     page.find_element("id", "theme").click()
     assert brightness() > 200
+
+
+def test_language_pairs(browser, routed, vocabulary, tmp_path):
+    text = with_pairs(routed)
+    reports = expert_reports(text, vocabulary)
+    path = tmp_path / "experts.html"
+    path.write_text(as_html(text, reports, vocabulary, "pairs"), "utf-8")
+    browser.get(path.as_uri())
+    tags = {tag.text for tag in browser.find_elements("css selector", "#lines .pair")}
+    assert tags == {"en-fr", "en-de"}
+    number = int(browser.find_element("id", "expert-title").text.split()[1])
+    panel = browser.find_element("id", "expert").text
+    (report,) = (report for report in reports if report.expert == number)
+    assert f"{report.pair_information:.2f} nats" in panel
+    for pair in report.pairs:
+        assert f"{pair.name} {100 * pair.share:.1f}% {100 * pair.expected:.1f}%" in panel
+    legend = browser.find_element("id", "legend").text
+    assert "Language pairs" in legend and "Wordpieces" not in legend
+    assert console(browser) == []
 
 
 CONTRASTS = """
