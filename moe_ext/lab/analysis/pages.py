@@ -85,7 +85,7 @@ def _explorer_data(
             "words": [[index_of(w.word), w.times, round(w.share, 4)] for w in report.words],
             "contexts": [[round(c.gate, 4), *map(index_of, c.words)] for c in report.contexts],
             "gates": gates[report.expert],
-            "pairs": [[p.name, round(p.share, 4), round(p.expected, 4)] for p in report.pairs],
+            "pairs": [[p.name, round(p.share, 6), round(p.expected, 6)] for p in report.pairs],
             "pair_information": round(report.pair_information, 4),
         }
         for report in reports
