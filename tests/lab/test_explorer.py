@@ -321,6 +321,12 @@ def test_a_click_goes_to_the_expert(page, html):
     assert current() == f"Expert {other}"
     page.back()
     assert current() == f"Expert {expert}"
+    # The address still names the expert after a search has chosen another one.
+    assert any(expert not in search_for(page, f'"w{i}"') for i in range(50))
+    assert page.find_element("id", "expert-title").text != f"Expert {expert}"
+    search_for(page, " ")
+    page.find_element("css selector", f"#rows tr[data-expert='{expert}'] a").click()
+    assert current() == f"Expert {expert}"
 
 
 def test_sentences_of_one_expert(page):
