@@ -1,0 +1,225 @@
+"""Checks the prose of documents, docstrings, comments and messages.
+
+    python scripts/check_prose.py                 # the whole repository
+    python scripts/check_prose.py docs README.md  # these files and folders
+
+A sentence of a document, docstring or comment has at most 25 words. No text uses a word from the
+wrong column of the table in scripts/prose.toml, which also lists the exceptions with their reasons.
+Code, numbers and formulas do not count as words. Prints each finding as FILE:LINE and exits with 1.
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[1]
+RULES = ROOT / "scripts" / "prose.toml"
+MAX_WORDS = 25
+CPP = {".cpp", ".h", ".cu", ".cuh"}
+HASH_COMMENTS = {".toml", ".sh"}
+
+_ABBREVIATION = r"(?<!\be\.g\.)(?<!\bi\.e\.)(?<!\bal\.)(?<!\bvs\.)(?<!\bSec\.)(?<!\bApp\.)"
+_SENTENCE_END = re.compile(rf"(?<=[.!?:])(?:[)\"'”*_]*){_ABBREVIATION}\s+(?=[^a-z\s])")
+_WORD = re.compile(r"^[A-Za-z][A-Za-z'’-]*$")
+_CODE = re.compile(r":[\w:]+:`[^`]*`|``?[^`]+``?")
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Shape)s?:$")
+_ENTRY = re.compile(r"^(?:[-*]|\d+[.)])\s+|^\**[\w.]+(?:, \**[\w.]+)*(?: \([^)]*\))?:\s")
+
+
+class Text(NamedTuple):
+    """A paragraph: where it begins, what it says, and whether its sentences are measured."""
+
+    line: int
+    text: str
+    measured: bool = True
+
+
+class Finding(NamedTuple):
+    """What is wrong, and in which text."""
+
+    line: int
+    message: str
+    text: str
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a paragraph; a colon before a capital letter ends one too."""
+    return _SENTENCE_END.split(text)
+
+
+def num_words(sentence: str) -> int:
+    """The words of a sentence; an inline code counts as one, a number or formula as none."""
+    words = _CODE.sub(" code ", sentence).split()
+    return sum(bool(_WORD.match(word.strip(".,;:!?()[]\"'“”*_"))) for word in words)
+
+
+def markdown_texts(source: str) -> Iterator[Text]:
+    """The paragraphs, list items, headings and table cells of a document, without its code."""
+    for token in MarkdownIt("commonmark").enable("table").parse(source):
+        if token.type == "inline" and token.map:
+            parts = []
+            for child in token.children or ():
+                if child.type == "code_inline":
+                    parts.append(f"`{child.content}`")
+                elif child.type in ("softbreak", "hardbreak"):
+                    parts.append(" ")
+                elif child.type == "text":
+                    parts.append(child.content)
+            yield Text(token.map[0] + 1, "".join(parts))
+
+
+def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
+    """The paragraphs of a docstring or comment, without examples and indented code."""
+    collected: list[str] = []
+    start = first_line
+    section_indent = -1
+    skipping = False
+    after_blank = False
+    for number, line in enumerate([*lines, ""], first_line):
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        entry = _ENTRY.match(text)
+        if not text or _SECTION.match(text) or entry or text.startswith(">>>"):
+            if collected:
+                yield Text(start, " ".join(collected))
+            collected = []
+        if not text:
+            skipping, after_blank = False, True
+            continue
+        if _SECTION.match(text):
+            section_indent = indent
+        elif indent <= section_indent:
+            section_indent = -1
+        code = after_blank and indent >= 4 and section_indent < 0 and not entry
+        skipping = skipping or text.startswith(">>>") or code
+        after_blank = False
+        if not skipping and not _SECTION.match(text):
+            if not collected:
+                start = number
+            collected.append(text[entry.end() :] if entry else text)
+
+
+def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
+    """The paragraphs of numbered comment lines; lines that follow each other belong together."""
+    block: list[str] = []
+    last = -1
+    for number, text in [*lines, (-1, "")]:
+        if number != last + 1 and block:
+            yield from paragraphs(block, last - len(block) + 1)
+            block = []
+        block.append(text)
+        last = number
+
+
+def python_texts(source: str) -> Iterator[Text]:
+    """Docstrings, comments and messages."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            constant = node.body[0].value  # type: ignore[attr-defined]
+            docstrings.add(constant)
+            lines = ast.get_docstring(node, clean=True).splitlines()  # type: ignore[union-attr]
+            yield from paragraphs(lines, constant.lineno)
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    for node in constants:
+        if isinstance(node.value, str) and " " in node.value and node not in docstrings:
+            yield Text(node.lineno, node.value, measured=False)
+    comments = [
+        (token.start[0], re.sub(r"^#+:? ?", "", token.string))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    yield from comment_blocks(comments)
+
+
+def cpp_texts(source: str) -> Iterator[Text]:
+    """Comments and messages."""
+    lines = list(enumerate(source.splitlines(), 1))
+    strings = r'"((?:[^"\\]|\\.)* (?:[^"\\]|\\.)*)"'
+    for number, line in lines:
+        code = line.split("//")[0]
+        yield from (Text(number, text, measured=False) for text in re.findall(strings, code))
+    found = [(number, re.search(r"(?:^|\s)//+ ?(.*)$", line)) for number, line in lines]
+    yield from comment_blocks([(number, match[1]) for number, match in found if match])
+
+
+def hash_texts(source: str) -> Iterator[Text]:
+    """The comments of shell scripts and configurations."""
+    found = [
+        (number, re.match(r"\s*#(?!!) ?(.*)$", line))
+        for number, line in enumerate(source.splitlines(), 1)
+    ]
+    yield from comment_blocks([(number, match[1]) for number, match in found if match])
+
+
+def texts_of(path: Path) -> Iterator[Text]:
+    """The prose of a file, by its kind."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        return markdown_texts(source)
+    if path.suffix == ".py":
+        return python_texts(source)
+    return cpp_texts(source) if path.suffix in CPP else hash_texts(source)
+
+
+def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator[Finding]:
+    """Sentences that are too long and words for which the field has a term."""
+    for line, text, measured in texts:
+        if measured:
+            for sentence in sentences(text):
+                if num_words(sentence) > MAX_WORDS:
+                    yield Finding(line, f"{num_words(sentence)} words in one sentence", sentence)
+        for term in terms:
+            if match := re.search(term["not"], _CODE.sub("`code`", text), re.IGNORECASE):
+                yield Finding(line, f'"{match[0]}": say {term["say"]}', text)
+
+
+def tracked(arguments: Sequence[str]) -> list[Path]:
+    """The files below the arguments that git knows or would add, of the kinds that are checked."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *arguments]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    kinds = {".md", ".py", *CPP, *HASH_COMMENTS}
+    files = [ROOT / name for name in sorted(set(names.splitlines()))]
+    return [file for file in files if file.suffix in kinds and file.exists()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("paths", nargs="*", help="files and folders (default: all)")
+    paths = [str(Path(path).resolve()) for path in parser.parse_args(arguments).paths]
+    rules = tomllib.loads(RULES.read_text())
+    found, unused = 0, list(rules.get("exceptions", ()))
+    for file in tracked(paths):
+        name = str(file.relative_to(ROOT))
+        for finding in findings(texts_of(file), rules["terms"]):
+            excepted = [
+                exception
+                for exception in rules.get("exceptions", ())
+                if re.fullmatch(exception["file"], name) and exception["text"] in finding.text
+            ]
+            unused = [exception for exception in unused if exception not in excepted]
+            if not excepted:
+                found += 1
+                shown = finding.text if len(finding.text) < 300 else finding.text[:300] + " ..."
+                print(f"{name}:{finding.line}: {finding.message}: {shown}")
+    if not paths:
+        for exception in unused:
+            found += 1
+            print(f"scripts/prose.toml: exception without a text: {exception}")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
