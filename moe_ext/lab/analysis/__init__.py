@@ -1,4 +1,4 @@
-"""The cost of a model, and what its experts have learned."""
+"""What a model costs, and what its experts have learned."""
 
 from moe_ext.lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.lab.analysis.experts import (

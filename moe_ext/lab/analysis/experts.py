@@ -1,4 +1,4 @@
-"""Reports of what each expert of a trained model sees (Table 9)."""
+"""What each expert of a trained model sees (Table 9)."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from moe_ext.lab.data import AnyVocabulary
 
 
 class Context(NamedTuple):
-    """A token of an expert between its neighbours.
+    """A word that an expert got, in its place.
 
     Attributes:
-        gate: the gate of the expert for the token.
+        gate: the expert's weight at the word.
         words: the word in the middle of its neighbours, "" beyond the ends of the sentence.
     """
 
@@ -40,12 +40,12 @@ class Context(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A characteristic word of an expert.
+    """A word that sets an expert apart.
 
     Attributes:
         word: the word.
-        times: number of tokens of the expert that are this word.
-        share: share of these tokens in all occurrences of the word.
+        times: how often the expert got it.
+        share: of all its occurrences.
     """
 
     word: str
@@ -54,12 +54,12 @@ class Word(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """The share of a language pair in the tokens of an expert.
+    """How much of an expert's work is for a language pair.
 
     Attributes:
-        name: name of the language pair, such as "en-fr".
-        share: share of the language pair in the tokens of the expert.
-        expected: share of the language pair in the tokens of all experts.
+        name: of the language pair, such as "en-fr".
+        share: of the expert's tokens.
+        expected: the language pair's share of the tokens of all experts.
     """
 
     name: str
@@ -69,17 +69,17 @@ class PairShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What one expert sees.
+    """What one expert does.
 
     Attributes:
-        expert: index of the expert.
-        share: share of all tokens that the expert receives. An even share is k / E.
-        information: how much the current word distinguishes the tokens of the expert from all
-            tokens, sum_w p(w|e) ln(p(w|e) / p(w)) in nats, minus its value for shuffled words.
-        purity: share of the most frequent word among the 50 tokens with the highest gates.
-        words: the words that contribute most to the information, in descending order.
-        contexts: the distinct contexts with the highest gates, in descending order.
-        pairs: the share of each language pair. Empty if there is only one pair.
+        expert: its index.
+        share: of all tokens, how many go through it (an even share is k / E).
+        information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in
+            nats, less what is left of it when words and experts are paired at random.
+        purity: share of the most frequent word among the 50 highest gates.
+        words: the ones that contribute most to the information, most first.
+        contexts: the distinct ones with the highest gates, highest first.
+        pairs: where there are several language pairs, the expert's tokens of each.
     """
 
     expert: int
@@ -92,20 +92,17 @@ class ExpertReport:
 
     @property
     def pair_information(self) -> float:
-        """How much the language pair distinguishes the tokens of the expert, in nats.
+        """How much the language pair tells its tokens apart, sum_l p(l|e) ln(p(l|e) / p(l)), nats.
 
-            sum_l p(l|e) ln(p(l|e) / p(l))
-
-        The mean over the tokens of all experts is the mutual information of expert and pair.
+        Its mean over all experts' tokens is the mutual information of expert and language pair.
         """
         return sum(p.share * math.log(p.share / p.expected) for p in self.pairs if p.share > 0)
 
 
 def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
-    """Sort the reports by decreasing information.
+    """Most information first.
 
-    Experts with less than half of an even share come last: with few tokens the information is high
-    by chance.
+    Experts that get less than half of an even share come last: few tokens always look special.
     """
     half = sum(report.share for report in reports) / len(reports) / 2
     return sorted(reports, key=lambda r: (r.share >= half, r.information), reverse=True)
@@ -118,15 +115,12 @@ def expert_reports(
     num_contexts: int = 10,
     num_words: int = 10,
 ) -> list[ExpertReport]:
-    """Report what each expert sees, in the order of the experts.
-
-    The lists of an expert without tokens are empty.
+    """One report for each expert, in their order; one that got no word has empty lists.
 
     Args:
-        routed: routing of random sentences, from `route_text`.
-        vocabulary: the vocabulary of the model.
-        num_contexts: number of contexts for each expert.
-        num_words: number of words for each expert.
+        routed: of randomly chosen sentences, from `route_text`.
+        vocabulary: the model's.
+        num_contexts, num_words: how many to report of each expert.
     """
     num_experts, experts = routed.num_experts, routed.expert
     spelling = vocabulary.words
@@ -179,7 +173,7 @@ def expert_reports(
 def _information(
     experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each (expert, word) that occurs: p(w|e) ln(p(w|e) / p(w)), expert, word, count."""
+    """For each (expert, word) that occurs: p(w|e) ln(p(w|e) / p(w)), expert, word, count."""
     keys, count = torch.unique(experts * vocab_size + words, return_counts=True)
     expert, word = keys // vocab_size, keys % vocab_size
     p_word = torch.bincount(words, minlength=vocab_size).double() / len(words)
@@ -190,7 +184,7 @@ def _information(
 def _contexts(
     routed: RoutedText, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
-    """The distinct contexts with the highest gates; the slots are sorted by decreasing gate."""
+    """The distinct contexts of the first slots, which are in order of decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
         window = tuple(routed.windows[routed.position[slot]].tolist())
@@ -204,7 +198,7 @@ def _contexts(
 
 
 def _pair_shares(routed: RoutedText) -> list[list[PairShare]]:
-    """The shares of the language pairs for each expert; empty for an expert without tokens."""
+    """Those of each expert that has any."""
     num_experts, num_pairs = routed.num_experts, len(routed.pair_names)
     if routed.pair is None:
         return [[] for _ in range(num_experts)]

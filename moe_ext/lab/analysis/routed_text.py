@@ -1,8 +1,7 @@
-"""The routing of a text in a trained model.
+"""Where the words of a text go in a trained model.
 
-The MoE layers of a language model see the input words. In a translation model, layer 0 is in the
-encoder and sees the wordpieces of the sources. Layer 1 is in the decoder and sees the wordpieces of
-the targets as its inputs.
+The layers of a language model see its input words. Of a translation model the encoder's MoE (layer
+0) sees the pieces of the sources, the decoder's (layer 1) those of the targets, as its inputs.
 """
 
 import math
@@ -26,17 +25,16 @@ NO_WORD = -1
 
 @dataclass(frozen=True)
 class RoutedText:
-    """The routing of N positions: R slots, each a (position, expert) assignment with its gate.
+    """Where N positions went, in R slots: (position, expert) pairs.
 
     Attributes:
-        num_experts: E, the number of experts.
-        windows: [N, 5] int64, the input word of each position between its neighbours; NO_WORD
-            beyond the ends of the sentence.
-        position: [R] int64, the position of each slot.
-        expert: [R] int64, the expert of each slot.
-        gate: [R], the gate of each slot.
-        pair: [N] int64, the language pair of each position; None if there is only one.
-        pair_names: names of the language pairs, such as "en-fr"; empty if there is only one.
+        num_experts: E.
+        windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
+            ends of the sentence.
+        position, expert: [R] int64.
+        gate: [R].
+        pair: [N] int64, the language pair of each position, where there are several.
+        pair_names: theirs, such as "en-fr".
     """
 
     num_experts: int
@@ -49,15 +47,23 @@ class RoutedText:
 
     @property
     def words(self) -> Tensor:
-        """The input words, [N] int64."""
+        """[N], the input words."""
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
-        """The slots sorted by expert, then by decreasing gate, and their number for each expert."""
+        """Sort the slots by expert, then by decreasing gate.
+
+        Returns:
+            The order [R] of the slots, and the number of slots of each expert [E].
+        """
         return self._sorted_slots(self.expert, self.num_experts)
 
     def slots_by_position(self) -> tuple[Tensor, Tensor]:
-        """The slots sorted by position, then by decreasing gate, and their number for each one."""
+        """Sort the slots by position, then by decreasing gate.
+
+        Returns:
+            The order [R] of the slots, and the number of slots of each position [N].
+        """
         return self._sorted_slots(self.position, len(self.windows))
 
     def _sorted_slots(self, key: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +71,7 @@ class RoutedText:
         return order[key[order].argsort(stable=True)], torch.bincount(key, minlength=number)
 
     def highest(self, number: int) -> Tensor:
-        """[E, number] int64, each expert's positions with the highest gates, padded with -1."""
+        """[E, number], each expert's positions with the highest gates; -1 where it has fewer."""
         order, load = self.slots_by_gate()
         expert = self.expert[order]
         rank = torch.arange(len(order)) - (load.cumsum(0) - load)[expert]
@@ -75,19 +81,19 @@ class RoutedText:
         return positions
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
-        """The positions that have an expert, and the expert with the highest gate at each."""
+        """Return the positions that have an expert, and the expert with the highest gate there."""
         order, _ = self.slots_by_position()
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
         return self.position[order[first]], self.expert[order[first]]
 
     def sentences(self) -> list[range]:
-        """The positions of each sentence."""
+        """Return the positions of each sentence."""
         begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
         return list(map(range, begins, [*begins[1:], len(self.windows)]))
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
-    """Concatenate the positions of several texts."""
+    """The positions of several texts one after the other."""
     offset, positions = 0, []
     pairs = [routed.pair for routed in texts if routed.pair is not None]
     for routed in texts:
@@ -105,7 +111,7 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """Return an MoE layer of the model by its index among the MoE layers.
+    """The MoE layer of that number, counting these only.
 
     Raises:
         ValueError: the model has no such layer.
@@ -127,16 +133,15 @@ def route_text(
     layer: int = 0,
     tokens_per_batch: int = 2_560,
 ) -> RoutedText:
-    """Run the model on random sentences, without noise or dropout, and return the routing.
+    """Runs randomly chosen sentences without noise or dropout.
 
     Args:
-        model: a model with an MoE layer.
-        text: sentences in the ids of the model's vocabulary; sentence pairs for a translation
-            model.
-        num_positions: approximate number of tokens to run.
-        layer: index of the layer among the MoE layers. In a translation model, 0 is in the encoder
-            and 1 in the decoder.
-        tokens_per_batch: approximate batch size. It affects only which sentences are chosen.
+        model: with a MoE layer.
+        text: in the ids of the model's vocabulary; pairs for a translation model, whose encoder has
+            layer 0 and whose decoder has layer 1.
+        num_positions: how many words to run, roughly.
+        layer: which MoE layer, counting these only.
+        tokens_per_batch: does not change what comes out but for the choice of sentences.
 
     Raises:
         ValueError: the model has no such layer.
@@ -173,26 +178,24 @@ def route_text(
 
 
 def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
-    """The tokens of ids [B, S] between their neighbours, [N, 5]; `after` ends each row."""
+    """[N, 5], the tokens of ids [B, S] between their neighbours, `after` behind each row's last."""
     text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
     text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
     return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, expert and gate of each slot; the layer's tokens are the positions from 0."""
+    """Position, expert and gate of each slot, the layer's tokens being the positions from 0."""
     position = ops.token_index(aux.expert_index, aux.token_offsets)
     return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Replace W_g of the layer's gates by random values within a `with` block.
-
-    The values are normal, with the same root mean square as W_g.
+    """Within: W_g of the layer's gates is random, normal, of the same root mean square as before.
 
     Raises:
-        ValueError: a gate is strictly balanced. Its thresholds were trained for its W_g.
+        ValueError: a gate is strictly balanced: its thresholds were trained for its W_g.
     """
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):

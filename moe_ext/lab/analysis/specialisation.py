@@ -1,9 +1,8 @@
-"""Measures of specialisation: purity and mutual information, compared with chance (Table 9).
+"""How far experts specialise, in numbers: purity and mutual information, beside chance (Table 9).
 
-A label is an integer at each of N positions: the word, the previous word, the class of the word or
-the domain of the text. Shuffling the labels changes neither the gates of the experts nor the number
-of positions with each label. If experts and labels are independent, it does not change the measures
-either.
+A label is a whole number at each of N positions: the word there, the one before it, its class, the
+kind of text. Where experts and labels have nothing to do with each other, neither changes when the
+labels are shuffled, which leaves each expert's gates and each label's number as they are.
 """
 
 import re
@@ -31,7 +30,7 @@ WORD_CLASSES = (
 
 
 def word_class(word: str) -> str:
-    """Return the coarse class of an English word by its form, one of WORD_CLASSES."""
+    """A coarse class of an English word by its form, one of WORD_CLASSES."""
     if word in (Vocabulary.UNK, Vocabulary.EOS):
         return word
     if re.search(r"\d", word):
@@ -47,7 +46,7 @@ def word_class(word: str) -> str:
 
 
 def piece_class(piece: str) -> str:
-    """Return the class of a wordpiece. A piece that begins a word ("▁") counts as the word."""
+    """The class of a wordpiece: of one that begins a word ("▁"), as if it were the whole word."""
     if re.fullmatch(r"<2.+>", piece):
         return "target token"
     word = piece.removeprefix("▁")
@@ -57,10 +56,8 @@ def piece_class(piece: str) -> str:
 
 
 def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
-    """Label each position by the current word, the previous word and the word class.
-
-    With several language pairs, the pair is a label too.
-    """
+    """The label of each position by name: the current word, the previous one, the word's class,
+    and of several language pairs which one."""
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
     words = routed.words
@@ -70,17 +67,17 @@ def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
-    """Return the share of the most frequent label in each row; NaN for an empty row.
+    """The share of the most frequent label in each row of positions; NaN of an empty row.
 
     Args:
-        labels: [N] int64, at least 0.
-        positions: [E, K], padded with -1.
+        labels: [N] int64, from 0 on.
+        positions: [E, K], -1 where a row has fewer.
 
     Returns:
         [E] float64.
     """
     number = positions.shape[1]
-    # Padding gets distinct values, so that none of them is the most frequent.
+    # Distinct values in the place of none, which so come once at most.
     values = torch.where(positions < 0, -1 - torch.arange(number), labels[positions])
     values = values.sort().values
     place = torch.arange(number).expand_as(values)
@@ -92,16 +89,16 @@ def purity(labels: Tensor, positions: Tensor) -> Tensor:
 
 
 def entropy(values: Tensor) -> float:
-    """Return -sum_v p(v) ln p(v) in nats; p(v) is the share of the integer v >= 0."""
+    """-sum_v p(v) ln p(v) of the shares of whole numbers from 0 on, in nats."""
     counts = torch.bincount(values)
     share = counts[counts > 0].double() / len(values)
     return float(-(share * share.log()).sum())
 
 
 def mutual_information(a: Tensor, b: Tensor) -> float:
-    """Return sum p(a, b) ln (p(a, b) / p(a) p(b)) of the shares of pairs, in nats.
+    """sum p(a, b) ln (p(a, b) / p(a) p(b)) of the shares of pairs, in nats.
 
-    The estimate is biased by about (A - 1) (B - 1) / 2N for N pairs, A values of a and B of b.
+    Of few pairs it is too high, by about (values of a - 1) (values of b - 1) / 2 pairs.
     """
     pairs = a * (int(b.max()) + 1) + b
     return entropy(a) + entropy(b) - entropy(pairs)
@@ -109,14 +106,14 @@ def mutual_information(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """Purity and mutual information of the experts and a label, and their values by chance.
+    """What an expert tells of a label.
 
     Attributes:
-        purity: [E'], share of the most frequent label among the 50 highest gates of an expert. E'
-            counts the experts with at least one token.
-        permuted_purity: [P, E'], the purity with shuffled labels.
+        purity: [E'], share of the most frequent label among an expert's 50 highest gates, of the
+            experts that have any.
+        permuted_purity: [P, E'], the same with shuffled labels.
         information: I(expert with the highest gate; label) in nats.
-        permuted_information: [P], the information with shuffled labels.
+        permuted_information: [P], the same with shuffled labels.
         entropy: H(expert with the highest gate) in nats.
     """
 
@@ -128,25 +125,24 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - its mean with shuffled labels) / H: 1 if the label determines the expert, 0 if the
-        two are independent."""
+        """(I - its mean with shuffled labels) / H: 1 if the label decides, 0 if it says nothing."""
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 
     @property
     def p_purity(self) -> float:
-        """p-value of the mean purity under shuffled labels, with the true labels as one shuffle."""
+        """How often shuffled labels have as high a mean purity, counting the true ones as one."""
         return _p_value(float(self.purity.mean()), self.permuted_purity.mean(1))
 
     @property
     def p_information(self) -> float:
-        """p-value of the information under shuffled labels, with the true labels as one shuffle."""
+        """How often shuffled labels have as much information, counting the true ones as one."""
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers for JSON; the purities of the experts are in descending order."""
+        """The numbers, ready for JSON; the purities of the experts in descending order."""
         single = self.permuted_purity.flatten()
-        # torch.quantile is limited to 16 million values; kthvalue is not.
+        # kthvalue, as quantile is limited in size.
         high = single.kthvalue(max(1, round(0.975 * len(single)))).values
         return {
             "purity": float(self.purity.mean()),
@@ -173,22 +169,22 @@ def measure_specialisation(
     num_permutations: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Specialisation]:
-    """Measure the specialisation of the experts by each label, and with shuffled labels.
+    """What the experts tell of each label, beside shuffled labels.
 
     Args:
-        routed: the routing of N positions.
-        labels: labels by name, each [N] int64 and at least 0.
-        num_permutations: P, the number of shuffles, at least 1.
-        seed: seed of the shuffles, which are the same for all labels.
+        routed: N positions.
+        labels: [N] int64 each, from 0 on.
+        num_permutations: P, at least 1.
+        seed: of the permutations, the same for all labels.
 
     Raises:
-        ValueError: num_permutations is less than 1.
+        ValueError: there is no permutation.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
     highest = routed.highest(PURITY_POSITIONS)
     highest = highest[highest[:, 0] >= 0]
     position, expert = routed.first_choice()
-    # Renumber the labels that occur, for small tables of counts.
+    # Small numbers, for short tables: those of the labels that occur.
     compact = {name: label.unique(return_inverse=True)[1] for name, label in labels.items()}
     purities: dict[str, list[Tensor]] = {name: [] for name in labels}
     informations: dict[str, list[float]] = {name: [] for name in labels}
