@@ -11,10 +11,12 @@ import pytest
 @contextmanager
 def chromium():
     """A selenium driver with console logging on; skips the test if something is not installed."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install 'moe_ext[test]'")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed: pip install selenium"
+    )
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if None in programs:
-        pytest.skip("apt-get install chromium chromium-driver")
+        pytest.skip("no chromium or chromedriver: apt-get install chromium chromium-driver")
     with tempfile.TemporaryDirectory() as profile:
         options = webdriver.ChromeOptions()
         options.binary_location = programs[0]
