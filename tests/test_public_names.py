@@ -36,7 +36,7 @@ def public_modules():
 
 def referenced():
     """The full names that the pages of docs/api document, in the order of the pages."""
-    listing = r"\.\. (?:currentmodule|py:module):: (\S+)\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
+    listing = r"\.\. (?:current)?module:: (\S+)\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         for module, names in re.findall(listing, page.read_text()):
             yield from (f"{module}.{name}" for name in re.findall(r"^   (\w+)$", names, re.M))

@@ -51,10 +51,24 @@ class RoutedText:
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
-        """The slots by expert, by decreasing gate within each, and the number of each expert's."""
+        """Sort the slots by expert, then by decreasing gate.
+
+        Returns:
+            The order [R] of the slots, and the number of slots of each expert [E].
+        """
+        return self._sorted_slots(self.expert, self.num_experts)
+
+    def slots_by_position(self) -> tuple[Tensor, Tensor]:
+        """Sort the slots by position, then by decreasing gate.
+
+        Returns:
+            The order [R] of the slots, and the number of slots of each position [N].
+        """
+        return self._sorted_slots(self.position, len(self.windows))
+
+    def _sorted_slots(self, key: Tensor, number: int) -> tuple[Tensor, Tensor]:
         order = self.gate.argsort(descending=True, stable=True)
-        order = order[self.expert[order].argsort(stable=True)]
-        return order, torch.bincount(self.expert, minlength=self.num_experts)
+        return order[key[order].argsort(stable=True)], torch.bincount(key, minlength=number)
 
     def highest(self, number: int) -> Tensor:
         """[E, number], each expert's positions with the highest gates; -1 where it has fewer."""
@@ -67,11 +81,15 @@ class RoutedText:
         return positions
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
-        """The positions that have an expert, and the one with the highest gate of each."""
-        order = self.gate.argsort(descending=True, stable=True)
-        order = order[self.position[order].argsort(stable=True)]
+        """Return the positions that have an expert, and the expert with the highest gate there."""
+        order, _ = self.slots_by_position()
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
         return self.position[order[first]], self.expert[order[first]]
+
+    def sentences(self) -> list[range]:
+        """Return the positions of each sentence."""
+        begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
+        return list(map(range, begins, [*begins[1:], len(self.windows)]))
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
