@@ -52,7 +52,8 @@ class Experts(nn.Module):
         d_output: the width of an output row; None: d_model.
 
     Attributes:
-        num_experts, d_model: the constructor arguments.
+        num_experts: the constructor argument.
+        d_model: the constructor argument.
         d_output: the width of an output row.
         fused: whether `forward` also accepts tokens, gates and the dispatch plan and returns the
             mixture, as `FeedForwardExperts.forward` does.
@@ -124,8 +125,9 @@ class FeedForwardExperts(Experts):
         first_expert: global index of the first expert on this rank.
 
     Attributes:
-        weight_0, weight_1, …: [E, fan_in, width] parameters, one for each layer.
-        bias_0, bias_1, …: [E, width] parameters, one for each layer; only with bias=True.
+        weight_0: [E, D, width] parameter of the first layer. weight_1 and the next are
+            [E, fan_in, width].
+        bias_0: [E, width] parameter of the first layer, with bias=True; bias_1 and so on follow.
 
     Raises:
         ValueError: a size is out of range, or the activation is unknown.

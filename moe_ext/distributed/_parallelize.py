@@ -39,10 +39,10 @@ def parallelize(
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
             mesh of the same ranks.
         process_group: all ranks that train, or their mesh; None: only this rank.
-        dense: "ddp" replicates the dense parameters with `DistributedDataParallel`. "fsdp" shards
-            them with `fully_shard`, except the thresholds of strictly balanced gates.
-        find_unused_parameters: see `DistributedDataParallel`. Must be True if a dense parameter has
-            no gradient in some step, such as W_noise in evaluation mode.
+        dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
+            them with ``fully_shard``, except the thresholds of strictly balanced gates.
+        find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
+            dense parameter has no gradient in some step, such as W_noise in evaluation mode.
 
     Returns:
         The wrapped model for "ddp"; call it instead of `model`. Returns `model` itself for "fsdp",

@@ -66,7 +66,9 @@ class Gate(nn.Module):
         k: experts per token, 1 <= k <= E; the mean if it differs between tokens.
 
     Attributes:
-        d_model, num_experts, k: the constructor arguments.
+        d_model: the constructor argument.
+        num_experts: the constructor argument.
+        k: the constructor argument.
         generator: source of the noise; None: torch's global generator.
         experts_per_group: number of consecutive experts that must stay on one rank.
         routes_by_batch: whether a token's experts depend on the other tokens of the batch. Several

@@ -56,8 +56,10 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
 
     Attributes:
-        w_gate, w_noise: [D, a] parameters.
-        w_gate_secondary, w_noise_secondary: [a, D, b] parameters.
+        w_gate: [D, a] parameter.
+        w_noise: [D, a] parameter.
+        w_gate_secondary: [a, D, b] parameter.
+        w_noise_secondary: [a, D, b] parameter.
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or

@@ -34,7 +34,8 @@ class NoisyTopKGate(NoisyGate):
             support one. A torch.cuda.CUDAGraph needs register_generator_state for it.
 
     Attributes:
-        w_gate, w_noise: [D, E] parameters.
+        w_gate: [D, E] parameter.
+        w_noise: [D, E] parameter.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
