@@ -30,7 +30,7 @@ from moe_ext.lab.training.comparison import (
 from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.report import write_report
-from moe_ext.lab.training.study import run_study
+from moe_ext.lab.training.study import run_study, runs_at_once
 from moe_ext.lab.training.text import load_text
 
 
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "--against", nargs="+", metavar="key=value", help="compare with these options changed"
     )
     parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
+    parser.add_argument(
+        "--at-once", type=at_least(1), default=1, help="train this many runs at the same time"
+    )
     options = parser.parse_intermixed_args(arguments)
     changes = [*options.overrides, *(options.against or [])]
     if any(change.startswith("seed=") for change in changes):
@@ -56,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     config = with_changes()
     against = with_changes(*options.against) if options.against else None
-    configs = arms(config, against)
+    configs, at_once = runs_at_once(arms(config, against), options.at_once)
     output = Path(options.output or f"{config.output}-compare")
     set_up_for(config)
     text = load_text(config.data)
-    results = run_study(configs, options.seeds, text, output)
+    results = run_study(configs, options.seeds, text, output, at_once=at_once)
     report = {"models": arm_titles(config, against), **comparison_report(results, text)}
     page = comparison_page(report, config)
     write_report(output, "comparison", page, report)
