@@ -2,9 +2,16 @@
 
     python examples/custom_gate.py
 
-The data have 8 kinds of tokens, each with a linear map of its own, which the experts have to learn.
-The script prints the loss, the temperature, the balance, and for each kind the share of its tokens
-that go to the kind's most frequent expert.
+The data have 8 kinds of tokens. The target of a token is a linear map of it, another map for each
+kind. The script prints the loss, the temperature and the balance. At the end it prints, for each
+kind, the share of its tokens that its most frequent expert receives:
+
+    step   1: loss 1.952, temperature 0.200, CV(Importance) 0.42
+    step 100: loss 0.542, temperature 0.232, CV(Importance) 0.32
+    step 200: loss 0.218, temperature 0.130, CV(Importance) 0.52
+    step 300: loss 0.257, temperature 0.140, CV(Importance) 0.44
+    step 400: loss 0.233, temperature 0.154, CV(Importance) 0.36
+    share of the most frequent expert: 94% 89% 88% 84% 92% 87% 94% 92%
 """
 
 import torch
@@ -23,17 +30,17 @@ class CosineGate(Gate):
     def __init__(self, d_model: int, num_experts: int, k: int, temperature: float = 0.2) -> None:
         super().__init__(d_model, num_experts, k)
         self.directions = nn.Parameter(torch.randn(d_model, num_experts))
-        # The exponential of a parameter stays positive.
+        # Its exponential stays positive.
         self.log_temperature = nn.Parameter(torch.tensor(temperature).log())
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        # self.logits multiplies in float32 also under autocast.
+        # self.logits computes in float32 at least, also under autocast.
         cosine = self.logits(F.normalize(x, dim=-1), F.normalize(self.directions, dim=0))
         temperature = self.log_temperature.exp()
         kept, expert_index = torch.softmax(cosine / temperature, dim=-1).topk(self.k)
         gates = kept / kept.sum(dim=-1, keepdim=True)
         routing = self.make_routing(gates, expert_index, ranks=ranks)
-        # MoEAux.metrics() reports it beside the balance.
+        # aux.metrics() then reports it beside the balance.
         return routing._replace(metrics={"temperature": temperature.detach()})
 
 
@@ -49,8 +56,8 @@ def main() -> None:
         return x, torch.einsum("td,tde->te", x, maps[kind]), kind
 
     gate = CosineGate(D_MODEL, num_experts=16, k=2)
-    # hidden_sizes=[]: each expert is a single matrix. w_load=0: this gate has no noise, so that
-    # Load has no gradient and the importance loss alone balances.
+    # Each expert is a single matrix (hidden_sizes=[]). A gate without noise has a load without
+    # gradient, so that the importance loss alone balances (w_load=0).
     moe = MoE(D_MODEL, num_experts=16, k=2, gate=gate, hidden_sizes=[], w_load=0.0)
     optimizer = torch.optim.Adam(moe.parameters(), lr=1e-2)
     for step in range(1, STEPS + 1):

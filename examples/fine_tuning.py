@@ -2,9 +2,17 @@
 
     python examples/fine_tuning.py
 
-A small model learns the bytes of Python's language manual and is saved. A second one loads it and is
-fine-tuned on Python code. Its experts recompute their activations in the backward pass; FactoredAdam
-keeps one number for each row and column of their matrices, where Adam keeps two for each weight.
+A small model learns the bytes of Python's language manual and is saved. A second model loads it
+and is fine-tuned on Python code. Its experts recompute their activations in the backward pass.
+FactoredAdam keeps one number for each row and column of their matrices; Adam keeps two numbers for
+each weight. The script prints the loss in nats per byte and the memory:
+
+    trained on the manual: loss 2.72 on code
+      optimizer state: Adam 8,718,364 bytes
+      saved for backward: 4,669,846 bytes
+    fine-tuned on code: loss 1.87 on code
+      optimizer state: FactoredAdam 49,160 bytes, Adam of the rest 329,748 bytes
+      saved for backward: 2,572,694 bytes
 """
 
 import io
@@ -62,6 +70,21 @@ def evaluate(model: ByteModel, text: Tensor) -> float:
     return nll(model.eval(), text, torch.arange(len(text) - CONTEXT))[0].item()
 
 
+def saved_bytes(model: ByteModel, text: Tensor) -> int:
+    """Activations that a training step saves for backward."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        nll(model.train(), text, torch.arange(BATCH))
+    return sum(saved.values())
+
+
 def state_bytes(optimizer: Optimizer) -> int:
     states = optimizer.state.values()
     return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
@@ -78,18 +101,20 @@ def main() -> None:
     train(model, manual, [adam])
     file = io.BytesIO()  # or a path
     torch.save(model.state_dict(), file)
-    print(f"trained on the manual: {evaluate(model, test_code):.2f} nats per byte of code")
-    print(f"optimizer state of Adam: {state_bytes(adam):,} bytes")
+    print(f"trained on the manual: loss {evaluate(model, test_code):.2f} on code")
+    print(f"  optimizer state: Adam {state_bytes(adam):,} bytes")
+    print(f"  saved for backward: {saved_bytes(model, manual):,} bytes")
 
     file.seek(0)
-    model = ByteModel(recompute=True)  # changes no parameter, so that the state fits
-    model.load_state_dict(torch.load(file))
+    model = ByteModel(recompute=True)  # the parameters are the same
+    model.load_state_dict(torch.load(file, weights_only=True))
     split = split_parameters(model)
     optimizers = [FactoredAdam(split.experts, lr=1e-3), Adam(split.rest, lr=1e-3)]
     train(model, train_code, optimizers)
-    print(f"fine-tuned on code: {evaluate(model, test_code):.2f} nats per byte of code")
+    print(f"fine-tuned on code: loss {evaluate(model, test_code):.2f} on code")
     factored, rest = (state_bytes(optimizer) for optimizer in optimizers)
-    print(f"optimizer state: {factored:,} bytes for the experts, {rest:,} for the rest")
+    print(f"  optimizer state: FactoredAdam {factored:,} bytes, Adam of the rest {rest:,} bytes")
+    print(f"  saved for backward: {saved_bytes(model, train_code):,} bytes")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,15 @@
 
     python examples/hierarchical_4096.py
 
-The gate chooses 2 of the 64 groups, then 2 of the 64 experts in each. The task is to remember random
-values of 8,192 random keys. They are too many for a dense layer with as many parameters as a token
-uses. The script prints the parameters, the error and the time of both layers, and the load.
+The gate chooses 2 of the 64 groups, then 2 of the 64 experts in each. The task is to remember
+random values of 4,096 random keys. They are too many for a dense layer with as many parameters as a
+token uses. The script prints the parameters, the error and the time of both layers, and the load:
+
+    4,096 experts, 17,309,696 parameters; a token uses 40,960 of them
+      relative error 0.134; 32 µs for each token in training
+    dense layer, 40,960 parameters
+      relative error 0.806; 8 µs for each token in training
+    tokens of an expert: 0 to 13, on average 4
 """
 
 import time
@@ -16,7 +22,7 @@ from torch.nn import functional as F
 from moe_ext import HierarchicalMoE
 
 D_MODEL, GROUPS, PER_GROUP, K, HIDDEN = 64, 64, 64, 2, 32
-NUM_KEYS, TOKENS, STEPS = 8_192, 4_096, 100
+NUM_KEYS, TOKENS, STEPS = 4_096, 4_096, 100
 
 
 class Dense(nn.Module):

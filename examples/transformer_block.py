@@ -2,8 +2,18 @@
 
     python examples/transformer_block.py
 
-The model predicts the next byte of Python's language manual, which comes with Python. It prints the
-loss in nats per byte, the balance of the experts, and the loss on text that it has not seen.
+The model predicts the next byte of Python's language manual, which comes with Python. The script
+prints the loss in nats per byte and the balance of the experts, then the loss on held-out topics:
+
+    step   1: loss 5.87, cv_importance 0.07, cv_load 0.01, max_over_mean_load 1.01, cv_tokens 0.07
+    step  50: loss 2.85, cv_importance 0.10, cv_load 0.05, max_over_mean_load 1.06, cv_tokens 0.09
+    step 100: loss 2.85, cv_importance 0.05, cv_load 0.04, max_over_mean_load 1.10, cv_tokens 0.04
+    step 150: loss 2.37, cv_importance 0.06, cv_load 0.04, max_over_mean_load 1.07, cv_tokens 0.05
+    step 200: loss 2.45, cv_importance 0.09, cv_load 0.06, max_over_mean_load 1.05, cv_tokens 0.07
+    step 250: loss 2.43, cv_importance 0.07, cv_load 0.06, max_over_mean_load 1.11, cv_tokens 0.08
+    step 300: loss 2.40, cv_importance 0.07, cv_load 0.04, max_over_mean_load 1.05, cv_tokens 0.05
+    held-out topics: loss 2.53
+    tokens of each expert: [8292, 7815, 8570, 7932, 7886, 7149, 8713, 8027]
 """
 
 from collections.abc import Iterable
@@ -32,7 +42,7 @@ class MoEBlock(nn.Module):
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         h = self.attention_norm(x)
         x = x + self.attention(h, h, h, attn_mask=future, need_weights=False)[0]
-        # The experts see [batch, length, d_model] as it is: leading dimensions are free.
+        # MoE takes any leading dimensions, here [batch, length].
         y, aux = self.moe(self.moe_norm(x))
         return x + y, aux
 
@@ -75,20 +85,20 @@ def main() -> None:
         ids, targets = windows(train, torch.randint(len(train) - LENGTH, (BATCH,)))
         logits, aux = model(ids)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        # Without aux.loss the gate would come to prefer a few experts.
+        # aux.loss balances the experts. Without it the gate comes to prefer a few of them.
         (nll + aux.loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 or step % 50 == 0:
             balance = ", ".join(f"{name} {value:.2f}" for name, value in aux.metrics().items())
-            print(f"step {step:3}: {nll.item():.2f} nats per byte; {balance}")
+            print(f"step {step:3}: loss {nll.item():.2f}, {balance}")
 
-    model.eval()  # without the noise of the gate
+    model.eval()  # the gate adds no noise
     with torch.no_grad():
         ids, targets = windows(held_out, torch.arange(0, len(held_out) - LENGTH, LENGTH))
         logits, aux = model(ids)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    print(f"held-out text: {nll.item():.2f} nats per byte")
+    print(f"held-out topics: loss {nll.item():.2f}")
     print(f"tokens of each expert: {aux.tokens_per_expert.tolist()}")
 
 

@@ -18,7 +18,7 @@ from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.at_once import run_at_once
 from moe_ext.lab.training.checkpoint import checkpoints_of
 from moe_ext.lab.training.config import Config, config_from_dict
-from moe_ext.lab.training.logging import LineBars
+from moe_ext.lab.training.logging import LineBars, read_metrics
 from moe_ext.lab.training.study import has_diverged, run_study, runs_at_once
 from moe_ext.lab.training.text import load_text
 
@@ -27,7 +27,13 @@ from moe_ext.lab.training.text import load_text
 def config(corpus, threads):
     threads(1)
     moe = {"num_experts": 4, "k": 2, "hidden_sizes": [16]}
-    log = {"eval_every": 0, "save_every": 0, "progress": False, "tensorboard": False}
+    log = {
+        "log_every": 1,
+        "eval_every": 0,
+        "save_every": 0,
+        "progress": False,
+        "tensorboard": False,
+    }
     return config_from_dict(
         {
             "steps": 4,
@@ -63,7 +69,7 @@ def test_a_run_that_diverges_stops_and_saves_the_others(config, tmp_path):
     with pytest.raises(FloatingPointError, match=r"wrong-seed1: .* not finite; lower"):
         run_study({"long": long, "wrong": wrong}, [1], load_text(long.data), tmp_path, at_once=2)
     assert has_diverged(tmp_path / "wrong-seed1")
-    if (tmp_path / "long-seed1" / "config.toml").exists():  # it had begun
+    if read_metrics(tmp_path / "long-seed1"):  # it had begun
         assert checkpoints_of(tmp_path / "long-seed1").steps()
 
 
@@ -76,36 +82,46 @@ def test_a_process_that_fails_says_why():
     run_at_once([partial(operator.add, 1, 2)])
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["ctrl_c", "sigterm"])
-def test_a_signal_saves_both_models_and_the_quickstart_continues(corpus, tmp_path, group):
+def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path):
     output = tmp_path / "q"
     command = [
         sys.executable, ROOT / "scripts" / "quickstart.py", "--quick", "--output", output,
         f"data.corpus={corpus}", "log.tensorboard=false", "data.tokens_per_batch=100",
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    process = subprocess.Popen(
-        [*command, "steps=1000000"], cwd=ROOT, env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    options = {
+        "cwd": ROOT,
+        "env": {**os.environ, "OMP_NUM_THREADS": "2"},
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     folders = [output / "moe-seed1", output / "dense-seed1"]
-    deadline = time.monotonic() + 120
-    while not all((folder / "config.toml").exists() for folder in folders):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    if group:  # as a terminal does
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.terminate()
-    out, error = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in error
-    assert "both at the same time, threads of each: 1" in out
-    assert error.endswith("interrupted\n")
-    last = [checkpoints_of(folder).steps()[-1] for folder in folders]
-    steps = max(last) + 10
-    done = subprocess.run(
-        [*command, f"steps={steps}"], cwd=ROOT, env=env, check=True, capture_output=True, text=True
-    )
+
+    def logged():
+        return [len(read_metrics(folder)) for folder in folders]
+
+    def end_with(send):
+        before = logged()
+        process = subprocess.Popen([*command, "steps=1000000"], **options, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 120
+            while not all(now > then for now, then in zip(logged(), before, strict=True)):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            send(process.pid)
+            out, error = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 130 and "Traceback" not in error
+        assert "both at the same time, threads of each: 1" in out
+        assert error.endswith("interrupted\n")
+        return [checkpoints_of(folder).steps()[-1] for folder in folders]
+
+    first = end_with(lambda pid: os.killpg(pid, signal.SIGINT))  # as a terminal does
+    second = end_with(lambda pid: os.kill(pid, signal.SIGTERM))
+    assert all(now > then for now, then in zip(second, first, strict=True))
+    steps = max(second) + 10
+    done = subprocess.run([*command, f"steps={steps}"], **options, check=True)
     assert f"moe-seed1: step {steps}/{steps}, train" in done.stderr
     assert f"dense-seed1: step {steps}/{steps}, train" in done.stderr
     assert "(words/s while both models were trained at the same time)" in done.stdout
