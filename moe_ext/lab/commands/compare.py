@@ -4,14 +4,17 @@
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
     python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
         --against optimizer.experts=adam
+    python scripts/compare.py configs/small/moe-32.toml --at-once 2   # half of the threads for each
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
 softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. Ranks that are started with
-the same command share the runs, and the one that ends last has all seeds in its report. Writes
+--against the second model is the first with these options changed. With --at-once N the script
+trains N runs at the same time, each in a process of its own with an equal share of the threads; the
+words/s are then those of runs that share the processor. Processes that are started with the same
+command share the runs, and the one that ends last has all seeds in its report. Writes
 OUTPUT/comparison.json and OUTPUT/comparison.md.
 
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
+Ctrl-C or SIGTERM saves the runs in progress and ends the script with status 130, because there is no
 report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
 training diverged; 2: an option, file or folder that can't be used, in one sentence.
 """

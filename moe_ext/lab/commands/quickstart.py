@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
     )
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
     models, at_once = runs_at_once(arms(config), 2)
-    set_up_for(config)
+    set_up_for(models["moe"])
     print("reading the built-in corpus (made on the first run)", flush=True)
     text = load_text(config.data)
     how = "one model after the other"

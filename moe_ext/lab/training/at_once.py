@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, Queue
 from threading import Thread
 
@@ -31,6 +32,7 @@ class _Process:
 
     def __init__(self, call: Call, events: "Queue[str | _Process]") -> None:
         self.error: BaseException | None = None
+        pickled = pickle.dumps(call)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ANSWER],
             stdin=subprocess.PIPE,
@@ -40,20 +42,21 @@ class _Process:
             # Threads that spin while they wait are ten times slower when a core is shared.
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
-        self._thread = Thread(target=self._follow, args=(pickle.dumps(call), events), daemon=True)
+        self._thread = Thread(target=self._follow, args=(pickled, events), daemon=True)
         self._thread.start()
 
     def _follow(self, call: bytes, events: "Queue[str | _Process]") -> None:
         with self._process as process:
             assert process.stdin and process.stdout and process.stderr
-            try:
+            with suppress(BrokenPipeError), process.stdin:  # its stderr says why it has ended
                 process.stdin.write(call)
-                process.stdin.close()
-                for line in process.stderr:
-                    events.put(line.decode("utf-8", "replace").rstrip())
-                self.error = pickle.loads(process.stdout.read())
-            except (OSError, EOFError):  # no answer: it was killed
-                status = process.wait()
+            for line in process.stderr:
+                events.put(line.decode("utf-8", "replace").rstrip())
+            reply = process.stdout.read()
+            status = process.wait()
+            try:
+                self.error = pickle.loads(reply)
+            except Exception:
                 self.error = RuntimeError(f"process {process.pid} ended with status {status}")
         events.put(self)
 
@@ -67,7 +70,7 @@ class _Process:
 
 
 def run_at_once(calls: Sequence[Call]) -> None:
-    """Makes the calls at the same time, each in a process of its own, and shows their progress.
+    """Calls functions at the same time, each in a process of its own, and shows their progress.
 
     SIGINT, SIGTERM and a call that fails stop the other calls: training runs save and end. A second
     signal kills them.
@@ -99,8 +102,10 @@ def run_at_once(calls: Sequence[Call]) -> None:
                     bars.show(event)
                     continue
                 running.remove(event)
-                if not stopping:
-                    error = error or event.error
+                if not stopping and error is None and event.error is not None:
+                    error = event.error
+                    if running:
+                        bars.show("a run ended early: the others stop and are saved")
         finally:
             for process in running:
                 process.kill()
