@@ -14,8 +14,8 @@ words/s are then those of runs that share the processor. Processes that are star
 command share the runs, and the one that ends last has all seeds in its report. Writes
 OUTPUT/comparison.json and OUTPUT/comparison.md.
 
-Ctrl-C or SIGTERM saves the runs in progress and ends the script with status 130, because there is no
-report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
+Ctrl-C or SIGTERM saves the runs in progress and ends the script with status 130, because there is
+no report yet. The same command continues: finished runs are kept, the others resume. Status 1:
 training diverged; 2: an option, file or folder that can't be used, in one sentence.
 """
 
