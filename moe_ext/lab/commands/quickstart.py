@@ -4,14 +4,19 @@
     python scripts/quickstart.py --quick     # seconds: tiny models, to see that all works
 
 The models are configs/small/moe-32.toml and its dense counterpart, moe-1-wide.toml. Both learn from
-the same batches of the built-in corpus with equal operations per word. Prints the test perplexity
-of both, how evenly the experts are used, and what three of them specialise in; writes
-OUTPUT/quickstart.png with the learning curves and the load of the experts over time. Expect: test
-perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
+the same batches of the built-in corpus with equal operations per word. They train at the same time,
+each in a process of its own with half of the threads. On one core, or on a GPU, one model trains
+after the other.
 
-Run it again when done and it prints the report at once. Ctrl-C or SIGTERM saves and ends the script
-with status 130, because there is no report yet; the same command goes on. Status 1: training
-diverged; 2: an option, file or folder that can't be used, in one sentence.
+Prints the test perplexity of both, how evenly the experts are used, and what three of them
+specialise in; writes OUTPUT/quickstart.png with the learning curves and the load of the experts
+over time. Expect: test perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python
+3.11 and torch 2.15).
+
+Run it again when done and it prints the report at once. Ctrl-C or SIGTERM saves both models and
+ends the script with status 130, because there is no report yet. The same command continues. Status
+1: training diverged, and the other model is saved; 2: an option, file or folder that can't be used,
+in one sentence.
 """
 
 import time
