@@ -40,7 +40,7 @@ class CosineGate(Gate):
         kept, expert_index = torch.softmax(cosine / temperature, dim=-1).topk(self.k)
         gates = kept / kept.sum(dim=-1, keepdim=True)
         routing = self.make_routing(gates, expert_index, ranks=ranks)
-        # aux.metrics() then reports it beside the balance.
+        # aux.metrics() then reports it too.
         return routing._replace(metrics={"temperature": temperature.detach()})
 
 

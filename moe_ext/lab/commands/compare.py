@@ -7,12 +7,14 @@
     python scripts/compare.py configs/small/moe-32.toml --at-once 2   # half of the threads for each
 
 Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. With --at-once N the script
-trains N runs at the same time, each in a process of its own with an equal share of the threads; the
-words/s are then those of runs that share the processor. Processes that are started with the same
-command share the runs, and the one that ends last has all seeds in its report. Writes
-OUTPUT/comparison.json and OUTPUT/comparison.md.
+softmax and LSTMs. The dense one has one expert k times as wide, which every token uses. With
+--against the second model is the first with these options changed. Writes OUTPUT/comparison.json
+and OUTPUT/comparison.md.
+
+With --at-once N the script trains N runs at the same time. Each has a process of its own with an
+equal share of the threads, and the words/s are those of runs that share the processor. You can also
+start the same command several times. The scripts then share the runs, and the last one to end has
+all seeds in its report.
 
 Ctrl-C or SIGTERM saves the runs in progress and ends the script with status 130, because there is
 no report yet. The same command continues: finished runs are kept, the others resume. Status 1:

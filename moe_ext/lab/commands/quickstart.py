@@ -9,7 +9,7 @@ each in a process of its own with half of the threads. On one core, or on a GPU,
 after the other.
 
 Prints the test perplexity of both, how evenly the experts are used, and what three of them
-specialise in; writes OUTPUT/quickstart.png with the learning curves and the load of the experts
+specialise in. Writes OUTPUT/quickstart.png with the learning curves and the load of the experts
 over time. Expect: test perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python
 3.11 and torch 2.15).
 

@@ -112,7 +112,7 @@ class RunLog:
 
 
 class LineBars:
-    """Shows the lines of several RunLogs of other processes, on a terminal as one bar each.
+    """Shows the lines of the RunLogs of child processes, on a terminal as one bar for each run.
 
     Lines of another form are printed as they are.
     """

@@ -188,7 +188,7 @@ def _share_of_study(
     shares: Sequence[float],
     train: Collection[str] | None,
 ) -> None:
-    """The runs that no other process is at."""
+    """Trains runs of `run_study`, called in a child process, until none is free."""
     config = next(iter(arms.values()))
     set_up_for(config)
     run_study(arms, seeds, load_text(config.data), runs, shares, train)
