@@ -7,8 +7,7 @@ starts both ranks again. They load the checkpoint of step 10 and continue. At th
 once more without a death, and the losses are bitwise identical. The script prints:
 
     rank 1: dies after step 13
-    rank 0: continues after step 10
-    rank 1: continues after step 10
+    both ranks continue after step 10
     step 11: loss 0.330126, without the death 0.330126
     step 12: loss 0.321440, without the death 0.321440
     step 13: loss 0.313062, without the death 0.313062
@@ -61,7 +60,8 @@ def train(folder: Path, group: ProcessGroup, dies: bool) -> dict[int, float]:
         start, _, random_state = checkpoints.load(model, [optimizer])
         torch.set_rng_state(random_state)
         dies = False
-        print(f"rank {rank}: continues after step {start}", flush=True)
+        if rank == 0:
+            print(f"both ranks continue after step {start}", flush=True)
     losses = {}
     for step in range(start + 1, STEPS + 1):
         # Step and rank determine the data, so that they are the same after a restart.
