@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from test_scripts import ROOT
+from test_scripts import CONFIG, ROOT
 
+from moe_ext.lab.commands import compare
 from moe_ext.lab.training import logging
 from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.at_once import run_at_once
@@ -140,6 +141,21 @@ def test_threads_are_divided(threads):
     assert runs_at_once(gpu, 2) == (gpu, 1)
     threads(1)
     assert runs_at_once(arms, 2) == (arms, 1)
+
+
+def test_compare_trains_as_many_runs_at_once_as_asked(corpus, tmp_path, threads, monkeypatch):
+    asked = []
+
+    def run_study(arms, seeds, text, runs, at_once):
+        asked.append((at_once, *(each.num_threads for each in arms.values())))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "run_study", run_study)
+    for options in ([], ["--at-once", "2"]):
+        threads(2)
+        with pytest.raises(KeyboardInterrupt):
+            compare.main([str(CONFIG), f"data.corpus={corpus}", f"--output={tmp_path}", *options])
+    assert asked == [(1, 0, 0), (2, 1, 1)]
 
 
 def test_a_terminal_shows_one_bar_for_each_run(monkeypatch):
