@@ -104,7 +104,7 @@ class MoE(nn.Module):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per token.
         hidden_sizes: widths of the hidden layers of each expert. None: (4 · d_model,).
         activation, bias: see `FeedForwardExperts`.

@@ -63,7 +63,7 @@ def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
     Args:
         k: mean number of experts per row.
         num_rows: T, or the number of rows of a group in a hierarchical mixture.
-        num_experts: E.
+        num_experts: E, the number of experts.
     """
     return max(min(1, num_rows), (2 * k * num_rows + num_experts) // (2 * num_experts))
 
@@ -256,7 +256,7 @@ class BalancedGate(StrictlyBalancedGate):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: mean number of experts per token, 1 <= k <= E.
         detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
 

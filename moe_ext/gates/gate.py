@@ -62,7 +62,7 @@ class Gate(nn.Module):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per token, 1 <= k <= E; the mean if it differs between tokens.
 
     Attributes:

@@ -24,7 +24,7 @@ class NoisyTopKGate(NoisyGate):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per token, 1 <= k <= E.
         noise_epsilon: minimum standard deviation of the noise.
         detach_threshold: whether to block the gradient of the load through the thresholds (see

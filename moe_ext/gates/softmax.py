@@ -18,7 +18,7 @@ class SoftmaxGate(Gate):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
 
     Attributes:
         w_gate: [D, E] parameter.
@@ -58,7 +58,7 @@ class TopKGate(Gate):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per token, 1 <= k <= E.
 
     Attributes:

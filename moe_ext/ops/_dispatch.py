@@ -30,7 +30,7 @@ def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
 
     Args:
         expert_index: [T, K] or [R] int64, the expert of each slot, in [0, num_experts).
-        num_experts: E.
+        num_experts: E, the number of experts.
 
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype or value.

@@ -10,7 +10,7 @@ def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
     Args:
         gates: [T, K].
         expert_index: [T, K] int64, the expert of each gate.
-        num_experts: E.
+        num_experts: E, the number of experts.
 
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.

@@ -62,7 +62,7 @@ class MoELSTMCell(nn.Module):
     Args:
         d_input: D, the width of x_t.
         d_hidden: U, the width of h and c.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per row.
         dropout: dropout probability of x_t. The state h has no dropout.
         gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.

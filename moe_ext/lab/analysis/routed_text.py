@@ -28,7 +28,7 @@ class RoutedText:
     """Where N positions went, in R slots: (position, expert) pairs.
 
     Attributes:
-        num_experts: E.
+        num_experts: E, the number of experts.
         windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
             ends of the sentence.
         position, expert: [R] int64.
