@@ -275,7 +275,7 @@ def test_compare_reports_pairs(corpus, tmp_path, capsys):
     )
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
-    assert "95% t interval over 2 paired seeds" in page and "| MoE |" in page
+    assert "(two seeds, not decided). As a change of the perplexity: " in page and "| MoE |" in page
     assert json.loads((tmp_path / "comparison.json").read_text()) == report
 
 
@@ -286,7 +286,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     report = compare.main([str(a) for a in (*arguments, *against)])
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
-    assert "| beta2=0.98, experts=factored_adam |" in page and "One seed: no interval" in page
+    assert "| beta2=0.98, experts=factored_adam |" in page and "(one seed, not decided)" in page
     assert report["models"]["against"] == "beta2=0.9, experts=adam"
     for arm in ("config", "against"):
         optimizer = read_config(tmp_path / f"{arm}-seed1" / "config.toml").optimizer

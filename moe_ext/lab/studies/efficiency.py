@@ -31,6 +31,7 @@ from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.study import NOT_DECIDED, SUPPORTED
 from moe_ext.lab.training.text import random_text
 
 DENSE = ("4xlstm-512", "moe-1-wide")  # what a mixture is compared with
@@ -232,7 +233,7 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
     if judged:
         lowest = min(judged, key=lambda row: row.median)
         claim += (
-            f"{'reproduced' if lowest.low >= CLAIM else 'not seen'}; the lowest is {lowest.name} "
+            f"{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}; the lowest is {lowest.name} "
             f"with {lowest.tokens:,} words, {lowest.median:.2f} of {lowest.against} "
             f"[{lowest.low:.2f}, {lowest.high:.2f}]."
         )

@@ -23,7 +23,6 @@ from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import BALANCE_BATCHES
-from moe_ext.lab.training.statistics import Interval
 from moe_ext.lab.training.study import (
     SMALL,
     Results,
@@ -42,22 +41,13 @@ from moe_ext.lab.training.text import load_text
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
 NONE, USUAL = "0,0", "0.1,0.1"
 SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
-_MARGIN = math.log(1.005)  # "very similar quality", set in advance
+MARGIN = math.log(1.005)  # of "very similar quality" in ln ppl, set before the runs
 COLUMNS = {
     "cv_importance": "CV(Importance)",
     "cv_load": "CV(Load)",
     "max_over_mean_load": "max/mean Load",
     "cv_tokens": "CV(tokens)",
 }
-
-
-def similar(interval: Interval | None) -> str:
-    """What a difference says of the claim that there is hardly any."""
-    if interval is None:
-        return "not decided: fewer than two pairs"
-    if interval.low > -_MARGIN and interval.high < _MARGIN:
-        return "reproduced"
-    return "reversed" if interval.low > _MARGIN or interval.high < -_MARGIN else "not seen"
 
 
 def claims(results: Results) -> list[tuple[str, str, str, str]]:
@@ -70,7 +60,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
             gap = difference(results[name], results[USUAL])
             what = f"{name} against {USUAL}, within 0.5%"
             claim = "M5: with any losses quality is similar"
-            table.append((claim, what, as_change(gap), similar(gap)))
+            table.append((claim, what, as_change(gap), verdict(gap, -MARGIN, MARGIN)))
     for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
         change = paired(
             results[more], results[less], lambda result: result.balance["max_over_mean_load"]

@@ -32,7 +32,7 @@ from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import by_language_pair, perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.statistics import Interval, mean_difference
+from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.study import (
     Results,
     as_change,
@@ -84,11 +84,13 @@ class Figures(NamedTuple):
 
     Attributes:
         nll: nats per target piece.
-        bleu: sacreBLEU's.
+        bleu: the BLEU score of sacreBLEU.
+        num_seeds: the number of seeds.
     """
 
     nll: float
     bleu: float
+    num_seeds: int
 
 
 class _Comparison(NamedTuple):
@@ -100,7 +102,7 @@ class _Comparison(NamedTuple):
         lower_perplexity, higher_bleu: in how many of them the first model is the better one.
     """
 
-    difference: Interval | None
+    difference: PairedDifference | None
     num_pairs: int
     lower_perplexity: int
     higher_bleu: int
@@ -166,7 +168,7 @@ def figures(study: Study) -> dict[str, dict[str, Figures]]:
             continue
         nll = [run.test_nll if arm == SINGLE else nll_of[run.run][languages].nll for run in runs]
         bleu = [study.bleu[run.run][languages].score for run in runs]
-        found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu))
+        found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu), len(runs))
     return found
 
 
@@ -174,7 +176,10 @@ def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
     """Of two models' figures by language pair."""
     both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
     return _Comparison(
-        mean_difference([ours.nll - theirs.nll for ours, theirs in both]),
+        mean_difference(
+            [ours.nll - theirs.nll for ours, theirs in both],
+            num_seeds=min((each.num_seeds for pair in both for each in pair), default=0),
+        ),
         len(both),
         sum(ours.nll < theirs.nll for ours, theirs in both),
         sum(ours.bleu > theirs.bleu for ours, theirs in both),

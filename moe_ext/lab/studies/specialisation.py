@@ -18,6 +18,7 @@ A run takes 3 minutes on one processor.
 
 import html
 import json
+import math
 import random
 import re
 import shlex
@@ -52,7 +53,7 @@ from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, config_differences
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.statistics import Interval, mean_difference
+from moe_ext.lab.training.statistics import mean_difference
 from moe_ext.lab.training.study import Claim, claims_data, verdict
 from moe_ext.lab.training.text import load_part
 
@@ -134,17 +135,10 @@ def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]
 
 
 def _over_runs(values: Sequence[float]) -> str:
-    """Their mean, with its t interval where there are several."""
-    interval = mean_difference(values)
-    mean = f"{sum(values) / len(values):.3f}"
-    return mean if interval is None else f"{mean} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def _above_zero(interval: Interval | None) -> str:
-    """What a difference says of the claim that it is above zero."""
-    if interval is None:
-        return verdict(None)
-    return verdict(Interval(-interval.mean, -interval.high, -interval.low))
+    """Format the mean over runs, with its t interval for three runs or more."""
+    mean = mean_difference(values)
+    assert mean is not None
+    return f"{mean.mean:.3f}" if mean.low is None else f"{mean:.3f}"
 
 
 def values(runs: Sequence[Mapping[str, Any]], gate: str, label: str, key: str) -> list[float]:
@@ -203,7 +197,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     verdicts = markdown_table(
         ["claim", "compared", "difference, 95%", "verdict"],
         [
-            [claim, what, f"{gap:+.3f}" if gap else "", _above_zero(gap)]
+            [claim, what, f"{gap:+.3f}" if gap else "", verdict(gap, 0, math.inf)]
             for claim, what, gap in claims(runs)
         ],
     )
