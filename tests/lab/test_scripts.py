@@ -395,7 +395,7 @@ def test_efficiency_is_of_equal_operations(tmp_path):
     by_itself, at_once = (row for row in rows if row.part == "time steps")
     assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
     page = (tmp_path / "efficiency.md").read_text()
-    assert "M9: with at least 64 rows" in page and "the lowest is moe-4 with 64 words" in page
+    assert "Claim: with at least 64 rows" in page and "The lowest is moe-4 with 64 words" in page
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
@@ -458,7 +458,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     assert page in capsys.readouterr().out
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "results" / "specialisation.json").read_text()) == report
-    assert len(report["claims"]) == 4 * 4 and page.count("| M7: ") == 8
+    assert len(report["claims"]) == 4 * 4 and page.count("| experts specialise |") == 8
     for found in report["runs"]:
         assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
         assert len({e["expert"] for e in found["table"]}) == 4

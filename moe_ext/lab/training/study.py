@@ -34,6 +34,16 @@ SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
 
+# Sentences of the studies' pages.
+HOW_COMPARED = (
+    "Perplexity is exp of the mean of ln ppl over seeds. A difference is the mean over pairs of "
+    "runs with the same seed. With three seeds or more, its 95% t interval follows in brackets."
+)
+HOW_DECIDED = (
+    "A claim is supported if the whole interval lies below zero, contradicted if it lies above "
+    "zero, and otherwise not decided."
+)
+
 _DIVERGED = "diverged.txt"  # in the folder of a run
 
 # What the help of a study says at its end.
