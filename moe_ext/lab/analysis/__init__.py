@@ -1,4 +1,4 @@
-"""What a model costs, and what its experts have learned."""
+"""Count the cost of a model, and analyse what its experts specialise in."""
 
 from moe_ext.lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.lab.analysis.experts import (

@@ -131,8 +131,8 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 {steps}
 {end}
-Disagreement is the number of (token, expert) assignments that only one of the two masks selects, \
-divided by the sum of the numbers that both masks select. The batchwise mask depends on the other \
+Disagreement is the number of (token, expert) assignments that only one mask selects, divided by \
+the number of assignments of both masks together. The batchwise mask depends on the other \
 tokens of the batch, so only the threshold mask gives the perplexity of a language model.
 """
 

@@ -60,9 +60,9 @@ The step time and the hours follow from the published TFLOPS/GPU. The hours are 
 inputs and outputs. With one hidden layer it is 2dh / 2d = h (Sec. 3.2)."""
 _SHARES = """\
 In the paper, the experts' share is between 37% and 46% in all mixtures of Table 7. MoE-4096-h has
-the lowest share here. It reaches 37% with about 4,700 sampled classes, but the authors' code has
-8,192. With 8,192 classes, the hours agree with the paper for MoE-4096-h. They are 14% lower for
-MoE-34M and 13% lower for MoE-143M."""
+the lowest share of them here. It reaches 37% with about 4,700 sampled classes, but the authors'
+code has 8,192. With 8,192 classes, the hours agree with the paper for MoE-4096-h. They are 14%
+lower for MoE-34M and 13% lower for MoE-143M."""
 
 
 def count(published: Published, root: Path) -> dict[str, Any]:
