@@ -169,7 +169,7 @@ def test_attention_says_where_glyphs_are_missing(tmp_path, capsys):
             plot(found)
             plot(found)
         error = capsys.readouterr().err
-        assert error == f"{tmp_path / name} has boxes for characters that no installed font has\n"
+        assert error == f"{tmp_path / name} shows boxes for characters that no installed font has\n"
 
 
 def test_attention_needs_text(run, tmp_path, capsys):
@@ -223,7 +223,7 @@ def test_closed_stdin(run, monkeypatch, capsys):
     status, error = status_and_error(capsys, translate, run)
     assert (status, error) == (
         2,
-        "error: stdin must be open where no files are given, it is closed\n",
+        "error: stdin must be open if no files are given, got a closed stdin\n",
     )
 
 
@@ -233,12 +233,12 @@ def test_help_names_the_defaults(capsys):
     text = " ".join(capsys.readouterr().out.split())
     search = BeamSearch()
     for part in (
-        f"go on together ({search.beam})",
-        f"longer are translations ({search.length_penalty})",
-        f"source is left out ({search.coverage_penalty})",
-        f"at most {search.max_length_ratio:g} times its source's wordpieces, or "
-        f"{search.min_length_limit} if that is more; what falls {search.window:g} nats below",
-        "translated together, roughly (2560)",
+        f"beam width ({search.beam})",
+        f"longer translations ({search.length_penalty})",
+        f"the whole source ({search.coverage_penalty})",
+        f"at most {search.max_length_ratio:g} times as many wordpieces as its source, or "
+        f"{search.min_length_limit} if that is more; hypotheses more than {search.window:g} nats",
+        "wordpieces in a batch (2560)",
     ):
         assert part in text
 
@@ -247,7 +247,7 @@ def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
     (tmp_path / "long.en").write_text("one two " * 3000 + "\none\n")
     printed = main(capsys, run, tmp_path / "long.en", "--greedy", "--max-pieces=5")
     assert len(printed.out.splitlines()) == 2
-    assert "lines of more than 5 wordpieces, the rest of which is left out: 1" in printed.err
+    assert "1 lines cut after 5 wordpieces" in printed.err
 
 
 def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path, capsys):

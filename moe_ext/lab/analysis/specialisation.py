@@ -128,7 +128,7 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - mean I with shuffled labels) / H: 1 if the label determines the expert, 0 by chance."""
+        """(I - mean I with shuffled labels) / H: 1 if labels determine experts, 0 by chance."""
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 

@@ -1,19 +1,19 @@
-"""MoE against a dense model of equal operations, or any two options, over paired seeds.
+"""Compare a MoE with a dense model of equal operations, or any two options, over paired seeds.
 
     python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
     python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
         --against optimizer.experts=adam
 
-Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs; the dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. Ranks that are started with
-the same command share the runs, and the one that ends last has all seeds in its report. Writes
-OUTPUT/comparison.json and OUTPUT/comparison.md.
+Both models of a seed see the same batches and dropout masks. They start from the same embedding,
+softmax and LSTMs. The dense model has one expert that is k times as wide and that every token uses.
+With --against, the second model is the first one with these options changed. Writes
+OUTPUT/comparison.md and .json.
 
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130, because there is no
-report yet; the same command goes on: finished runs are kept, the others continue. Status 1:
-training diverged; 2: an option, file or folder that can't be used, in one sentence.
+To share the runs, start the same command several times; the last one to end reports all seeds.
+Ctrl-C or SIGTERM saves the current run. The script then ends with status 130 and without a report.
+Give the same command again to continue. Status 1: training diverged. Status 2: an option, file or
+folder is invalid; stderr says which.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ from moe_ext.lab.training.text import load_text
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file of a model with an MoE layer")
+    parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--against", nargs="+", metavar="key=value", help="compare with these options changed"
+        "--against", nargs="+", metavar="key=value", help="options to change in the second model"
     )
-    parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
+    parser.add_argument("--output", help="folder of all runs (default: runs/NAME-compare)")
     options = parser.parse_intermixed_args(arguments)
     changes = [*options.overrides, *(options.against or [])]
     if any(change.startswith("seed=") for change in changes):

@@ -1,14 +1,14 @@
-"""What the experts of a trained model specialise in (Table 9 of the paper).
+"""Show what the experts of a trained model specialise in (Table 9).
 
     python scripts/inspect_experts.py runs/moe-32
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
     python scripts/inspect_experts.py runs/en-fr --part dev
 
-Prints, for each expert, its share of the tokens, the words that set it apart and the contexts with
-the highest gates, the most specialised experts first, and writes the same as
-RUN/experts.txt and one HTML page RUN/experts.html. Of a translation model layer 0 is the encoder's,
-whose words are the wordpieces of the sources, and layer 1 the decoder's. Of several language pairs
-it also says what each has of an expert's tokens.
+Prints for each expert its share of the tokens, its most characteristic words, and the contexts with
+the highest gates. The most specialised experts come first. Writes the same to RUN/experts.txt and
+to the HTML page RUN/experts.html. In a translation model, layer 0 is the encoder's MoE and shows
+source wordpieces; layer 1 is the decoder's. With two or more language pairs, it also prints their
+shares of each expert's tokens.
 """
 
 from collections.abc import Sequence
