@@ -1,6 +1,6 @@
-"""Get a corpus ready for training: download, check, unpack, count or take the vocabulary, encode.
+"""Prepare a corpus for training: download, verify, unpack, make a vocabulary, encode.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Speed and memory of the data pipeline on a made-up corpus in the 1-billion-word layout.
+"""Measure speed and memory of the data pipeline on a synthetic corpus.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

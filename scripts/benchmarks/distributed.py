@@ -1,6 +1,6 @@
-"""What sharing the experts between processes costs: bytes, time of the exchange, throughput.
+"""Measure the cost of expert parallelism: bytes sent, exchange time, throughput.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What recomputing the experts' hidden layers saves, and what it costs.
+"""Measure how much memory recomputing the experts' hidden layers saves, and what time it costs.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

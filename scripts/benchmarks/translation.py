@@ -1,6 +1,6 @@
-"""Sentences a second of translating a text, against one sentence after the other.
+"""Measure sentences per second of batched translation against one sentence at a time.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Strictly balanced gating (App. F) in training: how the thresholds follow, and what they cost.
+"""Train a model with strictly balanced gates and measure how well the thresholds work (App. F).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys
