@@ -434,7 +434,7 @@ def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
     assert sum(report["test_sentence_tokens"]) == report["test_tokens"]
     assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
     table = (tmp_path / "kneser_ney.md").read_text()
-    assert "3-gram (modified, three discounts" in table and table in capsys.readouterr().out
+    assert "3-gram model (modified, three discounts" in table and table in capsys.readouterr().out
     one_discount = [*options, "--discounts", 1, "--arpa"]
     report = kneser_ney.main([str(option) for option in one_discount])
     (model,) = report["models"]
@@ -468,7 +468,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     # The gap of a claim is the mean of the runs' differences.
     gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
             for r in report["runs"]]  # fmt: skip
-    (claim,) = [c for c in report["claims"] if "purity of the domain, beside a random" in
+    (claim,) = [c for c in report["claims"] if "purity of the domain, against a random" in
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
@@ -484,7 +484,7 @@ def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
     options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
     train.main([str(CONFIG), *options, "log.progress=false"])
     for arguments, message in (
-        ([run, other], "must differ from the first run in its seed alone, but ['steps', 'model."),
+        ([run, other], "must differ from the first run only in its seed, but ['steps', 'model."),
         ([run, run], "distinct seeds, got [1, 1]"),
         ([run, "--layer", "1"], "layer must"),
         ([run, "--domains", f"a={corpus}"], "two or more distinct NAME=CORPUS"),

@@ -150,7 +150,7 @@ def route_text(
     with evaluating(model):
         for batch in bar:
             ids, mask, after = batch.inputs, batch.mask, text.eos_id
-            if isinstance(batch, PairBatch) and layer == 0:  # a source ends with its end token
+            if isinstance(batch, PairBatch) and layer == 0:  # sources include their end tokens
                 ids, mask, after = batch.source, batch.source_mask, NO_WORD
             _, aux = model.of_batch(batch.to(device))
             pair = None

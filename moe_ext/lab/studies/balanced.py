@@ -49,7 +49,7 @@ class EqualLoads:
         if not layer.training:
             return
         aux = outputs[1]
-        assert aux.token_offsets is not None  # a balanced gate varies the experts of a token
+        assert aux.token_offsets is not None  # it has no fixed k
         m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
         if not (aux.tokens_per_expert == m).all():
             raise RuntimeError(

@@ -219,9 +219,7 @@ def plot(results: Results) -> Figure:
             values = [perplexity(result.nll_at(share)) for result in runs.values()]
             axes.plot([x] * len(values), values, ".", color="grey", ms=4)
     others = [(mean_perplexity(results[name]), name) for name in (*DENSE, LARGE) if results[name]]
-    for place, (level, name) in enumerate(
-        sorted(others)
-    ):  # side by side, because levels may overlap
+    for place, (level, name) in enumerate(sorted(others)):  # side by side: levels may overlap
         axes.axhline(level, lw=0.8, ls="--", color="grey")
         where = axes.get_yaxis_transform()
         axes.annotate(name, (0.05 + 0.15 * place, level), xycoords=where, fontsize=7, va="bottom")

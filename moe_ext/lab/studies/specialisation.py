@@ -62,9 +62,9 @@ from moe_ext.lab.training.statistics import mean_difference
 from moe_ext.lab.training.study import Claim, claims_data, verdict
 from moe_ext.lab.training.text import load_part
 
-_SHOWN_EXPERTS = 3  # most specialised ones, and random ones, as in Table 9
+_SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9
 GATES = ("trained", "untrained")
-_FORMAT = 1  # of RUN/specialisation.json
+_FORMAT = 1  # the version of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
