@@ -128,7 +128,10 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - mean I with shuffled labels) / H: 1 if labels determine experts, 0 by chance."""
+        """(I - mean I with shuffled labels) / H.
+
+        It is about 0 if label and expert are independent, and 1 if the label determines the expert.
+        """
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 

@@ -35,6 +35,7 @@ from moe_ext.lab.training.text import load_text
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the command; return its report."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)

@@ -30,6 +30,7 @@ from moe_ext.lab.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
+    """Run the command; return the evaluation."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("--part", choices=PARTS_AND_ALL, help="default: test, or all with --corpus")

@@ -25,6 +25,7 @@ from moe_ext.lab.training.text import load_part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")

@@ -120,6 +120,7 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = make_parser(__doc__)
     parser.add_argument("config", type=Path)
     add_overrides(parser)

@@ -124,6 +124,7 @@ SETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> SentenceText:
+    """Run the command; return the encoded text."""
     parser = make_parser(__doc__)
     parser.add_argument("name", choices=[*SETS, "text"])
     parser.add_argument(
@@ -277,7 +278,7 @@ def unpack(archive: Path, folder: Path) -> None:
     """Unpack a zip or tar archive into a folder, never outside of it.
 
     Raises:
-        ConfigError: the archive is corrupted.
+        ConfigError: the archive is corrupted, or a member lies outside of the folder.
     """
     try:
         if zipfile.is_zipfile(archive):

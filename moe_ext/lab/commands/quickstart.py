@@ -96,6 +96,7 @@ def describe(report: ExpertReport) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Result]:
+    """Run the command; return the results by model."""
     parser = make_parser(__doc__)
     add_overrides(parser)
     parser.add_argument("--quick", action="store_true", help="tiny models, a few seconds")

@@ -37,6 +37,7 @@ from moe_ext.lab.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
     add_overrides(parser)

@@ -258,6 +258,7 @@ def _print_bleu(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     options = _options_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:

@@ -138,6 +138,7 @@ tokens of the batch, so only the threshold mask gives the perplexity of a langua
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
+    """Run the study; return its report."""
     parser = make_parser(__doc__)
     add_overrides(parser)
     parser.add_argument("--output", type=Path, default=root / "docs" / "results")

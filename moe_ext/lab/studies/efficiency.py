@@ -279,6 +279,7 @@ def plot(rows: Sequence[Row]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Row]:
+    """Run the study; return the measurements."""
     parser = make_parser(__doc__)
     parser.add_argument("--threads", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(2), default=20)

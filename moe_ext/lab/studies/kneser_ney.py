@@ -87,6 +87,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the study; return its report."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file; only its [data] is used")
     add_overrides(parser)

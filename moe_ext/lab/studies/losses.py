@@ -130,6 +130,7 @@ def plot(results: Results) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    """Run the study; return the finished runs."""
     parser = study_parser(__doc__, "losses", ARMS)
     options = parser.parse_intermixed_args(arguments)
 

@@ -308,6 +308,7 @@ def plot(study: Study) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Study:
+    """Run the study; return the finished runs."""
     parser = study_parser(__doc__, "multilingual", ARMS)
     options = parser.parse_intermixed_args(arguments)
     require_bleu()

@@ -174,6 +174,7 @@ the meta device. Of {len(rows)} models, these agree to the printed digit:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
+    """Run the study."""
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, default=root / "docs" / "results")
     options = parser.parse_args(arguments)

@@ -67,6 +67,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
+    """Run the study; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=at_least(1), default=50)
     parser.add_argument("--processes", type=at_least(2), default=2)

@@ -316,6 +316,7 @@ def _named_corpora(options: Iterable[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the study; return its report."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
     parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")

@@ -315,6 +315,7 @@ def plot(studies: dict[str, Study]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Study]:
+    """Run the study; return the finished runs by language pair."""
     parser = study_parser(__doc__, "translation", ARMS)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="language pairs, such as en-fr")
     options = parser.parse_intermixed_args(arguments)
