@@ -67,6 +67,7 @@ def test_fewer_than_three_seeds_have_no_interval():
     assert f"{one:+.3f}" == "+0.100 (one seed, not decided)"
     assert f"{two:+.3f}" == f"{pooled:+.3f}" == "+0.200 (two seeds, not decided)"
     assert as_change(mean_difference([math.log(0.9)] * 2)) == "-10.00% (two seeds, not decided)"
+    assert f"{mean_difference([0.1], num_seeds=3):+.1f}" == "+0.1 (one pair, not decided)"
     assert f"{mean_difference([0.1, 0.2, 0.3]):+.1f}" == "+0.2 [-0.0, +0.4]"
 
 

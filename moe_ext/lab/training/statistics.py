@@ -29,8 +29,8 @@ class PairedDifference:
     Attributes:
         mean: the mean of the differences.
         num_seeds: the number of paired seeds.
-        low, high: the 95% t interval of the mean; None with fewer than three seeds, because such
-            an interval says nothing.
+        low, high: the 95% t interval of the mean; None with fewer than three seeds, because it would
+            not be informative.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class PairedDifference:
     def text(self, shown: Callable[[float], str], unit: str = "") -> str:
         """Format the mean with its interval, or with the reason why it has no interval."""
         if self.low is None or self.high is None:
-            number = "one seed" if self.num_seeds == 1 else "two seeds"
+            number = {1: "one seed", 2: "two seeds"}.get(self.num_seeds, "one pair")
             return f"{shown(self.mean)}{unit} ({number}, not decided)"
         return f"{shown(self.mean)}{unit} [{shown(self.low)}, {shown(self.high)}]"
 
@@ -62,7 +62,7 @@ def mean_difference(
         return None
     num_seeds = len(differences) if num_seeds is None else num_seeds
     mean = statistics.fmean(differences)
-    if num_seeds < _MIN_SEEDS:
+    if num_seeds < _MIN_SEEDS or len(differences) < 2:
         return PairedDifference(mean, num_seeds, None, None)
     from scipy import stats  # type: ignore[import-untyped]
 
