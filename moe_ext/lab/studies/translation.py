@@ -262,8 +262,8 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
         f"{steps:,} steps of about {batch:,} source and target pieces each. Both languages share "
         f"one vocabulary of {config.data.vocab_size:,} wordpieces. Perplexity is per target piece "
         f"of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a beam search with the "
-        "penalties of Wu et al. (2016). A near duplicate is a test sentence of which at least "
-        f"{_NEAR:.0%} of the word trigrams occur in one training sentence. Operations and "
+        "penalties of Wu et al. (2016). A test sentence is a near duplicate if at least "
+        f"{_NEAR:.0%} of its word trigrams occur in one training sentence. Operations and "
         "parameters do not include embedding and softmax.\n",
         "![dev perplexity against source words](translation.png)\n",
         f"{HOW_DECIDED}\n",

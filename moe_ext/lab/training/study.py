@@ -36,8 +36,8 @@ SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided
 
 # Sentences of the studies' pages.
 HOW_COMPARED = (
-    "Perplexity is exp of the mean of ln ppl over seeds. A difference is the mean over pairs of "
-    "runs with the same seed. With three seeds or more, its 95% t interval follows in brackets."
+    "The perplexity over several seeds is exp of the mean of ln ppl. A difference is the mean over "
+    "pairs of runs with the same seed. With three seeds or more, its 95% t interval follows in brackets."
 )
 HOW_DECIDED = (
     "A claim is supported if the whole interval lies below zero, contradicted if it lies above "
