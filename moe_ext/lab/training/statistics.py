@@ -29,8 +29,8 @@ class PairedDifference:
     Attributes:
         mean: the mean of the differences.
         num_seeds: the number of paired seeds.
-        low, high: the 95% t interval of the mean; None with fewer than three seeds, because it would
-            not be informative.
+        low, high: the 95% t interval of the mean; None with fewer than three seeds, because it
+            would not be informative.
     """
 
     mean: float

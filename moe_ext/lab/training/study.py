@@ -37,7 +37,8 @@ SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided
 # Sentences of the studies' pages.
 HOW_COMPARED = (
     "The perplexity over several seeds is exp of the mean of ln ppl. A difference is the mean over "
-    "pairs of runs with the same seed. With three seeds or more, its 95% t interval follows in brackets."
+    "pairs of runs with the same seed. With three seeds or more, its 95% t interval follows in "
+    "brackets."
 )
 HOW_DECIDED = (
     "A claim is supported if the whole interval lies below zero, contradicted if it lies above "
