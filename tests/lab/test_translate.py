@@ -91,7 +91,7 @@ def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
     text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     printed = main(capsys, multilingual, "--into=fr")
-    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ a second\n", printed.err)
+    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ per second\n", printed.err)
     *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
     assert lines == [found[0].text for found in translated(multilingual, into="fr")]
     assert lines[1] == lines[3] == "" and lines[0] and of_bytes
@@ -130,7 +130,7 @@ def test_output_and_references(run, file, tmp_path, capsys):
     references = references.read_text().splitlines()
     bleu, tokenized = (corpus_bleu(best, references, tokenized=which) for which in (False, True))
     first, second = printed.out.splitlines()
-    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" a second\n")
+    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" per second\n")
     assert first == f"BLEU {bleu.score:.2f} ({bleu.signature})"
     assert second.startswith(f"tokenized BLEU {tokenized.score:.2f} ")
     printed = main(capsys, run, file, "--reference", tmp_path / "reference.fr")

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     result = evaluate(trained.model, text, tokens_per_batch=options.tokens_per_batch)
     unit = "piece" if isinstance(text, EncodedPairs) else "word"
     print(
-        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a {unit}, "
+        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats per {unit}, "
         f"{result.num_tokens:,} {unit}s and ends of {len(text):,} sentences; "
         f"step {trained.step})"
     )

@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if not one_by_one:
         print(
-            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} a second",
+            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} per second",
             file=sys.stderr,
         )
     if references is not None:
