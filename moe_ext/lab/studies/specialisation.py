@@ -295,7 +295,7 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
             right.plot(range(1, len(found) + 1), found, color=colour, linewidth=1)
     chance = max(run["trained"][label]["permuted_expert_purity_97.5%"] for run in runs)
     right.axhline(chance, color="C2", linestyle="--", linewidth=1)
-    right.set(xlabel="rank of the expert", ylabel=f"purity of the {label}", ylim=(0, 1.02))
+    right.set(xlabel="experts, sorted by purity", ylabel=f"purity of the {label}", ylim=(0, 1.02))
     right.set_title("dashed line: 97.5th percentile with shuffled labels")
     right.grid(alpha=0.3)
     return figure
