@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
     parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--seeds", type=at_least(0), nargs="+", default=[1, 2, 3], help="default: 1 2 3"
+    )
     parser.add_argument(
         "--against", nargs="+", metavar="key=value", help="options to change in the second model"
     )

@@ -8,8 +8,8 @@
 
 Perplexity is exp(nats / predictions) under the full softmax. Predictions include unknown words and
 ends of sentences. Each sentence starts from a zero state, so perplexity does not depend on the
-batch size. Another corpus is encoded with the model's vocabulary. For a translation model, it is
-the perplexity of the target wordpieces given the source. With two or more language pairs, each pair
+batch size. Another corpus is encoded with the model's vocabulary. For a translation model,
+predictions are the target wordpieces, given the source. With two or more language pairs, each pair
 is reported too. --bleu translates the sources and compares the translations with the original
 targets; scripts/translate.py has more options for translation.
 """
@@ -38,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     parser.add_argument(
         "--bleu", action="store_true", help="also translate the sources and print BLEU"
     )
-    parser.add_argument("--tokens-per-batch", type=at_least(1), default=2_560)
+    parser.add_argument(
+        "--tokens-per-batch", type=at_least(1), default=2_560, help="batch size (%(default)s)"
+    )
     add_threads(parser)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     options = parser.parse_args(arguments)
     part = options.part or ("all" if options.corpus else "test")
     set_up_torch(options.device, options.threads)

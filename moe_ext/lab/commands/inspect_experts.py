@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=at_least(1), default=10, help="how many for each expert")
     parser.add_argument("--output", help="where the .txt and .html go; RUN/experts if not given")
     add_threads(parser)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     options = parser.parse_args(arguments)
     set_up_torch(options.device, options.threads)
 

@@ -122,11 +122,28 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, help="TOML file of a language model")
     add_overrides(parser)
-    parser.add_argument("--devices", type=at_least(1), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
-    parser.add_argument("--exchange", choices=get_args(ExchangeUnit), default="rows")
+    parser.add_argument(
+        "--devices",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 4],
+        help="numbers of devices (default: 1 2 4)",
+    )
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=["a100"],
+        metavar="NAME|key=value",
+        help="a preset and values (default: a100)",
+    )
+    parser.add_argument(
+        "--exchange",
+        choices=get_args(ExchangeUnit),
+        default="rows",
+        help="what the all-to-all sends (%(default)s)",
+    )
     parser.add_argument(
         "--split-gates",
         action="store_true",
@@ -135,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--weak", action="store_true", help="grow the experts in proportion to the devices"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also write the plans to this file")
     args = parser.parse_intermixed_args(arguments)
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)

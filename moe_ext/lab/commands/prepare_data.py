@@ -126,7 +126,7 @@ SETS = {
 def main(arguments: Sequence[str] | None = None) -> SentenceText:
     """Run the command; return the encoded text."""
     parser = make_parser(__doc__)
-    parser.add_argument("name", choices=[*SETS, "text"])
+    parser.add_argument("name", choices=[*SETS, "text"], help="the corpus")
     parser.add_argument(
         "--from", dest="source", type=Path, help="local files to use instead of downloads"
     )
@@ -135,7 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     parser.add_argument(
         "--vocab-size", type=at_least(3), help="for text: the largest number of words"
     )
-    parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers",
+        type=at_least(0),
+        default=os.cpu_count() or 1,
+        help="processes that encode (%(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.name == "text" and options.source is None:
         parser.error("--from must be given for text")

@@ -141,7 +141,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
     """Run the study; return its report."""
     parser = make_parser(__doc__)
     add_overrides(parser)
-    parser.add_argument("--output", type=Path, default=root / "docs" / "results")
+    parser.add_argument(
+        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(

@@ -281,11 +281,21 @@ def plot(rows: Sequence[Row]) -> Figure:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Row]:
     """Run the study; return the measurements."""
     parser = make_parser(__doc__)
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=20)
-    parser.add_argument("--tokens", type=at_least(64), nargs="+", default=[1_280, 5_120])
-    parser.add_argument("--width", type=at_least(1), default=512, help="d_model")
-    parser.add_argument("--output", default="docs/results", type=Path)
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="number of threads (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(2), default=20, help="interleaved rounds (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=at_least(64),
+        nargs="+",
+        default=[1_280, 5_120],
+        help="tokens of a training step (default: 1280 5120)",
+    )
+    parser.add_argument("--width", type=at_least(1), default=512, help="d_model (%(default)s)")
+    parser.add_argument("--output", default="docs/results", type=Path, help="folder of the report")
     options = parser.parse_args(arguments)
 
     width = options.width

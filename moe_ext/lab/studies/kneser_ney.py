@@ -91,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file; only its [data] is used")
     add_overrides(parser)
-    parser.add_argument("--order", type=at_least(1), default=5, help="n of the longest n-grams")
+    parser.add_argument(
+        "--order", type=at_least(1), default=5, help="n of the longest n-grams (%(default)s)"
+    )
     parser.add_argument(
         "--discounts",
         type=int,
@@ -105,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--arpa", action="store_true", help="also write the last model as an ARPA file"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/kneser-ney"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/kneser-ney"), help="folder of the report"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(options.config, options.overrides, Config)

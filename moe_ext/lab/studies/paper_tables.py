@@ -176,7 +176,9 @@ the meta device. Of {len(rows)} models, these agree to the printed digit:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
     """Run the study."""
     parser = make_parser(__doc__)
-    parser.add_argument("--output", type=Path, default=root / "docs" / "results")
+    parser.add_argument(
+        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
+    )
     options = parser.parse_args(arguments)
     rows = [count(published, root) for published in PUBLISHED]
     write_report(options.output, "paper_tables", _markdown(rows), rows)

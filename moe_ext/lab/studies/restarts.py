@@ -69,15 +69,19 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
     """Run the study; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--kills", type=at_least(1), default=50)
-    parser.add_argument("--processes", type=at_least(2), default=2)
+    parser.add_argument(
+        "--kills", type=at_least(1), default=50, help="number of kills (%(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=at_least(2), default=2, help="number of ranks (%(default)s)"
+    )
     parser.add_argument(
         "--steps-between",
         type=at_least(1),
         default=6,
         help="a kill comes 1 to this number of steps after the last one (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="seed of the kills (%(default)s)")
     options = parser.parse_args(arguments)
     draw = random.Random(options.seed)
     steps = options.kills * options.steps_between + 10

@@ -319,13 +319,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the study; return its report."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
-    parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")
+    parser.add_argument(
+        "--part", choices=PARTS_AND_ALL, default="train", help="part of the corpus (%(default)s)"
+    )
     parser.add_argument(
         "--positions", type=at_least(1), default=200_000, help="number of words (%(default)s)"
     )
-    parser.add_argument("--permutations", type=at_least(2), default=1_000)
+    parser.add_argument(
+        "--permutations",
+        type=at_least(2),
+        default=1_000,
+        help="shuffles of the labels (%(default)s)",
+    )
     parser.add_argument("--layer", type=int, default=0, help="index among the MoE layers")
-    parser.add_argument("--domains", nargs="+", default=[], metavar="NAME=CORPUS")
+    parser.add_argument(
+        "--domains", nargs="+", default=[], metavar="NAME=CORPUS", help="two or more corpora"
+    )
     parser.add_argument("--output", default="docs/results", help="folder of the report")
     add_threads(parser)
     options = parser.parse_args(arguments)
