@@ -1,5 +1,4 @@
-// Under autocast the gate's arithmetic stays in float32 and the experts' products take the lower
-// type.
+// Autocast: gating and load run in float32, the experts' GEMMs in autocast's lower-precision type.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -13,7 +12,7 @@ namespace {
 
 using at::autocast::cached_cast;
 
-// While it lives, operators are called below autocast.
+// Excludes the autocast key during its lifetime.
 template <c10::DeviceType device>
 struct BelowAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{

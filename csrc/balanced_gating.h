@@ -1,4 +1,4 @@
-// batchwise_topm and selected_softmax: what their arguments must be, and their outputs.
+// batchwise_topm and selected_softmax: the checks of their arguments, and their outputs.
 #pragma once
 
 #include <tuple>
@@ -14,18 +14,19 @@ inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_
   check_floating(op, "scores", scores);
   const auto all = num_experts.value_or(scores.sym_size(2));
   TORCH_CHECK_VALUE(first_expert >= 0 && first_expert <= all - scores.sym_size(2), op,
-                    ": first_expert must be at least 0 and leave ", scores.sym_size(2), " of ", all,
-                    " experts, got ", first_expert);
+                    ": first_expert must be between 0 and num_experts - scores.size(2) = ",
+                    all - scores.sym_size(2), ", got ", first_expert);
 }
 
-// Left to the kernels: of sizes that are not known yet it cannot be shown.
+// Only the CPU and CUDA kernels check m: in the Meta kernel, m and the number of rows may be
+// symbolic.
 inline void check_m(const Tensor& scores, int64_t m) {
   TORCH_CHECK_VALUE(m >= 0 && m <= scores.size(1),
                     "batchwise_topm: m must be between 0 and the number of rows = ", scores.size(1),
                     ", got ", m);
 }
 
-// row_index [G, E, m] and mth_score [G, E].
+// Creates row_index [G, E, m] and mth_score [G, E].
 inline std::tuple<Tensor, Tensor> batchwise_topm_outputs(Empty& empty, const Tensor& scores,
                                                          const c10::SymInt& m) {
   const auto num_groups = scores.sym_size(0), num_experts = scores.sym_size(2);
@@ -43,7 +44,7 @@ inline void check_selected_softmax(const Tensor& logits, const Tensor& expert_in
   check_index(op, "token_offsets", token_offsets, logits, {logits.sym_size(0) + 1});
 }
 
-// The gates, [R].
+// Creates the gates, [R].
 inline Tensor selected_softmax_output(Empty& empty, const Tensor& logits,
                                       const Tensor& expert_index) {
   return empty(logits, expert_index.sym_sizes(), accumulate_type(logits));
@@ -62,7 +63,7 @@ inline void check_selected_softmax_backward(const Tensor& grad_gates, const Tens
   check_num_experts(op, num_experts);
 }
 
-// That of the logits, [T, E].
+// Creates the gradient of the logits, [T, E].
 inline Tensor selected_softmax_gradient(Empty& empty, const Tensor& gates,
                                         const Tensor& token_offsets,
                                         const c10::SymInt& num_experts) {

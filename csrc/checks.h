@@ -1,8 +1,8 @@
-// Argument checks: every message names the op, the argument, the rule and what came.
+// Argument checks. Every message names the operator, the argument, the rule and the value.
 //
-// Here are the rules that several operators have; those of one are in the header of its name. Each
-// is written once and run by every kernel, the Meta kernel included (hence SymInt). Values are
-// checked only on the CPU, where reading them costs nothing.
+// This header has the rules that several operators share; <operator>.h has the rules of one
+// operator. Each rule is written once and runs on every device, Meta included, so sizes are SymInt.
+// Values are checked on the CPU only: on a GPU, reading them would synchronize.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -17,7 +17,7 @@
 
 namespace moe_ext {
 
-// Such as "float32".
+// For example "float32".
 inline std::string name_of(at::ScalarType type) {
   return std::string(c10::getDtypeNames(type).first);
 }
@@ -52,7 +52,7 @@ inline void check_device(const char* op, const char* name, const Tensor& tensor,
                     " like the first argument, got ", tensor.device());
 }
 
-// An argument of a given type and shape, on the device of `like`.
+// Checks the type and the shape of an argument, and that it is on the device of `like`.
 inline void check_argument(const char* op, const char* name, const Tensor& tensor,
                            const Tensor& like, at::ScalarType type, c10::SymIntArrayRef shape) {
   check_device(op, name, tensor, like);
@@ -60,7 +60,7 @@ inline void check_argument(const char* op, const char* name, const Tensor& tenso
   check_shape(op, name, tensor, shape);
 }
 
-// An argument of indices, on the device of `like`. Kernels take it as contiguous_index.
+// Checks an argument that holds indices. Kernels convert it with contiguous_index.
 inline void check_index(const char* op, const char* name, const Tensor& index, const Tensor& like) {
   check_device(op, name, index, like);
   const auto type = index.scalar_type();
@@ -74,7 +74,8 @@ inline void check_index(const char* op, const char* name, const Tensor& index, c
   check_shape(op, name, index, shape);
 }
 
-// Where each of some ranges begins and the last one ends: at least that many.
+// Checks `bounds`, which holds the start of each range and the end of the last: `least` elements or
+// more.
 inline void check_bounds(const char* op, const char* name, const Tensor& bounds, const Tensor& like,
                          int64_t least) {
   check_index(op, name, bounds, like);
@@ -87,8 +88,8 @@ inline void check_num_experts(const char* op, const c10::SymInt& num_experts) {
   TORCH_CHECK_VALUE(num_experts >= 1, op, ": num_experts must be at least 1, got ", num_experts);
 }
 
-// Every element of a contiguous CPU tensor of indices must lie in [least, limit): memory depends on
-// it.
+// Checks that every element of a contiguous int64 CPU tensor is in [least, limit). Kernels access
+// memory through these indices.
 inline void check_index_range(const char* op, const char* name, const Tensor& index, int64_t limit,
                               int64_t least = 0) {
   const auto* data = index.const_data_ptr<int64_t>();
@@ -102,7 +103,7 @@ inline void check_index_range(const char* op, const char* name, const Tensor& in
                     ", got ", *wrong);
 }
 
-// A contiguous CPU tensor [n + 1] of the bounds of n groups of rows.
+// Checks a contiguous int64 CPU tensor [n + 1] that holds the bounds of n groups of rows.
 inline void check_offsets(const char* op, const char* name, const Tensor& offsets,
                           int64_t num_rows) {
   const at::IntArrayRef bounds(offsets.const_data_ptr<int64_t>(), offsets.numel());
@@ -116,15 +117,15 @@ inline void check_offsets(const char* op, const char* name, const Tensor& offset
                     " to ", bounds.back());
 }
 
-// A contiguous CPU tensor of indices must hold each of 0 ... size - 1 once: what is written through
-// it is then written whole.
+// Checks that a contiguous int64 CPU tensor holds each of 0 ... size - 1 once. Every element of an
+// output that is written through it is then initialized.
 inline void check_permutation(const char* op, const char* name, const Tensor& index) {
   check_index_range(op, name, index, index.numel());
   const auto* data = index.const_data_ptr<int64_t>();
   std::vector<char> seen(index.numel(), 0);
   for (int64_t i = 0; i < index.numel(); ++i) {
-    TORCH_CHECK_VALUE(!seen[data[i]], op, ": ", name, " must hold each row once, got ", data[i],
-                      " twice");
+    TORCH_CHECK_VALUE(!seen[data[i]], op, ": ", name, " must hold each row index once, got ",
+                      data[i], " twice");
     seen[data[i]] = 1;
   }
 }

@@ -1,4 +1,4 @@
-// combine: what its arguments must be, and its outputs.
+// combine: the checks of its arguments, and its outputs.
 #pragma once
 
 #include <tuple>
@@ -18,7 +18,7 @@ inline void check_combine(const char* op, const Tensor& expert_output, const Ten
   check_shape(op, "expert_output", expert_output, {inverse.sym_numel(), expert_output.sym_size(1)});
 }
 
-// y, [T, D].
+// Creates y [T, D].
 inline Tensor combine_output(Empty& empty, const Tensor& expert_output, const Tensor& inverse,
                              const OptionalTensor& token_offsets) {
   return empty(expert_output, {num_tokens_of(inverse, token_offsets), expert_output.sym_size(1)},

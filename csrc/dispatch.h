@@ -1,4 +1,4 @@
-// dispatch_plan and dispatch: what their arguments must be, and their outputs.
+// dispatch_plan and dispatch: the checks of their arguments, and their outputs.
 #pragma once
 
 #include <tuple>
@@ -16,7 +16,8 @@ inline void check_dispatch_plan(const Tensor& expert_index, const c10::SymInt& n
   TORCH_CHECK_VALUE(num_experts >= 0, op, ": num_experts must be at least 0, got ", num_experts);
 }
 
-// permutation [R], inverse in expert_index's shape, tokens_per_expert [E] and offsets [E + 1].
+// Creates permutation [R], inverse in the shape of expert_index, tokens_per_expert [E] and offsets
+// [E + 1].
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_outputs(
     Empty& empty, const Tensor& expert_index, const c10::SymInt& num_experts) {
   return {empty(expert_index, {expert_index.sym_numel()}, at::kLong),
@@ -33,7 +34,7 @@ inline void check_dispatch(const Tensor& x, const Tensor& inverse,
   check_shape(op, "x", x, {check_slots(op, inverse, token_offsets, x), x.sym_size(1)});
 }
 
-// The rows, [R, D].
+// Creates the rows, [R, D].
 inline Tensor dispatch_output(Empty& empty, const Tensor& x, const Tensor& inverse) {
   return empty(x, {inverse.sym_numel(), x.sym_size(1)}, x.scalar_type());
 }
@@ -47,7 +48,7 @@ inline void check_dispatch_backward(const Tensor& grad_rows, const Tensor& inver
   check_shape(op, "grad_rows", grad_rows, {inverse.sym_numel(), grad_rows.sym_size(1)});
 }
 
-// That of x, [T, D].
+// Creates the gradient of x, [T, D].
 inline Tensor dispatch_gradient(Empty& empty, const Tensor& grad_rows, const Tensor& inverse,
                                 const OptionalTensor& token_offsets) {
   return empty(grad_rows, {num_tokens_of(inverse, token_offsets), grad_rows.sym_size(1)},

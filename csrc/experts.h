@@ -1,4 +1,4 @@
-// experts: what its arguments must be, and its outputs.
+// experts: the checks of its arguments, and its outputs.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@
 
 namespace moe_ext {
 
-// Returns whether the activation is a gated one, which takes twice its width.
+// Returns whether the activation is gated; the layer before a gated activation has twice its width.
 inline bool check_activation(const char* op, std::string_view activation) {
   std::optional<bool> gated;
   math::for_each_activation([&](std::string_view name, auto each) {
@@ -25,7 +25,7 @@ inline bool check_activation(const char* op, std::string_view activation) {
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
-// R.
+// Returns R.
 inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
   return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
 }
@@ -33,14 +33,16 @@ inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
 inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
   const auto& [weights, biases, activation] = network;
   const bool gated = check_activation(op, activation);
-  TORCH_CHECK_VALUE(!weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
-                    ": weights and biases must be one for each linear layer, at least one, got ",
-                    weights.size(), " weights and ", biases.size(), " biases");
+  TORCH_CHECK_VALUE(
+      !weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
+      ": weights and biases must have one tensor for each linear layer (biases may be "
+      "empty), got ",
+      weights.size(), " weights and ", biases.size(), " biases");
   const auto type = weights[0].scalar_type();
   check_dim(op, "weights[0]", weights[0], 3);
   check_floating(op, "weights[0]", weights[0]);
-  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must be of the weights' type, ", name_of(type),
-                   ", got ", name_of(x.scalar_type()));
+  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the type of the weights, ",
+                   name_of(type), ", got ", name_of(x.scalar_type()));
   const auto num_experts = weights[0].sym_size(0);
   c10::SymInt width = x.sym_size(1);
   for (size_t l = 0; l < weights.size(); ++l) {
@@ -66,7 +68,7 @@ inline void check_experts(const char* op, const Tensor& x, const Routing& routin
   check_feed_forward(op, x, network);
   const auto& [offsets, inverse, token_offsets, gates] = routing;
   TORCH_CHECK_VALUE(inverse || (!token_offsets && !gates), op,
-                    ": inverse must be given with token_offsets and gates, got None");
+                    ": inverse must be given if token_offsets or gates are given, got None");
   if (inverse) {
     check_shape(op, "x", x, {check_slots(op, *inverse, token_offsets, x), x.sym_size(1)});
   }
@@ -79,17 +81,18 @@ inline void check_experts(const char* op, const Tensor& x, const Routing& routin
   const auto num_rows = num_rows_of(x, routing);
   if (offsets) {
     check_index(op, "offsets", *offsets, x, {num_experts + 1});
-    TORCH_CHECK_VALUE(num_experts > 0 || num_rows == 0, op,
-                      ": offsets must be of an expert at least where there are rows, got none for ",
-                      num_rows, " rows");
+    TORCH_CHECK_VALUE(
+        num_experts > 0 || num_rows == 0, op,
+        ": offsets must cover at least one expert when x has rows, got 0 experts and ", num_rows,
+        " rows");
   } else {
     TORCH_CHECK_VALUE(num_experts > 0 && num_rows % num_experts == 0, op,
-                      ": the number of rows must be a multiple of num_experts = ", num_experts,
-                      " where offsets are None, got ", num_rows);
+                      ": without offsets the number of rows must be a multiple of num_experts = ",
+                      num_experts, ", got ", num_rows);
   }
 }
 
-// y: [T, width] with gates, else [R, width].
+// The shape of y: [T, width] with gates, else [R, width].
 inline c10::SymDimVector experts_shape(const Tensor& x, const Routing& routing,
                                        const FeedForward& network) {
   return {routing.gates ? x.sym_size(0) : num_rows_of(x, routing),
@@ -101,7 +104,7 @@ inline Tensor experts_output(Empty& empty, const Tensor& x, const Routing& routi
   return empty(x, experts_shape(x, routing, network), x.scalar_type());
 }
 
-// [R, columns] of each layer but the last, before the activation; none where they are not kept.
+// Creates the pre-activations [R, columns] of each layer but the last; none unless keep_hidden.
 inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const Routing& routing,
                                           const FeedForward& network, bool keep_hidden) {
   std::vector<Tensor> hidden;
@@ -120,14 +123,15 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
   check_argument(op, "grad_y", grad_y, x, type, experts_shape(x, routing, network));
   const auto& weights = network.weights;
   TORCH_CHECK_VALUE(hidden.empty() || hidden.size() + 1 == weights.size(), op,
-                    ": hidden must be none, or one for each hidden layer, got ", hidden.size());
+                    ": hidden must be empty or have one tensor for each hidden layer, got ",
+                    hidden.size());
   for (size_t l = 0; l < hidden.size(); ++l) {
     check_argument(op, "hidden", hidden[l], x, type,
                    {num_rows_of(x, routing), weights[l].sym_size(2)});
   }
 }
 
-// Those of x and of the gates are [0] where they are not needed.
+// The gradients of x and of the gates have shape [0] if they are not needed.
 inline Tensor experts_gradient_of_x(Empty& empty, const Tensor& x, bool needs_x) {
   return needs_x ? empty_of(empty, x) : empty(x, {0}, x.scalar_type());
 }
@@ -137,7 +141,7 @@ inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
   return gates ? empty_of(empty, *gates) : empty(x, {0}, accumulate_type(x));
 }
 
-// Those of the weights, or of the biases: none where they are not needed.
+// Creates the gradients of the weights or of the biases; none if they are not needed.
 inline std::vector<Tensor> experts_gradients_of(Empty& empty, at::TensorList parameters,
                                                 bool needs_parameters) {
   std::vector<Tensor> gradients;

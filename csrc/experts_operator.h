@@ -1,7 +1,7 @@
-// The arguments of experts and _experts_backward as structs, and as the dispatcher has them.
+// The arguments of experts and _experts_backward: as structs and as the dispatcher passes them.
 //
-// The dispatcher's functions take one argument after the other, as the schemas in moe_ext.cpp say.
-// That list is written here alone: kernels, autograd and autocast have the structs.
+// The dispatcher passes a flat list of arguments, in the order of the schemas in moe_ext.cpp. Only
+// this header repeats that list; kernels, autograd and autocast use the structs.
 #pragma once
 
 #include <string_view>
@@ -13,17 +13,17 @@
 
 namespace moe_ext {
 
-// The experts' networks, of one architecture: linear layers with an activation between them.
+// The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
   at::TensorList weights;  // [E, fan_in, columns] of each layer
-  at::TensorList biases;   // [E, columns] of each layer, or none
+  at::TensorList biases;   // [E, columns] of each layer, or empty
   std::string_view activation;
 };
 
 using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
 using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>>;
 
-// The dispatcher's function of kernel(x, routing, network, keep_hidden).
+// Adapts kernel(x, routing, network, keep_hidden) to the dispatcher.
 template <auto kernel>
 ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
                           const OptionalTensor& inverse, const OptionalTensor& token_offsets,
@@ -40,8 +40,7 @@ ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
       keep_hidden);
 }
 
-// The dispatcher's function of
-// kernel(grad_y, x, routing, network, hidden, needs_x, needs_parameters).
+// Adapts kernel(grad_y, x, routing, network, hidden, needs_x, needs_parameters) to the dispatcher.
 template <auto kernel>
 ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
                                      const OptionalTensor& offsets, const OptionalTensor& inverse,
@@ -64,7 +63,7 @@ inline std::optional<at::TensorList> biases_of(const FeedForward& network) {
   return network.biases.empty() ? std::nullopt : std::optional(network.biases);
 }
 
-// Both call the operator through the dispatcher.
+// call_experts and call_experts_backward call the operators through the dispatcher.
 inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   static const auto op = find_operator<decltype(experts_of<nullptr>)>("moe_ext::experts");

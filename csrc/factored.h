@@ -1,4 +1,4 @@
-// factored_step_: what its arguments must be. It has no outputs.
+// factored_step_: the checks of its arguments. It updates tensors in place and has no outputs.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -10,7 +10,7 @@
 
 namespace moe_ext {
 
-// A number that a kernel may read where it is: on the host or beside the tensors it acts on.
+// Checks a scalar tensor, which may be on the CPU or on the device of `like`.
 inline void check_scalar(const char* op, const char* name, const Tensor& scalar,
                          const Tensor& like) {
   if (!scalar.device().is_cpu()) check_device(op, name, scalar, like);
@@ -36,7 +36,7 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   for (const auto& [name, tensor] :
        {std::pair{"param", &param}, {"row", &row}, {"column", &column}}) {
     TORCH_CHECK_VALUE(at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, op, ": ", name,
-                      " must have a place in memory for each element, got strides ",
+                      " must not have elements that share memory, got strides ",
                       tensor->sym_strides());
   }
   check_scalar(op, "lr", lr, param);
@@ -45,7 +45,7 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
     TORCH_CHECK_VALUE(value >= 0, op, ": ", name, " must be at least 0, got ", value);
   }
   const double in_type = type == at::kDouble ? eps : static_cast<float>(eps);
-  TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the type of row, got ", eps);
+  TORCH_CHECK_VALUE(in_type > 0, op, ": eps must be positive in the dtype of row, got ", eps);
 }
 
 }  // namespace moe_ext

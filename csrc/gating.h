@@ -1,4 +1,4 @@
-// noisy_topk_gating: what its arguments must be, and its outputs.
+// noisy_topk_gating: the checks of its arguments, and its outputs.
 #pragma once
 
 #include <tuple>
@@ -29,8 +29,8 @@ inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
   }
 }
 
-// gates and expert_index [T, K], threshold and threshold_index [T, 2], noise_stddev [T, E], or
-// [0, E] without noise.
+// Creates gates and expert_index [T, K], threshold and threshold_index [T, 2], and noise_stddev [T,
+// E], or [0, E] without noise.
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_outputs(
     Empty& empty, const Tensor& clean_logits, const OptionalTensor& noise, const c10::SymInt& k) {
   const auto num_tokens = clean_logits.sym_size(0);
@@ -64,7 +64,8 @@ inline void check_noisy_topk_gating_backward(
   check_index(op, "threshold_index", threshold_index, clean_logits, {num_tokens, 2});
 }
 
-// Those of clean_logits, and of raw_noise_stddev: [0, E] without noise.
+// Creates the gradients of clean_logits, [T, E], and of raw_noise_stddev, [T, E], or [0, E] without
+// noise.
 inline std::tuple<Tensor, Tensor> noisy_topk_gating_gradients(Empty& empty,
                                                               const Tensor& clean_logits,
                                                               const OptionalTensor& noise) {

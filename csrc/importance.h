@@ -1,4 +1,4 @@
-// importance: what its arguments must be, and its output.
+// importance: the checks of its arguments, and its output.
 #pragma once
 
 #include "checks.h"
@@ -14,7 +14,7 @@ inline void check_importance(const Tensor& gates, const Tensor& expert_index,
   check_num_experts(op, num_experts);
 }
 
-// [E].
+// Creates importance [E].
 inline Tensor importance_output(Empty& empty, const Tensor& gates, const c10::SymInt& num_experts) {
   return empty(gates, {num_experts}, accumulate_type(gates));
 }

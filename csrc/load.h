@@ -1,4 +1,4 @@
-// load: what its arguments must be, and its outputs.
+// load: the checks of its arguments, and its outputs.
 #pragma once
 
 #include <tuple>
@@ -22,7 +22,7 @@ inline void check_load(const char* op, const Tensor& clean_logits, const Tensor&
   if (group_offsets) check_bounds(op, "group_offsets", *group_offsets, clean_logits, 2);
 }
 
-// [E], or [G, E] for the rows' G groups.
+// The shape of load: [E], or [G, E] for G groups of rows.
 inline c10::SymDimVector load_shape(const Tensor& clean_logits,
                                     const OptionalTensor& group_offsets) {
   if (!group_offsets) return {clean_logits.sym_size(1)};

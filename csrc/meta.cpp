@@ -1,4 +1,4 @@
-// The operators' outputs without their values, for torch.compile, export and the meta device.
+// Meta kernels: the shapes and types of the outputs, for torch.compile, export and the meta device.
 #include <torch/library.h>
 
 #include <tuple>

@@ -1,4 +1,4 @@
-// The table of contents: every operator's schema under its equation, and the module's build facts.
+// The schema of every operator, under its equation, and the facts of the build.
 //
 // T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output
 // width.
@@ -17,7 +17,8 @@ TORCH_LIBRARY(moe_ext, m) {
 
   // Eq. 4: H = clean_logits + noise * (softplus(raw_noise_stddev) + noise_epsilon);
   // Eqs. 3, 5: gates = softmax(KeepTopK(H, k)), kept values only.
-  // threshold [T, 2] = kth_excluding (App. A) for an expert outside and for one inside the top k.
+  // threshold [T, 2] is kth_excluding (App. A): column 0 for experts outside the top k, column 1
+  // for experts inside it.
   m.def(
       "noisy_topk_gating(Tensor clean_logits, Tensor? raw_noise_stddev, Tensor? noise, SymInt k, "
       "float noise_epsilon) -> (Tensor gates, Tensor expert_index, Tensor threshold, "
@@ -29,8 +30,8 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor clean_logits, Tensor? raw_noise_stddev, Tensor? noise) -> (Tensor, Tensor)",
       tags);
 
-  // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i)
-  // App. B: with group_offsets [G + 1], the Load_i(X^(i)) of each group i of the rows.
+  // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i). App. B:
+  // with group_offsets [G + 1], the result is Load_i(X^(i)) for each group i of rows.
   m.def(
       "load(Tensor clean_logits, Tensor noise_stddev, Tensor threshold, Tensor expert_index, "
       "Tensor? group_offsets) -> Tensor",
@@ -40,17 +41,17 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor threshold, Tensor expert_index, Tensor? group_offsets) -> (Tensor, Tensor, Tensor)",
       tags);
 
-  // App. F, M_batchwise(X, m): the m rows with the largest scores of each column, for each of G
-  // batches; scores [G, N, E], row_index [G, E, m] ascending, mth_score [G, E]. The columns may be
-  // some of the num_experts of a batch, from first_expert on.
+  // App. F, M_batchwise(X, m): for each of G batches, the m rows with the largest scores in each
+  // column. Shapes: scores [G, N, E]; row_index [G, E, m], ascending; mth_score [G, E]. The columns
+  // may be a shard of the num_experts experts, starting at first_expert.
   m.def(
       "batchwise_topm(Tensor scores, SymInt m, SymInt first_expert=0, SymInt? num_experts=None) "
       "-> (Tensor row_index, Tensor mth_score)",
       tags);
 
-  // App. F: G(x)_i = G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j, the softmax over the selected
-  // logits of each token: those of the experts expert_index[s], token_offsets[t] <= s <
-  // token_offsets[t + 1]
+  // App. F: G(x)_i = G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j. This is the softmax over the logits
+  // of the experts that token t selected: expert_index[s] for token_offsets[t] <= s <
+  // token_offsets[t + 1].
   m.def("selected_softmax(Tensor logits, Tensor expert_index, Tensor token_offsets) -> Tensor",
         tags);
   m.def(
@@ -61,20 +62,20 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // Slots, rows and offsets: see Routing in routing.h. permutation [R] leads from row to slot,
-  // inverse from slot to row in the shape of expert_index, [T, K] or [R]; tokens_per_expert [E],
-  // offsets [E + 1].
+  // See routing.h for slots, rows and offsets. The permutation [R] maps a row to its slot. The
+  // inverse maps a slot to its row; it has the shape of expert_index, [T, K] or [R]. Shapes:
+  // tokens_per_expert [E], offsets [E + 1].
   m.def(
       "dispatch_plan(Tensor expert_index, SymInt num_experts) -> (Tensor permutation, "
       "Tensor inverse, Tensor tokens_per_expert, Tensor offsets)",
       tags);
 
-  // rows[inverse[s]] = x[t] for the slots s of each token t
+  // rows[inverse[s]] = x[t] for each slot s of token t
   m.def("dispatch(Tensor x, Tensor inverse, Tensor? token_offsets) -> Tensor", tags);
   m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse, Tensor? token_offsets) -> Tensor",
         tags);
 
-  // Eq. 1: y[t] = the sum of gates[s] * expert_output[inverse[s]] over the slots s of token t
+  // Eq. 1: y[t] = sum of gates[s] * expert_output[inverse[s]] over the slots s of token t
   m.def(
       "combine(Tensor expert_output, Tensor gates, Tensor inverse, Tensor? token_offsets) "
       "-> Tensor",
@@ -84,18 +85,18 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor? token_offsets) -> (Tensor, Tensor)",
       tags);
 
-  // The experts E_e: linear layers with an activation between them, each expert's on its rows,
-  // which are those from offsets[e] to offsets[e + 1], or R / E each. The input are the rows; or,
-  // with inverse, the tokens, as in dispatch. The output are the rows; or, with gates, Eq. 1 for
-  // the tokens, as in combine. hidden: [R, columns] of each layer but the last, before the
-  // activation, if they are to be kept.
+  // The expert networks E_e: linear layers with an activation between them. Expert e processes the
+  // rows offsets[e] <= r < offsets[e + 1]; without offsets, every expert has R / E rows. The input
+  // x holds rows or, with inverse, tokens as in dispatch. The output y holds rows or, with gates,
+  // tokens as in combine (Eq. 1). With keep_hidden, hidden holds the pre-activations [R, columns]
+  // of each layer but the last.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
       "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
-  // Computes hidden again where it was not kept. A gradient that is not needed is empty: x's of
-  // shape [0], and no parameters'.
+  // Recomputes hidden if it is empty. Without needs_x, the gradient of x has shape [0]; without
+  // needs_parameters, the lists of gradients are empty.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
@@ -103,9 +104,9 @@ TORCH_LIBRARY(moe_ext, m) {
       "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
       tags);
 
-  // App. D: row <- decay row + gain mean_j(grad^2), column likewise over i, and then
-  // param <- param - lr grad / (sqrt(row column^T / mean(row) correction) + eps), in place for each
-  // matrix of param [..., R, C] with row [..., R] and column [..., C].
+  // App. D: row <- decay row + gain mean_j(grad^2); column likewise, with the mean over i. Then
+  // param <- param - lr grad / (sqrt(row column^T / mean(row) correction) + eps). All three are
+  // updated in place, for each matrix of param [..., R, C], with row [..., R] and column [..., C].
   m.def(
       "factored_step_(Tensor(a!) param, Tensor grad, Tensor(b!) row, Tensor(c!) column, Tensor lr, "
       "Tensor correction, float decay, float gain, float eps, bool mean_of_roots=False) -> ()",
@@ -128,8 +129,8 @@ pybind11::dict products() {
 
 PYBIND11_MODULE(_C, m) {
   pybind11::options options;
-  options.disable_function_signatures();  // docs/api.md has the sentences alone
-  m.doc() = "Facts of the build; importing it registers the operators of torch.ops.moe_ext.";
+  options.disable_function_signatures();  // the docstrings carry no signature
+  m.doc() = "Build facts. Importing this module registers the operators in torch.ops.moe_ext.";
   m.attr("torch_version") = TORCH_VERSION;
 #ifdef MOE_EXT_CUDA_VERSION
   m.attr("cuda_version") = MOE_EXT_CUDA_VERSION;
@@ -139,7 +140,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = __VERSION__;
   m.attr("cxx11_abi") = _GLIBCXX_USE_CXX11_ABI == 1;
   m.def("empty_cache", &moe_ext::cpu::empty_cache,
-        "Returns the memory that freed CPU tensors of the operators have left to the system.");
-  m.def("isa", &moe_ext::cpu::isa_name, "The instruction set that the CPU kernels use.");
-  m.def("products", &products, "What multiplies the experts' matrices on the CPU, for each type.");
+        "Returns the cached memory of freed CPU tensors to the operating system.");
+  m.def("isa", &moe_ext::cpu::isa_name,
+        "Returns the name of the instruction set that the CPU kernels use.");
+  m.def("products", &products,
+        "Returns the name of the GEMM micro-kernels on the CPU for each dtype.");
 }

@@ -1,8 +1,7 @@
-// Tensors with torch's negative bit, views such as z.conj().imag, whose memory holds -x.
+// Tensors with torch's negative bit: views such as z.conj().imag, whose memory holds -x.
 //
-// Torch's fallback writes a result to the tensor that an operator returns, and factored_step_
-// returns none; nor does the fallback know several changed tensors. For operators that change
-// nothing it is right.
+// Torch's fallback handles operators that return a result. It does not handle factored_step_, which
+// returns nothing and updates several tensors in place.
 #include <torch/library.h>
 
 #include "factored.h"
@@ -11,11 +10,11 @@
 namespace moe_ext {
 namespace {
 
-// The step of copies without the bit, from which the changed tensors are then written.
+// Runs the step on copies without the negative bit, then writes the results back.
 void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
                    const Tensor& correction, double decay, double gain, double eps,
                    bool mean_of_roots) {
-  // Here, as a copy always has a place in memory for each element.
+  // Checked here because a copy never has elements that share memory.
   check_factored_step(param, grad, row, column, lr, correction, decay, gain, eps);
   static const auto op = find_operator<decltype(factored_step)>("moe_ext::factored_step_");
   Tensor p = param.resolve_neg(), r = row.resolve_neg(), c = column.resolve_neg();

@@ -5,16 +5,15 @@
 
 namespace moe_ext {
 
-// A slot is a (token, expert) assignment. The R slots are ordered by token: those of token t are
-// the K from t * K on, or, where their number differs, those from token_offsets[t] to
-// token_offsets[t + 1]. A row is the same assignment in the experts' order, and within an expert in
-// the slots': inverse leads from slot to row, and expert e has the rows from offsets[e] to
-// offsets[e + 1].
+// A slot is a (token, expert) assignment. The R slots are ordered by token. Token t has K slots,
+// from slot t * K on. If the number of slots varies, token t has the slots token_offsets[t] <= s <
+// token_offsets[t + 1]. Rows are the same assignments, ordered by expert and then by slot. inverse
+// maps a slot to its row; expert e has the rows offsets[e] <= r < offsets[e + 1].
 struct Routing {
-  OptionalTensor offsets;        // [E + 1]; none: every expert has R / E rows
-  OptionalTensor inverse;        // [T, K], or [R] with token_offsets; none: the input are the rows
-  OptionalTensor token_offsets;  // [T + 1]; none: every token has K slots
-  OptionalTensor gates;          // of each slot, in inverse's shape; none: the output are the rows
+  OptionalTensor offsets;        // [E + 1]; absent: every expert has R / E rows
+  OptionalTensor inverse;        // [T, K], or [R] with token_offsets; absent: x holds rows
+  OptionalTensor token_offsets;  // [T + 1]; absent: every token has K slots
+  OptionalTensor gates;          // one for each slot, shaped like inverse; absent: y holds rows
 };
 
 inline c10::SymInt num_tokens_of(const Tensor& inverse, const OptionalTensor& token_offsets) {

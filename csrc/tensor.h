@@ -1,4 +1,4 @@
-// What all operators share of tensors: their names, their types, and how an output is made.
+// What all operators need for tensors: names, types, and the creation of outputs.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -13,12 +13,12 @@ namespace moe_ext {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The type of sums and of everything after the logits: float32 for the half types.
+// The type of sums and of every value computed from the logits: float32 for half precision.
 inline at::ScalarType accumulate_type(const Tensor& tensor) {
   return at::toOpMathType(tensor.scalar_type());
 }
 
-// Indices come as int64 or as int32; kernels read contiguous int64.
+// Callers pass int64 or int32 indices; kernels read contiguous int64.
 inline Tensor contiguous_index(const Tensor& index) {
   if (index.scalar_type() == at::kLong) return index.contiguous();
   return index.to(at::kLong).contiguous();
@@ -28,15 +28,15 @@ inline OptionalTensor contiguous_index(const OptionalTensor& index) {
   return index ? OptionalTensor(contiguous_index(*index)) : std::nullopt;
 }
 
-// Makes an uninitialised, contiguous tensor on the device of `like`. Every operator's outputs are
-// made by one function for all devices, which is given the device's own Empty.
+// Creates an uninitialized, contiguous tensor on the device of `like`. One function creates an
+// operator's outputs for all devices; it receives the Empty of the device.
 using Empty = Tensor(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType type);
 
 inline Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType type) {
   return at::empty_symint(shape, like.options().dtype(type));
 }
 
-// An output of a tensor's own shape and type.
+// Creates an output with the shape and the type of `tensor`.
 inline Tensor empty_of(Empty& empty, const Tensor& tensor) {
   return empty(tensor, tensor.sym_sizes(), tensor.scalar_type());
 }

@@ -1,14 +1,36 @@
 """The hierarchical mixture of experts, Appendix B."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require_k_of_levels
+from moe_ext.distributed.sharding import ExpertParallel
+from moe_ext.experts import Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
 from moe_ext.moe import MoE
+from moe_ext.ops import Activation
 
 __all__ = ["HierarchicalMoE"]
+
+
+class _Options(TypedDict, total=False):
+    """The options of `MoE` that do not depend on the gate."""
+
+    hidden_sizes: Sequence[int] | None
+    activation: Activation
+    bias: bool
+    experts: Experts | Sequence[nn.Module] | None
+    recompute: bool
+    expert_dtype: torch.dtype | None
+    w_importance: float
+    w_load: float
+    process_group: ProcessGroup | DeviceMesh | None
+    parallel: ExpertParallel | None
 
 
 class HierarchicalMoE(MoE):
@@ -47,7 +69,7 @@ class HierarchicalMoE(MoE):
         gate: Gate | None = None,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
-        **options: Any,
+        **options: Unpack[_Options],
     ) -> None:
         name = "HierarchicalMoE"
         k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
@@ -60,6 +82,13 @@ class HierarchicalMoE(MoE):
                 noise_epsilon=noise_epsilon,
                 generator=generator,
             )
-        else:
-            options.update(noise_epsilon=noise_epsilon, generator=generator)
-        super().__init__(d_model, num_groups * experts_per_group, k1 * k2, gate=gate, **options)
+            noise_epsilon, generator = 1e-2, None  # MoE accepts neither together with a gate
+        super().__init__(
+            d_model,
+            num_groups * experts_per_group,
+            k1 * k2,
+            gate=gate,
+            noise_epsilon=noise_epsilon,
+            generator=generator,
+            **options,
+        )

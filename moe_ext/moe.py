@@ -22,12 +22,10 @@ from moe_ext.checks import (
     require_mask,
     require_sizes,
 )
+from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import cv_squared, importance_loss, load_loss
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import ExpertParallel, ExpertSharding
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -353,9 +351,6 @@ def _sharding(
 ) -> ExpertSharding | None:
     if process_group is None and parallel is None:
         return None
-    # Only now: distributed imports this module, and many layers need none of it.
-    from moe_ext.distributed import ExpertParallel, ExpertSharding
-
     if process_group is not None:
         require(parallel is None, "MoE: parallel", "be left out with a process_group", parallel)
         parallel = ExpertParallel(process_group)

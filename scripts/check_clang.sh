@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Compiles csrc/**/*.cpp with clang 16 or later, without code generation: a warning is an error.
-# Prints that it is skipped where no such clang is installed.
+# Checks csrc/**/*.cpp with clang 16 or later, without code generation; warnings are errors.
+# Prints a message and succeeds if no such clang is installed.
 #
-# PYTHON names an interpreter that has torch (default .venv/bin/python), CLANG the compiler.
+# PYTHON is an interpreter with torch (default .venv/bin/python); CLANG is the compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -14,11 +14,11 @@ for name in clang++ clang++-{16..30}; do
   if [ "${major:-0}" -ge 16 ]; then clang=$name; fi
 done
 if [ -z "$clang" ]; then
-  echo "clang: skipped, there is no clang 16 or later (Debian: apt-get install clang-16)"
+  echo "clang: skipped, found no clang 16 or later (Debian: apt-get install clang-16)"
   exit 0
 fi
 
-# The flags of setup.py; torch's headers are those of a system, whose warnings do not count.
+# The flags of setup.py. Torch's headers are system headers, so their warnings are ignored.
 read -ra includes < <("$python" -c '
 import sysconfig
 from torch.utils.cpp_extension import include_paths

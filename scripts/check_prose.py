@@ -151,8 +151,14 @@ def cpp_texts(source: str) -> Iterator[Text]:
     for number, line in lines:
         code = line.split("//")[0]
         yield from (Text(number, text, measured=False) for text in re.findall(strings, code))
-    found = [(number, re.search(r"(?:^|\s)//+ ?(.*)$", line)) for number, line in lines]
-    yield from comment_blocks([(number, match[1]) for number, match in found if match])
+    block: list[tuple[int, str]] = []
+    for number, line in lines:
+        if match := re.search(r"(?:^|\s)//+ ?(.*)$", line):
+            if line[: match.start()].strip():  # a comment after code begins a block of its own
+                yield from comment_blocks(block)
+                block = []
+            block.append((number, match[1]))
+    yield from comment_blocks(block)
 
 
 def hash_texts(source: str) -> Iterator[Text]:

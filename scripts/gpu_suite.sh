@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU, runs the tests there and then the benchmarks: all of it, or one step.
+# Builds for this machine's GPU, runs the tests on it and then the benchmarks; or only one step.
 #
 #   scripts/gpu_suite.sh OUTPUT [build|test|sanitize|benchmark|all] [PYTHON]
 #
-# PYTHON (default python3) has torch for CUDA and pytest; nothing is downloaded, and what else is
-# missing is left out with a word. On 16 cores no step should take ten minutes: build 5; test,
-# sanitize and benchmark end after 9, 4 and 9. OUTPUT gets device.txt, build.log, info.txt,
-# tests.log, sanitizer.log, and of the benchmark for each type a log, a JSON file that grows with
-# every problem, its tables in Markdown, and our kernels by their time: a step that is ended leaves
-# what it had. In the end OUTPUT.tar.gz, beside the folder, has all of it. The status is that of
-# the build, the memory checks and the tests. The build's result is in OUTPUT too: on another
-# machine of this kind `cp OUTPUT/_C*.so moe_ext/` does instead of that step.
+# PYTHON (default python3) must have torch with CUDA and pytest. The script downloads nothing; it
+# prints a message and skips what other missing packages would do. On 16 cores the build takes about
+# 5 minutes; test, sanitize and benchmark stop after at most 9, 4 and 9 minutes.
+#
+# The script writes device.txt, build.log, info.txt, tests.log and sanitizer.log to OUTPUT. For each
+# dtype, the benchmark writes a log, a JSON file, tables in Markdown and a profile of our kernels.
+# The JSON file is updated after every problem, so a stopped step keeps its results. At the end
+# everything is packed into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory
+# checks or the tests failed. OUTPUT also has the built extension: on another machine with the same
+# hardware and software, `cp OUTPUT/_C*.so moe_ext/` replaces the build.
 set -uo pipefail
 
 usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }
@@ -19,16 +21,16 @@ step=${2:-all}
 case $step in build | test | sanitize | benchmark | all) ;; *) usage ;; esac
 mkdir -p "$1" || exit 2
 output=$(cd "$1" && pwd)
-python=$(command -v "${3:-python3}") || { echo "there is no ${3:-python3}" >&2; exit 2; }
+python=$(command -v "${3:-python3}") || { echo "PYTHON: found no ${3:-python3}" >&2; exit 2; }
 bin=$(cd "$(dirname "$python")" && pwd)
 python=$bin/$(basename "$python")
 cd "$(dirname "$0")/.."
-export PATH="$bin:$PATH"  # of ninja
+export PATH="$bin:$PATH"  # finds ninja
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # float32 is float32
+export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # no TF32
 say() { printf '\n== %s\n' "$*"; }
 has() { "$python" -c "import $1" 2> /dev/null; }
-# Of a command under `timeout`, by its status.
+# Describes the exit status of a command under `timeout`.
 outcome() { case $1 in 124 | 137) echo "not finished in time" ;; *) echo "status $1" ;; esac; }
 
 "$python" - << 'END' | tee "$output/device.txt" || exit 2
@@ -45,9 +47,9 @@ build() {
 import os, sys, sysconfig
 headers = sysconfig.get_path("include")
 if not os.path.exists(f"{headers}/Python.h"):
-    sys.exit(f"the build needs this Python's headers: there is no {headers}/Python.h")
+    sys.exit(f"the build needs Python's headers: found no {headers}/Python.h")
 END
-  command -v ninja > /dev/null || echo "no ninja: one file is compiled after the other"
+  command -v ninja > /dev/null || echo "found no ninja: the files are compiled sequentially"
   local capability
   capability=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$capability}
@@ -55,18 +57,18 @@ END
     > "$output/build.log" 2>&1 ||
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
   cp moe_ext/_C*.so "$output/"
-  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # its self-test is one of many
+  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # goes on if the self-test fails
 }
 
-# What might hang goes first, after the first use of the device, which takes its time. An interrupt
-# lets pytest say what has failed so far.
+# After a first use of the device, which is slow, the test that might hang runs first. An interrupt
+# makes pytest report the failures so far.
 tests() {
   say "tests"
   local options=()
   timeout 60 "$python" -c 'import moe_ext, torch; torch.ones(1, device="cuda").item()' ||
-    { echo "moe_ext and the device: $(outcome $?)"; return 1; }
+    { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
-    tests/ops/test_experts.py || echo "torch's grouped product, an expert without rows: $(outcome $?)"
+    tests/ops/test_experts.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
   if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
@@ -80,7 +82,7 @@ tests() {
 sanitize() {
   say "memory checks"
   if ! command -v compute-sanitizer > /dev/null; then
-    echo "left out: there is no compute-sanitizer" | tee "$output/sanitizer.log"
+    echo "skipped: found no compute-sanitizer" | tee "$output/sanitizer.log"
     return 0
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 15 -s INT 240 compute-sanitizer --error-exitcode 99 \
@@ -92,8 +94,8 @@ sanitize() {
   tail -n 3 "$output/sanitizer.log"
   case $status in
     0) ;;
-    99) echo "compute-sanitizer found something"; return 1 ;;
-    124 | 137) echo "$(outcome "$status"): $passed tests passed before" ;;
+    99) echo "compute-sanitizer found errors"; return 1 ;;
+    124 | 137) echo "$(outcome "$status"): $passed tests passed until then" ;;
     *) echo "the tests under compute-sanitizer: $(outcome "$status")"; return 1 ;;
   esac
 }

@@ -1,8 +1,8 @@
-# Sourced by quickstart.sh and test.sh: a virtual environment in .venv with torch, the tools that the
-# scripts need, and moe_ext built in place. What is there is kept; the extension is built again when
-# its sources have changed.
+# Sourced by quickstart.sh and test.sh. Creates a virtual environment in .venv with torch, the
+# packages that the scripts need, and moe_ext built in place. Keeps what is already installed, and
+# rebuilds the extension only if its sources have changed.
 #
-# PYTHON names the interpreter (default python3); MOE_EXT_VENV another folder for the environment.
+# PYTHON is the interpreter (default python3); MOE_EXT_VENV is the folder of the environment.
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf 'moe_ext: %s\n' "$*" >&2; exit 2; }
@@ -11,33 +11,33 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${MOE_EXT_VENV:-.venv}
 base=${PYTHON:-python3}
 
-command -v "$base" > /dev/null || fail "no $base: install Python 3.11 or later, or set PYTHON"
+command -v "$base" > /dev/null || fail "PYTHON: found no $base; install Python 3.11 or later, or set PYTHON"
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-  fail "moe_ext needs Python 3.11 or later, $base is $("$base" --version)"
+  fail "PYTHON: $base must be Python 3.11 or later, got $("$base" --version)"
 command -v "${CXX:-c++}" > /dev/null ||
-  fail "no C++ compiler: install one (Debian: apt-get install g++), or set CXX"
+  fail "found no C++ compiler: install one (Debian: apt-get install g++), or set CXX"
 [ -e "$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
-  fail "no Python.h for $base: install Python's headers (Debian: apt-get install python3-dev)"
+  fail "found no Python.h for $base: install Python's headers (Debian: apt-get install python3-dev)"
 
 if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
-  say "virtual environment in $venv"
+  say "creating a virtual environment in $venv"
   "$base" -m venv --clear "$venv" ||
-    fail "cannot make a virtual environment (Debian: apt-get install python3-venv)"
+    fail "cannot create a virtual environment in $venv (Debian: apt-get install python3-venv)"
 fi
 python=$venv/bin/python
 
 sources=$(find setup.py pyproject.toml scripts/setup.sh csrc -type f -print0 | LC_ALL=C sort -z |
   xargs -0 cat | sha256sum | cut -c1-16)
 if [ ! -e "$venv/moe_ext-$sources" ]; then
-  "$python" -c 'import torch' 2> /dev/null || say "torch (a download of some gigabytes the first time)"
+  "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
     'torch>=2.11' 'setuptools>=77' wheel ninja
-  # CUDA kernels, where there is a toolkit: for the GPU that is here, else for sm_90, to compile them.
+  # With a CUDA toolkit, compiles the kernels for this machine's GPU, or for sm_90 without a GPU.
   architecture='import torch as t; g = t.cuda
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
   say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,dev]'
+  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, then checks the style and runs the tests. Arguments go to pytest.
+# Installs what is missing, then checks the style, builds the documentation and runs the tests.
+# Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
@@ -9,6 +10,8 @@ PYTHON=$python bash scripts/check_clang.sh
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
+
+bash scripts/docs.sh
 
 say "tests"
 exec "$python" -m pytest -q "$@"

@@ -1,7 +1,7 @@
-"""The public names of the layer: listed once in docs/api.md, each importable and documented.
+"""The public names of the layer: each importable, typed, documented and in the API reference.
 
 A module without an underscore is public. Its `__all__` holds all of its names but those that begin
-with an underscore, and each of them is listed under the module or under the package around it.
+with an underscore. The reference has a page for the module or for the package around it.
 """
 
 import ast
@@ -11,12 +11,14 @@ import inspect
 import pkgutil
 import re
 import types
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 
 import moe_ext
+from moe_ext import HierarchicalMoE, MoE
 from moe_ext.optim import split_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -32,34 +34,52 @@ def public_modules():
     ]
 
 
-def listed():
-    """The names of docs/api.md by module."""
-    text = (ROOT / "docs" / "api.md").read_text()
-    sections = re.split(r"^## `([\w.]+)`$", text, flags=re.M)[1:]
-    return {
-        module: re.findall(r"^\| `(\w+)` \|", body, re.M)
-        for module, body in zip(sections[::2], sections[1::2], strict=True)
+def referenced():
+    """The modules whose names the pages of docs/api document, each in the order of the pages."""
+    pages = sorted((ROOT / "docs" / "api").rglob("*.md"))
+    return [
+        name
+        for page in pages
+        for name in re.findall(r"^```\{public-module\} (\S+)$", page.read_text(), re.M)
+    ]
+
+
+def test_the_reference_has_each_module_once():
+    modules = referenced()
+    assert len(modules) > 10 and len(set(modules)) == len(modules)
+
+
+def callables_of(value):
+    """A function; or a class with its own methods and those of its bases in moe_ext."""
+    if not inspect.isclass(value):
+        return [value] if inspect.isfunction(value) else []
+    methods = [getattr(value, name) for name in dir(value) if name in ("__init__", "__call__")]
+    methods += [getattr(value, name) for name in dir(value) if not name.startswith("_")]
+    functions = [inspect.unwrap(getattr(method, "__func__", method)) for method in methods]
+    own = [f for f in functions if inspect.isfunction(f) and f.__module__.startswith("moe_ext")]
+    return [value, *own]
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_annotations_can_be_resolved(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        for function in callables_of(getattr(module, public)):
+            typing.get_type_hints(function)
+
+
+def test_a_hierarchical_layer_takes_the_options_of_a_layer():
+    hints = typing.get_type_hints(HierarchicalMoE.__init__)
+    (options,) = typing.get_args(hints["options"])
+    own = {"gate", "noise_epsilon", "generator"}
+    keywords = {
+        parameter.name
+        for parameter in inspect.signature(MoE).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
     }
-
-
-def row_of(module, name):
-    """The row of a name: a docstring's first sentence; a constant's is written by hand."""
-    value = getattr(importlib.import_module(module), name)
-    if not isinstance(
-        value, types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType
-    ):
-        return f"| `{name}` |"
-    first = inspect.getdoc(value).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    return f"| `{name}` | {first} |"
-
-
-def test_the_list_is_that_of_the_modules():
-    text = (ROOT / "docs" / "api.md").read_text()
-    for module, names in listed().items():
-        expected = sorted(importlib.import_module(module).__all__)
-        assert names == expected, module
-        for name in names:
-            assert row_of(module, name) in text, "docs/api.md must have this row"
+    assert set(options.__annotations__) == keywords - own
+    of_layer = typing.get_type_hints(MoE.__init__)
+    assert all(kind == of_layer[key] for key, kind in typing.get_type_hints(options).items())
 
 
 @pytest.mark.parametrize("name", public_modules())
@@ -77,8 +97,9 @@ def test_public_modules_name_all_that_they_offer(name):
         if isinstance(value, types.FunctionType | type | types.ModuleType):
             assert inspect.getdoc(value), public
     package = name.rpartition(".")[0]
-    where = {*listed().get(name, ()), *listed().get(package, ())}
-    assert set(module.__all__) <= where, "docs/api.md lacks some of its names"
+    pages = [importlib.import_module(page) for page in (name, package) if page in referenced()]
+    where = {public for page in pages for public in page.__all__}
+    assert set(module.__all__) <= where, "docs/api lacks some of its names"
 
 
 def test_tab_completion_shows_public_names():

@@ -12,7 +12,7 @@ struct SelectedSoftmax : torch::autograd::Function<SelectedSoftmax> {
     static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&)>(
         "moe_ext::selected_softmax");
     const auto gates = op.call(logits, expert_index, token_offsets);
-    // Not the logits: the gradient is a function of the gates.
+    // The gradient depends on the gates, not on the logits.
     ctx->save_for_backward({gates, expert_index, token_offsets});
     ctx->saved_data["num_experts"] = logits.sym_size(1);
     ctx->saved_data["logits_type"] = logits.scalar_type();
@@ -39,7 +39,7 @@ Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("batchwise_topm", torch::CppFunction::makeFallthrough());  // a choice has no derivative
+  m.impl("batchwise_topm", torch::CppFunction::makeFallthrough());  // no derivative
   m.impl("selected_softmax", &moe_ext::autograd::selected_softmax);
   m.impl("_selected_softmax_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -31,7 +31,7 @@ Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& to
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("dispatch_plan", torch::CppFunction::makeFallthrough());  // integers in, integers out
+  m.impl("dispatch_plan", torch::CppFunction::makeFallthrough());  // no floating-point inputs
   m.impl("dispatch", &moe_ext::autograd::dispatch);
   m.impl("_dispatch_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -9,8 +9,8 @@ namespace {
 struct Experts : torch::autograd::Function<Experts> {
   static constexpr bool is_traceable = true;
 
-  // y, then the hidden layers, which are not differentiated. Torch looks for the tensors among the
-  // arguments themselves: none may be in a struct.
+  // Returns y and the hidden layers, which are not differentiable. Torch finds tensors only among
+  // the direct arguments, so no tensor may be inside a struct.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& offsets,
                                const OptionalTensor& inverse, const OptionalTensor& token_offsets,
                                const OptionalTensor& gates, const at::TensorList& weights,
@@ -34,7 +34,7 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["needs_parameters"] = std::any_of(weights.begin(), weights.end(), needs_grad) ||
                                           std::any_of(biases.begin(), biases.end(), needs_grad);
     ctx->mark_non_differentiable(hidden);
-    ctx->set_materialize_grads(false);  // no zeros of hidden's size
+    ctx->set_materialize_grads(false);  // no zero gradients of the size of hidden
     variable_list outputs{y};
     outputs.insert(outputs.end(), hidden.begin(), hidden.end());
     return outputs;

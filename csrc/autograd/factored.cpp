@@ -11,7 +11,7 @@ const auto& factored_step_op() {
   return op;
 }
 
-// A step has no derivative.
+// Rejects tensors that require a gradient: the step has no derivative.
 void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column, const Tensor& lr,
                    const Tensor& correction, double decay, double gain, double eps,
                    bool mean_of_roots) {
@@ -25,8 +25,8 @@ void factored_step(Tensor& param, const Tensor& grad, Tensor& row, Tensor& colum
                           mean_of_roots);
 }
 
-// Whoever saved the weights for backward finds out that they are others: in inference mode, too,
-// which knows no autograd.
+// Bumps the version counters: backward then reports weights that changed after they were saved. The
+// ADInplaceOrView key also runs in inference mode; the Autograd key does not.
 void factored_step_in_place(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                             const Tensor& lr, const Tensor& correction, double decay, double gain,
                             double eps, bool mean_of_roots) {

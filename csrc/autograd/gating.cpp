@@ -5,8 +5,8 @@ namespace {
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev; the
-// noise is a constant: its draw does not depend on any parameter.
+// gates, threshold and noise_stddev are differentiable in clean_logits and raw_noise_stddev. The
+// noise is a constant: it does not depend on any parameter.
 struct NoisyTopKGating : torch::autograd::Function<NoisyTopKGating> {
   static constexpr bool is_traceable = true;
 

@@ -3,7 +3,7 @@
 namespace moe_ext::autograd {
 namespace {
 
-// Importance is linear in the gates: every kept gate gets the gradient of its expert's importance.
+// Importance is linear: the gradient of a gate is the gradient of its expert's importance.
 struct Importance : torch::autograd::Function<Importance> {
   static constexpr bool is_traceable = true;
 

@@ -1,5 +1,5 @@
-// Strictly balanced gating (App. F) on the CPU: the batchwise mask, and the softmax over what a
-// mask selects.
+// Strictly balanced gating (App. F) on the CPU: the batchwise mask, and the softmax over the
+// selected experts.
 #include "../balanced_gating.h"
 
 #include <ATen/Dispatch.h>
@@ -23,7 +23,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// The m-th largest of a column of keys, how many are larger, and how many at least as large.
+// The m-th largest key of a column, and how many keys are larger or at least as large.
 template <typename key_t>
 struct Cut {
   key_t key;
@@ -33,12 +33,12 @@ struct Cut {
 
 template <typename key_t>
 MOE_EXT_KERNEL int64_t count_at_least(const key_t* keys, int64_t size, key_t bound) {
-  std::make_unsigned_t<key_t> count = 0;  // as wide as a key: a vector compares and counts as one
+  std::make_unsigned_t<key_t> count = 0;  // as wide as a key, so the loop vectorizes
   for (int64_t i = 0; i < size; ++i) count += keys[i] >= bound;
   return static_cast<int64_t>(count);
 }
 
-// By bisection: some 25 passes over the column as vectors, whatever the scores' distribution.
+// Bisects: about 25 vectorized passes over the column, for any distribution of the scores.
 struct FindCut {
   template <typename key_t>
   MOE_EXT_KERNEL void run(const key_t* keys, int64_t size, int64_t m, Cut<key_t>* cut) {
@@ -66,7 +66,8 @@ struct FindCut {
   }
 };
 
-// Makes of the keys equal to `tied` their tie breaks, and sets the others above and below these.
+// Replaces the keys equal to `tied` by their tie breaks, and sets the other keys above or below
+// them.
 struct BreakTies {
   template <typename key_t>
   MOE_EXT_KERNEL void run(uint32_t column, int64_t size, key_t tied, key_t* keys) {
@@ -78,7 +79,8 @@ struct BreakTies {
   }
 };
 
-// The rows of the m largest keys, ascending; of those equal to the cut the lowest rows.
+// Writes the rows of the m largest keys in ascending order. Among keys equal to the cut, the lowest
+// rows win.
 struct RowsAbove {
   template <typename key_t>
   MOE_EXT_KERNEL void run(const key_t* keys, int64_t size, int64_t m, Cut<key_t> cut,
@@ -88,7 +90,7 @@ struct RowsAbove {
       if (keys[row] == cut.key && num_equal-- <= 0) return;
       *rows++ = row;
     };
-    // Compared as vectors, into a byte each; the few nonzero bytes are offered.
+    // Vector comparisons write one byte for each key; only nonzero bytes are offered.
     constexpr int64_t kWord = 8;
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
@@ -106,10 +108,10 @@ struct RowsAbove {
   }
 };
 
-constexpr int64_t kTile = 16;  // columns that are taken together: a cache line of float32
+constexpr int64_t kTile = 16;  // columns that are processed together: one cache line of float32
 
-// out[2j] = in[j], out[2j + 1] = in[j + half]: rotates the bits of a position by one. Four times
-// rotates those of a 16 x 16 tile by four, which exchanges row and column.
+// out[2j] = in[j], out[2j + 1] = in[j + half]: rotates the binary position of an element by one
+// bit. Four rotations transpose a 16 x 16 tile.
 template <typename key_t>
 MOE_EXT_KERNEL void perfect_shuffle(const key_t* in, key_t* out) {
   constexpr int64_t kHalf = kTile * kTile / 2;
@@ -119,7 +121,7 @@ MOE_EXT_KERNEL void perfect_shuffle(const key_t* in, key_t* out) {
   }
 }
 
-// The keys of some columns of a matrix, column by column: column c at c * stride.
+// Writes the keys of some columns of a matrix, column by column; column c starts at c * stride.
 struct KeysOfColumns {
   template <typename scalar_t, typename key_t>
   MOE_EXT_KERNEL void run(const scalar_t* scores, int64_t num_rows, int64_t row_size,
@@ -144,7 +146,7 @@ struct KeysOfColumns {
       }
     };
     int64_t first = 0;
-    if (num_columns == kTile) {  // whole tiles, of a size that the compiler knows
+    if (num_columns == kTile) {  // full tiles, whose size the compiler knows
       for (; first + kTile <= num_rows; first += kTile) transpose(first, kTile, kTile);
     }
     for (; first < num_rows; first += kTile) {
@@ -170,14 +172,14 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, i
   }
   auto* index_data = row_index.mutable_data_ptr<int64_t>();
   const int64_t num_blocks = at::ceil_div<int64_t>(num_experts, kTile);
-  // Columns of equal alignment would share the cache's few lines of that alignment.
+  // If all columns had the same alignment, they would compete for the same few cache lines.
   const int64_t stride = num_rows + kTile;
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, source.scalar_type(), "batchwise_topm", [&] {
         using key_t = decltype(math::order_key(at::opmath_type<scalar_t>()));
         const auto* source_data = source.const_data_ptr<scalar_t>();
         auto* mth_data = mth_score.mutable_data_ptr<scalar_t>();
-        constexpr int64_t kPasses = 4;  // what the bisection costs, in elements touched
+        constexpr int64_t kPasses = 4;  // cost of the bisection, in accesses to each element
         parallel_for(
             num_groups * num_blocks, kPasses * kTile * num_rows, [&](int64_t begin, int64_t end) {
               std::vector<key_t> keys(kTile * stride);
@@ -208,7 +210,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, i
   return outputs;
 }
 
-// One token: softmax over its selected logits.
+// Computes the softmax over the selected logits of one token.
 struct SelectedSoftmax {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const scalar_t* logits, const int64_t* selected, int64_t size,
@@ -257,7 +259,8 @@ Tensor selected_softmax_cpu(const Tensor& logits, const Tensor& expert_index,
   return gates;
 }
 
-// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for the selected i, with v = dL/dG; 0 for the others.
+// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
+// other experts.
 Tensor selected_softmax_backward_cpu(const Tensor& grad_gates, const Tensor& gates,
                                      const Tensor& expert_index, const Tensor& token_offsets,
                                      int64_t num_experts) {

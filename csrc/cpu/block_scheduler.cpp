@@ -5,7 +5,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// The largest number of rows in a block: enough for the GEMMs to reach their full rate.
+// The maximum number of rows in a block; it is large enough for the full GEMM rate.
 constexpr int64_t kMaxBlockRows = 640;
 
 }  // namespace

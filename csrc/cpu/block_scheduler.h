@@ -1,5 +1,5 @@
-// Which thread works on which rows: the rows of each expert are split into blocks, and each thread
-// takes the next block when it is done with one.
+// Distributes rows to threads: the rows of each expert are split into blocks, and a thread that
+// finishes a block takes the next one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,30 +22,31 @@ struct Block {
   int64_t num_rows;
   int part;             // index among the blocks of the expert
   bool last;            // whether it is the last block of the expert
-  int64_t split_index;  // index among the experts that have several blocks, or -1 for an only block
+  int64_t split_index;  // index among the experts with several blocks; -1 for a single block
 };
 
-// The blocks of all experts in the order of the rows, at least one for each expert. Expert e has
-// rows offsets[e] up to offsets[e + 1], or an equal share of num_rows if offsets is undefined. The
-// blocks do not depend on the number of threads, so neither do the results.
+// Returns the blocks of all experts in row order, at least one for each expert. Expert e has the
+// rows offsets[e] <= r < offsets[e + 1], or num_rows / num_experts rows if offsets is undefined.
+// The blocks, and so the results, do not depend on the number of threads.
 std::vector<Block> split_into_blocks(const at::Tensor& offsets, int64_t num_experts,
                                      int64_t num_rows);
 
-// Calls body(block, workspace) for every block, where each thread has a workspace of its own for
-// `workspace_size` numbers. The blocks are handed out in order: when a thread gets a block, those
-// before it are done or under way. It may therefore wait for them, as OrderedReduction does.
+// Calls body(block, workspace) for every block. Each thread has its own workspace of
+// `workspace_size` elements. Blocks are handed out in order: when a thread gets a block, all
+// earlier blocks are done or in progress. A block may therefore wait for earlier ones, as
+// OrderedReduction does.
 template <typename acc_t, typename Body>
 void for_each_block(const std::vector<Block>& blocks, int64_t flops, int64_t workspace_size,
                     const at::TensorOptions& options, const Body& body) {
   constexpr int64_t kMinFlops = 1 << 18;  // for each thread
-  isa();  // an error in MOE_EXT_ISA must not first come up in the parallel region
+  isa();  // a bad MOE_EXT_ISA must raise here, not in the parallel region
   const int64_t num_blocks = static_cast<int64_t>(blocks.size());
   const int64_t num_threads =
       std::clamp<int64_t>(flops / kMinFlops, 1, torch::stable::get_num_threads());
   const bool may_wait = std::any_of(blocks.begin(), blocks.end(),
                                     [](const Block& block) { return block.split_index >= 0; });
-  // Several blocks at once spare the atomic counter. A thread that waits for a block must not hold
-  // back another one that it has taken.
+  // Taking several blocks at a time saves atomic operations. A thread that waits for a block must
+  // not hold other blocks that it has not started.
   const int64_t at_once = may_wait ? 1 : std::max<int64_t>(1, num_blocks / (32 * num_threads));
   at::Tensor workspaces = empty_rows({num_threads, workspace_size}, options);
   auto* workspace = workspaces.mutable_data_ptr<acc_t>();

@@ -25,7 +25,7 @@ Tensor combine_cpu(const Tensor& expert_output, const Tensor& gates, const Tenso
   return y;
 }
 
-// dE_j = G_j dy and dG_j = <dy, E_j> for one choice, each element read once.
+// dE_j = G_j dy and dG_j = <dy, E_j> for one assignment; reads each element once.
 struct ScaleAndDot {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(acc_t gate, const scalar_t* grad_y, const scalar_t* row, int64_t size,

@@ -1,5 +1,4 @@
-// The dispatch plan (a stable counting sort of the routed rows by expert) and the gather of the
-// rows.
+// The dispatch plan (a stable counting sort of the slots by expert), and the gather of the rows.
 #include "../dispatch.h"
 
 #include <ATen/ceil_div.h>
@@ -17,8 +16,9 @@
 namespace moe_ext::cpu {
 namespace {
 
-// Slot t * k + j is the j-th choice of token t. Slots are counted and placed in blocks, each block
-// with a histogram of its own; a stable sort has one result, so the number of blocks does not show.
+// Slot t * k + j is the j-th expert of token t. Slots are counted and placed in blocks, each with
+// its own histogram. A stable sort has only one result, so it does not depend on the number of
+// blocks.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& expert_index,
                                                              int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cpu(const Tensor& exper
     for (int64_t slot = begin; slot < end; ++slot) ++count[chosen_data[slot]];
   });
 
-  // From counts to the first row of each (expert, block).
+  // Converts the counts to the first row of each (expert, block).
   auto* tokens_data = tokens_per_expert.mutable_data_ptr<int64_t>();
   auto* offsets_data = offsets.mutable_data_ptr<int64_t>();
   int64_t row = 0;
@@ -79,7 +79,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor
   const int64_t bytes = x.size(1) * x.element_size();
   const auto* source_data = static_cast<const char*>(source.const_data_ptr());
   auto* rows_data = static_cast<char*>(rows.mutable_data_ptr());
-  // By tokens rather than by rows: a token is read once, and its copies come from the cache.
+  // Iterates over tokens, not rows: a token is read from memory once, then from the cache.
   slots.for_tokens(x.size(1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t slot = slots.begin(t); slot < slots.end(t); ++slot) {
@@ -90,7 +90,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor
   return rows;
 }
 
-// dx_t = the sum of drows over the slots of t, in their order.
+// dx_t = sum of drows over the slots of t, in order.
 Tensor dispatch_backward_cpu(const Tensor& grad_rows, const Tensor& inverse,
                              const OptionalTensor& token_offsets) {
   check_dispatch_backward(grad_rows, inverse, token_offsets);

@@ -1,4 +1,4 @@
-// Elementwise kernels on contiguous numbers, and on regions of matrices by rows.
+// Elementwise kernels on contiguous arrays, and on regions of row-major matrices.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -27,7 +27,7 @@ struct Add {
   }
 };
 
-// Adds by groups of rows: a long sum of small numbers to a large one would lose them.
+// Sums rows in groups: a single long sum would round away small terms.
 struct SumOfRows {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* rows, int64_t num_rows, int64_t width, acc_t* group,
@@ -68,7 +68,7 @@ struct SumOfLanes {
   }
 };
 
-// Regions of matrices `width` wide.
+// Kernels on regions of matrices with rows of `width` elements.
 
 struct ConvertRegion {
   template <typename from_t, typename to_t>
@@ -89,7 +89,8 @@ struct ScaleRegion {
   }
 };
 
-// Adds up kLanes sums of a row's products, as Dot does if the regions of a row come in order.
+// Adds a row's products to its kLanes partial sums. The result equals Dot if the regions of a row
+// come in order.
 struct DotRegion {
   template <typename acc_t, typename scalar_t>
   MOE_EXT_KERNEL void run(const acc_t* a, const scalar_t* b, Region region, int64_t width,
@@ -97,7 +98,7 @@ struct DotRegion {
     const int64_t end = region.column + region.num_columns;
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
       int64_t i = region.column;
-      if (i % kLanes == 0 && i + kLanes <= end) {  // the same in registers
+      if (i % kLanes == 0 && i + kLanes <= end) {  // the same loop in registers
         acc_t lane[kLanes];
         std::copy_n(lanes + r * kLanes, kLanes, lane);
         for (; i + kLanes <= end; i += kLanes) {
@@ -120,8 +121,8 @@ struct DotRegion {
   }
 };
 
-// Of the hidden layers z, a region of theirs, rounded to the type of the activations: those of
-// these that it completes. `width` is the activations'; of a gated one, z is twice as wide.
+// Computes the activations that a region of the hidden layers z completes; z is rounded to scalar_t
+// first. `width` is the width of the activations; z is twice as wide if the activation is gated.
 template <typename Activation>
 struct Activate {
   template <typename from_t, typename scalar_t>
@@ -136,7 +137,7 @@ struct Activate {
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(static_cast<scalar_t>(from[i]));
       };
-      MOE_EXT_NO_ALIAS for (int64_t i = begin; i < end; ++i) {  // may be in place
+      MOE_EXT_NO_ALIAS for (int64_t i = begin; i < end; ++i) {  // z may equal out
         acc_t value = Activation::value(wide(i));
         if constexpr (Activation::kGated) value *= wide(width + i);
         to[i] = static_cast<scalar_t>(value);
@@ -145,7 +146,7 @@ struct Activate {
   }
 };
 
-// The gradient with respect to z, in a region of the activations.
+// Computes the gradient with respect to z in a region of the activations.
 template <typename Activation>
 struct ActivateBackward {
   template <typename scalar_t, typename acc_t>
@@ -160,7 +161,7 @@ struct ActivateBackward {
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(from[i]);
       };
-      MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // may be in place
+      MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // grad may equal grad_z
         if constexpr (Activation::kGated) {
           to[i] = Activation::gradient(grad_row[i] * wide(width + i), wide(i));
           to[width + i] = grad_row[i] * Activation::value(wide(i));

@@ -19,17 +19,18 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Memory of freed tensors, kept for the next ones: a training step needs the same sizes again, and
-// gradients of gigabytes would otherwise be cleared by the system, page by page, in every step.
+// Caches the memory of freed tensors. Every training step needs the same sizes; without the cache,
+// the system would clear gigabytes of gradients, page by page, in every step.
 class Cache {
  public:
   struct Block {
     void* data;
     size_t size;
-    int64_t freed;  // at which allocation
+    int64_t freed;  // the allocation count when it was freed
   };
 
-  // A block of at least `size` bytes, a multiple of kHugePage; no data if there is no memory.
+  // Returns a block of at least `size` bytes, a multiple of kHugePage; data is null if there is no
+  // memory.
   Block take(size_t size) {
     {
       const std::lock_guard lock(mutex_);
@@ -44,7 +45,7 @@ class Cache {
         return block;
       }
     }
-    // Aligned to huge pages, by leaving out what lies before and after.
+    // Aligns the block to huge pages by unmapping the memory before and after it.
     void* start =
         mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) return {nullptr, 0, 0};
@@ -53,7 +54,7 @@ class Cache {
                                          kHugePage * kHugePage);
     if (data > begin) munmap(begin, data - begin);
     munmap(data + size, kHugePage - (data - begin));
-    // Only advice: where the system does not take it, the pages are small.
+    // This is a hint: if the system ignores it, the pages are small.
     madvise(data, size, MADV_HUGEPAGE);
     return {data, size, 0};
   }
@@ -70,7 +71,7 @@ class Cache {
   }
 
  private:
-  // What lies idle while so many others are taken is not of a step that repeats.
+  // A block that stays unused for this many allocations is not needed by a repeating step.
   static constexpr int64_t kPatience = 4096;
 
   static size_t waste(const Block& block, size_t size) {
@@ -91,11 +92,11 @@ class Cache {
 };
 
 Cache& cache() {
-  static auto* cache = new Cache();  // outlives the tensors of other static objects
+  static auto* cache = new Cache();  // never destroyed: static objects may own tensors
   return *cache;
 }
 
-// The allocator of the large tensors' storages, which so can be resized as any other.
+// The allocator of large tensors; their storages can be resized like any other.
 struct LargeAllocator final : c10::Allocator {
   static constexpr size_t kSmallest = 2 * kHugePage;
 

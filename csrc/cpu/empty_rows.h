@@ -1,12 +1,12 @@
-// Large outputs: most of the cost of a fresh one is the page faults of its first touch.
+// Allocates large outputs: page faults at the first write are most of the cost of fresh memory.
 #pragma once
 
 #include "../tensor.h"
 
 namespace moe_ext::cpu {
 
-// at::empty for large tensors: in huge pages, and where a tensor of about this size was before, if
-// one was freed.
+// Like at::empty, but large tensors use huge pages and the memory of freed tensors of about this
+// size.
 at::Tensor empty_rows(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // The Empty of the CPU.
@@ -14,7 +14,7 @@ inline Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarTyp
   return empty_rows(C10_AS_INTARRAYREF_SLOW(shape), like.options().dtype(type));
 }
 
-// Returns to the system what freed tensors have left.
+// Returns the cached memory of freed tensors to the operating system.
 void empty_cache();
 
 }  // namespace moe_ext::cpu

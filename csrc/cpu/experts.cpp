@@ -1,10 +1,10 @@
-// The experts on the CPU: gather of the tokens, feed-forward networks, gated sum (Eq. 1), as one
-// operator that works on a block of one expert's rows at a time, in cache.
+// The experts on the CPU: gather of the tokens, feed-forward networks and gated sum (Eq. 1), as one
+// operator. It processes a block of one expert's rows at a time, in cache.
 //
-// A layer of an expert is Z = A W + b, and the next layer's input is its activation. Backward, with
-// P = dL/dA of the last layer before the gate came in:
-//   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
-//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z').
+// A layer of an expert computes Z = A W + b; the activation of Z is the input A of the next layer.
+// Backward, with P = dL/dA of the last layer before the gates are applied:
+//   dG = <P, A> + <dy, b>. This does not need the expert's output, so it is not saved.
+//   dW = A^T dZ, db = sum of the rows of dZ, dA = dZ W^T, dZ' = dA * activation'(Z').
 #include "../experts.h"
 
 #include <ATen/Dispatch.h>
@@ -32,7 +32,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// What the two directions share: the layers, the blocks, and where the rows come from.
+// State that forward and backward share: the layers, the blocks, and the source of the rows.
 template <typename scalar_t>
 class Experts {
  public:
@@ -94,7 +94,8 @@ class Experts {
   int64_t num_split_experts() const { return num_split_experts_; }
   int64_t widest() const { return widest_; }
 
-  // The room that a block's rows take at most, and that `places` and compute_hidden take in all.
+  // Workspace sizes: for a block's rows of `width` elements, and for `places` and compute_hidden
+  // together.
   int64_t rows_size(int64_t width) const { return whole_lines(most_rows_ * width); }
   int64_t activations_size() const {
     int64_t size = gemm_size();
@@ -117,7 +118,7 @@ class Experts {
     return biases_[layer].template const_data_ptr<scalar_t>() + expert * columns(layer);
   }
 
-  // Copies the block's rows of a tensor of tokens, or of rows.
+  // Copies the rows of a block; `data` holds tokens if by_token, else rows.
   template <typename to_t>
   void copy_rows(const Block& block, const scalar_t* data, bool by_token, int64_t width,
                  to_t* to) const {
@@ -127,7 +128,7 @@ class Experts {
     }
   }
 
-  // The same, but rows stay where they are.
+  // Returns the rows of a block; copies them only if by_token.
   const scalar_t* gather(const Block& block, const scalar_t* data, bool by_token, int64_t width,
                          scalar_t* space) const {
     if (!by_token) return data + block.first_row * width;
@@ -135,18 +136,18 @@ class Experts {
     return space;
   }
 
-  // A block's rows and hidden layers, all in the precision of their type, kept or not, so that the
-  // gradients are the same.
+  // The rows and hidden layers of a block. All are rounded to scalar_t, whether saved or
+  // recomputed, so the gradients are bitwise identical.
   struct Activations {
     const scalar_t* first;               // [num_rows, fan_in], the input of the first layer
-    c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, if needed
-    c10::SmallVector<scalar_t*, 4> out;  // its activation, the next layer's input
+    c10::SmallVector<scalar_t*, 4> z;    // [num_rows, columns] of each hidden layer, or null
+    c10::SmallVector<scalar_t*, 4> out;  // the activations of z, the next layer's input
     acc_t* gemm_workspace;
 
     const scalar_t* input(int64_t layer) const { return layer == 0 ? first : out[layer - 1]; }
   };
 
-  // The rows, and the places of the hidden layers; z is in `hidden` if that is given.
+  // Gathers the rows and takes memory for the hidden layers; z is in `hidden` if that is not empty.
   Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool needs_z,
                      acc_t*& workspace) const {
     Activations a;
@@ -166,7 +167,7 @@ class Experts {
     return a;
   }
 
-  // The hidden layers, into their places.
+  // Computes the hidden layers into the memory of `a`.
   void compute_hidden(const Block& block, const Activations& a, acc_t*& workspace) const {
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
       const int64_t width = fan_in(l + 1);
@@ -182,7 +183,7 @@ class Experts {
     }
   }
 
-  // product = in W + b, [num_rows, columns]; `epilogue` is gemm's.
+  // Computes product = in W + b, [num_rows, columns]; `epilogue` is the epilogue of the GEMM.
   void linear(const Block& block, int64_t layer, const scalar_t* in, acc_t* space, acc_t* product,
               typename Epilogue<scalar_t>::Body epilogue) const {
     if (has_bias()) {
@@ -202,12 +203,12 @@ class Experts {
                    has_bias() ? Write::kAdd : Write::kReplace, product, space, after_gemm);
   }
 
-  // The next block, if there is one.
+  // Returns the next block, or null after the last one.
   const Block* after(const Block& block) const {
     return &block == &blocks_.back() ? nullptr : &block + 1;
   }
 
-  // Fetches a region of z into the cache.
+  // Prefetches a region of z.
   static void fetch(const scalar_t* z, const Region& region, int64_t width) {
     constexpr int64_t kLine = 64 / sizeof(scalar_t);
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
@@ -217,7 +218,7 @@ class Experts {
     }
   }
 
-  // Activate and ActivateBackward of the activation.
+  // Activate and ActivateBackward for the activation in use.
   void (*activate)(const acc_t* z, Region region, int64_t width, scalar_t* out) = nullptr;
   void (*activate_rounded)(const scalar_t* z, Region region, int64_t width,
                            scalar_t* out) = nullptr;
@@ -243,7 +244,7 @@ std::vector<scalar_t*> data_of(at::TensorList tensors) {
   return data;
 }
 
-// The rows that come out, into a tensor [num_rows, columns of the last layer].
+// Computes the output rows, a tensor [num_rows, columns of the last layer].
 template <typename scalar_t>
 void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tensor& rows) {
   using acc_t = at::opmath_type<scalar_t>;
@@ -271,18 +272,18 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
       });
 }
 
-// What the backward passes of all blocks share: what comes in, and where the gradients go.
+// The inputs and the outputs that the backward passes of all blocks share.
 template <typename scalar_t>
 struct Gradients {
   using acc_t = at::opmath_type<scalar_t>;
 
   const Experts<scalar_t>& experts;
   const std::vector<scalar_t*> hidden;  // z of each hidden layer, if saved for backward
-  const scalar_t* const grad_out;       // of y, or of the output rows without gates
-  const acc_t* const gates;             // of each slot, or null
+  const scalar_t* const grad_out;       // gradient of y, or of the output rows without gates
+  const acc_t* const gates;             // for each slot, or null
   acc_t* const grad_gates;
-  scalar_t* const grad_rows;                    // of the input rows, or null
-  const OrderedReduction<scalar_t> parameters;  // of the weights, then of the biases; or empty
+  scalar_t* const grad_rows;                    // for the input rows, or null
+  const OrderedReduction<scalar_t> parameters;  // for the weights, then the biases; or empty
 };
 
 // The backward pass of a block, from the last layer to the first.
@@ -339,7 +340,7 @@ class BlockBackward {
 
   bool has_gates() const { return gradients_.gates != nullptr; }
 
-  // dL/dy of the block's rows, which lacks the gates as yet, and these.
+  // Loads the gates and dL/dy for the block's rows; dL/dy is not multiplied by the gates yet.
   void take_output_gradient() const {
     experts_.copy_rows(block_, gradients_.grad_out, has_gates(), experts_.columns(last_),
                        grad_out_);
@@ -350,15 +351,16 @@ class BlockBackward {
     std::fill_n(grad_gate_, block_.num_rows * kLanes, acc_t(0));
   }
 
-  // From dL/dZ of layer l [num_rows, columns]: dL/dx if l is 0, else dL/dZ' of the layer before,
-  // which it returns, and that layer's activations, there already if its z was computed again. What
-  // comes in at the last layer lacks the gates.
+  // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'
+  // of layer l - 1 and computes that layer's activations, unless recomputing z already did. At the
+  // last layer, dL/dZ is not multiplied by the gates yet.
   const acc_t* input_gradient(int64_t l, const acc_t* grad_z) const {
     const int64_t width = experts_.fan_in(l), columns = experts_.columns(l);
     const int64_t width_z = l > 0 ? experts_.columns(l - 1) : width;
     const scalar_t* z = l > 0 ? a_.z[l - 1] : nullptr;
     const bool gated_sum = l == last_ && has_gates();
-    // A half type's activations are of the rounded z here, whether it was kept or not.
+    // In half precision, the activations are always computed from the rounded z, saved or
+    // recomputed.
     const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
     scalar_t* grad_rows = nullptr;
     if (l == 0 && gradients_.grad_rows != nullptr) {
@@ -369,7 +371,7 @@ class BlockBackward {
     if constexpr (kSame) {
       if (grad_rows != nullptr) grad_a = grad_rows;
     }
-    const auto in_z = [&](Region region) {  // in its second half, if it has two
+    const auto in_z = [&](Region region) {  // the second half of a gated z
       region.column += width_z - width;
       return region;
     };
@@ -403,7 +405,7 @@ class BlockBackward {
     return grad_before;
   }
 
-  // Finishes the gates' gradients, and puts the gates into dL/dy.
+  // Finishes the gradients of the gates, then multiplies dL/dy by the gates.
   void gate_gradient() const {
     const int64_t columns = experts_.columns(last_);
     for (int64_t r = 0; r < block_.num_rows; ++r) {
@@ -437,17 +439,16 @@ class BlockBackward {
   const Block& block_;
   const int64_t last_ = experts_.num_layers() - 1;
   const typename Experts<scalar_t>::Activations a_;
-  acc_t* grad_out_;             // dL/dy, later times the gates
-  acc_t* grad_a_;               // dL/dA, where it can't be in the place of dL/dZ
-  acc_t* grad_z_[2];            // dL/dZ of a layer and of the one before
-  acc_t* gate_ = nullptr;       // of each row
-  acc_t* grad_gate_ = nullptr;  // kLanes sums of each row
-  acc_t* bias_;                 // a group's sum
-  acc_t* parameter_;            // a share of a parameter's gradient
+  acc_t* grad_out_;             // dL/dy; gate_gradient multiplies it by the gates
+  acc_t* grad_a_;               // dL/dA, if it cannot use the memory of dL/dZ
+  acc_t* grad_z_[2];            // dL/dZ of a layer and of the layer before it
+  acc_t* gate_ = nullptr;       // for each row
+  acc_t* grad_gate_ = nullptr;  // kLanes partial sums for each row
+  acc_t* bias_;                 // the sum of a group of rows
+  acc_t* parameter_;            // a block's contribution to a parameter's gradient
 };
 
-// The gradients of the parameters and of the gates, in their tensors; and of the input rows, which
-// it returns.
+// Writes the gradients of the parameters and of the gates; returns the gradient of the input rows.
 template <typename scalar_t>
 Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,

@@ -1,7 +1,8 @@
 // The step of factored Adam and Adagrad (App. D) on the CPU.
 //
-// The gradient of each matrix is read twice, for the averages and for the update, the second time
-// from the cache: what is left is to read the gradients, and to read and write the weights, once.
+// The gradient of each matrix is read twice: for the moments, and from the cache for the update.
+// The remaining memory traffic is one read of the gradients, and one read and one write of the
+// weights.
 #include "../factored.h"
 
 #include <ATen/Dispatch.h>
@@ -19,8 +20,8 @@
 namespace moe_ext::cpu {
 namespace {
 
-// Rows that are summed, and skipped where their gradient is zero, together. A column's sum is then
-// one of blocks: it takes at most kBlockRows + R / kBlockRows roundings.
+// Rows are summed in blocks of this size; a block with a zero gradient is skipped. The sum of a
+// column then has at most kBlockRows + R / kBlockRows roundings.
 constexpr int64_t kBlockRows = 64;
 
 template <typename acc_t>
@@ -29,7 +30,7 @@ struct Rule {
   bool mean_of_roots;
 };
 
-// Whether any element differs from zero; ends at the first chunk that has one.
+// Returns whether any element is nonzero; stops at the first chunk that has one.
 struct AnyNonzero {
   template <typename scalar_t>
   MOE_EXT_KERNEL void run(const scalar_t* values, int64_t size, char* found) {
@@ -44,7 +45,7 @@ struct AnyNonzero {
   }
 };
 
-// The sums of g^2 over the rows and over the columns of a block.
+// Computes the sums of g^2 over the rows and over the columns of a block.
 struct SumSquares {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const scalar_t* grad, int64_t num_rows, int64_t num_columns,
@@ -76,7 +77,7 @@ struct StepRow {
   }
 };
 
-// One matrix and its averages, all contiguous.
+// One matrix and its second moments, all contiguous.
 template <typename scalar_t, typename acc_t>
 struct Matrix {
   scalar_t* param;
@@ -85,8 +86,8 @@ struct Matrix {
   acc_t* column;
 };
 
-// One step of one matrix. for_range(size, work_per_item, body) calls body(begin, end) on ranges
-// that cover [0, size), in any order and at once if it likes: no sum depends on it.
+// Updates one matrix. for_range(size, work_per_item, body) calls body(begin, end) on ranges that
+// cover [0, size). It may do so in any order or in parallel: no sum depends on it.
 template <typename scalar_t, typename acc_t, typename ForRange>
 void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_t num_columns,
                  const Rule<acc_t>& rule, std::vector<acc_t>& scratch, const ForRange& for_range) {
@@ -151,7 +152,7 @@ void step_matrix(const Matrix<scalar_t, acc_t>& matrix, int64_t num_rows, int64_
       row_factor[i] = math::row_root(matrix.row[i], mean, rule.correction);
     }
   }
-  // Backwards: the blocks read last are those that the cache still has.
+  // Runs backwards: the blocks that were read last are still in the cache.
   for_range(num_blocks, kBlockRows * num_columns, [&](int64_t begin, int64_t end) {
     for (int64_t block = end - 1; block >= begin; --block) {
       if (!nonzero[block]) continue;

@@ -22,7 +22,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// The total order of the top k: larger first, NaN last, ties to the lower index.
+// The total order of the top k: larger values first, NaN last, ties by the lower index.
 template <typename acc_t>
 struct Ranked {
   acc_t value;
@@ -49,13 +49,13 @@ struct AddNoise {
   }
 };
 
-// A number that at least `num_kept` <= kLanes values of the row reach, and few more: the
-// num_kept-th largest of the maxima of kLanes interleaved parts of the row. -infinity where NaN
-// leaves too few.
+// Returns a bound that at least `num_kept` <= kLanes values of the row reach, and few others. It is
+// the num_kept-th largest of the maxima of kLanes interleaved parts of the row. If too many values
+// are NaN, it is -infinity.
 template <typename acc_t>
 MOE_EXT_KERNEL acc_t reached_by(const acc_t* row, int64_t size, int64_t num_kept) {
   acc_t maximum[kLanes];
-  int above[kLanes] = {};  // how many maxima are larger
+  int above[kLanes] = {};  // the number of larger maxima
   for (int64_t l = 0; l < kLanes; ++l) maximum[l] = -std::numeric_limits<acc_t>::infinity();
   for (int64_t i = 0; i + kLanes <= size; i += kLanes) {
     for (int64_t l = 0; l < kLanes; ++l) {
@@ -72,15 +72,15 @@ MOE_EXT_KERNEL acc_t reached_by(const acc_t* row, int64_t size, int64_t num_kept
   return reached;
 }
 
-// The `num_kept` first of a row in the order of ranks_before, by insertion into a sorted list of
-// the values that may be among them: in a long row, those that reach a bound.
+// Selects the first `num_kept` values of a row in the order of ranks_before, by insertion into a
+// sorted list. In a long row, only the values that reach a bound are inserted.
 struct SelectByInsertion {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* row, int64_t size, int64_t num_kept, Ranked<acc_t>* kept) {
     acc_t bound = size >= kLanes && num_kept <= kLanes ? reached_by(row, size, num_kept)
                                                        : -std::numeric_limits<acc_t>::infinity();
     int64_t count = 0;
-    // Offered in the order of their indices: an equal value ranks behind those in the list.
+    // Values are offered in index order, so an equal value ranks after those in the list.
     auto offer = [&](int64_t index) {
       const acc_t value = row[index];
       if (count == num_kept && !(value > kept[count - 1].value)) return;
@@ -91,7 +91,8 @@ struct SelectByInsertion {
       kept[position] = {value, index};
       if (count == num_kept) bound = kept[count - 1].value;
     };
-    // Compared with the bound as vectors, into a byte each; the few nonzero bytes are offered.
+    // Vector comparisons with the bound write one byte for each value; only nonzero bytes are
+    // offered.
     constexpr int64_t kWord = 8;
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
@@ -107,13 +108,13 @@ struct SelectByInsertion {
     for (; i < size; ++i) {
       if (row[i] >= bound) offer(i);
     }
-    for (i = 0; count < num_kept; ++i) {  // NaN, last of all
+    for (i = 0; count < num_kept; ++i) {  // NaN comes last
       if (row[i] != row[i]) kept[count++] = {row[i], i};
     }
   }
 };
 
-constexpr int64_t kMaxInsertion = 64;  // above it, a heap: O(size log num_kept) on any row
+constexpr int64_t kMaxInsertion = 64;  // above this, a heap: O(size log num_kept) for any row
 
 template <typename acc_t>
 void select(const acc_t* row, int64_t size, int64_t num_kept, std::vector<Ranked<acc_t>>& kept) {
@@ -126,7 +127,7 @@ void select(const acc_t* row, int64_t size, int64_t num_kept, std::vector<Ranked
   std::partial_sort(kept.begin(), kept.begin() + num_kept, kept.end(), ranks_before<acc_t>);
 }
 
-// Eqs. 3 and 5 for one row: softmax over the first k of the ranked values.
+// Eqs. 3 and 5 for one row: the softmax over the first k ranked values.
 struct SoftmaxOfKept {
   template <typename acc_t>
   MOE_EXT_KERNEL void run(const Ranked<acc_t>* kept, int64_t k, acc_t* gates) {
@@ -172,7 +173,8 @@ void gating_kernel(const Tensor& clean_logits, const Tensor& raw_noise_stddev, c
       vectorized<SoftmaxOfKept>(static_cast<const Ranked<acc_t>*>(kept.data()), k,
                                 gates_data + t * k);
       for (int64_t j = 0; j < k; ++j) index_data[t * k + j] = kept[j].index;
-      // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for one inside.
+      // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for an expert inside
+      // it.
       const Ranked<acc_t> none{-std::numeric_limits<acc_t>::infinity(), -1};
       const Ranked<acc_t> next = num_kept > k ? kept[k] : none;
       threshold_data[2 * t] = kept[k - 1].value;
@@ -214,8 +216,8 @@ struct SoftplusBackward {
   }
 };
 
-// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they
-// were read; dL/dclean = dL/dH, dL/dstddev = noise dL/dH + what came for stddev itself.
+// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the gradients of the thresholds H_(k)
+// and H_(k+1). dL/dclean = dL/dH; dL/dstddev = noise dL/dH + grad_noise_stddev.
 template <typename scalar_t, typename acc_t>
 void gating_backward_kernel(const Tensor& grad_gates, const Tensor& grad_threshold,
                             const Tensor& grad_noise_stddev, const Tensor& gates,

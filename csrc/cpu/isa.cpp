@@ -22,7 +22,7 @@ struct Choice {
   const char* name;
 };
 
-// The best comes first.
+// From best to worst.
 constexpr Choice kChoices[] = {{Isa::kAmx, "amx"},
                                {Isa::kAvx512Bf16, "avx512_bf16"},
                                {Isa::kAvx512, "avx512"},
@@ -30,7 +30,7 @@ constexpr Choice kChoices[] = {{Isa::kAmx, "amx"},
                                {Isa::kDefault, "default"}};
 
 #if defined(__x86_64__)
-// The levels of the x86-64 ABI, which clang's __builtin_cpu_supports knows from version 18 on.
+// The x86-64 ABI levels; clang's __builtin_cpu_supports knows them from version 18 on.
 #if defined(__clang__) && __clang_major__ < 18
 bool has_x86_64_v3() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -51,8 +51,8 @@ bool has_x86_64_v3() { return __builtin_cpu_supports("x86-64-v3"); }
 bool has_x86_64_v4() { return __builtin_cpu_supports("x86-64-v4"); }
 #endif
 
-// Whether the system lets this process use AMX's tiles. Not what cpuid's leaf 0x1D says of their
-// sizes: some virtual machines leave it empty, and the only palette there is works all the same.
+// Asks the operating system for permission to use AMX tiles. The tile sizes in cpuid leaf 0x1D are
+// not checked: some virtual machines leave them empty although the only palette works.
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
@@ -87,7 +87,7 @@ bool available(Isa isa) {
   }
 }
 
-// Intel's vdpbf16ps multiplies no faster than its float32 instructions; AMD's is twice as fast.
+// Intel's vdpbf16ps has the throughput of its float32 instructions; AMD's has twice the throughput.
 bool preferred(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512Bf16 && !__builtin_cpu_is("amd")) return false;

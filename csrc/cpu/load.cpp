@@ -17,7 +17,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// One row: every expert against H_(k), then the k chosen ones again, against H_(k+1).
+// One row: every expert with the threshold H_(k), then the k chosen experts with H_(k+1).
 struct ProbRow {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const scalar_t* clean, const acc_t* stddev, const acc_t* threshold,
@@ -34,7 +34,7 @@ struct ProbRow {
   }
 };
 
-// Where each group of rows begins and ends; without group_offsets, one group of all.
+// Returns the bounds of the groups of rows; without group_offsets, one group has all rows.
 std::vector<int64_t> group_bounds(const char* op, const OptionalTensor& group_offsets,
                                   int64_t num_tokens) {
   if (!group_offsets) return {0, num_tokens};
@@ -76,8 +76,8 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
   return load;
 }
 
-// One row of the gradient; with q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get
-// dH_(k) = -sum of q over the experts outside the top k, dH_(k+1) = -sum over those inside.
+// One row of the gradient, with q_i = dL/dP_i phi(z_i) / stddev_i. The thresholds get dH_(k) = -sum
+// of q over the experts outside the top k, and dH_(k+1) = -sum over the experts inside it.
 struct ProbRowBackward {
   template <typename scalar_t, typename acc_t>
   MOE_EXT_KERNEL void run(const acc_t* grad_load, const scalar_t* clean, const acc_t* stddev,
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
         auto* grad_threshold_data = grad_threshold.mutable_data_ptr<acc_t>();
         parallel_for(num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
           std::vector<acc_t> q(num_experts);
-          // The last group that begins at or before the first row.
+          // The last group that begins at or before row `begin`.
           auto group = std::upper_bound(groups.begin(), groups.end(), begin) - groups.begin() - 1;
           for (int64_t t = begin; t < end; ++t) {
             while (t >= groups[group + 1]) ++group;

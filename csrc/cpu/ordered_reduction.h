@@ -1,4 +1,4 @@
-// The gradients of the experts' parameters: sums over the blocks of an expert in a fixed order.
+// The gradients of the experts' parameters, summed over the blocks of an expert in a fixed order.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -19,14 +19,14 @@
 
 namespace moe_ext::cpu {
 
-// Adds up what the blocks of an expert contribute to its gradients, in the order of the blocks,
-// whichever thread is done first: the sums are bitwise identical for any number of threads.
+// Adds the contributions of an expert's blocks to its gradients, in the order of the blocks. The
+// sums are bitwise identical for any number of threads.
 template <typename scalar_t>
 class OrderedReduction {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  // The sums are written to `gradients`, each of which has all experts in its first dimension.
+  // Writes the sums to `gradients`; the first dimension of each tensor is the expert.
   OrderedReduction(at::TensorList gradients, int64_t num_experts, int64_t num_split_experts,
                    const at::TensorOptions& acc_options) {
     for (const at::Tensor& each : gradients) {
@@ -36,7 +36,7 @@ class OrderedReduction {
           {.data = each.mutable_data_ptr<scalar_t>(), .size = size, .offset = size_});
       size_ += whole_lines(size);
     }
-    // Gradients that do not fit into the caches are not read again soon.
+    // Gradients that do not fit into the caches are not read again soon, so they bypass the caches.
     constexpr int64_t kLarge = 8 << 20;
     if (size_ * num_experts * static_cast<int64_t>(sizeof(acc_t)) > kLarge) write_ = Write::kStream;
     in_place_ = kSame && num_split_experts == 0;
@@ -46,10 +46,11 @@ class OrderedReduction {
 
   bool empty() const { return parameters_.empty(); }
 
-  // How many numbers `add` needs in a workspace.
+  // The number of workspace elements that `add` needs.
   int64_t space_size() const { return in_place_ ? 0 : largest_; }
 
-  // Adds a block's contribution to gradient number `index`: compute(target, write) writes it.
+  // Adds a block's contribution to gradient `index`. compute(target, write) computes the
+  // contribution and writes it to `target`.
   template <typename Compute>
   void add(const Block& block, int64_t index, acc_t* space, const Compute& compute) const {
     const auto& parameter = parameters_[index];
@@ -93,15 +94,15 @@ class OrderedReduction {
   // The gradient of one parameter.
   struct Parameter {
     scalar_t* data;
-    int64_t size;    // of one expert
-    int64_t offset;  // in the row of sums_ of one expert
+    int64_t size;    // elements of one expert
+    int64_t offset;  // in an expert's row of sums_
   };
 
   std::vector<Parameter> parameters_;
-  int64_t size_ = 0, largest_ = 0;  // of all gradients of one expert, and of the largest of them
-  bool in_place_ = false;           // whether no gradient needs room in a workspace
-  at::Tensor sums_;  // [num_split_experts, size_], where acc_t is wider than scalar_t
-  // How many blocks each gradient of each split expert contains.
+  int64_t size_ = 0, largest_ = 0;  // of one expert: all gradients; the largest one
+  bool in_place_ = false;           // whether `add` needs no workspace
+  at::Tensor sums_;                 // [num_split_experts, size_], if acc_t is wider than scalar_t
+  // The number of blocks that are already in each gradient of each split expert.
   mutable std::vector<std::atomic<int>> num_added_;
   Write write_ = Write::kReplace;
 };

@@ -1,4 +1,4 @@
-// Parallel loops on torch's own thread pool, whose results do not depend on the number of threads.
+// Parallel loops on torch's thread pool. Their results do not depend on the number of threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,28 +13,29 @@
 
 namespace moe_ext::cpu {
 
-// Calls body(begin, end) on ranges that cover [0, size), each worth at least `kMinWork` when an
-// item costs `work_per_item` (in elements touched).
+// Calls body(begin, end) in parallel on ranges that cover [0, size). An item costs `work_per_item`
+// element accesses; a range costs at least kMinWork.
 template <typename Body>
 void parallel_for(int64_t size, int64_t work_per_item, const Body& body) {
   constexpr int64_t kMinWork = 16384;
   if (size == 0) return;
-  isa();  // an error in MOE_EXT_ISA must not first come up in the parallel region
+  isa();  // a bad MOE_EXT_ISA must raise here, not in the parallel region
   const int64_t grain = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_per_item));
   torch::stable::parallel_for(0, size, grain, body);
 }
 
-// The sums over each group of tokens, one row of `sum` for each: add(begin, end, row) adds the
-// tokens [begin, end) in order to `row`. A group's tokens are added in chunks of a size that
-// depends on shapes alone, and its chunks in their order, whoever computes them.
+// Sums over each group of tokens into one row of `sum`: add(begin, end, row) adds the tokens
+// [begin, end) to `row` in order. The chunk size depends on shapes only, and the chunks of a group
+// are added in order. The sums therefore do not depend on the number of threads.
 template <typename acc_t, typename Add>
 void sum_over_tokens(at::IntArrayRef group_offsets, int64_t work_per_token, at::Tensor& sum,
                      const Add& add) {
   const int64_t num_groups = group_offsets.size() - 1;
   const int64_t num_columns = sum.size(-1);
-  // A chunk is worth no less than adding up its row.
+  // A chunk must cost at least as much as adding its row to the total.
   const int64_t size = std::max<int64_t>(128, num_columns / std::max<int64_t>(1, work_per_token));
-  // A group's first chunk is summed in the group's row, the others in rows after all groups'.
+  // The first chunk of a group is summed in the group's row. The other chunks have extra rows after
+  // the rows of all groups.
   struct Chunk {
     int64_t group, begin, end, row;
   };

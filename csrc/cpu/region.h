@@ -1,4 +1,4 @@
-// Some consecutive rows and columns of a matrix, such as a tile.
+// A rectangle of consecutive rows and columns of a matrix, such as a tile.
 #pragma once
 
 #include <cstdint>

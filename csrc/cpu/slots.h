@@ -1,4 +1,4 @@
-// The slots of a token, and the sum of their rows: what dispatch, combine and experts share.
+// The slots of a token and the sum of their rows, shared by dispatch, combine and experts.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace moe_ext::cpu {
 
-// Which slots each token has: K, or those between two offsets; and the row of each slot.
+// Maps a token to its slots (K slots, or the slots between two offsets) and a slot to its row.
 class Slots {
  public:
-  // Checks that every row belongs to one slot.
+  // Checks that every row belongs to exactly one slot.
   Slots(const char* op, const Tensor& inverse, const OptionalTensor& token_offsets)
       : row_of_(contiguous_index(inverse)),
         offsets_(token_offsets ? contiguous_index(*token_offsets) : Tensor()),
@@ -32,7 +32,7 @@ class Slots {
   int64_t end(int64_t token) const { return begin(token + 1); }
   int64_t row(int64_t slot) const { return rows_[slot]; }
 
-  // Calls body(first_token, last_token) in parallel when a slot costs `work_per_slot`.
+  // Calls body(first_token, last_token) in parallel; a slot costs `work_per_slot` element accesses.
   template <typename Body>
   void for_tokens(int64_t work_per_slot, const Body& body) const {
     const int64_t slots_per_token = num_slots() / std::max<int64_t>(1, num_tokens_) + 1;
@@ -48,8 +48,9 @@ class Slots {
   const int64_t* rows_ = nullptr;
 };
 
-// sums[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order. All
-// are contiguous, weights in the accumulation type of rows; undefined weights are all 1, exactly.
+// sums[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order. All
+// tensors are contiguous, and weights have the accumulation type of rows. Undefined weights are
+// exactly 1.
 void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights, const Tensor& sums);
 
 }  // namespace moe_ext::cpu

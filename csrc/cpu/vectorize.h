@@ -1,18 +1,19 @@
-// One loop, compiled for several instruction sets, chosen at run time.
+// Compiles one loop for several instruction sets and selects one at run time.
 //
 // A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
-// copy compiled for the best set that the processor has; MOE_EXT_ISA=default|avx2|avx512, or one of
-// those below with instructions for bfloat16 products too, forces one. The arithmetic does not
-// depend on the choice: sums have a fixed order and nothing is contracted.
+// version for the best instruction set of the processor.
+// MOE_EXT_ISA=default|avx2|avx512|avx512_bf16|amx forces one; the last two add instructions for
+// bfloat16 GEMMs. The results of these loops do not depend on the choice: sums have a fixed order
+// and nothing is contracted.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #define MOE_EXT_KERNEL static inline __attribute__((always_inline))
-// Hints for the loop that follows: unroll it; its arrays are the same or do not overlap.
+// Hints for the next loop: unroll it; its arrays are identical or do not overlap.
 #if defined(__clang__)
-#pragma clang diagnostic ignored "-Wpass-failed"  // where a hint cannot be followed, as with gcc
+#pragma clang diagnostic ignored "-Wpass-failed"  // like gcc, ignore a hint that cannot be followed
 #define MOE_EXT_UNROLL _Pragma("clang loop unroll_count(16)")
 #define MOE_EXT_NO_ALIAS _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -20,7 +21,7 @@
 #define MOE_EXT_NO_ALIAS _Pragma("GCC ivdep")
 #endif
 
-// The attributes of a function for an instruction set, with vectors as wide as it has them.
+// The function attributes for an instruction set, with its full vector width.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #define MOE_EXT_TARGET_OF_512_BITS(set) __attribute__((target(set), min_vector_width(512)))
@@ -35,11 +36,11 @@
 
 namespace moe_ext::cpu {
 
-// Each has what those before it have.
+// Each instruction set includes the sets before it.
 enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-// The instruction set in use; throws once, at first use, if MOE_EXT_ISA asks for one that is
-// missing.
+// Returns the instruction set in use. Throws if MOE_EXT_ISA is invalid or names an instruction set
+// that this processor lacks.
 Isa isa();
 const char* isa_name();
 
@@ -64,7 +65,7 @@ void vectorized(Args... args) {
   Kernel::run(args...);
 }
 
-// Sums of 32 fixed partial sums: the same bits whatever the width of a vector.
+// A sum has 32 partial sums, so it is bitwise identical for every vector width.
 constexpr int64_t kLanes = 32;
 
 template <typename acc_t>

@@ -1,4 +1,4 @@
-// A thread's workspace: one array, from which arrays that start on a cache line are taken in order.
+// A thread's workspace: one array, divided in order into arrays that are aligned to cache lines.
 #pragma once
 
 #include <ATen/ceil_div.h>
@@ -8,10 +8,10 @@
 
 namespace moe_ext::cpu {
 
-// `size` numbers, rounded up so that the array after them starts on a cache line of its own.
+// Rounds `size` up so that the next array starts on a new cache line.
 inline int64_t whole_lines(int64_t size) { return at::round_up<int64_t>(size, 16); }
 
-// Takes an array of `size` numbers of T from the front of the workspace.
+// Takes an array of `size` elements of T from the front of the workspace.
 template <typename T, typename acc_t>
 T* take(acc_t*& workspace, int64_t size) {
   static_assert(sizeof(T) <= sizeof(acc_t));

@@ -1,5 +1,5 @@
-// Strictly balanced gating (App. F) on CUDA: the batchwise mask, and the softmax over what a mask
-// selects.
+// Strictly balanced gating (App. F) on CUDA: the batchwise mask, and the softmax over the selected
+// experts.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
@@ -18,19 +18,19 @@
 namespace moe_ext::cuda {
 namespace {
 
-// order_key as an unsigned number, of which the radix search takes one digit after the other.
+// order_key as an unsigned number; the radix search processes it digit by digit.
 template <typename acc_t>
 using UnsignedKey = std::make_unsigned_t<decltype(math::order_key(acc_t()))>;
 
 template <typename key_t>
 constexpr key_t kSignBit = key_t(1) << (8 * sizeof(key_t) - 1);
 
-// The keys of scores [G, N, E] as [G, E, N]: a block transposes kWarp x kWarp of them.
+// Computes the keys of scores [G, N, E] as [G, E, N]; a block transposes kWarp x kWarp of them.
 template <typename scalar_t, typename key_t>
 __global__ void keys_kernel(const scalar_t* __restrict__ scores, int64_t num_rows,
                             int64_t num_experts, key_t* __restrict__ keys) {
   using acc_t = at::opmath_type<scalar_t>;
-  __shared__ key_t tile[kWarp][kWarp + 1];  // + 1: a column then lies in different banks
+  __shared__ key_t tile[kWarp][kWarp + 1];  // + 1: the elements of a column are in different banks
   const int64_t row_tiles = ceil_div(num_rows, kWarp);
   const int64_t column_tiles = ceil_div(num_experts, kWarp);
   const int64_t group = blockIdx.x / (row_tiles * column_tiles);
@@ -72,8 +72,8 @@ struct SelectSpace {
   unsigned digit, num_larger, num_equal;
 };
 
-// The rank-th largest of some keys, how many of those equal to it are among the rank largest, and
-// how many there are.
+// The rank-th largest key, how many keys equal to it are among the rank largest, and how many keys
+// equal it in total.
 template <typename key_t>
 struct Cut {
   key_t key;
@@ -81,8 +81,9 @@ struct Cut {
   unsigned num_equal;
 };
 
-// Digit by digit from the highest: counts the keys that have the digits found so far by their next
-// one. key_at(row, &key) says whether the row takes part; at least `rank` >= 1 rows do.
+// Searches from the highest digit: counts the next digits of the keys that match the digits found
+// so far. The function key_at(row, &key) returns whether the row takes part; at least `rank` >= 1
+// rows must.
 template <typename key_t, typename KeyAt>
 __device__ Cut<key_t> find_cut(unsigned num_rows, unsigned rank, const KeyAt& key_at,
                                SelectSpace& space) {
@@ -98,11 +99,11 @@ __device__ Cut<key_t> find_cut(unsigned num_rows, unsigned rank, const KeyAt& ke
       }
     }
     __syncthreads();
-    const unsigned digit = kDigits - 1 - thread;  // no digit from thread kDigits on
+    const unsigned digit = kDigits - 1 - thread;  // threads from kDigits on have no digit
     const unsigned count = thread < kDigits ? space.num_with_digit[digit] : 0;
     unsigned num_larger = 0;
     CountScan(space.scan.counts).ExclusiveSum(count, num_larger);
-    if (num_larger < cut.num_taken && cut.num_taken <= num_larger + count) {  // in one thread
+    if (num_larger < cut.num_taken && cut.num_taken <= num_larger + count) {  // true in one thread
       space.digit = digit;
       space.num_larger = num_larger;
       space.num_equal = count;
@@ -115,9 +116,9 @@ __device__ Cut<key_t> find_cut(unsigned num_rows, unsigned rank, const KeyAt& ke
   return cut;
 }
 
-// The m first rows of one column of keys [G * E, N], ascending, and the m-th largest key's score: a
-// block. first_column is what the first column of each group counts as in tie_break, and
-// columns_of_group how far apart two groups' are.
+// Writes the first m rows of one column of keys [G * E, N], ascending, and the score of the m-th
+// largest key. One block per column. In tie_break, the first column of group g has the index
+// first_column + g * columns_of_group.
 template <typename scalar_t, typename key_t>
 __global__ void __launch_bounds__(kColumnThreads)
     topm_kernel(const key_t* __restrict__ all_keys, unsigned num_rows, int64_t num_experts,
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
   const bool tied = cut.num_equal > cut.num_taken;
   Cut<unsigned> tie_cut{0, 0, 0};
-  if (tied) {  // in all threads of the block
+  if (tied) {  // uniform over the block
     const auto tie_at = [&](unsigned row, unsigned* key) {
       *key = static_cast<unsigned>(math::tie_break(tie_column, row));
       return keys[row] == cut.key;
@@ -149,7 +150,8 @@ __global__ void __launch_bounds__(kColumnThreads)
     tie_cut = find_cut<unsigned>(num_rows, cut.num_taken, tie_at, space);
   }
 
-  // 1 for a row above both cuts, 2^32 for one at the last cut: the lowest of these are taken.
+  // 1 for a row above both cuts, 2^32 for a row at the last cut. The lowest rows at the last cut
+  // are taken.
   constexpr uint64_t kAbove = 1, kAtCut = uint64_t(1) << 32;
   const auto kind_of = [&](unsigned row) -> uint64_t {
     const key_t key = keys[row];
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     if (tie != tie_cut.key) return tie > tie_cut.key ? kAbove : 0;
     return kAtCut;
   };
-  uint64_t num_before = 0;  // of both kinds, in the rows of the tiles before
+  uint64_t num_before = 0;  // the counts of both kinds in the previous tiles
   for (unsigned first = 0; first < num_rows; first += kColumnThreads * kRowsOfThread) {
     uint64_t kinds[kRowsOfThread];
     uint64_t num_mine = 0;
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(kColumnThreads)
       before += kinds[r];
     }
     num_before += num_in_tile;
-    __syncthreads();  // before the next tile's scan
+    __syncthreads();  // the next scan reuses the space
   }
 }
 
@@ -220,7 +222,7 @@ std::tuple<Tensor, Tensor> batchwise_topm_cuda(const Tensor& scores, int64_t m,
   return outputs;
 }
 
-// A warp for each token: softmax over its selected logits.
+// Computes the softmax over the selected logits of each token; one warp per token.
 template <typename scalar_t, typename acc_t>
 __global__ void selected_softmax_kernel(const scalar_t* __restrict__ all_logits,
                                         const int64_t* __restrict__ expert_index,
@@ -229,7 +231,7 @@ __global__ void selected_softmax_kernel(const scalar_t* __restrict__ all_logits,
                                         acc_t* __restrict__ all_gates) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
-  if (token >= num_tokens) return;  // the whole warp
+  if (token >= num_tokens) return;  // uniform over the warp
   const int64_t begin = token_offsets[token];
   const int64_t size = token_offsets[token + 1] - begin;
   const scalar_t* logits = all_logits + token * num_experts;
@@ -268,8 +270,8 @@ Tensor selected_softmax_cuda(const Tensor& logits, const Tensor& expert_index,
   return gates;
 }
 
-// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for the selected i, with v = dL/dG; 0 for the others. A
-// warp for each token; a lane has every kWarp-th expert, and adds in the order of the slots.
+// dL/dlogit_i = G_i (v_i - sum_a G_a v_a) for each selected expert i, with v = dL/dG; 0 for the
+// other experts. One warp per token; each lane owns every kWarp-th expert and adds in slot order.
 template <typename scalar_t>
 __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ grad_gates,
                                                  const scalar_t* __restrict__ gates,
@@ -279,7 +281,7 @@ __global__ void selected_softmax_backward_kernel(const scalar_t* __restrict__ gr
                                                  scalar_t* __restrict__ grad_logits) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
-  if (token >= num_tokens) return;  // the whole warp
+  if (token >= num_tokens) return;  // uniform over the warp
   const int64_t begin = token_offsets[token];
   const int64_t end = token_offsets[token + 1];
   scalar_t* row = grad_logits + token * num_experts;

@@ -1,5 +1,5 @@
-// Sums over rows, by group and column: over chunks of the rows by each operator's own kernel, then
-// over the chunks.
+// Sums over rows, by group and column. Each operator's own kernel sums chunks of rows; then
+// sum_of_chunks_kernel sums the chunks.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace moe_ext::cuda {
 
-// The groups of rows: between two offsets each, or of equal size.
+// Groups of rows: between two offsets each, or of equal size.
 struct Groups {
-  const int64_t* bounds;  // null: equal
+  const int64_t* bounds;  // null: groups of equal size
   int64_t num_groups;
   int64_t num_rows;
 
@@ -20,7 +20,7 @@ struct Groups {
   __device__ int64_t end(int64_t group) const {
     return group + 1 < num_groups ? begin(group + 1) : num_rows;
   }
-  // The last group that begins at or before the row: it is the one that has the row.
+  // Returns the group of a row: the last group that begins at or before the row.
   __device__ int64_t of(int64_t row) const {
     if (bounds == nullptr) return row / (num_rows / num_groups);
     int64_t low = 0, high = num_groups - 1;
@@ -36,17 +36,17 @@ struct Groups {
   }
 };
 
-// The rows of a chunk, whole runs of kWarp: for chunks enough to keep the device busy, and so few
-// that their sums are soon added.
+// Returns the number of rows in a chunk, a multiple of kWarp. There are enough chunks to keep the
+// device busy, and few enough to be summed quickly.
 inline int64_t chunk_size_of(int64_t num_rows) {
   constexpr int64_t kMostChunks = 1024;
   return kWarp * std::max<int64_t>(1, ceil_div(num_rows, kWarp * kMostChunks));
 }
 
-// The sums over a chunk for a thread's kSize columns, one for each group that the chunk meets:
-// add(first, count, sum) adds some rows, write(place, sum) gets the sums of a group. In the order
-// of the rows every next pair of a chunk and a group has a larger chunk or a larger group: each
-// pair has the place chunk + group to itself.
+// Sums a chunk for a thread's kSize columns, with a separate sum for each group in the chunk. The
+// function add(first, count, sum) adds some rows; write(place, sum) receives the sums of a group.
+// In row order, each next (chunk, group) pair has a larger chunk or a larger group. The place chunk
+// + group is therefore unique to the pair.
 template <typename acc_t, int kSize, typename Add, typename Write>
 __device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chunk,
                                               int64_t chunk_size, const Add& add,
@@ -57,7 +57,7 @@ __device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chun
     const int64_t group_end = std::min(end, groups.end(group));
     acc_t sum[kSize] = {};
     while (first < group_end) {
-      // Runs of up to kWarp rows: a long sum of small numbers would lose them.
+      // Runs of up to kWarp rows: a single long sum would round away small terms.
       const int count =
           static_cast<int>(std::min<int64_t>(kWarp - first % kWarp, group_end - first));
       acc_t sum_of_run[kSize] = {};
@@ -70,7 +70,8 @@ __device__ __forceinline__ void sums_of_chunk(const Groups& groups, int64_t chun
   }
 }
 
-// The sum over the chunks of each group, for kWarp columns: a block, in the order of its warps.
+// Sums the chunks of a group for kWarp columns, in the order of the block's warps. One block per
+// group and kWarp columns.
 template <typename acc_t>
 __global__ void sum_of_chunks_kernel(const acc_t* __restrict__ partial_sums, int64_t columns,
                                      Groups groups, int64_t chunk_size, acc_t* __restrict__ sums) {

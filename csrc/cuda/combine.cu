@@ -21,7 +21,7 @@ Tensor combine_cuda(const Tensor& expert_output, const Tensor& gates, const Tens
   return y;
 }
 
-// dE_j = G_j dy and dG_j = <dy, E_j>: a warp for each token.
+// dE_j = G_j dy and dG_j = <dy, E_j>; one warp per token.
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void combine_backward_kernel(const scalar_t* __restrict__ grad_y,
                                         const scalar_t* __restrict__ rows,
@@ -31,7 +31,7 @@ __global__ void combine_backward_kernel(const scalar_t* __restrict__ grad_y,
   using Packed = Pack<scalar_t, kSize>;
   const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
-  if (t >= slots.num_tokens) return;  // a whole warp
+  if (t >= slots.num_tokens) return;  // uniform over the warp
   const auto* grad = reinterpret_cast<const Packed*>(grad_y + t * width);
   const int64_t end = slots.end(t);
   for (int64_t slot = slots.begin(t); slot < end; ++slot) {

@@ -1,4 +1,4 @@
-// The dispatch plan (a stable sort of the routed rows by expert) and the gather of the rows.
+// The dispatch plan (a stable sort of the slots by expert) and the gather of the rows.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -14,8 +14,8 @@
 namespace moe_ext::cuda {
 namespace {
 
-// From the experts of the rows, in their order: offsets[e], the first row of expert e or of a later
-// one, and the inverse of the permutation. A thread for each row and for each expert.
+// From the sorted experts of the rows, computes the inverse permutation and offsets[e], the first
+// row whose expert is e or later. One thread per row and per expert.
 __global__ void plan_kernel(const int64_t* __restrict__ sorted,
                             const int64_t* __restrict__ permutation, int64_t num_rows,
                             int64_t num_experts, int64_t* __restrict__ inverse,
@@ -41,7 +41,7 @@ __global__ void plan_kernel(const int64_t* __restrict__ sorted,
   if (i < num_experts) tokens_per_expert[i] = first_row(i + 1) - begin;
 }
 
-// Slot t * k + j is the j-th choice of token t. The sort is stable, so that there is one result.
+// Slot t * k + j is the j-th expert of token t. The sort is stable, so the result is unique.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expert_index,
                                                               int64_t num_experts) {
   check_dispatch_plan(expert_index, num_experts);
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_cuda(const Tensor& expe
           slots.const_data_ptr<int64_t>(), permutation.mutable_data_ptr<int64_t>(), num_rows,
           /*begin_bit=*/0, /*end_bit=*/std::max(1, num_bits), at::cuda::getCurrentCUDAStream()));
     };
-    sort(nullptr);  // asks how much space it needs
+    sort(nullptr);  // returns the required number of bytes
     const Tensor space = at::empty({static_cast<int64_t>(num_bytes)}, options.dtype(at::kByte));
     sort(space.mutable_data_ptr());
   }
@@ -83,7 +83,7 @@ Tensor dispatch_cuda(const Tensor& x, const Tensor& inverse, const OptionalTenso
   return rows;
 }
 
-// dx_t = the sum of drows over the slots of t, in their order.
+// dx_t = sum of drows over the slots of t, in order.
 Tensor dispatch_backward_cuda(const Tensor& grad_rows, const Tensor& inverse,
                               const OptionalTensor& token_offsets) {
   check_dispatch_backward(grad_rows, inverse, token_offsets);

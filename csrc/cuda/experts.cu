@@ -1,10 +1,10 @@
-// The experts: gather of the tokens, feed-forward networks, gated sum (Eq. 1).
+// The experts on CUDA: gather of the tokens, feed-forward networks, gated sum (Eq. 1).
 //
-// A layer of an expert is Z = A W + b, and the next layer's input is its activation. Backward, with
-// P = dL/dA of the last layer before the gate came in:
-//   dG = <P, A> + <dy, b>: the expert's output is not needed, and so is not kept;
-//   dW = A^T dZ, db = the sum of dZ's rows, dA = dZ W^T, dZ' = dA * activation'(Z');
-//   in the last layer dZ = g dy: the gate g goes to A, the sum and P instead.
+// A layer of an expert computes Z = A W + b; the activation of Z is the input A of the next layer.
+// Backward, with P = dL/dA of the last layer before the gates are applied:
+//   dG = <P, A> + <dy, b>. This does not need the expert's output, so it is not saved.
+//   dW = A^T dZ, db = sum of the rows of dZ, dA = dZ W^T, dZ' = dA * activation'(Z').
+// In the last layer dZ = g dy: dG is computed first, then P and dy are multiplied by the gate g.
 #include <torch/library.h>
 
 #include <numeric>
@@ -19,8 +19,8 @@
 namespace moe_ext::cuda {
 namespace {
 
-// out = activation(a) of z = a, or activation(a) * b of z = [a, b], both `width` wide. A thread has
-// some columns of a row.
+// out = activation(a) for z = a, or activation(a) * b for z = [a, b]; a and b are `width` wide. A
+// thread has some columns of a row.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_kernel(const scalar_t* __restrict__ z, int64_t num_rows, int64_t width,
                                 scalar_t* __restrict__ out) {
@@ -69,7 +69,7 @@ Tensor activate(std::string_view activation, const Tensor& z, int64_t width) {
   return out;
 }
 
-// grad_z = grad * activation'(z), by halves where it is gated.
+// grad_z = grad * activation'(z); for both halves of z if the activation is gated.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
 __global__ void activate_backward_kernel(const scalar_t* __restrict__ z,
                                          const scalar_t* __restrict__ grad, int64_t num_rows,
@@ -126,8 +126,9 @@ Tensor activate_backward(std::string_view activation, const Tensor& z, const Ten
   return grad_z;
 }
 
-// dG of a slot = <P, A> + <dy, b> of its row; then P and dy, which may be scaled for a half type's
-// range, times the gate, in place. A warp has a token.
+// dG of a slot = <P, A> + <dy, b> of its row. Then P and dy are multiplied by the gate, in place.
+// Both may contain a loss scale, which keeps them in the range of half precision. One warp per
+// token.
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* __restrict__ a,
                                      scalar_t* __restrict__ dy, const scalar_t* __restrict__ bias,
@@ -137,7 +138,7 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* _
   using Packed = Pack<scalar_t, kSize>;
   const int64_t t = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
-  if (t >= slots.num_tokens) return;  // a whole warp
+  if (t >= slots.num_tokens) return;  // uniform over the warp
   const int64_t end = slots.end(t);
   for (int64_t slot = slots.begin(t); slot < end; ++slot) {
     const int64_t row = slots.row(slot);
@@ -175,7 +176,7 @@ __global__ void gate_backward_kernel(scalar_t* __restrict__ p, const scalar_t* _
   }
 }
 
-// The sums over a chunk of the rows: a warp, whose lanes have some columns each.
+// Sums a chunk of the rows; each lane of a warp has some columns.
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows, Groups experts,
                                               int64_t columns, int64_t chunk_size,
@@ -201,7 +202,7 @@ __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
   });
 }
 
-// What the two directions share: the layers, and where the rows come from.
+// State that forward and backward share: the layers and the source of the rows.
 class Experts {
  public:
   Experts(const Tensor& x, const Routing& routing, const FeedForward& network)
@@ -224,7 +225,7 @@ class Experts {
   const Tensor& input() const { return input_; }
   int64_t num_layers() const { return static_cast<int64_t>(weights_.size()); }
 
-  // The tokens' rows; both are contiguous.
+  // Returns the tokens' rows; both tensors are contiguous.
   Tensor rows_of(const Tensor& tokens) const {
     Tensor rows = at::empty({num_rows_, tokens.size(1)}, tokens.options());
     rows_of_slots(tokens, slots(), rows);
@@ -247,8 +248,8 @@ class Experts {
     return cuda::activate_backward(activation_, z, grad);
   }
 
-  // Writes the gates' gradients; p = dL/dA of the last layer, whose input is a, and dy of the rows
-  // [R, columns] get their gates.
+  // Writes the gradients of the gates; then multiplies p and dy by the gates, in place. The last
+  // layer has the input a and p = dL/dA; dy [R, columns] is dL/dy of the rows.
   void gate_backward(const Tensor& p, const Tensor& a, const Tensor& dy, const Tensor& gates,
                      const Tensor& grad_gates) const {
     const Tensor last_bias = bias(num_layers() - 1);
@@ -269,7 +270,7 @@ class Experts {
     });
   }
 
-  // [E, columns].
+  // Returns the sum of each expert's rows, [E, columns].
   Tensor sum_by_expert(const Tensor& rows) const {
     const int64_t columns = rows.size(1), chunk_size = chunk_size_of(num_rows_);
     const int64_t num_chunks = ceil_div(num_rows_, chunk_size);
@@ -333,7 +334,7 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
                                        at::TensorList hidden, bool needs_x, bool needs_parameters) {
   check_experts_backward(grad_y, x, routing, network, hidden);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
-  // A backward pass within autocast would have torch's products cast to its type.
+  // A backward pass under autocast would cast the inputs of torch's GEMMs to the autocast type.
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);
   const Experts experts(x, routing, network);
   const int64_t last = experts.num_layers() - 1;
@@ -350,7 +351,7 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   std::vector<Tensor> grad_weights(needs_parameters ? network.weights.size() : 0);
   std::vector<Tensor> grad_biases(needs_parameters ? network.biases.size() : 0);
   const Tensor dy = grad_y.contiguous();
-  Tensor grad = gates ? experts.rows_of(dy) : dy;  // of the rows, without gates
+  Tensor grad = gates ? experts.rows_of(dy) : dy;  // for the rows, not multiplied by the gates
   for (int64_t l = last; l >= 0; --l) {
     const bool needs_rest = needs_x || (needs_parameters && l > 0);
     const bool needs_gates = l == last && gates;
@@ -366,7 +367,7 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
     if (!needs_rest) break;
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
   }
-  Tensor grad_x = grad;  // that of the rows, if x are these
+  Tensor grad_x = grad;  // the gradient of the rows, if x holds rows
   if (!needs_x || routing.inverse) grad_x = experts_gradient_of_x(empty, x, needs_x);
   if (needs_x && routing.inverse) {
     sum_of_rows(grad, experts.slots(), /*weights=*/Tensor(), grad_x);

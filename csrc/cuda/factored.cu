@@ -1,8 +1,9 @@
 // The step of factored Adam and Adagrad (App. D) on CUDA.
 //
-// Blocks of kBlockRows x kBlockColumns: the sums of g^2 over each block's rows and columns; from
-// these the averages of each matrix, in the order of the blocks; then the update, which leaves out
-// the blocks without a gradient. The gradients are read twice, the weights read and written once.
+// The matrices are divided into blocks of kBlockRows x kBlockColumns. The first kernel sums g^2
+// over each block's rows and columns. The next two add these sums in block order and update the
+// second moments. The last one updates the weights and skips blocks with a zero gradient. The
+// gradients are read twice; the weights are read and written once.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
@@ -22,7 +23,7 @@ constexpr int kRowsOfWarp = 8;
 constexpr int kBlockRows = kWarps * kRowsOfWarp;
 constexpr int kBlockColumns = 1024;
 
-// A number that is read where it is, on the host before the launch or on the device after it.
+// A scalar that is read on the host before the launch, or on the device by the kernel.
 template <typename acc_t>
 struct Scalar {
   const double* on_device;
@@ -46,15 +47,15 @@ struct Rule {
   bool mean_of_roots;
 };
 
-// The matrices [E, R, C] and their blocks, E x row_blocks x column_blocks.
+// The matrices [E, R, C] and their E x row_blocks x column_blocks blocks.
 struct Shape {
   int64_t num_matrices, num_rows, num_columns, row_blocks, column_blocks;
 
-  // Of this block of the grid.
+  // The indices of this thread block.
   __device__ int64_t matrix() const { return blockIdx.x / (row_blocks * column_blocks); }
   __device__ int64_t row_block() const { return blockIdx.x / column_blocks % row_blocks; }
   __device__ int64_t column_block() const { return blockIdx.x % column_blocks; }
-  // The first row of this warp, and where the columns of this block begin and end.
+  // The first row of this warp, and the first and end column of this block.
   __device__ int64_t first_row() const {
     return row_block() * kBlockRows + threadIdx.x / kWarp * kRowsOfWarp;
   }
@@ -64,8 +65,9 @@ struct Shape {
   }
 };
 
-// row_sums [E, column_blocks, R] and column_sums [E, row_blocks, C] of g^2, each over a block, and
-// whether the block has a gradient. A warp takes kRowsOfWarp rows, a lane kSize columns at once.
+// Computes row_sums [E, column_blocks, R] and column_sums [E, row_blocks, C] of g^2 for each block,
+// and whether the block has a nonzero gradient. A warp has kRowsOfWarp rows, a lane kSize columns
+// at a time.
 template <int kSize, typename scalar_t, typename acc_t>
 __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape shape,
                                   acc_t* __restrict__ row_sums, acc_t* __restrict__ column_sums,
@@ -111,7 +113,7 @@ __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape s
       for (int w = 0; w < kWarps; ++w) total += sums_of_warps[w][c];
       column_sum[first + c] = total;
     }
-    __syncthreads();  // before the next tile's sums
+    __syncthreads();  // the next tile reuses sums_of_warps
   }
 #pragma unroll
   for (int r = 0; r < kRowsOfWarp; ++r) {
@@ -125,7 +127,7 @@ __global__ void block_sums_kernel(const scalar_t* __restrict__ all_grad, Shape s
   if (threadIdx.x == 0) nonzero[blockIdx.x] = found;
 }
 
-// The columns' averages, kWarp of them in a block.
+// Updates the second moments of the columns; a block has kWarp columns.
 template <typename acc_t>
 __global__ void column_averages_kernel(const acc_t* __restrict__ column_sums, Shape shape,
                                        Rule<acc_t> rule, acc_t* __restrict__ column_averages) {
@@ -150,8 +152,8 @@ __global__ void column_averages_kernel(const acc_t* __restrict__ column_sums, Sh
   }
 }
 
-// The rows' averages of a matrix, and the mean by which its factors are divided: that of the rows'
-// averages, or of the columns' roots. A block.
+// Updates the second moments of a matrix's rows. Computes the mean that divides the matrix's
+// factors: the mean of the row moments or of the column roots. One block per matrix.
 template <typename acc_t>
 __global__ void row_averages_kernel(const acc_t* __restrict__ row_sums,
                                     const acc_t* __restrict__ column_averages, Shape shape,

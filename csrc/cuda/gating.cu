@@ -1,4 +1,4 @@
-// Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on CUDA: a warp for each token.
+// Noisy top-k gating (Sec. 2.1, Eqs. 3-5) on CUDA; one warp per token.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
@@ -16,14 +16,14 @@
 namespace moe_ext::cuda {
 namespace {
 
-constexpr int64_t kSharedBytes = 48 << 10;   // of a block, for the keys of its tokens
-constexpr int64_t kMostKeyBytes = 16 << 10;  // of a token: with more, too few fit a multiprocessor
+constexpr int64_t kSharedBytes = 48 << 10;   // per block, for the keys of its tokens
+constexpr int64_t kMostKeyBytes = 16 << 10;  // per token; more would allow too few warps
 
-// A token's keys lie in shared memory, or are computed again in each search of a long row.
+// A token's keys are in shared memory; for a long row, each search recomputes them.
 //
-// In the CPU's order larger values come first, NaN last, and ties go to the lower index: the
-// largest key with the lowest index comes first. Each of k + 1 searches looks for the first of
-// those that come after the one found before.
+// The order is the CPU's: larger values first, NaN last, ties by the lower index. The largest key
+// with the lowest index thus comes first. Each of the k + 1 searches finds the first expert after
+// the previous one.
 template <bool kKeysInShared, typename scalar_t, typename acc_t>
 __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
                               const scalar_t* __restrict__ raw_noise_stddev,
@@ -37,7 +37,7 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned warp = threadIdx.x / kWarp;
   const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + warp;
-  if (token >= num_tokens) return;  // the whole warp
+  if (token >= num_tokens) return;  // uniform over the warp
 
   const bool noisy = all_noise != nullptr;
   const int64_t row = token * num_experts;
@@ -47,12 +47,12 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
   acc_t* stddev = noisy ? noise_stddev + row : nullptr;
   key_t* keys = reinterpret_cast<key_t*>(shared_space) + static_cast<int64_t>(warp) * num_experts;
 
-  // Eq. 4, once stddev is there.
+  // Eq. 4; reads stddev.
   const auto noisy_logit = [&](int64_t i) {
     const acc_t value = static_cast<acc_t>(clean[i]);
     return noisy ? math::noisy_logit(value, static_cast<acc_t>(noise[i]), stddev[i]) : value;
   };
-  // Every lane reads only the keys and deviations that it wrote itself, until the last search.
+  // Until the last search, every lane reads only the keys and standard deviations that it wrote.
   if (kKeysInShared || noisy) {
     for (unsigned i = lane; i < num_experts; i += kWarp) {
       if (noisy) stddev[i] = math::softplus(static_cast<acc_t>(raw[i])) + epsilon;
@@ -80,17 +80,17 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
     if (rank < k && lane == 0) chosen[rank] = last_index;
     if (rank == k - 1) kth = last_index;
   }
-  __syncwarp();  // all lanes see what the others wrote
+  __syncwarp();  // makes the writes of all lanes visible
 
-  // Eqs. 3 and 5: softmax over the kept values.
+  // Eqs. 3 and 5: the softmax over the kept values.
   acc_t* gate = gates + token * k;
   const acc_t largest = noisy_logit(chosen[0]);
   const acc_t sum = sum_in_order<acc_t>(k, [&](int64_t j) {
     return gate[j] = math::unnormalized_gate(noisy_logit(chosen[j]), largest);
   });
-  for (int64_t j = lane; j < k; j += kWarp) gate[j] /= sum;  // each its own
+  for (int64_t j = lane; j < k; j += kWarp) gate[j] /= sum;  // each lane its own gates
 
-  // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for one inside.
+  // kth_excluding (App. A): H_(k) for an expert outside the top k, H_(k+1) for an expert inside it.
   if (lane == 0) {
     const bool has_next = k < num_experts;
     threshold[2 * token] = noisy_logit(kth);
@@ -137,9 +137,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating_cuda(
   return outputs;
 }
 
-// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the thresholds' gradients where they
-// were read; dL/dclean = dL/dH, dL/dstddev = noise dL/dH + what came for stddev itself. A warp for
-// each token; the experts of one token are distinct.
+// dL/dH_a = g_a (v_a - sum_b g_b v_b) for the kept a, plus the gradients of the thresholds H_(k)
+// and H_(k+1). dL/dclean = dL/dH; dL/dstddev = noise dL/dH + grad_noise_stddev. One warp per token;
+// the experts of a token are distinct.
 template <typename scalar_t, typename acc_t>
 __global__ void gating_backward_kernel(
     const acc_t* __restrict__ grad_gates, const acc_t* __restrict__ grad_threshold,
@@ -150,7 +150,7 @@ __global__ void gating_backward_kernel(
     scalar_t* grad_raw_noise_stddev) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
-  if (token >= num_tokens) return;  // the whole warp
+  if (token >= num_tokens) return;  // uniform over the warp
 
   const bool noisy = all_noise != nullptr;
   const int64_t row = token * num_experts;

@@ -1,15 +1,15 @@
-// The products of the experts: each expert's matrix with its rows, whose numbers only the device
-// knows.
+// The grouped GEMMs of the experts: each expert's matrix with its rows. Only the device knows the
+// number of rows.
 //
 //   rows times W:      out_r = a_r W_e + b_e      for the rows r of expert e
 //   rows times W^T:    out_r = g_r W_e^T
 //   rows times rows:   out_e = sum_r a_r^T g_r    exact zeros for an expert without rows
 //
-// Experts of equal size are a batch of products, torch's. In bfloat16 torch's grouped product does
-// the others on the devices that have it, for up to 1023 experts and without a bias, which would
-// come after rounding. Else half types go to the tensor cores here, where rows begin on 16 bytes;
-// the rest to kernels that accumulate as the CPU's do. Float32 is float32 in all of them: a gate's
-// threshold less a logit cancels.
+// Experts of equal size use torch's batched GEMM. In bfloat16, torch's grouped GEMM computes the
+// others on the devices that have it, for up to 1023 experts. It is not used with a bias, which
+// would be added after rounding. Other half-precision GEMMs use the tensor cores here if rows are
+// aligned to 16 bytes. All remaining GEMMs use kernels that accumulate as the CPU does. Float32 is
+// never TF32, because the difference of a logit and its threshold cancels.
 #pragma once
 
 #include <ATen/Context.h>
@@ -28,21 +28,21 @@
 namespace moe_ext::cuda {
 
 constexpr int kTile = 64;           // rows and columns of a block's part of the result
-constexpr int kDepth = 16;          // terms of the sum in a step
-constexpr int kStride = kTile + 4;  // between them in shared memory: they lie in other banks
-constexpr int kSide = 16;           // kSide^2 threads
+constexpr int kDepth = 16;          // terms of the sum in one step
+constexpr int kStride = kTile + 4;  // line stride in shared memory; avoids bank conflicts
+constexpr int kSide = 16;           // a block has kSide^2 threads
 constexpr int kEach = kTile / kSide;
-constexpr int kLoads = kTile * kDepth / (kSide * kSide);  // of a thread, of each factor in a step
-constexpr int kTerms = 256;  // are summed by themselves: a long sum would lose small numbers
+constexpr int kLoads = kTile * kDepth / (kSide * kSide);  // per thread, factor and step
+constexpr int kTerms = 256;  // summed separately: a single long sum would round away small terms
 
 // A factor as in tensor_core.cuh, but of any type and alignment.
 template <typename scalar_t, bool kAlong>
 struct Factor {
-  const scalar_t* data;  // of the first place of the block's part, first term
+  const scalar_t* data;  // at the first place of the block's part, first term
   int64_t stride;        // from one line to the next
-  int64_t num_places;    // from there on
+  int64_t num_places;    // from the first place on
 
-  // Of this thread's i-th number: neighbouring threads have neighbours in a line.
+  // The place and term of this thread's i-th element; neighboring threads have neighbors in a line.
   static __device__ int place(int i) {
     const int number = threadIdx.x + i * kSide * kSide;
     return kAlong ? number / kDepth : number % kTile;
@@ -52,7 +52,7 @@ struct Factor {
     return kAlong ? number % kDepth : number / kTile;
   }
 
-  // kDepth terms from `first` on into registers; zeros for what is not there.
+  // Loads kDepth terms from `first` on into registers; elements out of range are zero.
   __device__ void load(scalar_t (&numbers)[kLoads], int64_t first, int64_t num_terms) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -70,14 +70,14 @@ struct Factor {
   }
 };
 
-// The product of a block's factors, in its threads' registers.
+// The result of a block's GEMM, in the registers of its threads.
 template <typename acc_t>
 struct TileProduct {
   acc_t total[kEach][kEach] = {};
   acc_t sum[kEach][kEach] = {};
 
-  // Adds a times b: while a step is multiplied, the numbers of the next are on their way. All
-  // threads of the block call it.
+  // Adds a times b. While one step is multiplied, the elements of the next step are loaded. All
+  // threads of the block must call it.
   template <typename scalar_t, bool kAlongA, bool kAlongB>
   __device__ void add(const Factor<scalar_t, kAlongA>& a, const Factor<scalar_t, kAlongB>& b,
                       int64_t num_terms) {
@@ -92,7 +92,8 @@ struct TileProduct {
       a.store(next_a, a_tile);
       b.store(next_b, b_tile);
       __syncthreads();
-      // Past the end zeros: behind a condition, nvcc would have it wait for the product.
+      // Elements past the end are zero. With a condition here, nvcc would load them after the
+      // multiplication.
       load(first + kDepth);
       add_step(a_tile, b_tile);
       if ((first + kDepth) % kTerms == 0) finish_terms();
@@ -130,7 +131,7 @@ struct TileProduct {
     }
   }
 
-  // Calls write(row, column, value) for this thread's part.
+  // Calls write(row, column, value) for each element of this thread.
   template <typename Write>
   __device__ void for_each(const Write& write) const {
 #pragma unroll
@@ -144,20 +145,20 @@ struct TileProduct {
   }
 };
 
-// Tiles of kSize rows are numbered so that none has rows of two experts: those of expert e are the
-// ones from offsets[e] / kSize + e on. That leaves at most one tile of each expert without rows.
+// Tiles of kSize rows, numbered such that no tile has rows of two experts: the tiles of expert e
+// begin at number offsets[e] / kSize + e. At most one tile of each expert has no rows.
 template <int kSize>
 struct RowTile {
   int64_t expert;
   int64_t first_row;
-  int64_t num_rows;  // of the expert from there on; none or fewer: the tile is left empty
+  int64_t num_rows;  // of the expert, from first_row on; if <= 0, the tile is empty
 
   static int64_t count(int64_t num_rows, int64_t num_experts) {
     return num_rows / kSize + num_experts;
   }
 
   __device__ RowTile(const int64_t* offsets, int64_t num_experts, int64_t tile) {
-    int64_t low = 0, high = num_experts;  // the last expert whose tiles begin here or before
+    int64_t low = 0, high = num_experts;  // the last expert whose tiles begin at or before `tile`
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
       if (offsets[middle] / kSize + middle <= tile) {
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kSide* kSide)
                               int64_t depth, int64_t columns, int64_t column_tiles,
                               scalar_t* __restrict__ out) {
   const RowTile<kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
-  if (tile.num_rows <= 0) return;  // the whole block
+  if (tile.num_rows <= 0) return;  // uniform over the block
   const int64_t first_column = blockIdx.x % column_tiles * kTile;
   const Factor<scalar_t, true> rows{a + tile.first_row * depth, depth, tile.num_rows};
   const Factor<scalar_t, kTransposed> weight{
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
                                           scalar_t* __restrict__ out) {
   extern __shared__ __align__(128) unsigned char shared_space[];
   const RowTile<tensor_core::kTile> tile(offsets, num_experts, blockIdx.x / column_tiles);
-  if (tile.num_rows <= 0) return;  // the whole block
+  if (tile.num_rows <= 0) return;  // uniform over the block
   const int64_t first_column = blockIdx.x % column_tiles * tensor_core::kTile;
   const tensor_core::Factor<scalar_t, true> rows{a + tile.first_row * depth, depth, tile.num_rows};
   const tensor_core::Factor<scalar_t, kTransposed> weight{
@@ -262,28 +263,28 @@ __global__ void __launch_bounds__(tensor_core::kBlockThreads)
       out + (expert * height + first_k) * columns + first_column, columns, shared_space);
 }
 
-// Zeros for the experts without rows, in out [E, size]: torch's grouped product leaves them
-// unwritten on some devices. Packed numbers are 0 where all their bytes are. An expert has several
+// Writes zeros for the experts without rows to out [E, size]: torch's grouped GEMM leaves them
+// unwritten on some devices. A Pack whose bytes are all 0 has elements 0. Each expert has several
 // blocks.
 template <typename Packed>
 __global__ void zero_unused_kernel(const int64_t* __restrict__ offsets, int64_t size,
                                    int64_t blocks_of_each, Packed* __restrict__ out) {
   const int64_t expert = blockIdx.x / blocks_of_each;
-  if (offsets[expert] != offsets[expert + 1]) return;  // the whole block
+  if (offsets[expert] != offsets[expert + 1]) return;  // uniform over the block
   for (int64_t i = blockIdx.x % blocks_of_each * blockDim.x + threadIdx.x; i < size;
        i += blocks_of_each * blockDim.x) {
     out[expert * size + i] = Packed{};
   }
 }
 
-// The products of rows that are ordered by expert; all tensors are contiguous.
+// The grouped GEMMs of rows that are ordered by expert. All tensors are contiguous.
 class GroupedProducts {
  public:
-  // offsets [E + 1] on the device; undefined: all experts have R / E rows.
+  // offsets [E + 1] on the device; undefined if all experts have R / E rows.
   GroupedProducts(Tensor offsets, int64_t num_rows, int64_t num_experts)
       : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {}
 
-  // a [R, K] times w [E, K, N], plus bias [E, N] where it is defined: [R, N].
+  // Returns a [R, K] times w [E, K, N], plus bias [E, N] if it is defined: [R, N].
   Tensor forward(const Tensor& a, const Tensor& w, const Tensor& bias) const {
     if (!offsets_.defined()) {
       const Tensor rows = by_expert(a);
@@ -294,7 +295,7 @@ class GroupedProducts {
     return times_weights</*kTransposed=*/false>(a, w, bias);
   }
 
-  // g [R, N] times the transposed w [E, K, N]: [R, K].
+  // Returns g [R, N] times the transposed w [E, K, N]: [R, K].
   Tensor transposed(const Tensor& g, const Tensor& w) const {
     if (!offsets_.defined()) {
       return at::bmm(by_expert(g), w.transpose(1, 2)).view({num_rows_, w.size(1)});
@@ -303,7 +304,7 @@ class GroupedProducts {
     return times_weights</*kTransposed=*/true>(g, w, Tensor());
   }
 
-  // a [R, K] transposed times g [R, N], expert by expert: [E, K, N].
+  // Returns the transposed a [R, K] times g [R, N] for each expert: [E, K, N].
   Tensor of_rows(const Tensor& a, const Tensor& g) const {
     const int64_t height = a.size(1), columns = g.size(1);
     if (!offsets_.defined()) return at::bmm(by_expert(a).transpose(1, 2), by_expert(g));
@@ -311,8 +312,8 @@ class GroupedProducts {
     if (torch_takes(a, g)) {
       Tensor out = at::_grouped_mm(a.t(), g, ends());
       using Packed = Pack<at::BFloat16, tensor_core::kChunk>;
-      // One expert's matrix alone can be the work of the whole device.
-      constexpr int64_t kMostBlocks = 64, kPacks = 4;  // of an expert, of a thread
+      // The matrix of a single expert can occupy the whole device.
+      constexpr int64_t kMostBlocks = 64, kPacks = 4;  // per expert; per thread
       const int64_t size = height * columns / tensor_core::kChunk;
       const int64_t blocks_of_each = std::min(kMostBlocks, ceil_div(size, kPacks * kThreads));
       launch(zero_unused_kernel<Packed>, grid(num_experts_ * blocks_of_each), kThreads, 0, offsets,
@@ -346,14 +347,14 @@ class GroupedProducts {
     return rows.view({num_experts_, num_rows_ / num_experts_, rows.size(1)});
   }
 
-  // offsets[1:] as torch's grouped product wants them, once it is needed.
+  // offsets[1:] as int32 for torch's grouped GEMM, computed at the first use.
   const Tensor& ends() const {
     if (!ends_.defined()) ends_ = offsets_.slice(0, 1).to(at::kInt);
     return ends_;
   }
 
-  // Half types in lines of whole chunks of 16 bytes, from the first on. A single row or matrix is
-  // contiguous with any stride, but torch looks at it.
+  // Returns whether both are half precision in rows of whole 16-byte chunks, aligned to 16 bytes. A
+  // single row or matrix is contiguous with any stride, but torch checks the stride.
   static bool tensor_cores_take(const Tensor& one, const Tensor& other) {
     const auto fits = [](const Tensor& matrices) {
       bool fits = reinterpret_cast<uintptr_t>(matrices.const_data_ptr()) % 16 == 0;

@@ -12,10 +12,10 @@
 namespace moe_ext::cuda {
 namespace {
 
-constexpr int kTile = 4096;  // experts whose sums lie in shared memory
+constexpr int kTile = 4096;  // experts of a block; their sums are in shared memory
 
-// The sums over a chunk of the slots for kTile experts: a warp, which is a block. A lane has every
-// kWarp-th expert, and adds in the order of the slots.
+// Sums a chunk of the slots for kTile experts. A block is one warp; each lane owns every kWarp-th
+// expert and adds in slot order.
 template <typename scalar_t, typename acc_t>
 __global__ void partial_importance_kernel(const scalar_t* __restrict__ gates,
                                           const int64_t* __restrict__ expert_index,
@@ -31,7 +31,7 @@ __global__ void partial_importance_kernel(const scalar_t* __restrict__ gates,
   const int64_t end = std::min(num_slots, (chunk + 1) * chunk_size);
   for (int64_t i = lane; i < size; i += kWarp) sum[i] = 0;
   for (int64_t first = chunk * chunk_size; first < end; first += kWarp) {
-    int mine = -1;  // the place of a slot's expert among these
+    int mine = -1;  // index of the slot's expert in the tile, or -1
     acc_t gate = 0;
     if (const int64_t slot = first + lane; slot < end) {
       const int64_t place = expert_index[slot] - first_expert;
@@ -55,7 +55,7 @@ Tensor importance_cuda(const Tensor& gates, const Tensor& expert_index, int64_t 
   const Tensor kept = gates.contiguous();
   const Tensor chosen = contiguous_index(expert_index);
   const int64_t num_slots = kept.numel();
-  // Chunks enough to keep the device busy, and so few that their sums are soon added.
+  // Enough chunks to keep the device busy, and few enough to be summed quickly.
   constexpr int64_t kLeastChunk = 128, kMostChunks = 1024, kMostSums = 1 << 23;
   const int64_t chunk_size = std::max({kLeastChunk, ceil_div(num_slots, kMostChunks),
                                        ceil_div(num_slots * num_experts, kMostSums)});

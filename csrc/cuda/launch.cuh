@@ -1,4 +1,4 @@
-// How kernels are started, and what they share within a warp and a block.
+// Kernel launches, and reductions over a warp or a block.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,13 @@
 namespace moe_ext::cuda {
 
 constexpr int kWarp = 32;
-constexpr int kThreads = 256;  // of a block where nothing speaks for another number
+constexpr int kThreads = 256;  // default number of threads in a block
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Starts a kernel on the current stream of the current device: no block is no launch. Operators set
-// the device by an OptionalCUDAGuard.
+// Launches a kernel on the current stream of the current device; a grid without blocks is not
+// launched. Operators set the device with an OptionalCUDAGuard.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 blocks, int threads, int64_t shared_bytes,
             Arguments... arguments) {
@@ -36,20 +36,20 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, int threads, int64_t sha
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// The blocks of a grid with one dimension.
+// Returns a grid with one dimension.
 inline dim3 grid(int64_t num_blocks) {
   TORCH_CHECK_VALUE(num_blocks <= std::numeric_limits<int32_t>::max(),
-                    "moe_ext: a kernel must take fewer than 2^31 blocks, got ", num_blocks);
+                    "moe_ext: a kernel must have fewer than 2^31 blocks, got ", num_blocks);
   return dim3(static_cast<unsigned>(num_blocks));
 }
 
-// Rows and columns are counted in 32 bits where that saves time.
+// Checks a size that kernels count in 32 bits to save time.
 inline void check_countable(const char* op, const char* name, int64_t size) {
   TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), op, ": ", name,
                     " must have fewer than 2^31 rows and columns on CUDA, got ", size);
 }
 
-// The sum over the lanes of a warp in a fixed order; in every lane.
+// Returns the sum over the lanes of a warp, in a fixed order, to every lane.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// The largest of the lanes of a warp; in every lane. No NaN.
+// Returns the largest value of the lanes of a warp to every lane. No value may be NaN.
 template <typename T>
 __device__ __forceinline__ T warp_max(T value) {
   if constexpr (std::is_same_v<T, int32_t>) {
@@ -72,8 +72,9 @@ __device__ __forceinline__ T warp_max(T value) {
   }
 }
 
-// term(0) + term(1) + ..., added in this order, which is the CPU's: for what must have its bits.
-// All lanes of a warp call it, each computes some of the terms, and each has the sum.
+// Returns term(0) + term(1) + ..., added in this order as on the CPU: for values that must be
+// bitwise identical to the CPU's. All lanes of a warp call it. Each lane computes some of the terms
+// and receives the sum.
 template <typename T, typename Term>
 __device__ __forceinline__ T sum_in_order(int64_t size, const Term& term) {
   const int lane = threadIdx.x % kWarp;
@@ -86,8 +87,8 @@ __device__ __forceinline__ T sum_in_order(int64_t size, const Term& term) {
   return sum;
 }
 
-// The sum over the threads of a block, a multiple of kWarp, in a fixed order; in every thread.
-// `space` holds a number for each warp; all threads have left it when the next call begins.
+// Returns the sum over the threads of a block, in a fixed order, to every thread. The block size is
+// a multiple of kWarp. `space` has one element per warp and can be reused after the call.
 template <typename T>
 __device__ __forceinline__ T block_sum(T value, T* space) {
   value = warp_sum(value);

@@ -21,7 +21,7 @@ Groups groups_of(const OptionalTensor& offsets, int64_t num_tokens) {
           .num_rows = num_tokens};
 }
 
-// The sums over a chunk of the tokens for kWarp experts: a warp.
+// Sums a chunk of the tokens for kWarp experts; one warp.
 template <typename scalar_t, typename acc_t>
 __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     const acc_t* __restrict__ noise_stddev,
@@ -29,7 +29,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
                                     const int64_t* __restrict__ expert_index, int64_t k,
                                     int64_t num_experts, Groups groups, int64_t chunk_size,
                                     acc_t* __restrict__ partial_load) {
-  constexpr int kAhead = 4;  // tokens whose numbers are on their way at once
+  constexpr int kAhead = 4;  // tokens that are loaded at the same time
   const int lane = threadIdx.x % kWarp;
   const int64_t warp = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
   const int64_t tiles = ceil_div(num_experts, kWarp);
@@ -37,7 +37,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
   const int64_t first_expert = warp % tiles * kWarp;
   const int64_t expert = first_expert + lane;
   const auto add = [&](int64_t first, int count, acc_t(&sum)[1]) {
-    // Each lane has the thresholds of one token, and a bit for each of the experts that it chose.
+    // Each lane has the thresholds of one token, and a bit mask of its chosen experts in this tile.
     acc_t outside = 0, inside = 0;
     unsigned chosen = 0;
     if (const int64_t token = first + lane; lane < count) {
@@ -60,7 +60,7 @@ __global__ void partial_load_kernel(const scalar_t* __restrict__ clean_logits,
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (l + i < count) {  // in all lanes
+        if (l + i < count) {  // uniform over the warp
           const acc_t if_outside = __shfl_sync(kAllLanes, outside, l + i);
           const acc_t if_inside = __shfl_sync(kAllLanes, inside, l + i);
           const bool is_inside = __shfl_sync(kAllLanes, chosen, l + i) >> lane & 1u;
@@ -107,8 +107,8 @@ Tensor load_cuda(const Tensor& clean_logits, const Tensor& noise_stddev, const T
   return load;
 }
 
-// A warp for each token; with q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get
-// dH_(k) = -sum of q over the experts outside the top k, dH_(k+1) = -sum over those inside.
+// One warp per token. With q_i = dL/dP_i phi(z_i) / stddev_i, the thresholds get dH_(k) = -sum of q
+// over the experts outside the top k, and dH_(k+1) = -sum over the experts inside it.
 template <typename scalar_t, typename acc_t>
 __global__ void load_backward_kernel(
     const acc_t* __restrict__ grad_load, const scalar_t* __restrict__ clean_logits,
@@ -118,13 +118,13 @@ __global__ void load_backward_kernel(
     acc_t* __restrict__ grad_threshold) {
   const int lane = threadIdx.x % kWarp;
   const int64_t token = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / kWarp;
-  if (token >= groups.num_rows) return;  // the whole warp
+  if (token >= groups.num_rows) return;  // uniform over the warp
   const acc_t* grad_prob = grad_load + groups.of(token) * num_experts;
   const acc_t if_outside = threshold[2 * token];
   const acc_t if_inside = threshold[2 * token + 1];
   acc_t outside = 0, inside = 0;
   for (int64_t first = 0; first < num_experts; first += kWarp) {
-    unsigned chosen = 0;  // a bit for each of these experts
+    unsigned chosen = 0;  // a bit mask of the chosen experts in this tile
     for (int64_t j = lane; j < k; j += kWarp) {
       const int64_t place = expert_index[token * k + j] - first;
       if (place >= 0 && place < kWarp) chosen |= 1u << place;

@@ -1,5 +1,6 @@
-// The tensor cores' instructions for half types, a warp at a time. Lane l holds in one register the
-// numbers (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of a matrix of 8 x 8, or of its transpose.
+// The tensor-core instructions for half precision; a warp executes each. In one register, lane l
+// has the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of an 8 x 8 matrix or of its
+// transpose.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -10,8 +11,8 @@
 
 namespace moe_ext::cuda {
 
-// Four matrices of 8 x 8 from shared memory: lane l says where row l % 8 of matrix l / 8 begins, on
-// 16 bytes.
+// Loads four 8 x 8 matrices from shared memory. Lane l passes the address of row l % 8 of matrix l
+// / 8, aligned to 16 bytes.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -28,9 +29,9 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const voi
   }
 }
 
-// sum [16, 8] += a [16, 16] b [16, 8]. a is four matrices: its rows 0-7 and 8-15 of the first eight
-// terms, then of the last. b is two, transposed: its first eight terms, its last. Of the sum a lane
-// has the two numbers of rows 0-7, then those of rows 8-15.
+// sum [16, 8] += a [16, 16] b [16, 8]. The operand a has four matrices: rows 0-7 and rows 8-15 of
+// the first eight terms, then of the last eight. The operand b has two, transposed: the first eight
+// terms and the last eight. A lane has two elements of rows 0-7 of the sum, then two of rows 8-15.
 template <typename scalar_t>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {

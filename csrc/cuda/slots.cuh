@@ -1,7 +1,7 @@
-// The slots of a token and the sum of their rows: what dispatch, combine and experts share.
+// The slots of a token and the sum of their rows, shared by dispatch, combine and experts.
 //
-// On the CPU the indices are checked; here that they are a permutation, and in range, is the
-// caller's promise: to look would make the host wait for the device.
+// The CPU checks the indices. On CUDA, the caller must pass a valid permutation: a check would
+// synchronize the host with the device.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -12,10 +12,10 @@
 
 namespace moe_ext::cuda {
 
-// Which slots each token has: K, or those between two offsets; and the row of each slot.
+// Maps a token to its slots (K slots, or the slots between two offsets) and a slot to its row.
 struct Slots {
   const int64_t* row_of;
-  const int64_t* bounds;  // null: K each
+  const int64_t* bounds;  // null: K slots each
   int64_t k;
   int64_t num_tokens;
   int64_t num_slots;
@@ -25,7 +25,7 @@ struct Slots {
   __device__ int64_t row(int64_t slot) const { return row_of[slot]; }
 };
 
-// Both must be as contiguous_index makes them, and outlive what is returned.
+// Both tensors must come from contiguous_index and outlive the result.
 inline Slots slots_of(const Tensor& inverse, const OptionalTensor& token_offsets) {
   return {.row_of = inverse.const_data_ptr<int64_t>(),
           .bounds = token_offsets ? token_offsets->const_data_ptr<int64_t>() : nullptr,
@@ -34,14 +34,14 @@ inline Slots slots_of(const Tensor& inverse, const OptionalTensor& token_offsets
           .num_slots = inverse.numel()};
 }
 
-// Several numbers that are read and written at once.
+// Several elements that are read or written together.
 template <typename scalar_t, int kSize>
 struct alignas(sizeof(scalar_t) * kSize) Pack {
   scalar_t values[kSize];
 };
 
-// Calls body(std::integral_constant<int, n>) with how many numbers of these rows fit 16 bytes, or
-// with 1 where a row does not begin on such a boundary.
+// Calls body(std::integral_constant<int, n>). n is the number of elements in 16 bytes, or 1 if a
+// row is not aligned to 16 bytes.
 template <typename scalar_t, typename Body>
 void with_pack_size(int64_t width, std::initializer_list<const void*> data, const Body& body) {
   constexpr int kSize = 16 / sizeof(scalar_t);
@@ -54,13 +54,14 @@ void with_pack_size(int64_t width, std::initializer_list<const void*> data, cons
   }
 }
 
-// How many blocks keep the device busy with `num_threads` threads' work, each thread at least once.
+// Returns the grid for `num_threads` threads, with at most kMostBlocks blocks; kernels loop with
+// the grid's stride.
 inline dim3 strided_grid(int64_t num_threads) {
   constexpr int64_t kMostBlocks = 1 << 20;
   return grid(std::min(ceil_div(num_threads, kThreads), kMostBlocks));
 }
 
-// rows[row of s] = x[t] for the slots s of token t. A thread has some columns of one token.
+// rows[slots.row(s)] = x[t] for the slots s of token t. A thread has some columns of one token.
 template <typename Packed>
 __global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, int64_t packs,
                                      Packed* __restrict__ rows) {
@@ -77,7 +78,7 @@ __global__ void rows_of_slots_kernel(const Packed* __restrict__ x, Slots slots, 
   }
 }
 
-// Both are contiguous.
+// Both tensors are contiguous.
 inline void rows_of_slots(const Tensor& x, const Slots& slots, const Tensor& rows) {
   const int64_t width = x.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dispatch", [&] {
@@ -92,8 +93,8 @@ inline void rows_of_slots(const Tensor& x, const Slots& slots, const Tensor& row
   });
 }
 
-// out[t] = the sum of weights[s] * rows[row of s] over the slots s of token t, in their order;
-// without weights all are 1, exactly. A thread has some columns of one token.
+// out[t] = sum of weights[s] * rows[slots.row(s)] over the slots s of token t, in order. Without
+// weights, each weight is exactly 1. A thread has some columns of one token.
 template <typename scalar_t, typename acc_t, int kSize>
 __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
                                    const acc_t* __restrict__ weights, Slots slots, int64_t width,
@@ -122,7 +123,7 @@ __global__ void sum_of_rows_kernel(const scalar_t* __restrict__ rows,
   }
 }
 
-// All are contiguous, weights in the accumulation type of rows or undefined.
+// All tensors are contiguous; weights have the accumulation type of rows or are undefined.
 inline void sum_of_rows(const Tensor& rows, const Slots& slots, const Tensor& weights,
                         const Tensor& sums) {
   const int64_t width = rows.size(1);

@@ -1,9 +1,8 @@
-// A product of half-precision matrices on the tensor cores, accumulated in float32: what a block of
-// a grouped product does.
+// The part of a grouped GEMM that one block computes: half-precision matrices on the tensor cores,
+// accumulated in float32.
 //
-// The factors come through shared memory, several steps of the sum ahead. Their lines begin on 16
-// bytes in both memories; kPad numbers between two of them put what a warp reads into different
-// banks.
+// The factors are copied to shared memory several steps of the sum ahead. Their lines are aligned
+// to 16 bytes in both memories. kPad elements between two lines avoid bank conflicts.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -18,14 +17,14 @@ constexpr int kDepth = 32;          // terms of the sum in a step
 constexpr int kStages = 4;          // steps in shared memory
 constexpr int kBlockThreads = 128;  // four warps, each with a quarter of the result
 constexpr int kWarpTile = kTile / 2;
-constexpr int kFragment = 16;  // rows or columns, and terms, that four matrices of 8 x 8 have
+constexpr int kFragment = 16;  // rows or columns, and terms, of four 8 x 8 matrices
 constexpr int kFragments = kWarpTile / kFragment;
-constexpr int kChunk = 8;  // numbers of 16 bytes
+constexpr int kChunk = 8;  // elements in 16 bytes
 constexpr int kPad = kChunk;
 constexpr int kOutStride = kWarpTile + kPad;
 
-// A factor: lines of contiguous numbers, which the sum runs along or goes through. A place is a row
-// of the first factor or a column of the second.
+// A factor consists of lines of contiguous elements. With kAlong the sum runs along the lines, else
+// across them. A place is a row of the first factor or a column of the second.
 template <typename scalar_t, bool kAlong>
 struct Factor {
   static constexpr int kLines = kAlong ? kTile : kDepth;
@@ -33,11 +32,11 @@ struct Factor {
   static constexpr int kStride = kLength + kPad;
   static constexpr int kSize = kLines * kStride;
 
-  const scalar_t* data;  // of the first place of the block's part, first term
+  const scalar_t* data;  // at the first place of the block's part, first term
   int64_t stride;        // from one line to the next
-  int64_t num_places;    // from there on
+  int64_t num_places;    // from the first place on
 
-  // Begins to copy kDepth terms from `first` on into shared memory; zeros for what is not there.
+  // Starts to copy kDepth terms from `first` on to shared memory; elements out of range are zero.
   __device__ void load(scalar_t* shared, int64_t first, int64_t num_terms) const {
     constexpr int kChunks = kLength / kChunk;
     const int along = threadIdx.x % kChunks * kChunk;
@@ -53,8 +52,8 @@ struct Factor {
     }
   }
 
-  // kFragment places and terms of what was loaded, a matrix for each half of both. They come by
-  // places then terms for the first factor, by terms then places for the second.
+  // Loads kFragment places and terms from shared memory, one matrix for each half of both. In the
+  // first factor, the places vary fastest; in the second, the terms do.
   template <bool kIsFirst>
   static __device__ __forceinline__ void fragment(uint32_t (&matrices)[4], const scalar_t* shared,
                                                   int place, int term) {
@@ -68,15 +67,14 @@ struct Factor {
   }
 };
 
-// Of a block, for factors that the sum runs along or goes through.
+// The shared memory of a block in bytes, by the kAlong of both factors.
 template <bool kAlongA, bool kAlongB>
 constexpr int64_t kSharedBytes = int64_t(kStages) * 2 *
                                  (Factor<at::Half, kAlongA>::kSize +
                                   Factor<at::Half, kAlongB>::kSize);
 
-// out[m, n] = sum over num_terms of a[m, k] b[k, n], plus bias[n] where there is one, for the first
-// rows and columns of a block's part; its lines are `stride` apart. All threads of the block call
-// it.
+// out[m, n] = sum over num_terms of a[m, k] b[k, n], plus bias[n] if given, for a block's part of
+// the result. The lines of `out` are `stride` apart. All threads of the block must call it.
 template <typename scalar_t, bool kAlongA, bool kAlongB>
 __device__ __forceinline__ void multiply(const Factor<scalar_t, kAlongA>& a,
                                          const Factor<scalar_t, kAlongB>& b, int64_t num_terms,
@@ -85,7 +83,7 @@ __device__ __forceinline__ void multiply(const Factor<scalar_t, kAlongA>& a,
                                          unsigned char* shared_space) {
   using A = Factor<scalar_t, kAlongA>;
   using B = Factor<scalar_t, kAlongB>;
-  float sum[kFragments][2 * kFragments][4] = {};  // 16 rows, 8 columns, a lane's part
+  float sum[kFragments][2 * kFragments][4] = {};  // a lane's part of 16 rows by 8 columns
 
   auto* shared = reinterpret_cast<scalar_t*>(shared_space);
   const auto stage = [&](int64_t step) { return shared + step % kStages * (A::kSize + B::kSize); };
@@ -103,7 +101,7 @@ __device__ __forceinline__ void multiply(const Factor<scalar_t, kAlongA>& a,
   }
   for (int64_t step = 0; step < num_steps; ++step) {
     __pipeline_wait_prior(kStages - 2);
-    __syncthreads();  // the step is there, and all are done with the one before
+    __syncthreads();  // the step is loaded, and no thread uses the step before
     if (step + kStages - 1 < num_steps) load(step + kStages - 1);
     __pipeline_commit();
     if (!has_part) continue;
@@ -130,7 +128,7 @@ __device__ __forceinline__ void multiply(const Factor<scalar_t, kAlongA>& a,
   __syncthreads();  // shared memory is free
   if (!has_part) return;
 
-  // Through shared memory, so that a warp writes lines of 128 bytes.
+  // Copies through shared memory, so a warp writes lines of 128 bytes.
   static_assert(4 * kWarpTile * kOutStride <= kStages * (A::kSize + B::kSize));
   scalar_t* part = shared + warp * kWarpTile * kOutStride;
 #pragma unroll

@@ -1,7 +1,7 @@
 // The activations of the experts' hidden layers, and their gradients.
 //
-// Each is a struct with value(z) and gradient(grad, z), which is grad times the derivative at z. A
-// gated one is an activation of a first half a times a second half b; which they are is in kGated.
+// Each activation is a struct with value(z) and gradient(grad, z) = grad * value'(z). A gated
+// activation (kGated) computes value(a) * b, where a and b are the first and second half of a row.
 #pragma once
 
 #include <string_view>
@@ -11,7 +11,7 @@
 
 namespace moe_ext::math {
 
-// Near 0, where 1 - e^-2|z| cancels, the odd minimax polynomial.
+// 1 - e^-2|z| cancels near 0; an odd minimax polynomial replaces it there.
 MOE_EXT_INLINE float tanh(float z) {
   const float magnitude = z < 0.0f ? -z : z;
   const float e = exp(-2.0f * magnitude);
@@ -41,7 +41,7 @@ struct Identity {
   }
 };
 
-// NaN stays NaN and lets the gradient through, and where z < 0 it stops any gradient, as in torch.
+// As in torch: NaN stays NaN and passes the gradient on; where z <= 0 the gradient is 0.
 struct Relu {
   static constexpr bool kGated = false;
   template <typename T>
@@ -112,7 +112,7 @@ struct Gated : Activation {
   static constexpr bool kGated = true;
 };
 
-// Calls body(name, activation) with each that there is.
+// Calls body(name, activation) for every activation.
 template <typename Body>
 void for_each_activation(const Body& body) {
   body("geglu", Gated<Gelu>());
@@ -127,7 +127,7 @@ void for_each_activation(const Body& body) {
   body("tanh", Tanh());
 }
 
-// Calls body with the activation of that name.
+// Calls body with the activation of this name.
 template <typename Body>
 void with_activation(std::string_view name, const Body& body) {
   for_each_activation([&](std::string_view known, auto activation) {

@@ -1,9 +1,9 @@
 // exp, log1p and the logistic function for float and double, on host and device.
 //
-// The float versions are branch-free, so that loops over them vectorise, and every rounding is
-// written out (std::fma where the product is not to be rounded): compiled without contraction they
-// give the same bits on every instruction set and on the GPU. The double versions are the C
-// library's.
+// The float versions have no branches, so loops over them vectorize. Every rounding is explicit:
+// std::fma marks each product that is not rounded. Compiled without contraction, the results are
+// bitwise identical on every instruction set and on the GPU. The double versions call the C
+// library.
 #pragma once
 
 #include <bit>
@@ -18,11 +18,11 @@
 
 namespace moe_ext::math {
 
-// e^x, relative error below 1e-7; overflows to infinity, and is 0 where it would be subnormal: a
-// processor takes a hundred cycles to make a subnormal number, which nothing here can tell from 0.
+// e^x with a relative error below 1e-7; overflows to infinity. Returns 0 where the result would be
+// subnormal: a subnormal costs a CPU about a hundred cycles and makes no difference here.
 MOE_EXT_INLINE float exp(float argument) {
-  constexpr float kSmallest = -87.3365f;                  // e^x is the smallest normal number
-  float x = argument < kSmallest ? kSmallest : argument;  // written so that NaN stays NaN
+  constexpr float kSmallest = -87.3365f;                  // log of the smallest normal number
+  float x = argument < kSmallest ? kSmallest : argument;  // in this form NaN stays NaN
   x = x > 89.0f ? 89.0f : x;
   // x = n ln 2 + r with |r| <= ln 2 / 2; adding and subtracting 1.5 * 2^23 rounds to an integer.
   const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
@@ -34,8 +34,8 @@ MOE_EXT_INLINE float exp(float argument) {
   tail = std::fma(tail, r, 1.66665770e-1f);
   tail = std::fma(tail, r, 0.5f);
   const float exp_r = std::fma(tail, r * r, r) + 1.0f;
-  // 2^n in two factors, as n reaches 128.
-  const int32_t exponent = static_cast<int32_t>(n == n ? n : 0.0f);  // NaN fits no integer
+  // 2^n as two factors, because n reaches 128.
+  const int32_t exponent = static_cast<int32_t>(n == n ? n : 0.0f);  // NaN has no integer value
   const int32_t half = exponent >> 1;
   const float value = exp_r * std::bit_cast<float>((half + 127) << 23) *
                       std::bit_cast<float>((exponent - half + 127) << 23);
@@ -58,7 +58,7 @@ MOE_EXT_INLINE float log1p_unit(float u) {
 
 MOE_EXT_INLINE double log1p_unit(double u) { return std::log1p(u); }
 
-// 1 / (1 + e^-x), without overflow on either side.
+// 1 / (1 + e^-x), without overflow for large |x|.
 template <typename T>
 MOE_EXT_INLINE T sigmoid(T x) {
   const T decay = exp(x < T(0) ? x : -x);  // at most 1

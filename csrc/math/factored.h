@@ -1,9 +1,8 @@
-// App. D: the second moment of a matrix of gradients, factored into the averages of its rows and of
-// its columns.
+// App. D: the second moment of a matrix of gradients, factored into row and column moments.
 //
-// V = row column^T / mean(row), each average corrected for its bias; the step is -lr g / D with
-// D = sqrt(V) + eps. The roots of the factors are taken apart: no product of two averages, which
-// are squares already, is formed where it could underflow.
+// V = row column^T / mean(row), with bias correction; the step is -lr g / D, where D = sqrt(V) +
+// eps. The square roots of the factors are taken separately: a product of two second moments could
+// underflow.
 #pragma once
 
 #include <cmath>
@@ -13,15 +12,15 @@
 
 namespace moe_ext::math {
 
-// decay v + gain mean(g^2), and 0 where that would be subnormal: the average of an expert without
-// rows decays for ever, and a processor takes a hundred cycles for each subnormal number.
+// decay v + gain mean(g^2), or 0 where the result would be subnormal. The moment of an expert
+// without rows keeps decaying, and a subnormal costs a CPU about a hundred cycles.
 template <typename T>
 MOE_EXT_INLINE T second_moment(T v, T mean_square, T decay, T gain) {
   const T next = decay * v + gain * mean_square;
   return next < std::numeric_limits<T>::min() ? T(0) : next;
 }
 
-// sqrt(V_ij correction) = row_root_i column_root_j. Where all averages are 0, so is V.
+// sqrt(V_ij correction) = row_root_i column_root_j. If all moments are 0, V is 0 as well.
 template <typename T>
 MOE_EXT_INLINE T row_root(T row, T mean, T correction) {
   return mean == T(0) ? T(0) : std::sqrt(row / mean * correction);
@@ -32,7 +31,8 @@ MOE_EXT_INLINE T column_root(T column) {
   return std::sqrt(column);
 }
 
-// The variant with the mean of the roots: D = root_i root_j / mean(root_j), each with its eps.
+// The variant that averages the roots: D = root_i root_j / mean(root_j), with eps added to each
+// root.
 template <typename T>
 MOE_EXT_INLINE T root_with_eps(T average, T correction, T eps) {
   return std::sqrt(average * correction) + eps;

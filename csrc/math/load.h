@@ -5,7 +5,8 @@
 
 namespace moe_ext::math {
 
-// Without noise P would be a step, with 0/0 at a tie and in its derivative.
+// The lower bound of the standard deviation. Without noise, P would be a step function: 0/0 at a
+// tie.
 template <typename T>
 constexpr T kLeastNoise = T(1e-6);
 
@@ -14,13 +15,14 @@ MOE_EXT_INLINE T at_least_some_noise(T stddev) {
   return stddev < kLeastNoise<T> ? kLeastNoise<T> : stddev;
 }
 
-// A threshold of -infinity (k = E: nothing to exceed) gives exactly 1.
+// A threshold of -infinity (k = E, every expert is chosen) gives exactly 1.
 template <typename T>
 MOE_EXT_INLINE T prob_in_top_k(T clean, T threshold, T stddev) {
   return normal_cdf((clean - threshold) / at_least_some_noise(stddev));
 }
 
-// dP/dclean = q = phi(z) / stddev;  dP/dstddev = -q z, 0 below the least;  dP/dthreshold = -q.
+// dP/dclean = q = phi(z) / stddev;  dP/dthreshold = -q;  dP/dstddev = -q z, or 0 where stddev <
+// kLeastNoise.
 template <typename T>
 struct ProbGradient {
   T clean;
@@ -32,7 +34,7 @@ MOE_EXT_INLINE ProbGradient<T> prob_in_top_k_gradient(T clean, T threshold, T st
   const T noise = at_least_some_noise(stddev);
   const T z = (clean - threshold) / noise;
   const T q = grad * normal_density(z) / noise;
-  // Where the density underflows z may be infinite: the limit of q z is 0, not 0 * infinity.
+  // If the density underflows, z may be infinite. The limit of q z is 0; 0 * infinity would be NaN.
   return {q, q == T(0) || stddev < kLeastNoise<T> ? T(0) : -q * z};
 }
 

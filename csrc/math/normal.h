@@ -5,9 +5,9 @@
 
 namespace moe_ext::math {
 
-// e^(-z^2 / 2), with the rounding error of z^2 corrected: accurate to a few ulp, and 0 from |z|
-// = 12.5 on (below 1.2e-34), so that its products with gradients stay clear of the subnormal
-// numbers.
+// e^(-z^2 / 2), with a correction for the rounding error of z^2: accurate to a few ulp. Returns 0
+// for |z| > 12.5, where the value is below 1.2e-34, so products with gradients do not become
+// subnormal.
 MOE_EXT_INLINE float exp_minus_half_square(float z) {
   constexpr float kLargest = 12.5f;
   const float magnitude = z < 0.0f ? -z : z;
@@ -26,9 +26,9 @@ MOE_EXT_INLINE T normal_density(T z) {
   return exp_minus_half_square(z) * T(0.39894228040143267794);  // 1 / sqrt(2 pi)
 }
 
-// Phi(z) in its erfc form, which keeps the lower tail's relative accuracy: with x = |z| / sqrt(2),
-// erfc(x) = e^(-x^2) p(t) / (1 + 2x), t = (x - 5/2) / (x + 5/2), p the minimax polynomial on [0,
-// 11].
+// Phi(z) by erfc, which keeps the relative accuracy of the lower tail. With x = |z| / sqrt(2),
+// erfc(x) = e^(-x^2) p(t) / (1 + 2x), where t = (x - 5/2) / (x + 5/2) and p is the minimax
+// polynomial on [0, 11].
 MOE_EXT_INLINE float normal_cdf(float z) {
   float x = (z < 0.0f ? -z : z) * 0.707106781f;
   x = x > 11.0f ? 11.0f : x;

@@ -1,5 +1,4 @@
-// The order of logits and scores, by which the top k of a token and the top m of an expert are
-// chosen.
+// The order of logits and scores that selects the top k of a token and the top m of an expert.
 #pragma once
 
 #include <bit>
@@ -9,8 +8,8 @@
 
 namespace moe_ext::math {
 
-// An integer in the order of the numbers: NaN below every one, -0 equal to 0. The sign bit of an
-// integer orders as that of a float does, the other bits of a negative float the other way round.
+// Maps a number to an integer in the same order; NaN comes first, -0 equals 0. Integers and floats
+// order the sign bit alike. For negative floats the order of the other bits is reversed.
 MOE_EXT_INLINE int32_t order_key(float number) {
   const int32_t bits = std::bit_cast<int32_t>(number + 0.0f);
   return number == number ? bits ^ ((bits >> 31) & INT32_MAX) : INT32_MIN;
@@ -21,7 +20,7 @@ MOE_EXT_INLINE int64_t order_key(double number) {
   return number == number ? bits ^ ((bits >> 63) & INT64_MAX) : INT64_MIN;
 }
 
-// The number of a key: the same swap, which takes the key of NaN to a NaN.
+// The inverse of order_key: the same bit operation. The key of NaN gives a NaN.
 MOE_EXT_INLINE float number_of_key(int32_t key) {
   return std::bit_cast<float>(key ^ ((key >> 31) & INT32_MAX));
 }

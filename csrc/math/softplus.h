@@ -1,4 +1,4 @@
-// softplus(x) = log(1 + e^x), which turns x W_noise into a standard deviation (Eq. 4); its
+// softplus(x) = log(1 + e^x), which turns x W_noise into a standard deviation (Eq. 4). Its
 // derivative is the logistic function.
 #pragma once
 

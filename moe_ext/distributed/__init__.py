@@ -20,18 +20,13 @@ ExpertSharding      a layer's experts, divided over ranks
 Exchange            sends tokens to the owners of their experts, and the outputs back
 """
 
-from moe_ext.distributed._parallelize import parallelize
-from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
-from moe_ext.distributed._state import full_state_dict, load_full_state_dict
-from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
-from moe_ext.distributed.exchange import Exchange, ExchangeUnit
-from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.distributed.sharding import Balance, ExpertParallel, ExpertSharding, Layout
-from moe_ext.distributed.torchrun import init_process_group
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
+if TYPE_CHECKING:
+    from moe_ext.distributed._names import *  # noqa: F403
+
+__all__ = [  # noqa: F405
     "AllToAll",
     "Balance",
     "CheckpointError",
@@ -54,3 +49,18 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the modules when the first name is used.
+
+    They import `moe_ext.MoE`, and its module imports modules of this package.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("moe_ext.distributed._names"), name)
+    return globals().setdefault(name, value)
+
+
+def __dir__() -> list[str]:
+    return __all__

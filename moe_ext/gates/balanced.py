@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,10 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.checks import require_k_of_levels
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits, widened, zero_
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.losses import batchwise_loss
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import Ranks
 
 __all__ = [
     "BalancedGate",

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require_k, require_sizes
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import Ranks
 
 __all__ = ["Gate", "Routing"]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.checks import require_k_of_levels
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import Ranks
 
 __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 

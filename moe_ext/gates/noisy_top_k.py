@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import Ranks
 
 __all__ = ["NoisyTopKGate"]
 

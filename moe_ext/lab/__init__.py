@@ -1,15 +1,16 @@
-"""The paper's laboratory on top of the layer. The layer never imports it.
+"""The lab: the paper's models and experiments, built on the layer. The layer never imports it.
 
-models       language models and translation models with mixtures of experts
-data         corpora, vocabularies, batches
-training     configurations, the training loop, checkpoints, comparisons over paired seeds
-decoding     beam search and BLEU
-analysis     operations, and what the experts specialise in
-studies      the paper's experiments, one module each
-benchmarks   the harness, the machine's limits, the peers, one module for each benchmark
-commands     the commands train, evaluate, translate, …, one module each
+- models: language models and translation models with mixtures of experts
+- data: corpora, vocabularies and batches
+- training: configurations, the training loop, checkpoints and comparisons over paired seeds
+- decoding: beam search and BLEU
+- analysis: operation counts and the specialisation of experts
+- studies: one module for each experiment of the paper
+- benchmarks: the harness, the roofline limits, the peers, and one module for each benchmark
+- commands: one module for each command, such as train, evaluate and translate
 
-Its optional packages: pip install 'moe_ext[train]' and 'moe_ext[translation]'.
+Install its optional packages with ``pip install 'moe_ext[train]'`` and
+``pip install 'moe_ext[translation]'``.
 """
 
 __all__ = [

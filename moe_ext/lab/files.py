@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files that may be compressed."""
+"""Atomic writes, file locks, and reading of compressed text."""
 
 import codecs
 import gzip
@@ -26,43 +26,43 @@ __all__ = [
     "write_text",
 ]
 
-# What reading a file that is missing, cut off or not what its name says may raise.
+# Exceptions from reading a file that is missing, truncated or not of the format in its name.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 
 
 def open_plain(file: Path) -> IO[bytes]:
-    """What a file holds; of a .gz or .xz what it was before it was compressed."""
+    """Opens a file for reading as bytes; decompresses .gz and .xz files."""
     if file.suffix == ".gz":
         return cast(IO[bytes], gzip.open(file))
     return lzma.open(file) if file.suffix == ".xz" else file.open("rb")
 
 
 def plain_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """A file's lines without their ends, and without the byte order mark it may begin with."""
+    """Yields the lines without line ends and without a leading byte order mark."""
     for number, line in enumerate(lines):
         yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
 
 def file_fingerprint(file: Path) -> str:
-    """What changes with a file: its name, size and time."""
+    """Returns the file's name, size and modification time as text."""
     status = file.stat()
     return f"{file.name} {status.st_size} {status.st_mtime_ns}"
 
 
 class Locked(Exception):
-    """Another process holds the lock."""
+    """Raised if another process holds the lock."""
 
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
-    """Holds a lock that only one process at a time can have.
+    """Holds an exclusive lock between processes.
 
     Args:
-        path: of the lock file.
-        wait: whether to wait for a process that holds the lock.
+        path: the lock file.
+        wait: whether to block until the lock is free.
 
     Raises:
-        Locked: another process holds the lock, and wait is False.
+        Locked: another process holds the lock and wait is False.
         ImportError: filelock is not installed.
     """
     filelock = require_package("file_lock", "filelock", "train")
@@ -78,5 +78,5 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """`write_text` of the data as JSON."""
+    """Writes the data as JSON with `write_text`."""
     write_text(path, json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Packages that only some uses of the laboratory need."""
+"""Import of optional packages."""
 
 import importlib
 from types import ModuleType
@@ -10,12 +10,12 @@ def require_package(owner: str, module: str, extra: str) -> ModuleType:
     """Imports a module of an optional package.
 
     Args:
-        owner: what needs it.
-        module: by its whole name, which begins with the package's.
-        extra: that of pyproject.toml which installs the package.
+        owner: name of the function or option that needs the package, for the error.
+        module: full module name; its first part is the package.
+        extra: the extra in pyproject.toml that installs the package.
 
     Raises:
-        ImportError: "<owner>: <package> must be installed (pip install ...), got: <why>".
+        ImportError: the package is not installed; the message gives the pip command.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Progress bars for what may take more than a moment."""
+"""Progress bars for long loops."""
 
 from collections.abc import Iterable, Sized
 from typing import TypeVar
@@ -11,16 +11,16 @@ T = TypeVar("T")
 def progress(
     items: Iterable[T], title: str | None, unit: str, total: int | None = None
 ) -> Iterable[T]:
-    """The items, with a bar while they are taken, if that lasts longer than a second.
+    """Iterates over the items and shows a progress bar on stderr.
 
-    The bar is on stderr and goes when the items have ended. Where stderr is no terminal, or tqdm is
-    not installed, there is none.
+    The bar appears after one second and disappears after the last item. It is not shown if stderr
+    is not a terminal or tqdm is not installed.
 
     Args:
-        items: what to go through, once.
-        title: what is being done; None is no bar.
-        unit: what an item is.
-        total: how many there are; None is their len(), or unknown.
+        items: iterated over once.
+        title: text in front of the bar; None shows no bar.
+        unit: name of an item.
+        total: number of items; None uses ``len(items)`` if it is defined.
     """
     if title is None:
         return items

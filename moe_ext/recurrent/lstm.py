@@ -19,6 +19,8 @@ from moe_ext.checks import (
     require_mask,
     require_sizes,
 )
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.sharding import Layout
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
@@ -26,9 +28,6 @@ from moe_ext.moe import MoE, MoEAux
 from moe_ext.recurrent.bptt import unroll
 
 __all__ = ["MoELSTM", "MoELSTMCell", "lstm_state"]
-
-if TYPE_CHECKING:
-    from moe_ext.distributed import Ranks
 
 _Tensors = tuple[Tensor, ...]
 _State = tuple[Tensor, Tensor]
@@ -204,8 +203,6 @@ class MoELSTM(nn.Module):
         self.batch_first = batch_first
         self.ranks: Ranks | None = None
         if process_group is not None:
-            from moe_ext.distributed import Layout  # only now: it imports this package's MoE
-
             self.ranks = Layout.of(process_group).world
         self.cell = MoELSTMCell(
             d_input,

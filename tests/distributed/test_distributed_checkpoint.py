@@ -673,12 +673,12 @@ def test_killed_at_any_moment(tmp_path):
     assert process.exitcode == 0
 
 
-# The example of docs/distributed.md
+# The example of docs/guides/checkpoints.md
 
 
 def documented_example(group, rank, folder):
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
-    (code,) = re.findall(r"```python\n(# torchrun .*?)```", text, re.S)
+    page = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md"
+    (code,) = re.findall(r"<!-- file: train.py -->\n```python\n(.*?)```", page.read_text(), re.S)
     names = {}
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         # `workers` has connected them

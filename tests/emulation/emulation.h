@@ -1,9 +1,8 @@
-// CUDA's kernels on the CPU: what of the language and its runtime csrc/cuda uses.
+// Runs CUDA kernels on the CPU: the parts of CUDA's language and runtime that csrc/cuda uses.
 //
-// The threads of a block take turns on one thread of the processor, each on a stack of its own,
-// from one wait for the others to the next. Whose turn comes when is drawn, so that a kernel that
-// relies on an order, as one with a barrier missing does, gives other results than it should.
-// Blocks run one after the other.
+// The threads of a block take turns on one CPU thread; each has its own stack and runs until it
+// waits at a barrier. The order of the turns is random. A kernel that depends on an order, for
+// example because a barrier is missing, therefore gives wrong results. Blocks run sequentially.
 #pragma once
 
 #include <setjmp.h>
@@ -31,7 +30,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
-#define __shared__ static  // of the one block that runs
+#define __shared__ static  // only one block runs at a time
 
 struct dim3 {
   unsigned x, y, z;
@@ -52,24 +51,24 @@ namespace emulation {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr unsigned kMostThreads = 1024;
-constexpr size_t kMostShared = 227 << 10;  // of an H200's block
+constexpr size_t kMostShared = 227 << 10;  // the limit of a block on an H200
 constexpr size_t kMostSharedByDefault = 48 << 10;
 constexpr size_t kStackBytes = 64 << 10;
 
-// Of what is undefined on a GPU, or would hang it.
+// Reports an operation that is undefined on a GPU or would hang it.
 [[noreturn]] inline void fail(const std::string& what) {
   throw std::logic_error("emulated kernel: " + what);
 }
 
-// Where threads wait for each other.
+// A point where threads wait for each other.
 struct Barrier {
   unsigned num_threads = 0;
   unsigned num_waiting = 0;
   uint64_t num_passed = 0;
-  const char* function = nullptr;  // in which they wait
+  const char* function = nullptr;  // the function in which they wait
 };
 
-// What a thread has begun to copy with cp.async.
+// A copy that a thread has started with cp.async.
 struct Copy {
   void* to;
   const void* from;
@@ -83,32 +82,32 @@ struct Copy {
 
 struct Thread {
   const std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  bool started = false;  // its stack is in use, if only to wait for a kernel
-  jmp_buf turn;          // where its next turn begins
+  bool started = false;  // its stack is in use, even if it only waits for a kernel
+  jmp_buf turn;          // the start of its next turn
   bool alive = false;
-  const Barrier* waits_for = nullptr;  // until it has been passed that often
+  const Barrier* waits_for = nullptr;  // until num_passed reaches `until`
   uint64_t until = 0;
   unsigned num_exchanges = 0, num_votes = 0;
-  std::vector<std::vector<Copy>> copies;  // of the groups that it committed, and of the open one
+  std::vector<std::vector<Copy>> copies;  // one list per committed group, then the open group
 };
 
 struct Warp {
   Barrier barrier{kWarp};
-  // What the lanes give each other, of two exchanges in turn: no lane is further ahead.
+  // The values of the lanes in two consecutive exchanges: no lane can be further ahead.
   std::array<std::array<uint64_t, kWarp>, 2> values;
 };
 
-// The one multiprocessor, with one block at a time.
+// The only multiprocessor, which runs one block at a time.
 struct Machine {
-  std::mutex mutex;  // of the launches
+  std::mutex mutex;  // serializes launches
   std::minstd_rand random;
-  std::map<const void*, size_t> most_shared;  // of the kernels for which that was set
+  std::map<const void*, size_t> most_shared;  // of the kernels that set a maximum
 
   const std::function<void()>* kernel = nullptr;
   std::vector<Thread> threads = std::vector<Thread>(kMostThreads);
   std::vector<Warp> warps;
   Barrier barrier;
-  std::vector<char> votes;  // the outcome of each
+  std::vector<char> votes;  // the result of each __syncthreads_or
   alignas(128) std::array<unsigned char, kMostShared> shared;
 
   unsigned current = 0;  // thread
@@ -146,7 +145,7 @@ inline void wait(Barrier& barrier, const char* function) {
   end_turn(self);
 }
 
-// The values of all lanes of a warp.
+// Returns the values of all lanes of a warp.
 template <typename T>
 std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
@@ -162,7 +161,7 @@ std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
   return all;
 }
 
-// What goes on on a stack: one kernel after the other.
+// The main loop of a stack: runs kernels in sequence.
 inline void run_kernels() {
   Machine& m = machine();
   while (true) {
@@ -181,9 +180,9 @@ inline void run_kernels() {
   }
 }
 
-// A thread's turn.
+// Runs a thread's turn.
 inline void resume(Thread& thread) {
-  if (_setjmp(machine().scheduler) != 0) return;  // it is over
+  if (_setjmp(machine().scheduler) != 0) return;  // the turn is over
   if (std::exchange(thread.started, true)) _longjmp(thread.turn, 1);
   ucontext_t context;
   getcontext(&context);
@@ -193,11 +192,11 @@ inline void resume(Thread& thread) {
   setcontext(&context);
 }
 
-// A turn for every thread that waits for nothing, in an order that is drawn, but for some warps (a
-// bit for each). Says whether any thread had one.
+// Gives each thread that does not wait one turn, in random order, except the warps in left_out (one
+// bit per warp). Returns whether any thread had a turn.
 inline bool give_turns(unsigned num_threads, unsigned left_out) {
   Machine& m = machine();
-  constexpr unsigned kSteps[] = {1, 37, 41, 43, 47, 53, 59, 61};  // have no divisor of num_threads
+  constexpr unsigned kSteps[] = {1, 37, 41, 43, 47, 53, 59, 61};  // coprime to num_threads
   const unsigned first = m.random() % num_threads, step = kSteps[m.random() % 8] % num_threads;
   const bool upwards = m.random() % 2 == 0;
   bool any = false;
@@ -230,15 +229,15 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
     thread.num_exchanges = thread.num_votes = 0;
     thread.copies.assign(1, {});
   }
-  unsigned left_out = 0;  // for a while: so the others get ahead
+  unsigned left_out = 0;  // warps that pause, so that the others get ahead
   while (m.barrier.num_threads > 0) {
     if (m.random() % 64 == 0) left_out = m.random();
     const bool any = give_turns(num_threads, left_out);
     if (m.error) {
-      for (Thread& thread : m.threads) thread.started = false;  // their stacks are left as they are
+      for (Thread& thread : m.threads) thread.started = false;  // the stacks cannot be resumed
       std::rethrow_exception(std::exchange(m.error, nullptr));
     }
-    if (!any && left_out == 0) fail("the threads of a block wait for each other");
+    if (!any && left_out == 0) fail("deadlock: every thread of a block waits");
     if (!any) left_out = 0;
   }
 }
@@ -251,12 +250,14 @@ void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, si
   const std::lock_guard lock(m.mutex);
   const auto set = m.most_shared.find(reinterpret_cast<const void*>(kernel));
   if (shared_bytes > (set == m.most_shared.end() ? kMostSharedByDefault : set->second)) {
-    fail("its block has no " + std::to_string(shared_bytes) + " bytes of shared memory");
+    fail("a block must not use " + std::to_string(shared_bytes) + " bytes of shared memory");
   }
   if (num_threads == 0 || num_threads > kMostThreads || num_threads % kWarp != 0) {
-    fail("a block of " + std::to_string(num_threads) + " threads");
+    fail("a block must have a multiple of 32 threads, at most 1024, got " +
+         std::to_string(num_threads));
   }
-  if (blocks.x > INT32_MAX || blocks.y > UINT16_MAX || blocks.z > UINT16_MAX) fail("a large grid");
+  if (blocks.x > INT32_MAX || blocks.y > UINT16_MAX || blocks.z > UINT16_MAX)
+    fail("the grid is too large");
   const std::function<void()> body = [&] { kernel(arguments...); };
   m.kernel = &body;
   gridDim = blocks;

@@ -1,4 +1,4 @@
-// csrc/cuda/mma.cuh on the CPU: what PTX says of ldmatrix and of mma.m16n8k16.
+// Emulates csrc/cuda/mma.cuh on the CPU: ldmatrix and mma.m16n8k16 as PTX defines them.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -10,7 +10,8 @@ namespace moe_ext::cuda {
 
 template <bool kTransposed>
 void load_matrices(uint32_t (&matrices)[4], const void* row) {
-  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulation::fail("ldmatrix between 16 bytes");
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
+    emulation::fail("ldmatrix: the row must be aligned to 16 bytes");
   const auto rows = emulation::exchange(emulation::kAllLanes, row, "ldmatrix");
   const unsigned lane = threadIdx.x % emulation::kWarp;
   for (unsigned matrix = 0; matrix < 4; ++matrix) {
@@ -24,7 +25,7 @@ void load_matrices(uint32_t (&matrices)[4], const void* row) {
   }
 }
 
-// The numbers in a register of each lane.
+// Returns the two numbers in a register of each lane.
 template <typename scalar_t>
 std::array<std::array<float, 2>, emulation::kWarp> numbers(uint32_t mine) {
   constexpr bool kIsBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;

@@ -1,4 +1,4 @@
-"""Attention (App. G) against the double loop over source and target steps."""
+"""Attention (App. G), compared with a double loop over source and target steps."""
 
 import pytest
 import reference as ref
@@ -52,7 +52,7 @@ def test_equals_the_double_loop(attention):
 
 
 def test_masked_steps_do_not_exist(attention):
-    """Whatever is there; a sentence of one token is all that is seen."""
+    """Masked source positions have no effect; with one token, the context is that token."""
     source, target, mask = inputs()
     context, weights = attend(attention, source, target, mask)
     other = torch.where(mask[:, :, None], source, 1e3)
@@ -84,14 +84,14 @@ def test_gradcheck(attention):
 
 
 def test_the_product_attends_to_all_alike_where_it_knows_nothing():
-    """tanh(0) = 0: from a zero state every token of the source has the same weight."""
+    """tanh(0) = 0, so a zero query gives every source token the same weight."""
     source, target, mask = inputs()
     _, weights = attend(Attention(D_SOURCE, D_TARGET, UNITS).double(), source, 0 * target, mask)
     assert_exact(weights, (mask.double() / LENGTHS[:, None])[:, None].expand(B, T, S))
 
 
 def test_autocast(attention):
-    """Products in bfloat16, the softmax in float32, gradients in the parameters' type."""
+    """GEMMs run in bfloat16, the softmax in float32; gradients have the dtype of the parameters."""
     source, target, mask = inputs()
     expected, exact_weights = attend(attention, source, target, mask)
     attention = attention.float()
@@ -100,7 +100,7 @@ def test_autocast(attention):
     assert weights.dtype == torch.float32
     context.float().square().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in attention.parameters())
-    # Scores of size 3 err by 3 · 2^-8 or so.
+    # The error of a score of size 3 is about 3 · 2^-8.
     torch.testing.assert_close(weights.double(), exact_weights, rtol=0.1, atol=0.02)
     torch.testing.assert_close(context.double(), expected, rtol=0.1, atol=0.05)
 

@@ -1,4 +1,4 @@
-"""BLEU against numbers worked by hand, as multi-bleu.perl gives them."""
+"""BLEU, compared with hand-worked numbers and with multi-bleu.perl."""
 
 import math
 import sys
@@ -11,11 +11,11 @@ pytest.importorskip("sacrebleu")
 
 
 def test_clipped_counts_and_brevity():
-    """Of "the" 2 of 3 count; 7 tokens beside 9."""
+    """The count of "the" is clipped from 3 to 2; the lengths are 7 and 9 tokens."""
     translations = ["the the the cat sat", "on mats"]
     references = ["the cat and the dog sat down", "on mats"]
     found = corpus_bleu(translations, references, tokenized=True)
-    # 1-grams: the the cat sat on mats; 2-grams: "the cat", "on mats"; none of 3 and 4.
+    # The matches are the, the, cat, sat, on, mats; "the cat", "on mats"; no 3-grams or 4-grams.
     assert found.precisions == pytest.approx((100 * 6 / 7, 100 * 2 / 5, 0, 0), abs=1e-12)
     assert found.brevity_penalty == pytest.approx(math.exp(1 - 9 / 7), abs=1e-12)
     assert (found.num_tokens, found.num_reference_tokens) == (7, 9)
@@ -26,7 +26,7 @@ def test_score_by_hand():
     translations = ["a b c d e f", "g h i j"]
     references = ["a b c d x f", "g h i j k"]
     found = corpus_bleu(translations, references, tokenized=True)
-    # In the first sentence f matches alone; no n-gram spans two sentences.
+    # After the x in the first sentence, only f matches. No n-gram spans two sentences.
     assert found.precisions == pytest.approx((90, 100 * 6 / 8, 100 * 4 / 6, 50), abs=1e-12)
     assert found.brevity_penalty == pytest.approx(math.exp(1 - 11 / 10), abs=1e-12)
     product = 9 / 10 * 6 / 8 * 4 / 6 * 2 / 4
@@ -34,8 +34,7 @@ def test_score_by_hand():
 
 
 def test_several_references():
-    """Counts are clipped by the largest of a reference; of equally close lengths the shorter one
-    counts: 4 and 6 beside 5."""
+    """Counts are clipped by the largest of a reference; of lengths 4 and 6, 4 is used for 5."""
     found = corpus_bleu(
         ["a a b c d"], ["a b c d x y"], ["a a b c"], ["b c d a z z z z"], tokenized=True
     )
@@ -57,7 +56,7 @@ def test_case_counts():
 
 
 def test_zero_without_a_match_of_an_order():
-    """No 4-gram matches: 0 as in multi-bleu.perl, where sacreBLEU's default smooths."""
+    """No 4-gram matches: the score is 0 as in multi-bleu.perl; sacreBLEU's default smooths it."""
     translations, references = ["a b c x d e f"], ["a b c y d e f"]
     found = corpus_bleu(translations, references, tokenized=True)
     assert found.precisions[3] == 0 and found.score == 0
@@ -65,7 +64,7 @@ def test_zero_without_a_match_of_an_order():
 
 
 def test_tokens_of_punctuation():
-    """13a separates it; tokenized text is taken as it is."""
+    """Tokenizer 13a separates punctuation; tokenized text is not changed."""
     translations, references = ["Well, that is it."], ["Well , that is it ."]
     assert corpus_bleu(translations, references).num_tokens == 6
     assert corpus_bleu(translations, references).score == pytest.approx(100)
@@ -73,7 +72,7 @@ def test_tokens_of_punctuation():
 
 
 def test_only_ascii_space_separates():
-    """multi-bleu.perl reads bytes: 5 tokens. A space that does not separate has to match."""
+    """multi-bleu.perl reads bytes: 5 tokens. White space inside a token must match."""
     found = corpus_bleu(["a 10\u00a0000 b\u3000c d\te"], ["a 10\u00a0000 b c d e"], tokenized=True)
     assert found.num_tokens == 5 and found.num_reference_tokens == 6
     assert found.precisions[0] == pytest.approx(100 * 4 / 5)
@@ -112,7 +111,7 @@ def test_without_sacrebleu(monkeypatch):
 
 
 def test_languages_without_spaces_are_cut_into_characters():
-    """As one word none of it would match; six of seven characters do, in one piece of five."""
+    """Six of seven characters match, five of them in sequence; as one word, nothing would match."""
     translation, reference = ["猫が好きです。"], ["猫が好きだ。"]
     assert corpus_bleu(translation, reference).score < 20
     assert "tok:char" in corpus_bleu(translation, reference, language="jpn").signature

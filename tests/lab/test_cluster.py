@@ -1,4 +1,4 @@
-"""The plan of a cluster: hand-worked numbers, and what real models and optimizers take."""
+"""The plan of a cluster, for hand-worked numbers and for real models and optimizers."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def config(moe=None, data=None, optimizer=None, **model):
-    """One layer of 8 experts 4 -> 6 -> 4, 2 of them a token, and a vocabulary of 10."""
+    """One layer of 8 experts 4 -> 6 -> 4 with k = 2, and a vocabulary of 10."""
     moe = {"num_experts": 8, "k": 2, "hidden_sizes": [6]} | (moe or {})
     model = {"d_model": 4, "layers": ["moe"], "dropout": 0.0} | model | {"moe": moe}
     data = {"vocab_size": 10, "tokens_per_batch": 12} | (data or {})
@@ -34,18 +34,20 @@ DEVICE = Device(flops=1e6, memory=1e5, memory_bandwidth=1e6, link=1e4)
 
 def test_a_plan_worked_by_hand():
     p = plan(config(), DEVICE, 4)
-    # Embedding 10 · 4, softmax 10 · 4 + 10, gate 2 · 4 · 8; an expert 2 · 4 · 6, two on a device.
+    # Embedding 10 · 4, softmax 10 · 4 + 10, gate 2 · 4 · 8. An expert has 2 · 4 · 6; a device has
+    # two.
     assert (p.dense_parameters, p.expert_parameters) == (40 + 50 + 64, 8 * 48)
     assert p.parameter_bytes == p.gradient_bytes == 4 * (154 + 2 * 48)
-    assert p.optimizer_bytes == 2 * p.parameter_bytes  # Adam's two averages
-    # 12 tokens · 2 experts, 3 of 4 elsewhere: 18 rows of 4 + 4 numbers of 4 bytes, there and back.
+    assert p.optimizer_bytes == 2 * p.parameter_bytes  # Adam's moments
+    # 12 tokens · 2 experts, 3/4 of them remote: 18 rows of 4 + 4 numbers of 4 bytes, in both
+    # passes.
     assert p.exchange_bytes == 2 * 18 * 8 * 4
     assert p.reduce_bytes == 2 * 3 / 4 * 4 * 154
-    # Multiply-adds of a token: gate 64, experts 2 · 48, softmax 40; two flops each, three passes.
+    # Multiply-adds of a token: gate 64, experts 2 · 48, softmax 40. Each is 2 flops in 3 passes.
     assert p.flops == 2 * 3 * 12 * (64 + 96 + 40)
-    assert p.expert_intensity == 6 * 2 / 4  # the hidden layer's width · 2 / itemsize
+    assert p.expert_intensity == 6 * 2 / 4  # hidden width · 2 / itemsize
     assert p.device_intensity == 100
-    # x, sigmoid(y), embedding, softmax 4 each; 4 · 8 of the gate; 2 rows of 6, and 4 in and 4 out.
+    # x, sigmoid(y), embedding and softmax 4 each; gate 4 · 8; 2 rows with 6 hidden, 4 in and 4 out.
     assert p.activation_bytes == 4 * 12 * (16 + 32 + 2 * 14)
     assert p.memory_bytes == 4 * 1000 + p.activation_bytes
     assert p.network_seconds == pytest.approx((1152 + 924) / 1e4)
@@ -59,22 +61,23 @@ def test_a_plan_worked_by_hand():
 
 def test_options_of_a_plan():
     p = plan(config(), DEVICE, 4)
-    # Hidden layers once more: 2 rows of 4 · 6 multiply-adds, and no longer kept.
+    # The hidden layers are recomputed and not saved: 2 rows of 4 · 6 multiply-adds.
     again = plan(config({"recompute": True}), DEVICE, 4)
     assert again.flops == p.flops + 2 * 12 * 2 * 24
     assert again.activation_bytes == p.activation_bytes - 4 * 12 * 2 * 6
-    # Of 8 experts 2 on each of 4: at least one of the 2 choices is there in 28 - 15 of 28 cases.
+    # Each of 4 devices has 2 of 8 experts: a token uses one of them in 28 - 15 of 28 cases.
     tokens = plan(config(), DEVICE, 4, exchange="tokens")
     copies = 12 * 3 * 13 / 28
     assert tokens.exchange_bytes == pytest.approx(2 * copies * 8 * 4 + 18 * (4 + 8 + 4))
-    # An expert's rows and columns: 4 + 6 and 6 + 4.
+    # Factored moments of an expert: 4 + 6 and 6 + 4 numbers.
     factored = plan(config(optimizer={"experts": "factored_adam"}), DEVICE, 4)
     assert factored.optimizer_bytes == 4 * (2 * 154 + 2 * 20)
-    # A step of two batches sends and computes twice, and keeps what one does.
+    # A step of two batches sends and computes twice as much; its activations are those of one
+    # batch.
     two = plan(config(optimizer={"accumulate": 2}), DEVICE, 4)
     assert (two.exchange_bytes, two.flops) == (2 * p.exchange_bytes, 2 * p.flops)
     assert (two.reduce_bytes, two.memory_bytes) == (p.reduce_bytes, p.memory_bytes)
-    # 3 devices have 3, 3 and 2 experts; one alone has them all and sends nothing.
+    # 3 devices have 3, 3 and 2 experts. A single device has all experts and sends nothing.
     assert plan(config(), DEVICE, 3).parameter_bytes == 4 * (154 + 3 * 48)
     alone = plan(config(), DEVICE, 1)
     assert (alone.exchange_bytes, alone.reduce_bytes, alone.network_seconds) == (0, 0, 0)
@@ -108,7 +111,7 @@ def test_leaving_is_the_mean_over_all_choices(num_experts, num_processes, group,
 
 def test_exchange_bytes():
     assert exchange_bytes(10, 7, 3, 5, 2, "rows") == (10 * 8 * 2, 10 * 8 * 2)
-    # And with each row a float32 gate and an int64 index; of the first, the gradient comes back.
+    # Each row adds a float32 gate and an int64 index; backward adds the gradient of the gate.
     assert exchange_bytes(10, 7, 3, 5, 2, "tokens") == (7 * 8 * 2 + 120, 7 * 8 * 2 + 40)
 
 
@@ -161,23 +164,23 @@ def test_what_is_kept_is_about_what_autograd_keeps(num_groups, dropout):
     ids = torch.randint(50, (16, 20))
     batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(16))
     kept = saved_bytes(lambda: model.loss(batch).nll_sum, model.parameters())
-    kept -= 4 * (32 * 50 + 50)  # the gradients of the softmax, made in the forward pass
+    kept -= 4 * (32 * 50 + 50)  # softmax gradients, computed in forward
     assert plan(c, DEVICE, 1).activation_bytes == pytest.approx(kept, rel=0.15)
 
 
 def test_a_trillion_parameters():
-    """Sec. 3.1: with experts in proportion to devices, a device's load does not grow."""
+    """Sec. 3.1: the load of a device does not grow if experts are in proportion to devices."""
     base = read_config(ROOT / "configs/news/moe-131072-h.toml", ["data.tokens_per_batch=19531"])
     small, large = (
         plan(plan_cluster.grown(base, n), DEVICES["k40"], 128 * n, split_gates=True) for n in (1, 8)
     )
-    assert small.num_experts == 2**17  # 137 billion parameters, App. D
+    assert small.num_experts == 2**17  # 137 billion parameters (App. D)
     assert small.dense_parameters + small.expert_parameters == pytest.approx(137.7e9, rel=1e-3)
     assert large.dense_parameters + large.expert_parameters > 1.1e12
     assert large.memory_bytes < 1.05 * small.memory_bytes
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
     assert large.step_seconds(overlap=False) < 1.05 * small.step_seconds(overlap=False)
-    # Copies of all secondary gates would grow with the experts: 2 · 512 weights each.
+    # Replicated secondary gates would grow with the experts: 2 · 512 weights each.
     copied = plan(plan_cluster.grown(base, 8), DEVICES["k40"], 1024)
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 

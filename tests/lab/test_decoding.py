@@ -1,4 +1,4 @@
-"""Beam search: by hand, against all translations there are, alone and in company."""
+"""Beam search, compared with hand-worked and exhaustive search, for single sources and batches."""
 
 import math
 
@@ -16,7 +16,7 @@ INF = math.inf
 
 
 class PrefixModel:
-    """From functions of (source, prefix): probabilities [V] and attention [|X|]."""
+    """A model from functions of (source, prefix) to probabilities [V] and attention weights."""
 
     def __init__(self, probs, attention=None, dtype=torch.float64):
         self.probs, self.attention, self.dtype = probs, attention, dtype
@@ -50,7 +50,7 @@ class PrefixState:
 
 
 class TableModel:
-    """Random probabilities: what follows depends on the source and all tokens."""
+    """A model with random probabilities that depend on the source and all tokens so far."""
 
     SIZE = 997
 
@@ -62,7 +62,7 @@ class TableModel:
         self.weights = self.weights.to(device, dtype)
 
     def start(self, sources):
-        """Of (key, length) pairs."""
+        """Returns the state and mask of sources given as (key, length) pairs."""
         keys, lengths = torch.tensor(sources, device=self.log_probs.device).unbind(1)
         mask = torch.arange(int(lengths.max()), device=keys.device) < lengths[:, None]
         return TableState(keys % self.SIZE, mask), mask
@@ -70,7 +70,7 @@ class TableModel:
     def step(self, tokens, state):
         node = (state.node * 31 + tokens * 7 + 1) % self.SIZE
         weights = self.weights[node, : state.mask.shape[1]] * state.mask
-        attention = weights / weights.cumsum(1)[:, -1:]  # padding changes no bits
+        attention = weights / weights.cumsum(1)[:, -1:]  # cumsum: padding does not change results
         return self.log_probs[node], attention, TableState(node, state.mask)
 
 
@@ -88,15 +88,14 @@ def translate(search, model, sources):
 
 
 def score_of(search, log_prob, attention):
-    """s(Y, X) in plain floats from the rows p_ij of each token j."""
+    """Computes s(Y, X) in plain floats from the attention rows p_ij of each token j."""
     lp = (5 + len(attention)) ** search.length_penalty / (5 + 1) ** search.length_penalty
     covered = [min(sum(column), 1) for column in zip(*attention, strict=True)]
     return log_prob / lp + search.coverage_penalty * sum(math.log(c) for c in covered)
 
 
 def all_translations(search, model, source, limit):
-    """(score, tokens, log_prob, attention) of every translation that the prunings leave, best
-    first; what is at the limit ends."""
+    """Lists (score, tokens, log_prob, attention) of all unpruned translations, best score first."""
     found = []
 
     def extend(tokens, log_prob, attention, last, state):
@@ -126,10 +125,10 @@ def test_penalties_by_hand():
     coverage = torch.tensor([[0.5, 1.5, 0.25, 0.0], [1.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True] * 4])
     log_prob = torch.tensor([-6.0, -2.0], dtype=torch.float64)
-    # (5 + 19) / 6 = 4 and its root 2; the log of 1/2 · 1 · 1/4.
+    # (5 + 19) / 6 = 4, whose square root is 2; the log of 1/2 · 1 · 1/4.
     expected = torch.tensor([-6 / 2 + 0.4 * math.log(1 / 8), -2 / 2], dtype=torch.float64)
     assert_exact(search.score(log_prob, 19, coverage, mask), expected)
-    # Of a single token (the end of sentence) lp is 1.
+    # With one token (the end of sentence), lp is 1.
     expected[0] = -6 + 0.4 * math.log(1 / 8)
     lengths = torch.tensor([1, 19])
     assert_exact(search.score(log_prob, lengths, coverage, mask), expected)
@@ -144,7 +143,7 @@ def test_no_attention_at_all_keeps_a_score():
 
 
 def test_longer_hypothesis_gains_with_the_length_penalty():
-    """Of log P -4 in 3 tokens and -5 in 7, the second overtakes where (12/8)^a = 5/4."""
+    """log P is -4 for 3 tokens and -5 for 7 tokens: the second wins if (12/8)^a > 5/4."""
     log_prob = torch.tensor([-4.0, -5.0], dtype=torch.float64)
     lengths = torch.tensor([3, 7])
     coverage = torch.ones(2, 2, dtype=torch.float64)
@@ -159,8 +158,7 @@ def test_longer_hypothesis_gains_with_the_length_penalty():
 
 
 def test_search_by_hand():
-    """The first token attends to the first of two positions, all others to both: shorter ones are
-    more probable and cover less."""
+    """Only the first token attends to one position alone; short translations cover less."""
 
     def probs(source, prefix):
         return {(): [0.1, 0.6, 0.3], (1,): [0.5, 0.3, 0.2]}.get(prefix, [0.9, 0.05, 0.05])
@@ -185,7 +183,7 @@ def test_search_by_hand():
 @pytest.mark.parametrize("window", [INF, 1.2])
 @pytest.mark.parametrize(("a", "b"), [(0.0, 0.0), (0.2, 0.2), (1.0, 0.5)])
 def test_equals_exhaustive_search(a, b, window):
-    """With a place for all prefixes, the best of all translations of at most 4 tokens."""
+    """The beam holds all prefixes, so it finds the best of all translations of up to 4 tokens."""
     search = BeamSearch(64, a, b, window, 0.0, min_length_limit=4, num_best=6)
     for seed in range(6):
         model = TableModel(4, seed)
@@ -206,14 +204,14 @@ def test_others_take_the_place_of_what_ends():
     model = PrefixModel(probs)
     (found,) = translate(BeamSearch(2, 0.0, 0.0, num_best=2), model, [1])
     assert [h.tokens for h in found] == [[1, 0], [0]]
-    assert model.num_rows == [1, 2]  # (1,) and (2,)
+    assert model.num_rows == [1, 2]  # prefixes (1,) and (2,)
 
 
 # Prunings
 
 
 def test_tokens_far_below_the_best():
-    """A window of log 4: after <s> tokens of 0.125 and more, whatever follows them."""
+    """A window of log 4 keeps first tokens with p >= 0.125, whatever follows them."""
 
     def probs(source, prefix):
         return [0.01, 0.5, 0.13, 0.12, 0.24] if not prefix else [0.96, 0.01, 0.01, 0.01, 0.01]
@@ -226,8 +224,7 @@ def test_tokens_far_below_the_best():
 
 
 def test_hypotheses_far_below_the_best():
-    """Of 0.6, 0.3 and 0.1 · 0.9 a window of log 4 keeps two. As lp is 1, the third one's prefix is
-    not followed."""
+    """A window of log 6.002 drops the third hypothesis: 0.6 / (0.1 · 0.999) is 6.006."""
 
     def probs(source, prefix):
         return [0.6, 0.3, 0.1] if not prefix else [0.999, 0.0005, 0.0005]
@@ -239,7 +236,7 @@ def test_hypotheses_far_below_the_best():
     (found,) = translate(search(3.0), model, [1])
     assert [h.tokens for h in found] == [[0], [1, 0], [2, 0]]
     assert model.num_rows == [1, 2]
-    # Pruning 1 alone would leave the last one: 0.6 / 0.1 < 6.5. And 0.0999 is further below.
+    # Rule 1 keeps the token of the third hypothesis, as 0.6 / 0.1 < 6.002; rule 2 drops the result.
     (found,) = translate(search(math.log(6.002)), PrefixModel(probs), [1])
     assert [h.tokens for h in found] == [[0], [1, 0]]
 
@@ -250,7 +247,7 @@ def test_prefix_that_cannot_come_near_is_not_followed():
             return [0.4, 0.3, 0.3]
         return [0.1, 0.9, 0] if prefix[0] == 1 else [0.05, 0.475, 0.475]
 
-    # Prefixes of 0.3, 0.27, ... and 0.1425, 0.068, ...: the limit of log 4 is at 0.1.
+    # Prefixes have 0.3, 0.27, ... and 0.1425, 0.068, ...; the window of log 4 ends at 0.1.
     search = BeamSearch(8, 0.0, 0.0, window=math.log(4), num_best=8)
     model = PrefixModel(probs)
     translate(search, model, [1])
@@ -292,8 +289,7 @@ def test_beam_of_one_without_penalties_is_greedy():
 
 
 def garden_path(source, prefix):
-    """A beam of 2 finds 0.36 · 0.5 twice after (2,), where nothing goes on well, and leaves the
-    greedy (1,), of which 0.4 · 0.3 would lead to the end without any loss."""
+    """A plain beam of 2 keeps (2, 1) and (2, 2), which end badly, and drops the greedy (1, 1)."""
     if not prefix:
         return [0.04, 0.4, 0.36, 0.1, 0.1]
     if prefix == (1,):
@@ -314,7 +310,7 @@ def test_greedy_hypothesis_keeps_its_place():
 
 @pytest.mark.parametrize("beam", [1, 2, 8])
 def test_not_below_greedy(beam):
-    """With any penalties and prunings."""
+    """The best score is at least the greedy score, with any penalties and windows."""
     sources = [(key, 1 + key % 7) for key in range(300)]
     for a, b, window in [(0.0, 0.0, INF), (0.2, 0.2, 3.0), (1.0, 1.0, 0.5), (0.2, 0.2, 0.0)]:
         search = BeamSearch(beam, a, b, window)
@@ -328,7 +324,7 @@ def test_not_below_greedy(beam):
 
 
 def test_equal_probabilities_go_by_id():
-    """The greedy token, whichever of the equal ones are found first."""
+    """Ties go to the lowest id in the greedy hypothesis."""
     model = PrefixModel(lambda source, prefix: [0.01, *([0.99 / 59] * 59)])
     ((greedy,),) = translate(BeamSearch.greedy(), model, [2])
     assert greedy.tokens == [1] * 9 + [0]
@@ -357,7 +353,7 @@ def test_largest(device, num_columns, distinct):
 
 
 def assert_same_hypotheses(actual, expected, device="cpu"):
-    """To the bit; on a GPU the sums along a row go by the number of rows."""
+    """Compares bitwise on the CPU; on a GPU, rounding depends on the number of rows."""
     assert len(actual) == len(expected) >= 1
     for a, e in zip(actual, expected, strict=True):
         assert a.tokens == e.tokens
@@ -383,7 +379,7 @@ def test_same_alone_and_in_any_company(device, dtype):
 
 
 def test_finished_sources_take_no_more_part():
-    """Source i ends after i tokens for sure."""
+    """Source i ends after i tokens with probability 1."""
 
     def probs(source, prefix):
         return [0, 0.7, 0.3] if len(prefix) < source else [1, 0, 0]
@@ -396,7 +392,7 @@ def test_finished_sources_take_no_more_part():
 
 
 def test_stops_when_nothing_can_come_among_the_best():
-    """0.6, then 0.4 · 0.5, 0.4 · 0.25, ...: what is left is as probable as the last that ended."""
+    """0.6, then 0.4 · 0.5, 0.4 · 0.25, ...: the rest is as probable as the last finished one."""
 
     def probs(source, prefix):
         return [0.5, 0.5] if prefix else [0.6, 0.4]
@@ -437,7 +433,7 @@ def test_best_of_several():
 
 
 def test_limit_ends_what_has_no_end():
-    """The probability of an end is 0: the smallest number at the limit, 2 |X| but at least 5."""
+    """The end has probability 0: the smallest number replaces it at the limit max(5, 2 tokens)."""
     model = PrefixModel(lambda source, prefix: [0, 0.6, 0.4], dtype=torch.float32)
     search = BeamSearch(beam=3, length_penalty=0.0, coverage_penalty=0.0, min_length_limit=5)
     found = translate(search, model, [1, 4, 2])
@@ -463,7 +459,7 @@ def test_nothing_but_the_end(search):
 
 
 def test_source_of_one_position():
-    """All attention is there, from the first token on."""
+    """All attention is on the only position, from the first token on."""
     model = TableModel(6, seed=6)
     for found in translate(BeamSearch(num_best=4), model, [(key, 1) for key in range(10)]):
         for h in found:

@@ -1,4 +1,4 @@
-"""Training by several processes: the curve of one, and no loss when one of them dies (Sec. 3.1)."""
+"""Training on several ranks equals training on one; killed ranks lose no step (Sec. 3.1)."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config(tmp_path):
-    """Nothing is drawn while it trains: no dropout, no noise."""
+    """A run without dropout and noise, so training is deterministic."""
     text = tmp_path / "text.txt"
     generator = torch.Generator().manual_seed(8)
     words = torch.randint(40, (1500,), generator=generator).tolist()
@@ -68,7 +68,7 @@ def train(group, rank, config):
 
 
 def curve(config):
-    """Every loss and perplexity of a run."""
+    """Returns every loss and perplexity of a run."""
     return [
         (record["kind"], record["step"], record["tokens"], record["nll"])
         for record in read_metrics(Path(config.output))
@@ -76,14 +76,14 @@ def curve(config):
 
 
 def balance(config):
-    """What the MoE layers report, step by step."""
+    """Returns the metrics of the MoE layers, step by step."""
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens", "load")
     values = [r[key] for r in read_metrics(Path(config.output), "train") for key in keys]
     return torch.cat([torch.tensor(value).flatten() for value in values]).tolist()
 
 
 def assert_same_curve(actual, expected):
-    """In float32, whose sums over two or four processes round elsewhere."""
+    """Compares curves in float32; the rounding differs with the world size."""
     assert [record[:3] for record in actual] == [record[:3] for record in expected]
     for a, b in zip(actual, expected, strict=True):
         assert a[3] == pytest.approx(b[3], rel=2e-5)
@@ -93,7 +93,7 @@ def assert_same_curve(actual, expected):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_curve_of_one_process(workers, config, tmp_path, gate, num_sampled, accumulate):
     config.model.moe.gate = gate
-    config.model.num_sampled = num_sampled  # all processes draw the same classes
+    config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
     train(None, 0, config)
     for world in (2, 4):
@@ -105,7 +105,7 @@ def test_the_curve_of_one_process(workers, config, tmp_path, gate, num_sampled, 
 
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn"])
 def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
-    """In most batches some of them have no row."""
+    """In most batches, some ranks have no row."""
     config.model.layers = ["lstm", middle, "lstm"]
     config.model.moe.w_importance = 5.0
     config.data.tokens_per_batch = 9
@@ -118,8 +118,8 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
 
 
 def start_of(group, rank, config):
-    """A process's dense parameters and random draws before its first step."""
-    with pytest.MonkeyPatch.context() as patch:  # without the broadcast of the parameters
+    """Returns a rank's dense parameters and random numbers before its first step."""
+    with pytest.MonkeyPatch.context() as patch:  # without broadcasting the parameters
         patch.setattr(moe_ext.lab.training.loop, "parallelize", lambda model, group: model)
         trainer = Trainer(config, process_group=group)
     dense = [p.detach() for name, p in trainer.model.named_parameters() if "experts" not in name]
@@ -129,13 +129,13 @@ def start_of(group, rank, config):
 
 
 def test_every_process_draws_for_itself(workers, config):
-    """Noise and dropout; the weights are the same from the start."""
+    """Noise and dropout differ by rank; the initial weights do not."""
     config.model.moe.gate = "noisy_topk"
     config.model.dropout = 0.5
     config.log.save_every = 1
     starts = workers.run(3, start_of, config)
     workers.run(2, train, replace(config, steps=1))
-    # Of three processes one was not there before, and goes on with draws of its own.
+    # The checkpoint has two ranks: the third rank starts with new seeds.
     starts += workers.run(3, start_of, replace(config, resume=True))
     for dense, _ in starts[1:3]:
         assert all(torch.equal(a, b) for a, b in zip(dense, starts[0][0], strict=True))
@@ -160,7 +160,7 @@ def test_resumed_by_another_number_of_processes(workers, config, tmp_path):
 
 
 def perplexities(group, rank, config):
-    """In float64, of the test part with 1, 7 and 64 sentences in a batch."""
+    """Computes test perplexities in float64, for 1, 7 and 64 sentences per batch."""
     trainer = Trainer(replace(config, resume=True), process_group=group)
     trainer.model.double()
     test = trainer.text.test
@@ -227,7 +227,7 @@ sys.exit(exit_status(main))
 
 
 class Run:
-    """A run under torchrun, line by line."""
+    """A run under torchrun, read line by line."""
 
     def __init__(self, config, tmp_path, *options, fails=False, restarts=0):
         program, toml = tmp_path / "program.py", tmp_path / "config.toml"
@@ -254,7 +254,7 @@ class Run:
         self.output = ""
 
     def until(self, start):
-        """Reads on to the next line that starts so; its further words."""
+        """Reads up to the next line with this start; returns the rest of its words."""
         for line in self.process.stdout:
             self.output += line
             if line.startswith(start):
@@ -262,7 +262,7 @@ class Run:
         raise AssertionError(f"no line {start!r} in:\n{self.output}")
 
     def end(self, seconds):
-        """The exit status, by then; and how long that took."""
+        """Waits for the end; returns the exit status and the seconds it took."""
         started = time.monotonic()
         try:
             self.output += self.process.communicate(timeout=seconds)[0]

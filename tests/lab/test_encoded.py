@@ -1,4 +1,4 @@
-"""Corpora larger than memory: pieces of text, ids in files, work by other processes."""
+"""Corpora larger than memory: pieces of text, ids in files, worker processes."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """A folder of parts; train has several pieces, blank lines and words outside the vocabulary."""
+    """A folder of parts; the train part has several pieces, blank lines and unknown words."""
     draw = random.Random(2)
     folder = tmp_path / "text"
     folder.mkdir()
@@ -62,7 +62,7 @@ def assert_same_sentences(actual, expected):
 
 
 def spoil(file):
-    """Makes a file unreadable as text, with the size and the time that it had."""
+    """Makes a file invalid UTF-8, with the same size and time."""
     status = file.stat()
     file.write_bytes(b"\xff" * status.st_size)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -115,7 +115,7 @@ def test_mapped_sentences_are_those_in_memory(text, tmp_path, vocabulary, num_wo
     (folder,) = (tmp_path / "ids").glob("train-*")
     again = EncodedSentences.open(folder)
     assert_same_sentences(again, expected)
-    other = pickle.loads(pickle.dumps(again))  # by name: nothing is copied
+    other = pickle.loads(pickle.dumps(again))  # pickled by path
     assert_same_sentences(other, expected)
     assert len(pickle.dumps(again)) < 1000
     options = {"tokens_per_batch": 50, "shuffle": True, "seed": 4}
@@ -158,7 +158,7 @@ def test_fingerprints_tell_texts_apart(number):
 
 
 def test_encoded_once(text, tmp_path, vocabulary):
-    """The second time the text is not read: it would be refused."""
+    """The second call does not read the text, which would fail."""
     train = load_corpus(text).train
     first = encode_to_files(train, vocabulary, tmp_path, name="train")
     spoil(text / "train.txt")
@@ -272,7 +272,7 @@ def test_encoding_errors(text, tmp_path, vocabulary, monkeypatch, num_workers):
     (text / "train.txt").write_text("w1\n")
     fingerprints = itertools.count()
     monkeypatch.setattr(Sentences, "fingerprint", lambda self: str(next(fingerprints)))
-    with pytest.raises(CorpusError, match="the text that train is made of changed meanwhile"):
+    with pytest.raises(CorpusError, match="the text of train changed while it was read"):
         encode()
     assert [path.name for path in ids.iterdir()] == [".lock"]
 
@@ -295,7 +295,7 @@ def test_damaged_files_are_refused(text, tmp_path, vocabulary):
         EncodedSentences.open(tmp_path / "nowhere")
 
 
-# --- work by other processes --------------------------------------------------------------------
+# --- worker processes ---------------------------------------------------------------------------
 
 
 def square(number):
@@ -314,7 +314,7 @@ def test_work_comes_back_in_order(num_workers):
 
 
 def test_work_can_be_pickled(text, tmp_path, vocabulary):
-    """As it is where Python does not start processes by fork."""
+    """Pickling is needed where Python does not start processes by fork."""
     train = load_corpus(text).train
     for piece in (*train.pieces, load_corpus(text, max_train_sentences=5).train):
         assert list(pickle.loads(pickle.dumps(piece))) == list(piece)
@@ -431,7 +431,7 @@ def test_benchmark_measures_what_a_block_holds_at_the_most():
     with benchmark.measured() as result:
         del held
         time.sleep(0.2)
-    assert result[0] >= 0.2 and 0 <= result[2] < 32  # beyond what was held before
+    assert result[0] >= 0.2 and 0 <= result[2] < 32  # above the memory at the start
     with benchmark.measured() as result:
         held = torch.ones(64 << 18)
     assert 32 < result[2] < 128 and held.sum() == held.numel()

@@ -1,4 +1,4 @@
-"""Interpolated Kneser-Ney: hand-worked numbers, a dictionary reference, and kenlm where it is."""
+"""Interpolated Kneser-Ney: hand-worked numbers, a dictionary reference, kenlm if installed."""
 
 import math
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ def encoded(*sentences):
 
 
 def random_sentences(number, vocab_size, seed):
-    """Words with ids that are squares of uniform ones, so that some are much more frequent."""
+    """Makes sentences whose ids are squares of uniform numbers, so that some are frequent."""
     generator = torch.Generator().manual_seed(seed)
     sentences = []
     for _ in range(number):
@@ -29,7 +29,7 @@ def random_sentences(number, vocab_size, seed):
 
 
 class Reference:
-    """The definition in dictionaries of tuples; START stands before each sentence."""
+    """The definition with dictionaries of tuples; START is before each sentence."""
 
     def __init__(self, sentences, vocab_size, order, modified):
         self.vocab_size, self.order = vocab_size, order
@@ -86,33 +86,34 @@ class Reference:
 
 
 def test_hand_worked():
-    # Bigrams <s>a 3, ab 2, ac 1, b</s> 2, c</s> 1: D = 2 / (2 + 2·2) = 1/3. Before a, b, c and
-    # </s> stand 1, 1, 1 and 2 words: D = 3 / (3 + 2·1) = 3/5, a share 4·(3/5)/5 for 1/5 each.
+    # The bigrams are <s>a 3, ab 2, ac 1, b</s> 2, c</s> 1: D = 2 / (2 + 2·2) = 1/3. The words a, b,
+    # c and </s> have 1, 1, 1 and 2 predecessors: D = 3 / (3 + 2·1) = 3/5. The share 4·(3/5)/5 is
+    # spread over 5 words.
     model = fit_kneser_ney(encoded([A, B], [A, B], [A, C]), 5, order=2, modified=False)
     assert model.discounts == [pytest.approx([3 / 5] * 3), pytest.approx([1 / 3] * 3)]
     unigram = {A: 0.176, B: 0.176, C: 0.176, EOS: 0.376, UNK: 0.096}
     got = model.token_prob(encoded([A, B], [A, UNK, A], [C, B]))
     expected = [
-        (3 - 1 / 3) / 3 + 1 / 9 * unigram[A],  # of <s>: 1 word follows
+        (3 - 1 / 3) / 3 + 1 / 9 * unigram[A],  # one word follows <s>
         (2 - 1 / 3) / 3 + 2 / 9 * unigram[B],
         (2 - 1 / 3) / 2 + 1 / 6 * unigram[EOS],
         (3 - 1 / 3) / 3 + 1 / 9 * unigram[A],
         2 / 9 * unigram[UNK],
-        unigram[A],  # nothing was seen after <unk>
+        unigram[A],  # nothing follows <unk>
         2 / 9 * unigram[EOS],
         1 / 9 * unigram[C],
         1 / 3 * unigram[B],
         (2 - 1 / 3) / 2 + 1 / 6 * unigram[EOS],
     ]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    # 5 words and 5 bigrams; <s>, a, b and c were seen as contexts.
+    # 5 words and 5 bigrams; <s>, a, b and c are contexts.
     assert model.num_ngrams == [5, 5]
     assert model.num_parameters == 5 + 5 + 4
 
 
 def test_modified_discounts():
-    # 4 words (with </s>) are there once, 3 twice, 2 three times and 1 four times:
-    # Y = 4 / (4 + 2·3) = 2/5.
+    # 4 words (with </s>) occur once, 3 twice, 2 three times and 1 four times: Y = 4 / (4 + 2·3) =
+    # 2/5.
     words = [A, B, C, *[5, 6, 7] * 2, *[8, 9] * 3, *[10] * 4]
     model = fit_kneser_ney(encoded(words), 11, order=1)
     expected = [1 - 2 * 2 / 5 * 3 / 4, 2 - 3 * 2 / 5 * 2 / 3, 3 - 4 * 2 / 5 * 1 / 2]
@@ -120,7 +121,7 @@ def test_modified_discounts():
 
 
 def test_discounts_without_rare_words():
-    # a and </s> are there three times: nothing tells D.
+    # a and </s> occur three times, so D is undefined.
     text = encoded([A], [A], [A])
     assert fit_kneser_ney(text, 5, order=1, modified=False).discounts == [[0.5] * 3]
     assert fit_kneser_ney(text, 5, order=1).discounts == [[0.5, 1.0, 1.5]]
@@ -130,7 +131,7 @@ def test_discounts_without_rare_words():
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
 def test_matches_the_reference(order, modified):
     train = random_sentences(150, 30, seed=1)
-    test = random_sentences(40, 33, seed=2)  # three words that the model never saw
+    test = random_sentences(40, 33, seed=2)  # three words are not in the training text
     model = fit_kneser_ney(encoded(*train), 33, order, modified=modified)
     reference = Reference(train, 33, order, modified)
     for sentences in (train, test):
@@ -151,7 +152,7 @@ def test_probabilities_sum_to_one(modified):
     model = fit_kneser_ney(encoded(*train), 33, 4, modified=modified)
     seen = max(train, key=len)
     for context in ([], seen[:1], seen[:5], [7, 7, 7, 7, 7], [31], [31, 32, 2]):
-        # The word after the context, in a sentence for each but the end of it, and this.
+        # Every word but </s> follows the context in one sentence; </s> follows it in the last.
         words = [word for word in range(33) if word != EOS]
         prob = model.token_prob(encoded(*([*context, word] for word in words)))
         after = torch.arange(len(words)) * (len(context) + 2) + len(context)
@@ -192,7 +193,7 @@ def test_errors():
 
 @pytest.fixture
 def arpa(tmp_path):
-    """A model, its vocabulary and its file."""
+    """Writes a model; returns the model, its vocabulary and its file."""
     names = [f"w{i}" for i in range(33)]
     names[EOS], names[UNK] = Vocabulary.EOS, Vocabulary.UNK
     vocabulary = Vocabulary(names)

@@ -61,7 +61,7 @@ def build(noise=None, **changes):
 
 
 def random_batch(lengths, padding=0, fill=0):
-    """Random sentences, padded with id ``fill`` to the longest and by ``padding`` more."""
+    """Makes random sentences, padded with id ``fill`` to the longest plus ``padding``."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(VOCAB, (2, len(lengths), max(lengths)), generator=generator)
     ids = F.pad(ids, (0, padding), value=fill)
@@ -102,7 +102,7 @@ def test_linear_cross_entropy_survives_large_logits():
 
 
 def test_linear_cross_entropy_of_many_rows_in_float16():
-    """The gradient of their mean is in its range where that of the sum is not."""
+    """The gradient of the mean fits float16; the gradient of the sum does not."""
     rows, classes = 4000, 8192
     hidden, bias = torch.full((rows, 1), 50.0).half(), torch.zeros(classes).half()
     weight, targets = bias[:, None].clone().requires_grad_(), torch.zeros(rows, dtype=torch.int64)
@@ -113,7 +113,7 @@ def test_linear_cross_entropy_of_many_rows_in_float16():
 
 
 def test_linear_cross_entropy_without_gradient_makes_none(monkeypatch):
-    monkeypatch.setattr(torch, "zeros_like", None)  # where a gradient would be added up
+    monkeypatch.setattr(torch, "zeros_like", None)  # used to make gradients
     weight = torch.randn(7, 4, requires_grad=True)
     arguments = torch.randn(5, 4), weight, torch.zeros(7), torch.randint(7, (5,))
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_linear_cross_entropy_under_autocast():
     actual.backward()
     assert weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
     expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
-    # A bfloat16 product of 16 terms of size 1 errs by about 4 * 2^-9; here 20 of them are added.
+    # A bfloat16 dot product of 16 terms of size 1 errs by about 4 * 2^-9; 20 of them are summed.
     assert abs(actual.item() - expected.item()) < 0.3
 
 
@@ -208,7 +208,7 @@ def test_lstm_weights_have_unit_gain():
 
 @pytest.mark.parametrize("units", [None, 6, 9])
 def test_lstm_is_that_of_its_equations(units):
-    """With a cell of d_model units that is projected, which torch's LSTM does not have, too."""
+    """Includes a square projection, which torch's LSTM does not have."""
     lstm = LSTM(6, units, d_input=5).double()
     weights = dict(lstm.lstm.named_parameters())
     w, u = weights["weight_ih_l0"], weights["weight_hh_l0"]
@@ -239,7 +239,7 @@ def test_lstm_is_that_of_its_equations(units):
 @pytest.mark.parametrize("middle", ["moe", "moe_lstm", "ffn", "lstm"])
 @pytest.mark.parametrize("residual", [True, False])
 def test_layers_are_put_together_as_in_the_paper(middle, residual):
-    """Sigmoid on the MoE (not on LSTMs), dropout on each output, then the residual (App. C.1)."""
+    """Sigmoid of the MoE (not of LSTMs), dropout of each output, then the residual (App. C.1)."""
     p = 0.25
     noise = torch.Generator()
     model = build(noise, layers=["lstm", middle, "lstm"], dropout=p, residual=residual)
@@ -277,7 +277,7 @@ def test_loss_parts():
     batch = random_batch([5, 3, 4])
     parts = model.loss(batch)
     assert parts.num_tokens == 12 and len(parts.aux) == 2
-    # Each layer's balancing loss once, and none of it in the nats.
+    # The balancing loss of each layer counts once and is not part of the nats.
     torch.testing.assert_close(parts.aux_loss, parts.aux[0].loss + parts.aux[1].loss)
     model.eval()
     h, _ = model(batch.inputs, batch.mask)
@@ -310,7 +310,7 @@ def test_padding_changes_nothing():
     [("moe", "noisy_topk"), ("moe", "balanced"), ("moe_lstm", "noisy_topk"), ("ffn", "noisy_topk")],
 )
 def test_an_empty_batch_has_zero_gradients(middle, gate, changes):
-    """What a process has of a batch with fewer sentences than there are processes."""
+    """A rank has an empty batch if there are fewer sentences than ranks."""
     moe = MoEConfig(num_experts=4, k=2, hidden_sizes=[16], gate=gate, w_load=0)
     model = build(layers=["lstm", middle, "lstm"], moe=moe, **changes)
     empty = random_batch([6, 3]).part(2, 3)
@@ -324,7 +324,7 @@ def test_an_empty_batch_has_zero_gradients(middle, gate, changes):
 
 
 def test_moe_lstm_layers():
-    """Losses like those of other MoE layers; padding changes nothing; memory_slots no bit."""
+    """Has a balancing loss; padding has no effect; results with memory_slots are identical."""
 
     def run(batch, **changes):
         noise = torch.Generator().manual_seed(2)
@@ -342,7 +342,7 @@ def test_moe_lstm_layers():
     again, again_gradients = run(batch, memory_slots=2)
     assert torch.equal(again.nll_sum, parts.nll_sum)
     assert all(torch.equal(a, e) for a, e in zip(again_gradients, gradients, strict=True))
-    # Other ids in the padding: the masks of dropout stay as they are.
+    # Other ids in the padding do not change the dropout masks.
     inputs = batch.inputs.masked_fill(~batch.mask, 33)
     filled, filled_gradients = run(replace(batch, inputs=inputs))
     torch.testing.assert_close(filled.nll_sum, parts.nll_sum)
@@ -467,7 +467,7 @@ def test_options_reach_the_layers(num_groups):
     ],
 )
 def test_gates(options, kind, k):
-    """Every kind of gate in a model that learns; a balanced one gives each expert as much."""
+    """A model with any gate learns; a balanced gate gives each expert equally many tokens."""
     noise = torch.Generator().manual_seed(2)
     model = build(noise, moe=MoEConfig(num_experts=4, k=2, hidden_sizes=[16], **options))
     gate = model.layers[1].gate
@@ -491,7 +491,7 @@ def test_gates(options, kind, k):
 @pytest.mark.parametrize("middle", ["moe", "ffn"])
 @pytest.mark.parametrize("num_sampled", [0, 5])
 def test_large_matrices_in_bfloat16(middle, num_sampled):
-    """Float32 between the layers, and the results of a model with these weights in float32."""
+    """Activations are float32; results equal a float32 model with the same weights."""
     changes = {"layers": ["lstm", middle, "lstm"], "num_sampled": num_sampled}
     model, wide = (build(dtype=dtype, **changes) for dtype in ("bfloat16", "float32"))
     for name, p in model.named_parameters():
@@ -511,7 +511,7 @@ def test_large_matrices_in_bfloat16(middle, num_sampled):
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
     for (name, p), q in zip(model.named_parameters(), wide.parameters(), strict=True):
         error = (p.grad - q.grad).norm()
-        # Some roundings of 2^-9 each.
+        # A few roundings of 2^-9 each.
         assert error <= 0.02 * q.grad.norm() + 1e-3, name
     nll = model.eval().token_nll(batch)
     assert nll.dtype == torch.float32 and len(nll) == 12
@@ -523,7 +523,7 @@ def test_gradients_of_a_bfloat16_embedding_are_added_up_in_float32():
     h = model._embed(torch.full((3, 200), 7))
     assert h.dtype == torch.float32 and h.shape == (3, 200, 8)
     h.sum().backward()
-    # In bfloat16 256 + 1 is 256.
+    # In bfloat16, 256 + 1 is 256.
     assert torch.equal(model.embedding.weight.grad[7].float(), torch.full((8,), 600.0))
     assert model.embedding.weight.grad.count_nonzero() == 8
 
@@ -535,7 +535,7 @@ def experts(n, **options):
 @pytest.mark.parametrize(
     ("changes", "ops", "parameters", "total"),
     [
-        # Millions, millions and billions as printed in Table 7 of the paper.
+        # Millions, millions and billions, as in Table 7 of the paper.
         ({"layers": ["lstm"], "lstm_units": 2048}, 9.4, 9.4, 0.8),
         ({"layers": ["lstm"] * 4}, 8.4, 8.4, 0.8),
         ({"layers": ["lstm", "ffn", "lstm"]}, 8.4, 8.4, 0.8),
@@ -547,7 +547,7 @@ def experts(n, **options):
         ),
         (experts(4), 8.4, 8.4, 0.8),
         (experts(32), 8.4, 37.8, 0.9),
-        # The formula gives 8.6508 million operations for the printed 8.6.
+        # The formula gives 8.6508 million operations; the paper prints 8.6.
         (experts(256), 8.65, 272.9, 1.1),
         (experts(256, num_groups=16, k=2), 8.4, 272.9, 1.1),
         (experts(4096, num_groups=16, k=2), 8.9, 4303.4, 5.1),
@@ -564,7 +564,7 @@ def test_cost_is_that_of_the_papers_table(changes, ops, parameters, total):
 
 
 def test_cost_of_a_moe_lstm():
-    """Two gate matrices [2 D, E], of which all is used, and E expert matrices [2 D, 4 D]."""
+    """Two gate matrices [2 D, E], and E expert matrices [2 D, 4 D]."""
     D, E, K = 8, 4, 2
     counted = cost(build(layers=["moe_lstm"]))
     assert counted.parameters == 2 * 2 * D * E + E * 2 * D * 4 * D
@@ -572,11 +572,11 @@ def test_cost_of_a_moe_lstm():
     assert counted.total_parameters == counted.parameters + 4 * D + VOCAB * (2 * D + 1)
 
 
-LEFT_OUT = 7  # a word that a gate of varying numbers of experts sends nowhere
+LEFT_OUT = 7  # a word without experts under a gate with varying numbers of experts
 
 
 def gate_by_word(inputs, mask, ragged):
-    """Each word to expert word % 4, and to expert (word + 1) % 4 with the rest of the weight."""
+    """Routes each word to expert word % 4, and with the rest of the weight to (word + 1) % 4."""
     words = inputs[mask]
     first = 0.5 + words / 100
     gates = torch.stack((first, 1 - first), 1)

@@ -240,7 +240,7 @@ def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
         "GEMM peak",
         "float32, threads: 2",
         "best peer",
-        "Ours, time with threads",
+        "Ours: speed-up over threads",
     ):
         assert part in out
     assert (tmp_path / "layer.png").stat().st_size > 10_000
@@ -286,7 +286,7 @@ def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
     path = tmp_path / "all.json"
     assert layer.main(["--report", *map(str, paths), "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "machine 0; machine 1" in out and "up to 3 occasions" in out and "- problem 2" in out
+    assert "machine 0; machine 1" in out and "up to 3 runs" in out and "- problem 2" in out
     assert "11 (10-14)" in out and "(1.70) | 1.70" in out
     record = json.loads(path.read_text())
     (result,) = record["results"]
@@ -321,7 +321,7 @@ def test_a_problem_that_does_not_fit_ends_nothing(monkeypatch, capsys, tmp_path)
     (result,) = json.loads(path.read_text())["results"]
     assert result["name"] == "16,4,2,8,16" and "dense" in result["figures"]
     assert layer.main([*arguments, "--minutes", "0"]) == 0
-    assert "16,4,2,8,16, swiglu, float32: no time was left" in capsys.readouterr().out
+    assert "16,4,2,8,16, swiglu, float32: the time limit was reached" in capsys.readouterr().out
 
 
 def test_what_a_gpu_has_beside_the_cpu(monkeypatch, capsys):
@@ -340,7 +340,7 @@ def test_what_a_gpu_has_beside_the_cpu(monkeypatch, capsys):
     assert 0 < result.peak_mib["ours"][layer.FORWARD] <= result.peak_mib["ours"][layer.BOTH]
     layer.print_results([result])
     out = capsys.readouterr().out
-    assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Memory at its peak" in out
+    assert "float32, GPU, GEMM peak" in out and "TF/s" in out and "Peak memory" in out
 
     routing = layer.routing_times((64, 8, 2), "cpu", OPTIONS)
     assert routing["limit_ms"]["training"] > routing["limit_ms"]["evaluation"] > 0

@@ -1,4 +1,4 @@
-"""Large outputs on the CPU, which take over the memory of freed ones."""
+"""Large outputs on the CPU, which reuse the memory of freed ones."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from moe_ext.lab.benchmarks.memory import peak_allocated_mib
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reused on Linux only")
 
 E, D, F = 6, 512, 512
-COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert of several blocks, two without rows
+COUNTS = [1500, 0, 300, 0, 1, 700]  # one expert with several blocks, two without rows
 MIB = 1 << 20
 
 
@@ -28,8 +28,7 @@ def empty_before_and_after():
 
 @pytest.fixture(scope="module")
 def problem():
-    """x, gates, W_1, W_2; dy; the plan. All that comes out but the gates' gradient has 4 MiB or
-    more."""
+    """x, gates, W_1, W_2; dy; the plan. Results have at least 4 MiB, except the gates' gradient."""
     torch.manual_seed(1)
     expert_index = torch.arange(E).repeat_interleave(torch.tensor(COUNTS))
     T = len(expert_index)
@@ -40,7 +39,7 @@ def problem():
 
 
 def run(problem):
-    """y and the gradients."""
+    """Returns y and the gradients."""
     tensors, dy, plan = problem
     leaves = [t.detach().requires_grad_() for t in tensors]
     x, gates, *weights = leaves
@@ -88,7 +87,7 @@ def test_what_is_alive_is_left_alone(problem, expected):
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     for i, tensor in enumerate(alive):
         assert_same_bits(tensor, large(expected)[i % 4])
-    view = run(problem)[0][5:7]  # keeps all of it
+    view = run(problem)[0][5:7]  # keeps the whole output
     for _ in range(2):
         assert not addresses(run(problem)) & {view.untyped_storage().data_ptr()}
     assert_same_bits(view, expected[0][5:7])
@@ -111,7 +110,7 @@ def test_empty_cache_returns_memory_to_the_system(problem):
 
 
 def test_threads_share_the_memory(problem, expected):
-    """Each thread frees what another has made."""
+    """Each thread frees memory that another thread has allocated."""
     made, failures = [], []
 
     def work():
@@ -144,8 +143,7 @@ class Outputs(torch.utils.data.Dataset):
 
 
 def test_forked_workers(problem, expected):
-    """A worker of a DataLoader takes over the memory that its parent had freed, and hands back what
-    it made through shared memory."""
+    """A forked worker reuses memory freed by its parent and returns its result in shared memory."""
     run(problem)
     loader = torch.utils.data.DataLoader(
         Outputs(problem), batch_size=None, num_workers=1, multiprocessing_context="fork"
@@ -173,7 +171,7 @@ def test_a_large_output_is_a_tensor_as_any_other(problem, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
-    """Its blocks of rows have no gradients of their own, but add to the expert's."""
+    """All blocks of rows of an expert add to one gradient."""
 
     def backward_mib(num_rows):
         x = torch.zeros(num_rows, D, dtype=dtype, requires_grad=True)
@@ -183,12 +181,12 @@ def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
 
     num_rows = 640 * 10
     more = backward_mib(2 * num_rows) - backward_mib(num_rows)
-    of_rows = num_rows * D * dtype.itemsize / MIB  # their gradient's
+    of_rows = num_rows * D * dtype.itemsize / MIB  # the gradient of x
     assert more == pytest.approx(of_rows, rel=0.1)
 
 
 def test_nothing_is_kept_that_nobody_differentiates():
-    """Gradients may be enabled all the same, as where only a part of a model is trained."""
+    """Gradients may be enabled although no input needs one, for example in partial training."""
     x, weights = torch.zeros(4 * D, D), [torch.zeros(1, D, 8 * D), torch.zeros(1, 8 * D, D)]
     without = peak_allocated_mib(lambda: ops.experts(x, weights))
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Pairs of sentences as ids, and their batches."""
+"""Sentence pairs as ids, and their batches."""
 
 import itertools
 import pickle
@@ -23,7 +23,7 @@ FIELDS = ("source", "source_mask", "inputs", "targets", "mask", "sentence_index"
 
 
 def numbered_pairs(count=500, seed=0, sizes=None):
-    """Pairs of 0 to 39 ids on each side, of similar length; language pairs of those sizes."""
+    """Makes pairs of 0 to 39 ids on each side, of similar length, in language pairs of `sizes`."""
     generator = torch.Generator().manual_seed(seed)
     source = (torch.rand(count, generator=generator) ** 2 * 30).int()
     target = (source * (0.7 + 0.6 * torch.rand(count, generator=generator))).int()
@@ -46,7 +46,7 @@ def make(encoded, tokens_per_batch=200, shuffle=True, seed=3, **options):
 
 
 def rows(batches):
-    """(sentence_index, source, inputs, targets) of every row, without padding."""
+    """Yields (sentence_index, source, inputs, targets) of every row, without padding."""
     for batch in batches:
         for i in range(len(batch.source)):
             source = batch.source[i][batch.source_mask[i]].tolist()
@@ -114,12 +114,12 @@ def test_batches_hold_about_the_tokens_asked_for_and_little_padding(shuffle):
         for batch in batches.epoch(epoch):
             sizes.append(batch.num_tokens + batch.num_source_tokens)
             positions += batch.mask.numel() + batch.source_mask.numel()
-        # The rows of a batch are as many in every epoch, and of similar length.
+        # Batches have equal shares of the tokens in every epoch.
         share = sum(sizes) / len(sizes)
         assert abs(share - 500) < 500 / len(sizes)
         assert max(abs(size - share) for size in sizes) < 100
         assert 1 - sum(sizes) / positions == pytest.approx(batches.padding_share, abs=1e-3)
-    assert batches.padding_share < 0.08  # unsorted it is more than half
+    assert batches.padding_share < 0.08  # more than half without sorting
 
 
 def test_padding_is_less_than_with_one_side_sorted():
@@ -153,7 +153,7 @@ def test_order_depends_on_seed_and_epoch_only():
     assert equal(list(make(encoded).epoch(0)), first)
     torch.set_rng_state(state)
     list(make(encoded).epoch(5))
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator has not moved
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
     for other in (make(encoded).epoch(1), make(encoded, seed=4).epoch(0)):
         assert not equal(list(other), first)
     in_order = make(encoded, shuffle=False)
@@ -193,7 +193,7 @@ def test_oversampling_raises_every_language_pair_to_the_largest():
         index = torch.cat([batch.sentence_index for batch in found])
         assert encoded.pair[index].bincount().tolist() == [300, 300, 300]
         times = index.bincount(minlength=500)
-        # 300 = 2 · 140 + 20 = 5 · 60: every pair equally often, 20 drawn ones once more.
+        # 300 = 2 · 140 + 20 = 5 · 60: all pairs equally often, and 20 random pairs once more.
         assert Counter(times[:300].tolist()) == {1: 300}
         assert Counter(times[300:440].tolist()) == {2: 120, 3: 20}
         assert Counter(times[440:].tolist()) == {5: 60}
@@ -201,7 +201,7 @@ def test_oversampling_raises_every_language_pair_to_the_largest():
         if epoch == 0:
             assert sum(batch.num_tokens for batch in found) == batches.num_tokens
             assert sum(batch.num_source_tokens for batch in found) == batches.num_source_tokens
-    assert not torch.equal(*missing)  # another choice in each epoch
+    assert not torch.equal(*missing)  # another random choice in each epoch
     # Batches mix the language pairs.
     for batch in make(encoded, tokens_per_batch=2000, oversample=True).epoch(0):
         assert len(encoded.pair[batch.sentence_index].unique()) == 3
@@ -255,7 +255,7 @@ def wordpieces():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Tables of English with French (40 lines, 3 of them bad) and Korean (25)."""
+    """Tables of English with French (40 lines, 3 of them invalid) and Korean (25 lines)."""
     monkeypatch.setattr(pairs, "PAIRS_AT_A_TIME", 7)
     for language, count in (("fr", 40), ("ko", 25)):
         lines = [
@@ -304,7 +304,7 @@ def test_ids_are_those_of_the_text(folder, wordpieces, num_workers, target_token
         "en-fr: 38 of 40 lines kept, 2 skipped (1 wrong number of columns, 1 empty side)",
         "en-ko: 25 of 25 lines kept",
     ]
-    some = encoded.first(30)  # of each language pair
+    some = encoded.first(30)  # 30 of each language pair
     assert some.pair.tolist() == [0] * 30 + [1] * 25 and some.report() == ""
     assert [*some] == expected[:30] + expected[38:]
 
@@ -316,7 +316,7 @@ def test_filters_by_pieces(folder, wordpieces):
     assert encoded.report() == f"en-fr: 37 of 40 lines kept, 3 skipped ({reasons})"
     assert len(encoded) == 37 == len(encoded.pair)
     longest = max(len(wordpieces.encode(source)) for source, _ in text)
-    # The target token does not count.
+    # max_pieces does not count the target token.
     exact = encode_pairs(text, wordpieces, max_pieces=longest, target_tokens=True)
     assert max(len(exact[i][0]) for i in range(len(exact))) == longest + 1
     narrow = encode_pairs(text, wordpieces, max_ratio=2)
@@ -335,7 +335,7 @@ def test_mapped_pairs_are_those_in_memory(folder, wordpieces, tmp_path, num_work
     (place,) = (tmp_path / "ids").glob("train-*")
     assert_same_pairs(EncodedPairs.open(place), expected)
     assert_same_pairs(pickle.loads(pickle.dumps(made)), expected)
-    assert len(pickle.dumps(made.source)) < 1000  # by name: nothing is copied
+    assert len(pickle.dumps(made.source)) < 1000  # pickled by path
     assert equal(list(make(made).epoch(0)), list(make(expected).epoch(0)))
 
 
@@ -363,7 +363,7 @@ def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp
     text = train_texts(folder)[0]
     fingerprints = itertools.count()
     monkeypatch.setattr(type(text), "fingerprint", lambda self: str(next(fingerprints)))
-    with pytest.raises(CorpusError, match="the text that pairs is made of changed meanwhile"):
+    with pytest.raises(CorpusError, match="the text of pairs changed while it was read"):
         encode()
     assert len(list(ids.glob("pairs-*"))) == 8 and not list(ids.glob(".encoding-*"))
 

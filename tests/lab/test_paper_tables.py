@@ -105,7 +105,7 @@ def test_comments_say_what_a_model_takes_and_what_was_published(configs):
         number = "7" if published.table == "lm1b" else "8"
         weights, kept = re.fullmatch(
             rf"# {published.name} of Table {number}: ([0-9,]+) GB of weights, gradients and "
-            r"averages, ([0-9,]+) GB of activations\.",
+            r"moments, ([0-9,]+) GB of activations\.",
             needs,
         ).groups()
         if "moe" in configs[published.config].model.layers:

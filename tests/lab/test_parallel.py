@@ -1,4 +1,4 @@
-"""Parallel text: layouts, directions, bad lines and filters."""
+"""Parallel text: layouts, directions, invalid lines and filters."""
 
 import gzip
 import lzma
@@ -14,7 +14,7 @@ PAIRS = [(f"the {n} dogs", f"les {n} chiens") for n in ("one", "two", "three", "
 
 
 def write(path, lines):
-    """Text, or bytes, as lines of a file that its name may ask to be compressed."""
+    """Writes text or bytes as lines of a file, compressed as its suffix says."""
     data = b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     compress = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
@@ -43,7 +43,7 @@ def test_aligned_files_of_parts(tmp_path, suffix):
     for part, pairs in (("train", PAIRS), ("dev", PAIRS[:2]), ("test", PAIRS[2:3])):
         write_sides(tmp_path, part, pairs, suffix)
     corpus = load(tmp_path)
-    for _ in range(2):  # read again
+    for _ in range(2):  # a second iteration reads the files again
         assert list(corpus.train) == PAIRS
         assert list(corpus.dev) == PAIRS[:2]
         assert list(corpus.test) == PAIRS[2:3]
@@ -64,14 +64,14 @@ def test_the_layout_of_wmt(tmp_path):
     ]
     for i, name in enumerate(names):
         write_sides(tmp_path, name, [(f"{i}", f"{i} fr")])
-    write(tmp_path / "training/commoncrawl.de-en.en", ["other"])  # without its other side
+    write(tmp_path / "training/commoncrawl.de-en.en", ["other"])  # not a text of en and fr
     write(tmp_path / "training/commoncrawl.de-en.de", ["other"])
     write(tmp_path / "training/README", ["no text"])
     corpus = load(tmp_path)
     assert [e for e, _ in corpus.train] == ["0", "1", "2"]
     assert [e for e, _ in corpus.dev] == ["4", "5"]  # newstest2012 and 2013, as in the paper
     assert [e for e, _ in corpus.test] == ["6"]
-    # The older news test is never for training, nor what another choice leaves over.
+    # Old news tests and dev or test sets that are not chosen are never training text.
     other = load(tmp_path, dev=["news-test2008"], test=["newstest2013"])
     assert [e for e, _ in other.train] == ["0", "1", "2"]
     assert [e for e, _ in other.dev] == ["3"] and [e for e, _ in other.test] == ["5"]
@@ -118,7 +118,7 @@ def test_tables_of_two_columns_with_a_prefix(tmp_path):
     assert [e for e, _ in corpus.test] == ["test_2016_flickr", "test_2017_mscoco"]
     corpus = load(tmp_path, test=["test_2016*"])
     assert [e for e, _ in corpus.test] == ["test_2016_flickr"]
-    assert list(corpus.train) == [("train", "fr")]  # the other test set is not trained on
+    assert list(corpus.train) == [("train", "fr")]  # the other test set is not training text
 
 
 def test_columns_can_be_chosen(tmp_path):
@@ -167,7 +167,7 @@ def test_a_text_is_there_once(tmp_path):
     write(tmp_path / "a/train.en-fr.tsv", ["a\tb"])
     with pytest.raises(CorpusError, match="must .*got train"):
         load(tmp_path / "a")
-    with pytest.raises(CorpusError, match="must .*got .* dev and test"):
+    with pytest.raises(CorpusError, match="must match .* dev or of test, got both"):
         write_sides(tmp_path, "c/test1", PAIRS)
         load(tmp_path / "c", dev=["test*"])
 
@@ -211,7 +211,7 @@ def test_bad_lines_are_counted_by_kind(tmp_path, suffix):
     )
     assert describe(Counter(kept=1234)) == "1,234 of 1,234 lines kept"
     again = Counter()
-    assert list(text.read(again)) == kept and again == counts  # nothing is kept between
+    assert list(text.read(again)) == kept and again == counts  # iterations are independent
 
 
 @pytest.mark.parametrize("bad", ["", "# made by hand", "name\ta\tb\tc"])
@@ -227,7 +227,7 @@ def test_bad_lines_of_aligned_files_keep_the_alignment(tmp_path):
     kept, counts = kept_and_counts(load(tmp_path, parts=["train"]).train)
     assert kept == [("one", "un"), ("five", "cinq")]
     assert counts == {"kept": 2, "empty side": 1, "not UTF-8": 2}
-    (tmp_path / "train.fr").write_bytes(b"un\ndeux\ntrois\nquatre\ncinq")  # no end of line
+    (tmp_path / "train.fr").write_bytes(b"un\ndeux\ntrois\nquatre\ncinq")  # no line end at the end
     assert len(list(load(tmp_path, parts=["train"]).train)) == 3
 
 
@@ -304,11 +304,11 @@ def test_fingerprint_is_of_the_text_and_the_filters(tmp_path):
 
 def test_errors(tmp_path):
     with pytest.raises(
-        CorpusError, match="there is no parallel corpus at .*nowhere: .* train.en and train.fr, or"
+        CorpusError, match="there is no parallel corpus at .*nowhere: .* train.en and train.fr or"
     ):
         load(tmp_path / "nowhere")
-    names = r"X.en-fr.tsv, or X.en and X.fr, X being "
-    with pytest.raises(CorpusError, match=rf"train part of .* got no file: .* {names}train\*$"):
+    names = r"X.en-fr.tsv, or X.en and X.fr, where X matches "
+    with pytest.raises(CorpusError, match=rf"train part of .* got no file; .* {names}train\*$"):
         load(tmp_path)
     with pytest.raises(
         CorpusError, match=rf"dev part of .* {names}dev\* or val\* or newstest2012\*"

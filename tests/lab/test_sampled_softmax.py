@@ -1,4 +1,4 @@
-"""Softmax by importance sampling: the draw, the loss and its gradients, the module."""
+"""Softmax by importance sampling: the sampler, the loss with its gradients, the module."""
 
 import math
 
@@ -23,7 +23,7 @@ def generator(seed=0):
 
 
 def test_probabilities_by_hand():
-    """V = 3: ln 2 / ln 4, ln 3/2 / ln 4, ln 4/3 / ln 4, and being drawn in two tries."""
+    """V = 3: Q is ln 2 / ln 4, (ln 3/2) / ln 4, (ln 4/3) / ln 4; expected counts for two tries."""
     sampler = LogUniformSampler(3, 2)
     q = torch.tensor([2, 3 / 2, 4 / 3], dtype=torch.float64).log() / math.log(4)
     torch.testing.assert_close(q.sum().item(), 1.0)
@@ -36,13 +36,13 @@ def test_probabilities_by_hand():
 
 @pytest.mark.parametrize(("num_classes", "num_sampled"), [(10, 1), (100, 7), (1000, 990)])
 def test_a_draw_is_distinct_classes_and_its_number_of_tries(num_classes, num_sampled):
-    """Against one try after the other from the same random numbers."""
+    """Compares the sampler with one try at a time on the same random numbers."""
     for seed in range(10):
         draw = LogUniformSampler(num_classes, num_sampled, generator(seed)).draw()
         numbers = generator(seed)
         seen, tries = set(), 0
         while len(seen) < num_sampled:
-            # As many random numbers at a time as there were before, at first S.
+            # The sampler takes S random numbers, then each time as many as it has.
             u = torch.rand(max(num_sampled, tries), dtype=torch.float64, generator=numbers)
             for x in u.tolist():
                 if len(seen) < num_sampled:
@@ -54,7 +54,7 @@ def test_a_draw_is_distinct_classes_and_its_number_of_tries(num_classes, num_sam
 
 
 def test_the_first_class_is_drawn_as_often_as_it_should():
-    """3,000 draws: 4 standard deviations, 0.006% for each of the 20 classes."""
+    """3,000 samples, 4 standard deviations: each class fails by chance with 0.006%."""
     sampler = LogUniformSampler(20, 1, generator())
     counts = torch.bincount(torch.cat([sampler.draw().classes for _ in range(3_000)]), minlength=20)
     q = sampler.log_expected_count(torch.arange(20), 1).exp()
@@ -75,7 +75,7 @@ def test_expected_counts_add_up_to_the_number_drawn(num_classes, num_sampled):
 
 
 def definition(hidden, weight, bias, targets, classes, log_class, log_target):
-    """The target first, then the classes drawn, the target left out where it is among them."""
+    """Computes the loss over the target and the sampled classes other than the target."""
     target_logit = (hidden * weight[targets]).sum(1) + bias[targets] - log_target
     logits = hidden @ weight[classes].t() + bias[classes] - log_class
     logits = logits.masked_fill(targets[:, None] == classes, -math.inf)
@@ -124,7 +124,7 @@ def test_all_classes_give_the_full_softmax():
         torch.autograd.grad(sampled, parameters), torch.autograd.grad(full, parameters), strict=True
     ):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-13)
-    # Any one number for all expected counts cancels.
+    # A constant factor of all expected counts cancels.
     same = torch.full((50,), 0.3).log()
     shifted = sampled_cross_entropy(*leaves, targets, torch.arange(50), same, same[targets])
     torch.testing.assert_close(shifted, full, rtol=1e-12, atol=0)
@@ -156,7 +156,7 @@ def test_evaluation_is_over_all_classes_and_draws_nothing():
 
 @pytest.mark.parametrize("target", [0, 1])
 def test_large_logits(target):
-    """The target's logit 2,000 below the other one's, and 2,000 above it."""
+    """The target's logit is 2,000 below the other logit, or 2,000 above it."""
     hidden = torch.tensor([[100.0]], requires_grad=True)
     weight = torch.tensor([[10.0], [-10.0], [9.0]])
     targets, classes = torch.tensor([1 - target]), torch.tensor([target])
@@ -179,14 +179,15 @@ def test_under_autocast_and_in_bfloat16():
     stored = sampled_cross_entropy(*half, targets, classes, *logs)
     for actual, inputs in ((cast, leaves), (stored, half)):
         assert actual.dtype == torch.float32
-        # A product of 16 terms of size 1 errs by about 4 * 2^-9; here 20 of them are added.
+        # A bfloat16 dot product of 16 terms of size 1 errs by about 4 * 2^-9; 20 of them are
+        # summed.
         assert abs(actual.item() - expected.item()) < 0.5
         gradients = torch.autograd.grad(actual, inputs)
         assert [g.dtype for g in gradients] == [leaf.dtype for leaf in inputs]
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest floating-point tensor that an operator returns."""
+    """Records the size of the largest floating-point tensor that an operator returns."""
 
     def __init__(self):
         super().__init__()
@@ -205,11 +206,11 @@ def test_training_forms_nothing_of_tokens_by_classes():
     softmax = SampledSoftmax(8, num_classes, 500, generator=generator())
     with LargestTensor() as largest:
         softmax.loss(hidden, targets).backward()
-    assert largest.size <= max(2**20, 8 * num_classes)  # the weight's gradient; T S is twice that
+    assert largest.size <= max(2**20, 8 * num_classes)  # the gradient of weight; T S is twice that
 
 
 def test_in_a_language_model():
-    """Training is by the classes drawn, the rest of the model as with the full softmax."""
+    """Training uses sampled classes; weights and evaluation equal those of a full softmax."""
     config = LanguageModelConfig(d_model=8, dropout=0.0, moe=MoEConfig(num_experts=4, k=2))
     config.num_sampled = 101
     with pytest.raises(ValueError, match="num_sampled must .*got 101"):

@@ -300,7 +300,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     status, error = status_and_error(capsys, compare, *arguments, "--against", "seed=5")
     assert status == 2 and "seed must" in error
     status, error = status_and_error(capsys, compare, *arguments, "--against", "data.vocab_size=20")
-    assert status == 2 and "the same seed and data, got other data.vocab_size" in error
+    assert status == 2 and "the same seed and data, got different data.vocab_size" in error
 
 
 def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):

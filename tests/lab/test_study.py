@@ -156,7 +156,7 @@ def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
         return train_and_test(config, *arguments)
 
     monkeypatch.setattr(study_module, "train_and_test", train)
-    with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; started again"):
+    with pytest.raises(FloatingPointError, match="a-seed1: the loss of step 3 .*; run the command"):
         run_study(arms, [1, 2], text, runs)
     assert len(calls) == 4 and has_diverged(runs / "a-seed1")
     results = run_study(arms, [1, 2], text, runs)

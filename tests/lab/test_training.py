@@ -49,7 +49,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 @pytest.fixture
 def table(corpus, tmp_path):
-    """A configuration as nested dicts: a small MoE model, dropout, several batches a step."""
+    """A configuration as nested dicts: a small MoE model with dropout and two batches per step."""
     return {
         "output": str(tmp_path / "run"),
         "steps": 12,
@@ -72,7 +72,7 @@ def table(corpus, tmp_path):
 
 
 def merged(table, **changes):
-    """The configuration with changes such as log={"save_every": 1}; tables are merged."""
+    """Makes the configuration with changes such as log={"save_every": 1}; tables are merged."""
     table = json.loads(json.dumps(table))
     for key, value in changes.items():
         if isinstance(value, dict):
@@ -197,7 +197,7 @@ def assert_same_state(a, b):
 
 
 def state_of(run):
-    """All that the newest checkpoint holds."""
+    """Returns the whole state of the newest checkpoint."""
     config = replace(read_config(run / "config.toml"), output=str(run), resume=True)
     trainer = Trainer(config)
     loaded = checkpoints_of(run).load()
@@ -210,7 +210,7 @@ def state_of(run):
 
 
 def assert_same_run(a, b):
-    """The whole state, to the last bit, and all that was logged but speed."""
+    """Compares all state and logs bitwise, except for the throughput."""
     assert_same_state(*map(state_of, (a, b)))
     for kind in ("train", "dev"):
         lines = []
@@ -241,13 +241,12 @@ def test_training_learns_and_logs(table):
     )
     assert read_config(folder / "config.toml") == trainer.config
     assert any((folder / "tensorboard").iterdir())
-    # save_every 5: two are kept of twelve.
+    # save_every is 5; the two newest checkpoints are kept.
     assert checkpoints_of(folder).steps() == [55, 60]
 
 
 def test_balanced_gates_are_measured_under_both_masks(table):
-    """In training each expert has as many tokens as the others; the thresholds of a resumed run
-    are those it was stopped with."""
+    """In training, all experts have equally many tokens. A resumed run has the saved thresholds."""
     moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
     config = merged(table, steps=20, model={"moe": moe})
     trainer = train(config)
@@ -273,7 +272,7 @@ def test_balanced_gates_are_measured_under_both_masks(table):
     [("adam", 0, "float32"), ("factored_adam", 9, "float32"), ("factored_adam", 9, "bfloat16")],
 )
 def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, num_sampled, dtype):
-    # 24 batches, 11 an epoch: the second epoch begins before the stop, the third after it.
+    # 24 batches, 11 per epoch: the second epoch begins before the stop, the third after it.
     table["optimizer"] |= {"experts": experts, "embedding": experts}
     table["model"] |= {"num_sampled": num_sampled, "dtype": dtype}
     options = {"log": {"save_every": 6, "eval_every": 6}}
@@ -281,10 +280,10 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
     assert whole.batches.num_batches == 11
     part = merged(table, output=str(tmp_path / "part"), steps=6, **options)
     train(part)
-    torch.randn(7)  # the state of the process is not what counts
+    torch.randn(7)  # the RNG state of the process is irrelevant
     resumed = train(merged(table, output=part.output, resume=True, **options))
     assert_same_run(whole.folder, resumed.folder)
-    # Once more, with nothing left to do.
+    # Resume a finished run.
     assert_same_run(
         whole.folder, train(merged(table, output=part.output, resume=True, **options)).folder
     )
@@ -292,7 +291,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path, experts, 
 
 @pytest.mark.parametrize("max_length", [0, 4])
 def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, children):
-    """Nor does a stop in the first epoch (step 3) or in the second (step 8)."""
+    """Results are the same with a stop in the first epoch (step 3) and in the second (step 8)."""
     whole = train(merged(table, data={"max_length": max_length}))
     assert whole.batches.num_batches == 11
     data = {"max_length": max_length, "encoded": str(tmp_path / "ids")}
@@ -300,7 +299,7 @@ def test_mapped_text_and_workers_change_nothing(table, tmp_path, max_length, chi
         options = {"output": str(tmp_path / "parts"), "resume": steps > 3, "steps": steps}
         train(merged(table, **options, data={**data, "num_workers": num_workers}))
         assert not children()
-    # A last evaluation and log line at each stop are all that is more.
+    # Each stop adds only an evaluation and a log line.
     parts = pathlib.Path(options["output"])
     assert_same_state(*map(state_of, (whole.folder, parts)))
 
@@ -346,14 +345,14 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
     aux = sum(part.num_tokens * part.aux_loss for part in parts) / total
     (nll + aux).backward()
 
-    trainer.optimizers[0].zero_grad = lambda: None  # keep the gradients to look at
+    trainer.optimizers[0].zero_grad = lambda: None  # keep the gradients
     window = Window()
     trainer.train_step(batches, window)
     window.seconds = 1.0
     for (name, a), b in zip(trainer.model.named_parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
     summary = window.summary(Ranks())
-    # The nats do not contain the balancing loss.
+    # The nats do not include the balancing loss.
     assert summary["nll"] == pytest.approx(nll.item(), rel=1e-6)
     assert summary["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
     assert summary["words_per_second"] == trainer.tokens == total
@@ -368,7 +367,7 @@ def test_gradients_are_clipped(table, monkeypatch):
 
 
 def test_every_parameter_has_its_optimizer(table):
-    """Experts' matrices the factored one, thresholds their own rate, all others Adam."""
+    """Expert weights have FactoredAdam, thresholds a separate learning rate, all others Adam."""
     options = {"experts": "factored_adam", "threshold_learning_rate": 0.5}
     options |= {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7}
     moe = {"gate": "balanced", "num_experts": 4, "k": 2, "hidden_sizes": [16], "w_load": 0.0}
@@ -427,7 +426,7 @@ def test_divergence_is_said_and_not_saved(table, children):
 
 
 def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
-    """Clipped it would be NaN, in the weights and in the checkpoint of this step."""
+    """Clipping would turn the infinite gradient into NaN weights and save them."""
     trainer = Trainer(merged(table, steps=3, optimizer={"clip_norm": 1.0}, log={"save_every": 1}))
     weight = trainer.model.softmax.weight
     weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
@@ -437,7 +436,7 @@ def test_a_gradient_beyond_bounds_is_said_and_not_saved(table):
 
 
 def test_weights_beyond_bounds_are_said_and_not_saved(table):
-    """Without clipping nobody looks at the gradient."""
+    """Without clipping, only the weights are checked."""
     trainer = Trainer(merged(table, steps=4, log={"save_every": 1}))
     weight = trainer.model.softmax.weight
     weight.register_hook(lambda grad: grad / 0 if trainer.step == 2 else grad)
@@ -447,7 +446,7 @@ def test_weights_beyond_bounds_are_said_and_not_saved(table):
 
 
 def test_runs_of_one_seed_see_the_same_batches_and_dropout(table):
-    """Whatever their models drew when they were made."""
+    """The initialisation of the models does not affect batches and dropout."""
     moe = merged(table)
     ends = []
     for config in (moe, dense_counterpart(moe), merged(table, model={"lstm_units": 16})):
@@ -474,7 +473,7 @@ def test_a_run_is_never_overwritten(table):
         Trainer(merged(table, steps=2))
     with pytest.raises(ConfigError, match="model.dropout must"):
         Trainer(merged(table, resume=True, model={"dropout": 0.3}))
-    with pytest.raises(ConfigError, match="there is no run in .* leave out resume=true"):
+    with pytest.raises(ConfigError, match="there is no run in .* omit resume=true"):
         Trainer(merged(table, resume=True, output=str(folder / "nowhere")))
     with pytest.raises(ConfigError, match="steps must .*got 1"):
         Trainer(merged(table, resume=True, steps=1))
@@ -494,10 +493,10 @@ def test_resuming_with_another_vocabulary_is_refused(table, tmp_path, corpus):
     before = snapshot(folder)
     with (mine / "train.txt").open("a") as file:
         file.write("entirely new words\n")
-    with pytest.raises(ConfigError, match="is not the one the run was trained with .* new run"):
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run .* new run"):
         Trainer(replace(config, resume=True, steps=4))
     (folder / "vocabulary.txt").write_text("<unk>\n</s>\nother\n")
-    with pytest.raises(ConfigError, match="is not the one the run was trained with"):
+    with pytest.raises(ConfigError, match="must be the vocabulary of the run"):
         load_run(folder)
     (folder / "vocabulary.txt").unlink()
     with pytest.raises(ConfigError, match="restore the run's vocabulary.txt"):
@@ -521,9 +520,9 @@ def test_a_corpus_that_is_not_there_or_empty(table, tmp_path, missing):
     [
         ("warp", "13.0", 1, "device must"),
         ("meta", "13.0", 1, "device must"),
-        ("cuda", None, 1, "cpu where moe_ext is built without CUDA, got 'cuda'; install"),
-        ("cuda:0", "13.0", 0, "cpu where torch finds no GPU, got 'cuda:0'"),
-        ("cuda:2", "13.0", 2, "one of the 2 GPUs here, got 'cuda:2'"),
+        ("cuda", None, 1, "cpu because moe_ext is built without CUDA, got 'cuda'; install"),
+        ("cuda:0", "13.0", 0, "cpu because torch finds no GPU, got 'cuda:0'"),
+        ("cuda:2", "13.0", 2, "one of the 2 available GPUs, got 'cuda:2'"),
         ("cuda:1", "13.0", 2, None),
         ("cpu", None, 0, None),
     ],
@@ -571,7 +570,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(table, corpus):
 
 @pytest.mark.parametrize("name", ["write_text", "RunLog"])
 def test_a_start_cut_short_is_started_or_resumed(table, monkeypatch, name):
-    """Whatever fails first: the folder holds a run to resume, or nothing in the way of a start."""
+    """After a failure at any point, the folder can be resumed or allows a new start."""
     config = merged(table, steps=4)
     expected = train(replace(config, output=config.output + "-whole"))
 
@@ -627,12 +626,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
 
 
 def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
-    """Neither at once nor one after the other, if both had begun when it was empty."""
+    """Neither at the same time nor in sequence, if both were created while the folder was empty."""
     first, second, third = (Trainer(merged(table)) for _ in range(3))
     step = Trainer.train_step
 
     def with_another(self, *arguments):
-        with pytest.raises(ConfigError, match="^another process is training in .*; wait until"):
+        with pytest.raises(ConfigError, match="^another run is training in .*; wait until"):
             second.run()
         step(self, *arguments)
 
@@ -640,28 +639,28 @@ def test_two_processes_do_not_train_in_one_folder(table, monkeypatch):
     assert first.run()
     monkeypatch.setattr(Trainer, "train_step", step)
     metrics = (first.folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         third.run()
     longer = replace(first.config, steps=14, resume=True)
     ahead, behind = Trainer(longer), Trainer(longer)
     assert ahead.run()
-    with pytest.raises(ConfigError, match="^another process has trained in .* in the meantime"):
+    with pytest.raises(ConfigError, match="^another run has trained in .* in the meantime"):
         behind.run()
     assert (first.folder / "metrics.jsonl").read_bytes().startswith(metrics)
 
 
 def test_a_run_goes_on_with_the_text_it_began_with(table, corpus, tmp_path):
-    """Wherever that is now; the same words in another order make another text."""
+    """The folder of the text may move; the same words in another order are another text."""
     moved = tmp_path / "moved"
     shutil.copytree(corpus, moved)
     config = train(merged(table, steps=2)).config
     (pathlib.Path(config.output) / "vocabulary.txt").unlink()
     there = {**table["data"], "corpus": str(moved)}
     assert train(merged(table, steps=4, data=there, resume=True)).step == 4
-    assert load_run(config.output).step == 4  # with a vocabulary written again
+    assert load_run(config.output).step == 4  # the vocabulary is written again
     lines = (moved / "train.txt").read_text().splitlines(keepends=True)
     (moved / "train.txt").write_text("".join(reversed(lines)))
-    with pytest.raises(ConfigError, match="^the training text of .*moved is not the one the run"):
+    with pytest.raises(ConfigError, match="^the training text of .*moved must be the text of"):
         Trainer(merged(table, steps=6, data=there, resume=True))
 
 
@@ -696,7 +695,7 @@ def test_perplexity_does_not_depend_on_the_batch_size(table):
         assert result.num_tokens == test.num_tokens
         assert result.perplexity == pytest.approx(results[1].perplexity, rel=1e-12)
         assert_exact(result.sentence_nll, results[1].sentence_nll)
-    # Over all words and ends of sentences, and by hand for one sentence.
+    # All words and ends of sentences count; one sentence is computed by hand.
     words = test[3]
     ids = torch.tensor([[test.eos_id, *words]])
     with torch.no_grad():
@@ -718,7 +717,7 @@ def test_perplexity_of_a_diverged_model_is_infinite():
 
 
 def test_a_part_is_read_alone(tmp_path):
-    """A model can be measured on text too short to split; other parts are not even decoded."""
+    """A short text can be evaluated without a split; other parts are not even decoded."""
     vocabulary = Vocabulary(["a", "b", "</s>", "<unk>"])
     (tmp_path / "short.txt").write_text("a b\nb c\n")
     part = load_part(DataConfig(corpus=str(tmp_path / "short.txt")), vocabulary, "all")
@@ -745,8 +744,8 @@ def test_a_given_vocabulary_and_counts_by_workers(tmp_path, corpus):
     mapped = load_text(DataConfig(**options, encoded=str(tmp_path / "ids"), num_workers=1))
     for part in ("train", "dev", "test"):
         assert list(getattr(mapped, part)) == list(getattr(given, part))
-    assert not (given.train.stream == 1).any()  # <S> is an entry that never occurs
-    with pytest.raises(ConfigError, match="^data.vocabulary: Vocabulary.load: .*nowhere must"):
+    assert not (given.train.stream == 1).any()  # <S> never occurs
+    with pytest.raises(ConfigError, match="^data.vocabulary: Vocabulary.load: path must .*nowhere"):
         load_text(DataConfig(corpus=str(corpus), vocabulary="nowhere"))
     path.write_text("w1\n")
     with pytest.raises(ConfigError, match="^data.vocabulary: .* must"):
@@ -790,7 +789,7 @@ def test_pairs_are_finished_kept_and_reported(table, tmp_path):
     assert results["dense"][1].balance == {} and results["moe"][1].balance["cv_load"] > 0
     del results["dense"][2]
     assert [row["seed"] for row in comparison_report(results, text)["pairs"]] == [1]
-    with pytest.raises(ConfigError, match="must hold a pair of finished runs"):
+    with pytest.raises(ConfigError, match="must hold a pair of finished runs, got none"):
         comparison_report(results | {"dense": {}}, text)
     with pytest.raises(ConfigError, match="steps must"):
         run_study(arms(replace(config, steps=5)), (1,), text, tmp_path / "all")

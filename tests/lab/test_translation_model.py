@@ -1,4 +1,4 @@
-"""The translation model of App. E: its parts, its arithmetic word by word, its cost."""
+"""The translation model of App. E: its parts, its arithmetic, its cost."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def small_config(gate="noisy", **changes):
 
 
 def build(gate="noisy", process_group=None, **changes):
-    """In float64, with gates and biases away from their start."""
+    """Builds a model in float64, with random gates and biases."""
     torch.manual_seed(1)
     noise = torch.Generator().manual_seed(2)
     config = small_config(gate, **changes)
@@ -66,7 +66,7 @@ def build(gate="noisy", process_group=None, **changes):
 
 
 def random_batch(source_lengths, lengths, padding=0, fill=EOS):
-    """Random pairs, padded with id `fill` to the longest and by `padding` more."""
+    """Makes random pairs, padded with id `fill` to the longest plus `padding`."""
     generator = torch.Generator().manual_seed(4)
 
     def side(lengths, number):
@@ -92,11 +92,11 @@ def objective(parts):
     return parts.nll_sum / parts.num_tokens + parts.aux_loss
 
 
-# A plain restatement, for sentences of equal length
+# A plain implementation, for sentences of equal length
 
 
 def lstm(layer, batch_size, inputs):
-    """Word by word; each input is a function of m_{t-1}."""
+    """Runs an LSTM word by word; each input is a function of m_{t-1}."""
     weights = {name.removeprefix("lstm."): p for name, p in layer.named_parameters()}
     W = torch.cat([weights["weight_ih_l0"], weights["weight_hh_l0"]], 1)
     b = weights["bias_ih_l0"] + weights["bias_hh_l0"]
@@ -113,7 +113,7 @@ def lstm(layer, batch_size, inputs):
 
 
 class Dropout(torch.nn.Module):
-    """The same masks for the same calls, whatever the strides of y are."""
+    """Dropout whose masks depend only on the order of calls, not on strides."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class Dropout(torch.nn.Module):
 
 
 def restated(model, batch):
-    """What `forward` is to be: [B, T, D]."""
+    """Computes what `forward` returns: [B, T, D]."""
     config, drop = model.config, model.dropout
 
     def between(layer, h):
@@ -179,7 +179,7 @@ def restated(model, batch):
     ],
 )
 def test_layers_are_put_together_as_in_the_paper(changes):
-    """Residuals around all, sigmoid on the MoE alone, dropout on each output and embedding."""
+    """Residuals around all layers, sigmoid of the MoE, dropout of each output and embedding."""
     batch = random_batch([5] * 3, [4] * 3)
     results = []
     for function in (lambda *given: run(*given)[0], restated):
@@ -193,7 +193,7 @@ def test_layers_are_put_together_as_in_the_paper(changes):
 
 
 def used(model):
-    """The parameters that what the softmax reads depends on."""
+    """Returns the parameters that affect the input of the softmax."""
     unused = {*model.softmax.parameters(), *split_parameters(model).thresholds}
     return [p for p in model.parameters() if p not in unused]
 
@@ -237,7 +237,7 @@ def test_a_batch_equals_its_sentences_one_by_one(gate):
 
 
 def trained(gate="noisy", **changes):
-    """After one batch, from which the thresholds of balanced gates are; in evaluation mode."""
+    """Returns a model in evaluation mode after one batch, which sets balanced gates' thresholds."""
     model = build(gate, **changes)
     model.loss(random_batch([6] * 9, [6] * 9))
     return model.eval()
@@ -251,7 +251,7 @@ def test_the_decoder_sees_no_future():
         before, after = (run(build().train(training), each)[0] for each in (batch, changed))
         assert torch.equal(before[:, :3], after[:, :3])
         assert (before[:, 3:] != after[:, 3:]).any(2).all()
-    # It sees all of the source: each of its tokens changes every step.
+    # The decoder sees the whole source: each token changes every step.
     for place in range(5):
         changed = copy.deepcopy(batch)
         changed.source[0, place] = (batch.source[0, place] + 1) % VOCAB
@@ -325,7 +325,7 @@ def test_loss_parts():
 def test_gradients_reach_every_parameter(gate):
     model, batch = build(gate, shared_embedding=False), random_batch(*BATCH)
     with torch.no_grad():
-        model.loss(batch)  # starts the thresholds where both masks agree
+        model.loss(batch)  # sets the thresholds, with which both masks agree
         for threshold in split_parameters(model).thresholds:
             threshold.mul_(1.5)
     objective(model.loss(batch)).backward()
@@ -370,7 +370,7 @@ def test_models_of_one_seed_share_their_trunk():
 
 
 def test_learns_a_batch_by_heart():
-    """Translations that the source alone determines, its words from right to left; searched for."""
+    """Learns to reverse the source; beam search then finds the translations."""
     torch.manual_seed(1)
     model = TranslationModel(small_config("balanced", d_model=12), VOCAB)
     batch = random_batch([4] * 6, [5] * 6)
@@ -425,11 +425,11 @@ def test_autocast(between):
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# Several processes
+# Several ranks
 
 
 def step_of(model, batch, num_tokens, world):
-    """Losses and gradients of one process, for the mean loss over the tokens of all."""
+    """Computes losses and gradients on one rank, for the mean loss over the tokens of all ranks."""
     parts = model.loss(batch)
     (parts.nll_sum * world / num_tokens + parts.aux_loss).backward()
     experts = expert_parameters(model)
@@ -461,7 +461,7 @@ def step_of_process(group, rank, gate, lengths, changes):
 )
 @pytest.mark.parametrize("lengths", [BATCH, ([3], [4])])
 def test_processes_equal_one(workers, gate, changes, lengths):
-    """Also where one of them has no sentence."""
+    """Also if a rank has no sentence."""
     model = build(gate, **changes)
     nll_sum, aux_loss, gradients = step_of(model, random_batch(*lengths), sum(lengths[1]), 1)
     results = workers.run(2, step_of_process, gate, lengths, changes)
@@ -491,7 +491,7 @@ def paper(between="moe", n=32, k=4, groups=0, hidden=2048, noisy=False, **change
 @pytest.mark.parametrize(
     ("options", "ops", "total"),
     [
-        # Tables 2 to 4 print 85M and 8.7B, Table 5 102M and 8.7B.
+        # Tables 2 to 4 print 85M and 8.7B, Table 5 prints 102M and 8.7B.
         ({"n": 2048, "groups": 64, "k": 2}, 84.67, 8.677),
         ({"n": 2048, "groups": 64, "k": 2, "shared_embedding": False}, 84.67, 8.693),
         ({"n": 512, "k": 2, "hidden": 8192, "noisy": True}, 102.37, 8.676),

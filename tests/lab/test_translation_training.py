@@ -1,4 +1,4 @@
-"""From parallel text to a trained translation model (App. E): what differs from language models."""
+"""Training of translation models on parallel text (App. E): differences from language models."""
 
 import math
 from dataclasses import replace
@@ -191,7 +191,7 @@ def test_wordpieces_of_a_text_that_changes_meanwhile_are_not_kept(table, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(Wordpieces, "train", change)
-        message = "^data.corpus: the text that wordpieces is made of changed meanwhile; try again$"
+        message = "^data.corpus: the text of wordpieces changed while it was read; .* again$"
         with pytest.raises(ConfigError, match=message):
             load_text(data)
     assert [path.name for path in (tmp_path / "ids").iterdir()] == [".lock"]
@@ -225,7 +225,7 @@ def test_a_table_is_of_the_language_pairs_in_its_name(table, tmp_path):
     test = load_part(replace(data, corpus=corpus), whole.vocabulary, "all")
     assert test.names == ("en-de",)
     assert [*test] == [pair for pair, de in zip(whole.test, whole.test.pair, strict=True) if de]
-    with pytest.raises(ConfigError, match="^data.corpus: .* must .*got en-de by"):
+    with pytest.raises(ConfigError, match="^data.corpus: .* must .*got en-de in"):
         load_part(replace(data, corpus=corpus, pairs=["en-fr"]), whole.vocabulary, "all")
     for name in ("test.tsv", "test.en-ko.tsv"):
         (tmp_path / name).write_text("nba\tfrba\n")
@@ -246,7 +246,7 @@ def test_corpora_and_wordpieces_that_cannot_be_used(table, tmp_path, parallel_co
         ConfigError, match="^data.corpus: the train part of .* en and ko, got no file"
     ):
         load(pairs=["en-ko"])
-    with pytest.raises(ConfigError, match="^data.wordpieces: Wordpieces.load: .*nowhere must"):
+    with pytest.raises(ConfigError, match="^data.wordpieces: Wordpieces.load: path must .*nowhere"):
         load(wordpieces="nowhere")
     with pytest.raises(ConfigError, match="^data.vocab_size must .*got 9000$"):
         load(vocab_size=9_000)
@@ -275,9 +275,9 @@ def test_training_learns_and_logs_each_language_pair(table):
     assert records[-1]["nll"] < records[0]["nll"] - 1
     assert records[-1]["max_over_mean_load"] == pytest.approx([1, 1], abs=0.01)
     assert [len(load) for load in records[-1]["load"]] == [4, 4]
-    # Warm-up to step 4, held for 3 more.
+    # Warm-up to step 4, then 3 more steps at the peak.
     rates = {record["step"]: record["learning_rate"] for record in records}
-    assert rates[2] == pytest.approx(0.02 * 3 / 4)  # of the step that follows
+    assert rates[2] == pytest.approx(0.02 * 3 / 4)  # the rate of the next step
     assert rates[4] == rates[6] == 0.02 and rates[8] == pytest.approx(0.02 * math.sqrt(7 / 9))
 
     dev = read_metrics(trainer.folder, "dev")[-1]
@@ -303,7 +303,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(table, tmp_path):
 
 
 def test_the_curve_of_one_process(workers, table, tmp_path):
-    """Rows of a batch and experts are shared; nothing is drawn."""
+    """Ranks share the rows of a batch and the experts; nothing is random."""
     config = merged(table, steps=4, model={"dropout": 0.0}, log={"log_every": 1, "eval_every": 2})
     train(config)
     for world in (2, 3):
@@ -353,7 +353,7 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     )
     path = folder / "wordpieces.model"
     Wordpieces.train(["nba nda frba deda"], 15).save(path)
-    with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model .15 entries.* not"):
+    with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model must .*got 15"):
         load_run(folder)
     path.unlink()
     with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
@@ -374,7 +374,7 @@ def test_translations_are_of_the_newest_model(table, monkeypatch):
 
 
 def test_translations_are_found_by_beam_search(table, monkeypatch):
-    """Into the language of the text."""
+    """Translates into the target language of the text with the default beam search."""
 
     def make_translator(trained, search, into):
         return lambda sources, title: [[SimpleNamespace(text=(search, into))] for _ in sources]
@@ -438,8 +438,8 @@ def test_the_dense_counterpart_has_the_same_operations(table):
 # The paper's models
 
 
-# App. E: experts, groups, k, and operations of a timestep. By hand, of width 512 and vocabulary
-# 32,000: the LSTMs have 4 · 9,437,184 + 13,631,488, the softmax 16,384,000.
+# App. E: experts, groups, k, and operations per timestep. Worked by hand for width 512 and a
+# vocabulary of 32,000: the LSTMs have 4 · 9,437,184 + 13,631,488, the softmax has 16,384,000.
 DENSE = 4 * (4 * 2048 * 1024 + 2048 * 512) + (4 * 2048 * 1536 + 2048 * 512) + 512 * 32_000
 EXPERTS = 2 * 4 * 2 * 512 * 2048  # in two layers
 FILES = {
@@ -448,7 +448,7 @@ FILES = {
     "wmt14-en-fr-512-h": ((512, 16, 2), DENSE + EXPERTS + 2 * 512 * (16 + 2 * 32)),
     "wmt14-en-fr-2048-h": ((2048, 64, 2), DENSE + EXPERTS + 2 * 512 * (64 + 2 * 32)),
     "wmt14-en-de-2048-h": ((2048, 64, 2), DENSE + EXPERTS + 2 * 512 * (64 + 2 * 32)),
-    # Two experts of 8,192 hidden units; a second matrix of the gate for its noise.
+    # Two experts of 8,192 hidden units, and a second gate matrix for the noise.
     "multilingual": ((512, 0, 2), DENSE + 2 * EXPERTS + 2 * 2 * 512 * 512),
 }
 
@@ -486,14 +486,15 @@ def test_files_are_as_the_paper_says(name):
         rest = (moe.gate, moe.hidden_sizes, moe.w_importance, moe.w_load)
         noisy, balanced = ("noisy_topk", [8192], 0.01, 0.01), ("balanced", [2048], 0.01, 0)
         assert rest == (noisy if several else balanced)
-        # Departures for the sake of memory (App. D); a rate well below the scores.
+        # Departures from the paper to save memory (App. D), and a threshold rate well below the
+        # scores.
         assert moe.recompute and optimizer.experts == "factored_adam"
         scores = 1 / max(moe.num_groups, moe.num_experts // max(1, moe.num_groups))
         assert optimizer.threshold_learning_rate == (0 if several else 1e-4) < 0.01 * scores
     with torch.device("meta"):
         counted = cost(make_model(config.model, config.data.vocab_size))
     assert counted.ops_per_timestep == ops
-    # Tables 2, 3 and 5 print 85M, 85M and 102M, and 8.7B parameters.
+    # Tables 2, 3 and 5 print 85M, 85M and 102M operations, and 8.7B parameters.
     if "2048" in name or several:
         assert round(ops / 1e6) == (102 if several else 85)
         assert round(counted.total_parameters / 1e9, 1) == 8.7

@@ -1,4 +1,4 @@
-"""From lines of text to their translations, by a model that has been trained."""
+"""Translation of lines of text by a trained model."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def wordpieces():
 
 @pytest.fixture(scope="module")
 def model(wordpieces):
-    """Has begun to learn: asked for "aa" it is to copy, for "zz" to turn the words around."""
+    """A partly trained model that copies for target "aa" and reverses the words for "zz"."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(3)
@@ -60,7 +60,7 @@ def model(wordpieces):
             optimizer.step()
     torch.set_num_threads(threads)
     assert parts.nll_sum.item() / parts.num_tokens < math.log(len(wordpieces)) / 2
-    # In float64 the rounding that depends on a batch's size decides between no translations.
+    # In float64, rounding that depends on the batch does not change the best translations.
     return model.double().eval()
 
 
@@ -73,7 +73,7 @@ def translator(model, wordpieces):
 
 
 def assert_same_translations(actual, expected):
-    """Up to the rounding of the model's sums, which depends on the batch."""
+    """Compares up to rounding in the model, which depends on the batch."""
     for a, e in zip(actual, expected, strict=True):
         assert (a.text, a.source, a.pieces) == (e.text, e.source, e.pieces)
         assert (a.score, a.log_prob) == pytest.approx((e.score, e.log_prob), rel=1e-10)
@@ -81,7 +81,7 @@ def assert_same_translations(actual, expected):
 
 
 def test_each_line_has_its_own_in_whatever_company(translator):
-    """Lines of all lengths in a wild order: alone, in small batches, in pieces of the stream."""
+    """Lines of mixed lengths give the same result alone, with small batches or small chunks."""
     lines = sentences(30, seed=2, longest=9)
     search = BeamSearch(num_best=3)
     alone = [next(translator(search)([line])) for line in lines]
@@ -104,7 +104,7 @@ def score_of(search, translation):
 
 
 def test_beam_is_not_below_greedy(translator):
-    """In model score, for every sentence, with penalties and without."""
+    """The best score is at least the greedy score, for every sentence, with any penalties."""
     lines = sentences(100, seed=4, longest=8)
     greedy = [found[0] for found in translator(BeamSearch.greedy())(lines)]
     num_better = 0
@@ -116,7 +116,7 @@ def test_beam_is_not_below_greedy(translator):
 
 
 def test_several_translations_of_a_sentence(translator, wordpieces, model):
-    """Each with what the model says of it when it is given whole."""
+    """Each translation has the score that the model gives to it as a whole."""
     search = BeamSearch(num_best=8)
     (found,) = translator(search)(["the  river\thas\nno leaf"])
     assert len({tuple(each.pieces) for each in found}) == len(found) > 3
@@ -169,7 +169,7 @@ def test_characters_that_were_never_seen(translator):
 
 
 def test_translations_come_while_lines_do(translator):
-    """No line is asked for before all translations of those before it have been given."""
+    """The next lines are read only after all previous lines are translated."""
     taken = []
 
     def lines():

@@ -1,4 +1,4 @@
-"""Wordpieces: what they spell, what is lost, training and files."""
+"""Wordpieces: encoding and decoding, unknown characters, training and files."""
 
 import os
 import pickle
@@ -68,7 +68,7 @@ def test_decoding_gives_the_text_back(wordpieces, text):
     ids = wordpieces.encode(text)
     assert wordpieces.unk_id not in ids
     assert wordpieces.decode(ids) == Wordpieces.normalise(text)
-    # Whatever a text spells, only the caller can ask for the special entries.
+    # Text that spells special entries does not become special entries.
     assert not {wordpieces.eos_id, *map(wordpieces.target_token_id, ["fr", "de"])} & {*ids}
 
 
@@ -85,7 +85,7 @@ def test_what_is_normalised():
 @pytest.mark.parametrize("text, shown", [("Ж", "⁇"), ("the Жук fox", "the ⁇ fox"), ("\0", "⁇")])
 def test_unseen_characters_are_unknown(wordpieces, text, shown):
     ids = wordpieces.encode(text)
-    assert ids.count(wordpieces.unk_id) == 1  # for all that stand together
+    assert ids.count(wordpieces.unk_id) == 1  # one for adjacent unknown characters
     assert wordpieces.decode(ids) == shown
 
 
@@ -121,7 +121,7 @@ def test_a_sample_of_a_long_text_is_of_all_its_parts(monkeypatch):
     sample = list(wordpieces._sample(numbers, 500))
     assert sample == list(wordpieces._sample(iter(numbers), 500))
     assert len({*sample}) == 500 and {*sample} <= {*numbers}
-    # Mean of 500 draws without replacement: 4,999.5, standard deviation 126; 5 of them.
+    # 500 samples without replacement: mean 4,999.5, standard deviation 126; the bound is 5 of them.
     assert abs(sum(map(int, sample)) / 500 - 4999.5) < 630
     assert list(wordpieces._sample(["a", "b"], 500)) == ["a", "b"]
     taken = Wordpieces.train(iter(TEXT * 20), 140, max_sentences=30)
@@ -168,7 +168,7 @@ def test_a_model_without_an_end_of_sentence_is_refused(tmp_path):
 
 
 def test_errors(wordpieces, tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="Wordpieces.load: .*none.model must"):
+    with pytest.raises(FileNotFoundError, match="Wordpieces.load: path must .*got .*none.model"):
         Wordpieces.load(tmp_path / "none.model")
     (tmp_path / "rubbish.model").write_bytes(b"rubbish")
     with pytest.raises(ValueError, match="rubbish.model: .* must .*got 7 b"):

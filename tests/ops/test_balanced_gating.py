@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. F")]
 @pytest.mark.parametrize("sizes", TABLE["batchwise_topm"].samples, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_topm_of_every_column(device, sizes, dtype):
-    """Half types have ties by themselves."""
+    """Half types have ties without extra preparation."""
     call = sample("batchwise_topm", dtype=dtype, **sizes)
     expected = reference_topm(**call)
     actual = ops.batchwise_topm(call["scores"].to(device), call["m"])
@@ -24,9 +24,11 @@ def test_topm_of_every_column(device, sizes, dtype):
 
 
 def test_all_scores_equal(device):
-    """Every column gets m rows of its own, no row is favoured: the number of columns of a row is
-    binomial, so that its variance over 1000 rows is within a factor 1.3 of E p (1 - p) (6 standard
-    errors)."""
+    """Every column selects different m rows, and no row is favored.
+
+    The number of columns that select a row is binomial. Its variance over 1000 rows is within a
+    factor of 1.3 of E p (1 - p), which is 6 standard errors.
+    """
     N, E, m = 1000, 200, 250
     rows = ops.batchwise_topm(torch.full((N, E), 1 / E, device=device), m).row_index
     assert len({tuple(row.tolist()) for row in rows}) == E
@@ -48,7 +50,7 @@ def test_columns_are_numbered_over_the_batches(device):
 
 
 def test_gates_sum_to_1_without_underflow(device):
-    """The selected experts' own share of the softmax over all is e^-300."""
+    """The selected experts have a share of e^-300 in the softmax over all experts."""
     logits = torch.tensor([[300.0, 0.0, 1.0], [-1e30, -1e30, 1e30]], device=device)
     index, offsets = torch.tensor([1, 2, 0, 1]).to(device), torch.tensor([0, 2, 4]).to(device)
     gates = ops.selected_softmax(logits, index, offsets)

@@ -23,7 +23,7 @@ def test_identity_experts(device, T, dtype):
 
 
 def test_float16_does_not_overflow_on_the_way(device):
-    """6e4 · 0.5 twice is in range; so is a sum whose partial sums are not."""
+    """6e4 · 0.5 twice is in range. A sum whose partial sums overflow is in range as well."""
     output = torch.tensor([[6e4], [6e4], [-6e4]], dtype=torch.float16, device=device)
     inverse = torch.tensor([[0, 1, 2]], device=device)
     for gates in ([0.5, 0.5, 0.0], [1.0, 1.0, 1.0]):
@@ -32,7 +32,7 @@ def test_float16_does_not_overflow_on_the_way(device):
 
 
 def test_gates_of_the_outputs_type(device):
-    """Have the bits of the same gates in float32."""
+    """The result is bitwise identical to the result with the same gates in float32."""
     call = sample("combine", device, torch.bfloat16, T=6, E=5, k=2, gates_dtype=torch.bfloat16)
     assert_same_bits(ops.combine(**call), ops.combine(**call | dict(gates=call["gates"].float())))
 

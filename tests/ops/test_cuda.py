@@ -1,7 +1,7 @@
-"""What only concerns CUDA: that every operator is there, agrees with the CPU, and never waits.
+"""Tests of CUDA only: every operator has a kernel, agrees with the CPU, and never synchronizes.
 
-The tests of each operator run on a GPU too where there is one, and with its kernels emulated
-(`device` in conftest.py).
+The tests of each operator also run on a GPU, if there is one, and with emulated kernels (`device`
+in conftest.py).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ built = pytest.mark.skipif(moe_ext._C.cuda_version is None, reason="built withou
 
 @built
 def test_every_operator_of_the_cpu_has_a_cuda_kernel():
-    """Of the same schema: another C++ signature would not have been registered."""
+    """A kernel with another C++ signature than the schema's would not have been registered."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     on_cpu = emulated.operators_of_the_cpu()
     assert len(on_cpu) >= 16
@@ -38,7 +38,7 @@ def draw(*shape, dtype=torch.float32):
 
 @dataclass
 class Gpu:
-    """Where CUDA's kernels run: on `device`, within `kernels()`."""
+    """A place to run CUDA kernels: on `device`, within `kernels()`."""
 
     device: str
     kernels: Callable[[], contextlib.AbstractContextManager]
@@ -109,7 +109,7 @@ def layer(gate, device, dtype=torch.float32, **options):
     return MoE(64, 16, 2, gate=gate, hidden_sizes=[128], **options).to(device, dtype)
 
 
-# In bfloat16 these sizes are torch's grouped product's.
+# In bfloat16, layers of these sizes use torch's grouped GEMM.
 @built
 @on_gpu
 @pytest.mark.cuda
@@ -117,7 +117,7 @@ def layer(gate, device, dtype=torch.float32, **options):
 def test_the_flat_layer_never_waits_for_the_device(dtype):
     moe = layer(NoisyTopKGate(64, 16, 2), "cuda", dtype)
     x = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
-    for attempt in range(2):  # the first call may set things up
+    for attempt in range(2):  # the first call may allocate
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:
@@ -127,7 +127,7 @@ def test_the_flat_layer_never_waits_for_the_device(dtype):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("num_experts", [3, 1500])  # torch's grouped product takes up to 1023
+@pytest.mark.parametrize("num_experts", [3, 1500])  # torch's grouped GEMM takes up to 1023 experts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("d_model", "hidden"), [(72, 200), (70, 201)])  # whole chunks of 16 bytes
 @pytest.mark.parametrize("equal", [False, True])
@@ -162,7 +162,7 @@ def test_experts_of_any_size_in_any_type(gpu, num_experts, dtype, d_model, hidde
     ],
 )
 def test_a_training_step_is_captured_in_a_graph(gate, dtype, optimizer_class):
-    """The whole step, gate, thresholds and optimizer: its replays are eager mode's steps."""
+    """Captures a whole step with gate, thresholds and optimizer; replays equal eager steps."""
     x = torch.randn(320, 64, device="cuda", dtype=dtype)
 
     def training():
@@ -215,7 +215,7 @@ def test_a_side_stream_gives_what_the_default_one_does(dtype):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.manual_seed(0)
-            torch.cuda._sleep(100_000_000)  # work on another stream would not wait for x
+            torch.cuda._sleep(100_000_000)  # x is late: another stream would read it too early
             leaf = (2 * x).requires_grad_()
             y, aux = moe(leaf)
             loss = y.square().sum() + aux.loss
@@ -228,9 +228,9 @@ def test_a_side_stream_gives_what_the_default_one_does(dtype):
 @built
 @on_gpu
 @pytest.mark.cuda
-@pytest.mark.parametrize("equal", [True, False])  # torch's product, and ours
+@pytest.mark.parametrize("equal", [True, False])  # torch's batched GEMM, or ours
 def test_float32_is_float32(equal):
-    """Where TF32 is allowed, too: it would be some 1e-2 off."""
+    """TF32 is not used even where it is allowed; its error would be about 1e-2."""
     sizes = torch.tensor([256] * 4 if equal else [100, 0, 924, 0])
     offsets = None if equal else torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).cuda()
     x, w = draw(1024, 512).cuda().requires_grad_(), draw(4, 512, 512).cuda().requires_grad_()

@@ -1,4 +1,4 @@
-"""ops.dispatch_plan and ops.dispatch: the batch of each expert, in one stable order."""
+"""ops.dispatch_plan and ops.dispatch: the batch of each expert, in a stable order."""
 
 import pytest
 import torch

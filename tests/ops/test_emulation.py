@@ -1,4 +1,4 @@
-"""That the emulation of CUDA's kernels lets no mistake pass that a GPU would punish."""
+"""The emulation of CUDA kernels detects mistakes that would fail on a GPU."""
 
 import pytest
 import torch

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("Sec. 3.2")]
 
 
 def grouped_linear(rows, weight, bias, offsets):
-    """A linear layer for each expert."""
+    """Computes a linear layer for each expert."""
     return ops.experts(rows, [weight], None if bias is None else [bias], offsets=offsets)
 
 
 def test_small_gates_do_not_vanish_in_half_precision(device):
-    """A loss is scaled for the range of half; gate times activation, 1e-8 here, is not in it."""
+    """A loss scale keeps the loss in range; gate times activation, here 1e-8, underflows."""
     x = torch.full((1, 8), 1e-3, dtype=torch.half, device=device)
     weight = torch.zeros(1, 8, 8, dtype=torch.half, device=device, requires_grad=True)
     y = ops.experts(
@@ -38,7 +38,7 @@ def test_small_gates_do_not_vanish_in_half_precision(device):
 @pytest.mark.parametrize("upstream", [1.0, math.inf])
 @pytest.mark.parametrize("z", [-1.0, 0.0, 1.0, math.nan])
 def test_relu_selects_its_gradient(device, z, upstream):
-    """As torch's: where it is shut nothing comes through, also no infinity; NaN is seen."""
+    """As in torch: 0 for z <= 0 even if upstream is infinite; a NaN z passes the gradient on."""
     one = torch.ones(1, 1, device=device)
     weight = torch.full((1, 1), z, device=device, requires_grad=True)
     upstream = torch.tensor([[upstream]], device=device)
@@ -61,12 +61,12 @@ def test_unused_expert_with_nan_weights_poisons_nothing(device):
         results.append([out, *torch.autograd.grad(out.pow(2).sum(), leaves)])
     for clean, spoilt in zip(*results, strict=True):
         assert_same_bits(spoilt, clean)
-    assert not any(gradient[1].any() for gradient in results[0][2:])  # zeros, and no others
+    assert not any(gradient[1].any() for gradient in results[0][2:])  # exact zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_nan_row_stays_in_its_row(device, dtype):
-    """The rows of an expert are independent, and so are the experts' weight gradients."""
+    """The rows of an expert are independent; so are the weight gradients of the experts."""
     counts = [20, 0, 4]
     rows, weight, bias = make_linear(counts, 24, 40, device, dtype)
     offsets = offsets_of(counts, device)
@@ -108,7 +108,7 @@ def test_feed_forward_experts_equal_reference(device, hidden_sizes, activation, 
 
 
 def test_parameters_are_stacked_and_counted():
-    """d·h + h·d weights per expert and no biases unless asked for."""
+    """d·h + h·d weights for each expert, and no biases by default."""
     module = FeedForwardExperts(5, 4, (6,))
     assert [tuple(w.shape) for w in module.weights] == [(5, 4, 6), (5, 6, 4)]
     assert sum(p.numel() for p in module.parameters()) == 5 * (4 * 6 + 6 * 4)
@@ -119,14 +119,16 @@ def test_parameters_are_stacked_and_counted():
 
 
 def test_initial_scale():
-    """Variance 1 / fan_in: the outputs of a deep linear stack neither vanish nor grow. 4 sigma of
-    the sample variance of 2^16 weights is below 3% even for a normal distribution."""
+    """The variance is 1 / fan_in, so the outputs of a deep linear stack neither vanish nor grow.
+
+    4 sigma of the sample variance of 2^16 weights is below 3% even for a normal distribution.
+    """
     module = FeedForwardExperts(4, 256, (64,))
     for weight, fan_in in zip(module.weights, (256, 64), strict=True):
         assert float(weight.var() * fan_in) == pytest.approx(1, abs=0.03)
         assert float(weight.mean().abs()) < 0.0025  # 5 sigma
     first = module.weights[0]
-    assert not torch.equal(first[0], first[1])  # experts start different
+    assert not torch.equal(first[0], first[1])  # experts start with different weights
 
 
 class _NoGradient(torch.autograd.Function):
@@ -146,7 +148,7 @@ def test_backward_makes_no_gradient_of_the_hidden_layers():
         y.sum().backward()
     assert "_experts_backward" in {name for name, *_ in calls}
     assert not {name for name, *_ in calls} & {"zeros", "new_zeros", "zeros_like"}
-    # Where none comes, none goes on.
+    # Without an incoming gradient, there is no outgoing gradient.
     other = normal(6, 3).requires_grad_()
     (_NoGradient.apply(ops.experts(other, weights)).sum() + other.sum()).backward()
     assert torch.equal(other.grad, torch.ones_like(other))
@@ -155,7 +157,7 @@ def test_backward_makes_no_gradient_of_the_hidden_layers():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("learned", [(True, True), (True, False), (False, True)])
 def test_operations_are_counted(learned, recompute):
-    """As many as of torch's own products, and of the hidden layer's again."""
+    """Counts as many operations as torch's GEMMs, plus the recomputed hidden layer."""
     inputs = [normal(3 * 5, 4), normal(3, 4, 6), normal(3, 6, 2)]
     for tensor, needed in zip(inputs, (learned[0], learned[1], learned[1]), strict=True):
         tensor.requires_grad_(needed)
@@ -185,7 +187,7 @@ def test_operations_of_a_mixture_are_counted_by_its_slots():
 
 
 def test_backward_work_does_not_grow_with_the_number_of_experts():
-    """Differentiating one slice W[e] per expert would fill a full-sized gradient for each."""
+    """The gradient of a slice W[e] would have the full size for each expert."""
     calls = []
     for E in (2, 64):
         module = FeedForwardExperts(E, 4, (6,))
@@ -228,7 +230,7 @@ def test_heterogeneous_modules(device):
     )
     assert_exact(actual_grad, expected_grad)
     experts(rows, offsets_of([3, 0, 4], device)).sum().backward()
-    for p in modules[1].parameters():  # no rows: a zero gradient, not a missing one
+    for p in modules[1].parameters():  # no rows: the gradient is zero, not missing
         assert p.grad is not None and torch.count_nonzero(p.grad) == 0
 
 

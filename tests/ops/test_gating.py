@@ -23,7 +23,7 @@ def make(T, E, device="cpu", dtype=torch.float64):
 @pytest.mark.parametrize("nu", [0.0, 0.3])
 def test_noise_epsilon(device, nu):
     clean, raw, noise = make(5, 6)
-    raw[0] = -800.0  # Softplus underflows: the floor is all that is left
+    raw[0] = -800.0  # Softplus underflows: only the floor is left
     actual = ops.noisy_topk_gating(*(x.to(device) for x in (clean, raw, noise)), 2, nu)
     for a, e in zip(actual, reference_gating(clean, raw, noise, 2, nu), strict=True):
         assert_exact(a, e)
@@ -33,7 +33,7 @@ def test_noise_epsilon(device, nu):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("E, k", [(4, 1), (8, 3), (8, 7), (257, 17), (1000, 64), (6, 6)])
 def test_ties_go_to_the_lower_index(device, E, k, dtype):
-    """Exactly k distinct experts, at any position of the tie relative to the boundary."""
+    """Selects exactly k distinct experts, wherever the tie lies relative to the k-th place."""
     clean = torch.randint(0, 3, (50, E)).to(dtype)
     clean[0] = 0
     actual = ops.noisy_topk_gating(clean.to(device), None, None, k)
@@ -47,7 +47,7 @@ def test_ties_go_to_the_lower_index(device, E, k, dtype):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_nan_ranks_last(device, k):
-    """NaN below -inf, among themselves by index; the ids stay distinct and in range."""
+    """NaN ranks below -inf, and NaNs rank by index. The indices stay distinct and in range."""
     nan, inf = math.nan, math.inf
     rows = [
         [nan, 1.0, -inf, 0.0, nan],
@@ -102,15 +102,17 @@ def test_extreme_logits(device, dtype):
 
 @pytest.mark.parametrize("k", [1, 2, 64])
 def test_gates_sum_to_one(device, k):
-    """k gates each within a few roundings of the truth sum to 1 within a few units in the last
-    place; an epsilon in the denominator would not."""
+    """k gates, each accurate to a few roundings, sum to 1 within a few units in the last place.
+
+    An epsilon in the denominator would violate this.
+    """
     clean = 20 * torch.randn(500, 64, device=device)
     gates = ops.noisy_topk_gating(clean, None, None, k).gates
     assert (gates.double().sum(-1) - 1).abs().max() <= 4 * torch.finfo(torch.float32).eps
 
 
 def test_single_gate_has_no_gradient(device):
-    """k = 1: the gate is 1 whatever the logits, so nothing reaches them, to the last bit."""
+    """With k = 1 the gate is always 1, so the gradient of the logits is exactly zero."""
     clean, raw, noise = make(9, 5, device)
     clean.requires_grad_()
     raw.requires_grad_()

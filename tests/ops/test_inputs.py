@@ -1,10 +1,12 @@
-"""The operator that works in place, of tensors with torch's negative bit, whose memory holds -x (of
-z.conj().imag, for example). test_operators.py has the others."""
+"""The in-place operator on tensors with torch's negative bit, whose memory holds -x.
+
+z.conj().imag is an example. test_operators.py tests the other operators.
+"""
 
 import subprocess
 import sys
 
-# In a process of its own: memory that is corrupted shows late, or as a crash.
+# Runs in a separate process: corrupted memory shows late, or as a crash.
 STEPS = """
 import itertools
 import torch

@@ -1,4 +1,4 @@
-"""ops.load: P(x, i) and Load(X) of App. A, with the gradient that passes through the thresholds."""
+"""ops.load: P(x, i) and Load(X) of App. A, with the gradient through the thresholds."""
 
 import math
 from itertools import pairwise
@@ -17,17 +17,17 @@ NU = 1e-2
 
 
 def make(T, E, device="cpu"):
-    """clean, raw and noise"""
+    """Returns clean, raw and noise."""
     return torch.randn(3, T, E, dtype=torch.float64).to(device)
 
 
 def drawn(T, E, k, device, dtype=torch.float64):
-    """clean, stddev, threshold and expert_index"""
+    """Returns clean, stddev, threshold and expert_index."""
     return list(sample("load", device, dtype, T=T, E=E, k=k).values())[:4]
 
 
 def load_of(clean, raw, noise, k, detach_threshold=False):
-    """Load as a layer computes it: the gating op, then the load op."""
+    """Computes Load as a layer does: the gating op, then the load op."""
     gating = ops.noisy_topk_gating(clean, raw, noise, k)
     return ops.load(
         clean, gating.noise_stddev, gating.threshold, gating.expert_index, detach_threshold
@@ -46,7 +46,7 @@ SIZES = [sizes for sizes in EDGES if sizes["T"]] + shapes((1, 8, 2), (2, 64, 4),
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("detach_threshold", [False, True])
 def test_gating_and_load_equal_reference(device, sizes, detach_threshold):
-    """With the thresholds of the gating: values, and the gradients that pass through them."""
+    """Values, and gradients through the thresholds of the gating."""
     T, E, k = sizes.values()
     clean, raw, noise = make(T, E)
     cotangent = torch.randn(E, dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_gating_and_load_equal_reference(device, sizes, detach_threshold):
 
 
 def test_one_expert_takes_all_and_one_gets_nothing(device):
-    """A margin of 30 standard deviations: P is 1 and 0, the derivative vanishes, nothing is NaN."""
+    """At a margin of 30 standard deviations P is 1 or 0; derivatives vanish without NaN."""
     clean = torch.zeros(6, 3, dtype=torch.float64, device=device)
     clean[:, 1], clean[:, 2] = 30, -30
     leaves = clean.requires_grad_(), torch.zeros_like(clean).requires_grad_()
@@ -78,8 +78,10 @@ def test_no_experts(device):
 
 
 def test_common_shift_of_the_logits_has_no_gradient(device):
-    """P depends on differences of logits only, so with the gradient through the thresholds each row
-    sums to 0; without it a spurious common pull is left."""
+    """P depends only on differences of logits, so each row of the gradient sums to 0.
+
+    Without the gradient through the thresholds, the sum is not 0.
+    """
     clean, raw, noise = make(20, 8, device)
     clean.requires_grad_()
     cotangent = torch.randn(8, dtype=torch.float64, device=device)
@@ -90,7 +92,7 @@ def test_common_shift_of_the_logits_has_no_gradient(device):
 
 
 def test_k_equal_to_n(device):
-    """Nobody can fall out of the top n: P = 1, Load = T, all derivatives 0 and none NaN."""
+    """No expert can fall out of the top n: P = 1, Load = T, and all derivatives are 0."""
     clean, raw, noise = make(9, 4, device)
     leaves = clean.requires_grad_(), raw.requires_grad_()
     actual = load_of(*leaves, noise, 4)
@@ -100,7 +102,7 @@ def test_k_equal_to_n(device):
 
 
 def test_vanishing_noise(device):
-    """A deviation of 1e-300 makes P a step: 0 or 1, with no gradient and no NaN."""
+    """A standard deviation of 1e-300 makes P a step: 0 or 1, with no gradient and no NaN."""
     clean, _, threshold, index = drawn(5, 6, 2, device)
     stddev = torch.full_like(clean, 1e-300)
     leaves = [x.requires_grad_() for x in (clean, stddev, threshold)]
@@ -111,7 +113,7 @@ def test_vanishing_noise(device):
 
 
 def test_gradient_below_the_least_noise(device):
-    """There P is that of a deviation of 1e-6, whatever it is: it has no derivative by it."""
+    """Below 1e-6, P uses a standard deviation of 1e-6, so its derivative by the deviation is 0."""
     _, _, threshold, index = drawn(4, 6, 2, device)
     clean = threshold[:, :1] + 1e-6 * make(4, 6, device)[0]
     stddev = torch.full_like(clean, 4e-7)
@@ -127,8 +129,10 @@ def test_gradient_below_the_least_noise(device):
 
 
 def test_lower_tail_keeps_its_digits(device):
-    """0.5 (1 + erf) has no digit left below z = -6. An error of a few roundings in z changes P by
-    z² times as much, which is the tolerance."""
+    """0.5 (1 + erf) has no correct digit below z = -6.
+
+    An error of a few roundings in z changes P by z² times that error, which is the tolerance.
+    """
     z = -torch.linspace(0, 12, 49)
     clean, one = z[None].to(device), torch.ones(1, 49, device=device)
     zero = torch.zeros(1, 2, device=device)
@@ -140,7 +144,7 @@ def test_lower_tail_keeps_its_digits(device):
 
 
 def load_by_group(clean, stddev, threshold, index, offsets, detach_threshold=False):
-    """The definition: the load of each group's rows alone."""
+    """Computes the load of each group's rows separately, by definition."""
     arguments = clean, stddev, threshold, index
     return torch.stack(
         [
@@ -156,14 +160,14 @@ def load_by_group(clean, stddev, threshold, index, offsets, detach_threshold=Fal
         (6, [0, 3, 7]),
         (6, [0, 0, 2, 2, 7, 7]),
         (6, [0, 1, 2, 3, 4, 5, 6, 7]),
-        # One group is the whole batch.
+        # One group has the whole batch.
         *((E, [0, T]) for T, E in [(0, 3), (1, 5), (7, 6), (300, 7), (1000, 64)]),
     ],
 )
 @pytest.mark.parametrize("detach_threshold", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_groups_are_loads_of_their_rows(device, E, offsets, detach_threshold, dtype):
-    """To the last bit, gradients too; a group without rows has load 0."""
+    """Bitwise identical, gradients included; a group without rows has load 0."""
     arguments = drawn(offsets[-1], E, 2, device, dtype)
     offsets = torch.tensor(offsets, device=device)
     results = []

@@ -1,4 +1,4 @@
-"""ops.experts with the tokens' routing: gather, experts and gated sum (Eq. 1) as one operator."""
+"""ops.experts with routed tokens: gather, experts and gated sum (Eq. 1) as one operator."""
 
 from dataclasses import replace
 
@@ -27,12 +27,12 @@ ROUTED = [dict(T=5, E=E, k=2), RAGGED[0]]
 
 
 def mixture(device, dtype=torch.float64, widths=(4, 6, 3), **options):
-    """Arguments of the operator."""
+    """Returns the arguments of the operator."""
     return sample("experts", device, dtype, widths=widths, **options)
 
 
 def assert_same(actual, expected, same=assert_same_bits):
-    """Outputs and gradients, as `evaluate` gives them."""
+    """Compares outputs and gradients in the form that `evaluate` returns."""
     for each, wanted in zip(actual, expected, strict=True):
         for a, e in zip(each, wanted, strict=True):
             same(a, e)
@@ -59,7 +59,7 @@ def test_equal_numbers_of_slots_need_no_offsets(device):
 
 @pytest.mark.parametrize("rows_each", [0, 3])
 def test_equal_numbers_of_rows_need_no_offsets(device, rows_each):
-    """As strictly balanced gates have them: the same result, and the counts are not read."""
+    """As with strictly balanced gates: the result is the same, and the counts are not read."""
     routes = [[] for _ in range(4)]
     for e in range(E):
         for t in torch.randperm(4)[:rows_each].tolist():
@@ -71,7 +71,7 @@ def test_equal_numbers_of_rows_need_no_offsets(device, rows_each):
 
 @pytest.mark.parametrize("sizes", ROUTED, ids=["two each", "any number"])
 def test_without_gates_the_rows_come_out(device, sizes):
-    """With the bits of the experts of gathered rows."""
+    """The result is bitwise identical to the experts of gathered rows."""
     call = mixture(device, activation="silu", bias=True, gated=False, **sizes)
 
     def gathered(x, inverse, token_offsets, **rest):
@@ -97,7 +97,7 @@ LEARNED = [
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_inputs(device, learned, widths, recompute, dtype):
-    """What is learned gets the same gradients, sums over several blocks of rows, too."""
+    """Learned inputs get the same gradients, also when sums cover several blocks of rows."""
     sizes = dict(skewed=1500, E=E, widths=widths)
     call = mixture(device, dtype, activation="gelu", bias=True, recompute=recompute, **sizes)
     _, grads = evaluate(ROW, call)
@@ -119,7 +119,7 @@ def test_frozen_inputs_opcheck(device, learned):
 
 
 def saved_bytes(function, excluded):
-    """What autograd keeps for the backward pass, beside the given tensors."""
+    """Returns the bytes that autograd saves for backward, without the given tensors."""
     kept = {}
 
     def note(tensor):
@@ -136,7 +136,7 @@ def saved_bytes(function, excluded):
 @pytest.mark.equation("App. D")
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_what_is_kept_for_the_backward_pass(device, activation):
-    """x, gates and indices; and the hidden layers before their activation unless recomputed."""
+    """Saves x, gates and indices, and the pre-activations of hidden layers unless recomputed."""
     T, K, D, F = 40, 2, 8, 64
     columns = F * (2 if activation == "swiglu" else 1)
     for recompute, hidden in ((False, T * K * columns * 4), (True, 0)):
@@ -151,8 +151,10 @@ def test_what_is_kept_for_the_backward_pass(device, activation):
 @pytest.mark.equation("App. D")
 @pytest.mark.parametrize("own", [False, True])
 def test_layer_that_recomputes(device, own):
-    """MoE(recompute=True), with feed-forward experts and others: the same bits, x alone kept; and
-    under torch.utils.checkpoint, with the noise drawn once."""
+    """MoE(recompute=True) is bitwise identical and saves only x, for any kind of experts.
+
+    The same holds under torch.utils.checkpoint, where the noise is the same in the recomputation.
+    """
     T, D, F = 60, 8, 64
     x = normal(T, D, device=device, dtype=torch.float32)
     results, kept = [], []

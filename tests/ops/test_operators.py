@@ -1,7 +1,8 @@
-"""The properties of operators, each written once and held by every row of tests/operators.py.
+"""The properties of operators, each written once and tested for every row of tests/operators.py.
 
-`samples` are many and small, `typical` few, `large` what threads share. A test of `names` is of the
-backward operators too. What is peculiar to an operator is in the other files of this folder.
+`samples` are many and small, `typical` samples are few, and `large` samples are divided among
+threads. Tests over ROWS include the backward operators. The other files of this folder test what is
+specific to one operator.
 """
 
 import os
@@ -47,16 +48,15 @@ pytestmark = pytest.mark.emulated
 
 
 def short(value):
-    """A size in the name of a test; of a long list the length."""
+    """Shortens a size for the name of a test; a long list becomes its length."""
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-PROPERTIES = set()  # that the rows can lack
+PROPERTIES = set()  # the properties that a row can lack
 
 
 def each(prop, kind, rows=TABLE, count=None):
-    """Parametrises a test by the operators that have the property, and their samples, or the first
-    `count` of these."""
+    """Parametrizes a test by the operators with a property and their first `count` samples."""
     PROPERTIES.add(prop)
     for name, row in rows.items():
         assert prop in row.lacks or getattr(row, kind), f"{name} must have samples for {prop}"
@@ -75,7 +75,7 @@ def each(prop, kind, rows=TABLE, count=None):
 
 
 def assert_equal(actual, expected):
-    """Numbers as exact as float64 is, indices the same."""
+    """Compares numbers to the accuracy of float64, and indices exactly."""
     for a, e in zip(actual, expected, strict=True):
         assert_exact(a, e, nan=True) if e.is_floating_point() else assert_same_bits(a, e)
 
@@ -87,7 +87,7 @@ def assert_bits(name, actual, expected):
 
 
 def test_the_table_is_complete():
-    """A new operator has to come with a row, and a row with a reason for what it lacks."""
+    """A new operator needs a row, and a row needs a reason for each property that it lacks."""
     registered = {
         schema.name.split("::")[1]
         for schema in torch._C._jit_get_all_schemas()
@@ -111,7 +111,7 @@ def test_equals_reference(device, name, sizes):
 
 @each("limits", "limits")
 def test_limits(device, name, sizes):
-    """No counter in a kernel is too narrow, forward and backward."""
+    """No counter in a kernel is too narrow, in forward and in backward."""
     if emulated.active and max(sizes.get("T", 0), sizes.get("N", 0)) > 60_000:
         pytest.skip("takes too long emulated")
     row, arguments = ROWS[name], sample(name, device, **sizes)
@@ -122,7 +122,7 @@ def test_limits(device, name, sizes):
 
 @each("gradients", "samples")
 def test_gradients_equal_reference(device, name, sizes):
-    """Those of all outputs together, and of each alone: of the others there is then none."""
+    """The gradients of all outputs together, and of each output without gradients of the others."""
     row, arguments = ROWS[name], sample(name, **sizes)
     actual_arguments, leaves = with_leaves(moved(arguments, device), row.differentiable)
     arguments, expected_leaves = with_leaves(arguments, row.differentiable)
@@ -173,7 +173,7 @@ def test_second_derivative_is_refused(device, name, sizes):
 @each("needed", "typical")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
-    """One tensor, or those of some arguments; the same bits as with all others'."""
+    """Gradients of one tensor or of some arguments are bitwise identical to the full gradients."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
     _, expected = evaluate(row, arguments)
     numbers = iter(range(len(expected)))
@@ -196,8 +196,10 @@ def test_only_what_needs_a_gradient_gets_one(device, name, sizes, dtype):
 @each("accuracy", "precise")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
 def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
-    """That computes in float32 what has half types, too; but products in the type itself. In
-    float64 the numbers are as exact as that is."""
+    """Plain torch computes half types in float32 as well, but GEMMs in the type itself.
+
+    In float64, results have the accuracy of float64.
+    """
     row = ROWS[name]
     if dtype in HALF and "half_types" not in row.lacks:
         pytest.skip("test_half_types_are_computed_in_float32 asks for more")
@@ -218,7 +220,7 @@ def test_as_accurate_as_plain_torch(device, name, sizes, dtype):
 @each("half_types", "precise")
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
-    """The bits are float32's, rounded once to the type of the result."""
+    """The result is bitwise identical to the float32 result, rounded once to the output type."""
     row, arguments = ROWS[name], sample(name, device, dtype, **sizes)
 
     def widened(values):
@@ -233,8 +235,7 @@ def test_half_types_are_computed_in_float32(device, name, sizes, dtype):
 
 @each("autocast", "typical")
 def test_autocast(device, name, sizes):
-    """The arithmetic of gates stays in float32, the experts' takes the lower type, and the others'
-    is as it is without."""
+    """Gates run in float32, experts in the lower precision; other operators are unchanged."""
     row = ROWS[name]
     given = torch.bfloat16 if row.autocast == torch.float32 else torch.float32
     arguments = sample(name, device, given, **sizes)
@@ -251,7 +252,7 @@ def test_autocast(device, name, sizes):
     assert_bits(name, grads, [e.to(a.dtype) for a, e in zip(grads, expected_grads, strict=True)])
 
 
-# What the dispatcher and the compiler rely on; backward operators too
+# What the dispatcher and the compiler require, for the backward operators too
 
 
 @each("opcheck", "typical", ROWS)
@@ -280,7 +281,7 @@ def test_meta_has_the_shapes(device, name, sizes):
 
 @each("pure", "typical", ROWS)
 def test_pure(device, name, sizes):
-    """Inputs are left alone, and outputs are contiguous and in memory of their own."""
+    """Inputs do not change; outputs are contiguous and have their own memory."""
     op, args = call_of(name, sample(name, device, torch.float32, **sizes))
     copies = moved(args)
     results = run(op, args)
@@ -311,7 +312,7 @@ def test_any_layout(device, name, sizes, layout, dtype):
 
 @each("expanded", "typical", ROWS)
 def test_expanded_arguments(device, name, sizes):
-    """Also what autograd makes of the gradient of a sum."""
+    """Autograd also expands the gradient of a sum."""
     op, args = call_of(name, sample(name, device, torch.float32, **sizes))
 
     def expanded(x):
@@ -324,7 +325,7 @@ def test_expanded_arguments(device, name, sizes):
 @each("initialised", "typical", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_left_uninitialised(device, name, sizes, dtype):
-    """In memory that held NaN: what no row reaches is an exact zero."""
+    """Runs in memory that held NaN: an element that no row reaches is exactly zero."""
     op, args = call_of(name, sample(name, device, dtype, **sizes))
     expected = run(op, args)
     sizes = {x.numel() for x in tensors_in(args) + expected}
@@ -347,7 +348,7 @@ def test_compiles_to_a_whole_graph(device, name, sizes, dynamic):
     assert_bits(name, actual + grads, expected + expected_grads)
 
 
-# Inputs of other kinds than the operators' own
+# Inputs of other kinds than the samples
 
 
 def indices_of(arguments):
@@ -359,13 +360,13 @@ def indices_of(arguments):
 
 
 def narrow(arguments):
-    """With int32 indices."""
+    """Converts the indices to int32."""
     return arguments | {name: index.int() for name, index in indices_of(arguments).items()}
 
 
 @each("int32_indices", "typical")
 def test_int32_indices(device, name, sizes):
-    """As int64 ones, one or all of them; indices that come out are int64."""
+    """int32 indices, one or all of them, act like int64; returned indices are int64."""
     row, arguments = ROWS[name], sample(name, device, **sizes)
     expected = sum(evaluate(row, arguments), [])
     one = [{key: index.int()} for key, index in indices_of(arguments).items()]
@@ -378,7 +379,7 @@ def test_int32_indices(device, name, sizes):
 @pytest.mark.emulated(False)  # the compiler does not see the device
 @each("int32_indices", "typical")
 def test_int32_indices_compile(device, name, sizes):
-    """With the checks of torch.library, as one graph and without data."""
+    """Passes the checks of torch.library, compiles to one graph and runs on fake tensors."""
     row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
     for each_name in (name, row.backward) if row.backward else (name,):
         op, args = call_of(each_name, narrow(arguments))
@@ -400,7 +401,7 @@ def test_int32_indices_compile(device, name, sizes):
 
 
 def negated(x):
-    """The same numbers, kept with the opposite sign, as in z.conj().imag; indices are left."""
+    """Returns the same numbers, stored with the opposite sign; leaves indices as they are."""
     if not x.is_floating_point():
         return x
     view = torch._neg_view(-x)
@@ -431,7 +432,7 @@ def test_negated_inputs(device, name, sizes):
 @each("deterministic", "large")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic(threads, name, sizes, dtype):
-    """On one thread and two, in every run; the gradients too."""
+    """Identical on one thread and on two, and in every run, gradients included."""
     row, arguments = ROWS[name], sample(name, dtype=dtype, **sizes)
 
     def function():
@@ -449,10 +450,10 @@ def hashes(isa):
 
 
 def test_bits_do_not_depend_on_the_instruction_set():
-    """Vectors of 2, 4 or 8 numbers: the same order of operations, so the same results.
+    """Vectors of 2, 4 or 8 numbers use the same order of operations, so results are identical.
 
-    But for products of matrices: without fused multiply-adds each of their terms is rounded twice,
-    and with instructions for them bfloat16 products are multiplied as such.
+    GEMMs are the exception. Without fused multiply-adds each of their terms is rounded twice, and
+    AMX multiplies bfloat16 numbers directly.
     """
     names = [isa for isa in instruction_sets() if isa != "avx512_bf16"]
     if len(names) == 1:
@@ -474,7 +475,7 @@ def test_bits_do_not_depend_on_the_instruction_set():
 
 
 def tensor_arguments(kind):
-    """(operator, argument) for the tensors of the rows' first typical samples."""
+    """Returns (operator, argument) for the tensors of each row's first typical sample."""
     found = []
     for name, row in TABLE.items():
         arguments = row.make(torch.float32, **row.typical[0])
@@ -490,7 +491,7 @@ def tensor_arguments(kind):
 
 
 def refuses(name, exception, argument, changes, got=None):
-    """Of the valid arguments and these changes."""
+    """Checks the error for valid arguments with these changes."""
     row, arguments = ROWS[name], sample(name, dtype=torch.float32, **ROWS[name].typical[0])
     row.function(**arguments)
     arguments |= changes(arguments) if callable(changes) else changes
@@ -528,14 +529,16 @@ BACKWARD = [name for name in ROWS if name not in TABLE]
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_operators_look_at_their_arguments(name, place):
-    """Autograd gives them right ones, but whoever calls them must not crash. Which of two arguments
-    that do not fit is the wrong one cannot be known; either is named."""
+    """Autograd passes valid arguments, but other callers must not crash the process.
+
+    If two arguments do not match, either one may be named in the error.
+    """
     op, args = call_of(name, sample(name, dtype=torch.float32, **ROWS[name].typical[0]))
     args = moved(args, place)
     op(*args)
     any_argument = "(" + "|".join(a.name for a in op._schema.arguments) + ")"
     for i, x in enumerate(args):
-        # Offsets can be those of fewer tokens; there is no looking at their values on meta.
+        # Offsets can be valid for fewer tokens; on meta their values cannot be read.
         offsets = op._schema.arguments[i].name == "token_offsets" and place == "meta"
         if isinstance(x, torch.Tensor) and not offsets:
             with raises(ValueError, name, any_argument):

@@ -1,6 +1,6 @@
-"""The matrix products of the experts, at the edges of their tiles, blocks and panels.
+"""The GEMMs of the experts, at the edges of tiles, blocks and panels.
 
-The last test runs those of one instruction set again on every other that the processor has.
+The last test repeats the tests on every other instruction set of the processor.
 """
 
 import os
@@ -22,7 +22,7 @@ from moe_ext import _C, ops
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# On both sides of vectors, tiles, and the squares that B is packed in.
+# On both sides of the sizes of vectors, tiles and packed blocks of B.
 WIDTHS = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 258, 513]
 
 
@@ -31,11 +31,11 @@ def linear(x, weight, counts):
 
 
 def assert_product(actual, a, b):
-    """actual = a b, within what the roundings of one sum for each element can add up to.
+    """Checks actual = a b within the largest possible rounding error of one sum per element.
 
-    With depth k, u half a unit in the last place of the type that is summed in and v of the type of
-    the result: 2 k u |a| |b| for a rounded product and a rounded sum for each term, as much again
-    for float64's own errors, and v |a b| for the result.
+    With depth k, u is half a unit in the last place of the accumulation type, and v of the result
+    type. A rounded product and a rounded sum for each term give 2 k u |a| |b|. The errors of
+    float64 are allowed as much again, and the result adds v |a b|.
     """
     dtype, k = actual.dtype, a.shape[1]
     a, b = a.double(), b.double()
@@ -48,7 +48,7 @@ def assert_product(actual, a, b):
 
 
 def check_linear(counts, D, F, dtype):
-    """y = x W, dx = dy W^T and dW = x^T dy of every expert."""
+    """Checks y = x W, dx = dy W^T and dW = x^T dy of every expert."""
     x, dy = normal(sum(counts), D, dtype=dtype), normal(sum(counts), F, dtype=dtype)
     weight = normal(len(counts), D, F, dtype=dtype)
     leaves = x.requires_grad_(), weight.requires_grad_()
@@ -60,7 +60,7 @@ def check_linear(counts, D, F, dtype):
         x_e, dy_e, y_e, dx_e = rows
         assert_product(y_e, x_e, W)
         assert_product(dx_e, dy_e, W.T)
-        assert_product(grad, x_e.T, dy_e)  # of an expert without rows: zero
+        assert_product(grad, x_e.T, dy_e)  # for an expert without rows: zero
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +79,11 @@ def test_any_number_of_rows(dtype, D, F):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_large_gradients(dtype):
-    """Together more than 8 MiB, they go past the caches: sums of one to three squares, of more in
-    float64, and their columns in several parts, the last of half a tile."""
+    """Gradients of more than 8 MiB in total bypass the caches.
+
+    They are sums over one to three K-blocks, or more in float64. Their columns are in several
+    parts, the last with half a tile.
+    """
     check_linear([3, 200, 300, 700], 260, 2064, dtype)
 
 
@@ -99,11 +102,11 @@ def test_layout_changes_nothing(dtype):
         assert_same_bits(actual, expected)
 
 
-ROW = TABLE["experts"]  # whose gradients are of x, each weight, each bias and the gates
+ROW = TABLE["experts"]  # its gradients: x, each weight, each bias, the gates
 
 
 def make_layer(expert_index, E, widths, activation, dtype):
-    """Arguments of Eq. 1, with the experts of each token given."""
+    """Returns the arguments of Eq. 1 for given experts of each token."""
     T, k = expert_index.shape
     sizes = dict(T=T, E=E, k=k, widths=widths, activation=activation, bias=True)
     plan = ops.dispatch_plan(expert_index, E)
@@ -115,7 +118,7 @@ def make_layer(expert_index, E, widths, activation, dtype):
 
 
 def draw_experts(T, E, k):
-    """The experts of each token: not expert 1."""
+    """Returns the experts of each token, without expert 1."""
     others = torch.tensor([0, *range(2, E)])
     return others[torch.rand(T, E - 1).argsort(1)[:, :k]]
 
@@ -124,7 +127,7 @@ def draw_experts(T, E, k):
 @pytest.mark.parametrize("k, widths", [(1, (33, 257, 18)), (2, (48, 272, 32)), (3, (1, 15, 2))])
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_two_layers(dtype, k, widths, activation):
-    """As accurate as torch's products, with an expert that no token has chosen."""
+    """As accurate as torch's GEMMs, with an expert that no token has chosen."""
     call = make_layer(draw_experts(150, 5, k), 5, widths, activation, dtype)
     dy = normal(150, widths[-1], dtype=dtype)
     outputs, grads = evaluate(ROW, call, upstream=[dy])
@@ -151,11 +154,11 @@ def test_long_sums_are_as_accurate_as_torch(dtype, D, F):
 
 
 SPOILT_COUNTS = [1, 13, 0, 30, 33]
-SPOILT_ROW = 20  # of expert 3, whose rows follow 14 others
+SPOILT_ROW = 20  # a row of expert 3, after 14 rows of other experts
 
 
 def run_layer(call, dy):
-    """y, the gradients of x and the gates, and those of the weights and biases."""
+    """Returns y and the gradients of x and the gates, then the gradients of weights and biases."""
     (y,), (dx, *grads, dgates) = evaluate(ROW, call, upstream=[dy])
     return [y, dx, dgates], grads
 
@@ -164,8 +167,10 @@ def run_layer(call, dy):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["x", "dy", "weights"])
 def test_what_is_not_finite_stays_where_it_is(dtype, value, where):
-    """All else has the same bits, in memory that held NaN before as well: what panels are padded
-    with reaches no result."""
+    """All other results are bitwise identical, even in memory that held NaN before.
+
+    The padding of panels reaches no result.
+    """
     E, T = len(SPOILT_COUNTS), sum(SPOILT_COUNTS)
     expert_index = torch.arange(E).repeat_interleave(torch.tensor(SPOILT_COUNTS))[:, None]
     call = make_layer(expert_index, E, (33, 257, 17), "relu", dtype)
@@ -203,10 +208,12 @@ COUNTS = [1, 13, 14, 15, 640, 641, 1281]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k, widths", [(1, (33, 529, 17)), (2, (48, 544, 32))])
 def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
-    """y, dx and the gates' gradients of a token: the same bits alone and in any batch, in any
-    order, and on one thread and two."""
+    """y, dx and the gates' gradients of a token are bitwise identical alone and in any batch.
+
+    The order of the tokens and the number of threads (one or two) do not matter.
+    """
     T, E = max(COUNTS), k + 1
-    expert_index = draw_experts(T, E, k)  # each token has all but one
+    expert_index = draw_experts(T, E, k)  # each token has all experts but one
     call = make_layer(expert_index, E, widths, "relu", dtype)
     dy = normal(T, widths[-1], dtype=dtype)
     expected, grads = run_layer(call, dy)
@@ -225,15 +232,15 @@ def test_rows_do_not_depend_on_each_other(dtype, k, widths, threads):
             assert_same_bits(actual, each[chosen])
 
 
-# Depths of a product: every one up to 70, and some around vectors and K-blocks above that.
+# Depths of a GEMM: every depth up to 70, and some around vectors and K-blocks above that.
 DEPTHS = [*range(1, 71), 95, 97, 127, 128, 130, 131, 191, 193, 255, 256, 257, 258, 259, 263]
 DEPTHS += [301, 383, 387, 449, 511, 512, 513]
-# Of one vector or several on every instruction set, and of parts of a vector.
+# Widths of one full vector or several on every instruction set, and of parts of a vector.
 WHOLE_AND_PART = [1, 16, 17, 48]
 
 
 def check_each_row_alone(D, F, counts, dtype):
-    """y and dx of the first 1, 2, ... rows, as of each of these rows by itself."""
+    """Compares y and dx of the first 1, 2, ... rows with those of each row alone."""
     num_rows = max(counts)
     rows = torch.cat([torch.arange(num_rows), *(torch.arange(count) for count in counts)])
     offsets = offsets_of([*[1] * num_rows, *counts])
@@ -296,10 +303,10 @@ for dtype in DTYPES:
 
 
 def test_bits_do_not_depend_on_fused_instruction_sets():
-    """At every depth, among 1 to 14 rows: y, dx and dW.
+    """Compares y, dx and dW at every depth, among 1 to 14 rows.
 
-    Without fused multiply-adds each product is rounded; with instructions for them, products of
-    bfloat16 are multiplied as such.
+    Without fused multiply-adds each product is rounded. With bfloat16 instructions, products of
+    bfloat16 numbers are computed directly.
     """
     names = [isa for isa in instruction_sets() if isa != "default"]
     if len(names) < 2:
@@ -323,7 +330,7 @@ def test_bits_do_not_depend_on_fused_instruction_sets():
 
 @pytest.mark.parametrize("isa", [isa for isa in instruction_sets() if isa != _C.isa()])
 def test_instruction_set(isa):
-    """The tests above, on another instruction set than this process runs on."""
+    """Runs the tests above on another instruction set than this process uses."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         + ["-k", "not instruction_set"],

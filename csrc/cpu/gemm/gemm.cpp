@@ -12,21 +12,21 @@
 namespace moe_ext::cpu {
 namespace {
 
-// Chooses the traversal of a product.
+// Selects the traversal of a GEMM and runs it.
 template <typename Product, typename acc_t>
 void multiply(Product& product, Write write, acc_t* c) {
-  // With few rows of A, reading B is what takes time, and packing it would double that.
+  // With few rows of A, reading B takes most of the time, and packing B would double that.
   const bool few_rows = product.m <= kMaxFewRows;
   // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
   if (few_rows && product.both_in_place) return Dotxf(product).run(write, c);
-  // B is contiguous along N, as in C = A W: B is read in the order of memory.
+  // B is contiguous along N, as in C = A W: B is read in memory order.
   if (few_rows && product.b_in_place) return Axpyf(product).run(write, c);
-  // C is large and not read again soon, as the gradients of weights: it need not displace A and B.
-  // All its K-blocks have to be packed at once, as non-temporal stores cannot add.
+  // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
+  // All K-blocks must be packed at once, because non-temporal stores cannot add.
   const bool streams =
       write == Write::kStream && product.b_in_place && product.k <= kMaxKBlocks * product.kc;
   if (streams) return NonTemporalC(product).run(write, c);
-  // The general case, at the full rate of the processor where m is large.
+  // The general case; it reaches the full rate of the processor if m is large.
   Gebp(product).run(write, c);
 }
 
@@ -57,7 +57,7 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
     if (product.kernels.begin != nullptr) product.kernels.begin();
     multiply(product, write, c + first * n);
     if (product.kernels.end != nullptr) product.kernels.end();
-    // Gebp leaves the epilogue of bfloat16 pairs to be run by whole rows.
+    // With bfloat16 pairs, Gebp does not run the epilogue; it runs here on whole rows.
     if (product.kernels.pairs && epilogue.run) {
       epilogue.run({.row = first, .num_rows = last - first, .column = 0, .num_columns = n});
     }

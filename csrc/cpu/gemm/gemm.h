@@ -10,8 +10,8 @@
 
 namespace moe_ext::cpu {
 
-// A matrix by rows, which are `ld` numbers apart (the leading dimension), read as it is or
-// transposed.
+// A row-major matrix, read as it is or transposed. `ld` (the leading dimension) is the distance
+// between rows in elements.
 template <typename T>
 struct Operand {
   const T* data;
@@ -29,29 +29,30 @@ Operand<T> transposed(const T* data, int64_t ld) {
   return {.data = data, .ld = ld, .transposed = true};
 }
 
-// What follows a product.
+// The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {
   using Body = c10::function_ref<void(const Region&)>;
-  // Called once with every element of C when it is final, while the first cache level has it if
-  // that pays; may change it. The columns of a row come in ascending order.
+  // Called exactly once for every element of C after its final value is written, in the first cache
+  // level where that is faster. It may change C. The columns of a row come in ascending order.
   Body run = nullptr;
-  // Two hints. `prefetch` is called some time before `run` to prefetch what it reads; next_b is the
-  // B of the next product, which is prefetched toward the end of this one.
+  // Two hints. `prefetch` is called some time before `run`, to prefetch the data that `run` reads.
+  // The B of the next GEMM, next_b, is prefetched near the end of this one.
   Body prefetch = nullptr;
   Operand<b_t> next_b = {.data = nullptr, .ld = 0};
 };
 
-// How C is written. kStream is kReplace with non-temporal stores, past the caches, if possible.
+// How C is written. kStream replaces C with non-temporal stores, which bypass the caches, if
+// possible.
 enum class Write { kReplace, kAdd, kStream };
 
-// How many numbers of a workspace gemm needs if m, n and k are at most `largest`.
+// Returns the workspace size in elements of a GEMM with m, n and k of at most `largest`.
 template <typename scalar_t>
 int64_t gemm_workspace_size(int64_t largest);
 
-// C = A B, or C += A B, where A is [m, k], B is [k, n] and C is [m, n], contiguous. An element of C
-// depends only on its row of A and its column of B, bitwise, whatever m and n are. `workspace` has
-// gemm_workspace_size numbers, aligned to 64 bytes.
+// C = A B, or C += A B, where A is [m, k], B is [k, n], and C is [m, n] and contiguous. An element
+// of C depends bitwise only on its row of A and its column of B, not on m or n. `workspace` has
+// gemm_workspace_size elements and is aligned to 64 bytes.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           acc_t* workspace, const Epilogue<b_t>& epilogue = {});

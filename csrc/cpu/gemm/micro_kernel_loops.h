@@ -1,16 +1,16 @@
-// The loops of the micro-kernels. The source file of each instruction set includes this header once
-// and defines MOE_EXT_TARGET before that: the attributes that let a function use the instruction
-// set. The loops have them too, since they call multiply-adds that are intrinsics. The optimizer
-// must not choose which multiply-adds to fuse: its choice depends on the code around them, and then
-// the bits of a row depend on its batch.
+// The loops of the micro-kernels. The source file of each instruction set defines MOE_EXT_TARGET,
+// the function attributes that enable the instruction set, and then includes this header. The loops
+// need the attributes too, because they call intrinsics for multiply-adds. The optimizer must not
+// choose which multiply-adds to fuse. Its choice depends on the surrounding code, so the result of
+// a row would depend on its batch.
 //
 // `Simd` describes the instruction set:
-//   kBytes              the size of a vector
-//   kMaxRows            the rows of a tile, which leave registers for B and for a K-group of A
-//   kAPanelWidth        the width of A's micro-panels
-//   kPairs              whether K-groups are pairs of bfloat16 numbers
-//   multiply_add        sum += a b in each lane, rounded once where the instruction set can
-//   kHasStream, stream  whether it can store a vector past the caches, and how
+//   kBytes: the size of a vector in bytes
+//   kMaxRows: the maximum number of rows in a tile; leaves registers for B and a K-group of A
+//   kAPanelWidth: the width of the micro-panels of A
+//   kPairs: whether K-groups are pairs of bfloat16 numbers
+//   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
+//   kHasStream, stream: whether it has non-temporal vector stores, and the store
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
   constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
   constexpr int kPanelBytes = kMaxTileVectors * Simd::kBytes;
   Aligned sum[kRows][kVectors] = {};
-  // The rows that are read or written at the end.
+  // The rows that the kernel reads or writes at the end.
   const acc_t* needed = tile.c;
   int64_t ld_needed = tile.ldc;
   if (tile.add != nullptr) {
@@ -65,7 +65,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
     needed = b;
     ld_needed = 0;
   }
-  const Prefetch later = prefetch;  // in registers
+  const Prefetch later = prefetch;  // a copy in registers
   const auto run = [&](auto packs) __attribute__((always_inline)) MOE_EXT_TARGET {
     const auto group = [&](int64_t q) __attribute__((always_inline)) MOE_EXT_TARGET {
       __builtin_prefetch(a + 16 * Simd::kAPanelWidth);
@@ -87,13 +87,14 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
       a += Simd::kAPanelWidth;
       b += ldb;
     };
-    // Two K-groups at a time: the second often prefetches what the first does.
+    // Two K-groups at a time; with shift_groups > 0 both prefetch the same chunk, so one prefetch
+    // suffices.
     int64_t q = 0;
     for (; q + 1 < num_groups; q += 2) {
       fetch<kPanelBytes>(later, q);
       group(q);
       if (later.shift_groups == 0) fetch<kPanelBytes>(later, q + 1);
-      // One cache line in 8 K-groups: as many at once would keep a and b waiting.
+      // One cache line every 8 K-groups: more prefetches would delay the loads of a and b.
       __builtin_prefetch(needed + q / 16 * ld_needed + (q & 8) * (64 / sizeof(acc_t)) / 8, 1);
       group(q + 1);
     }
@@ -126,7 +127,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
   }
 }
 
-// A GemmKernel. gcc 12 needs up to 2% fewer instructions for a loop that it inlines here.
+// A GemmKernel. gcc 12 needs up to 2% fewer instructions if it inlines the loop here.
 template <typename acc_t, typename Simd, int kRows, int kVectors>
 MOE_EXT_TARGET __attribute__((noinline)) void gemm_kernel(int64_t num_groups, const acc_t* a,
                                                           const acc_t* b, int64_t ldb,
@@ -135,7 +136,8 @@ MOE_EXT_TARGET __attribute__((noinline)) void gemm_kernel(int64_t num_groups, co
   gemm_loop<acc_t, Simd, kRows, kVectors>(num_groups, a, b, ldb, tile, prefetch, packed);
 }
 
-// Adds kDepth rows of B, times the K-groups of A, which stay in the first cache level.
+// Adds kDepth rows of B, multiplied by K-groups of A, to C. The K-groups stay in the first cache
+// level.
 template <typename acc_t, typename Simd, int kRows, int kDepth>
 MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const acc_t* __restrict b,
                                               int64_t ldb, int64_t num_columns,
@@ -144,7 +146,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const a
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
   constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
-  int64_t left = num_columns;  // of the row that is prefetched
+  int64_t left = num_columns;  // columns left in the prefetched row
   for (int64_t j = 0; j < num_columns; j += kLanes) {
     Aligned row[kDepth];
     MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
@@ -168,7 +170,8 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const a
   }
 }
 
-// An AxpyfKernel. Memory likes few rows of B at a time; more of them save reading and writing C.
+// An AxpyfKernel. Few rows of B at a time are faster to read; more rows at a time need fewer reads
+// and writes of C.
 template <typename acc_t, typename Simd, int kRows>
 MOE_EXT_TARGET void axpyf_kernel(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                                  int64_t num_columns, const acc_t* prefetch_b, bool starts,
@@ -186,8 +189,7 @@ MOE_EXT_TARGET void axpyf_kernel(int64_t num_groups, const acc_t* a, const acc_t
   while (q < num_groups) add(std::integral_constant<int, 1>());
 }
 
-// A DotxfKernel. B is transposed in registers, as many of its columns at a time as a vector has
-// lanes.
+// A DotxfKernel. Transposes B in registers, in blocks with as many columns as a vector has lanes.
 template <typename acc_t, typename Simd, int kRows>
 MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                                  int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -226,7 +228,7 @@ constexpr void fill_few_rows(MicroKernels<acc_t>& kernels, std::integer_sequence
   ((kernels.dotxf[kRow] = dotxf_kernel<acc_t, Simd, kRow + 1>), ...);
 }
 
-// The micro-kernels of an instruction set, with tiles of up to Simd::kMaxRows rows.
+// Returns the micro-kernels of an instruction set, with tiles of up to Simd::kMaxRows rows.
 template <typename acc_t, typename Simd>
 constexpr MicroKernels<acc_t> make_micro_kernels(const char* name) {
   MicroKernels<acc_t> kernels{.name = name,

@@ -1,21 +1,22 @@
-// The micro-kernels of the GEMM: the innermost loops, one set of them for each instruction set. The
-// terms are those of BLIS (Van Zee and van de Geijn, 2015).
+// The micro-kernels of the GEMM: the innermost loops, one set for each instruction set. The terms
+// are those of BLIS (Van Zee and van de Geijn, 2015).
 //
-// A K-group is what one lane of a vector multiplies at once: one number of acc_t or, in the place
-// of a float, a pair of bfloat16 numbers that are neighbours in K. A micro-panel is a few rows of A
-// or columns of B, packed by K-groups: K-group q of row or column i is at q * width + i.
+// A K-group is what one vector lane multiplies at once: one number of type acc_t or a pair of
+// bfloat16 numbers. The numbers of a pair are adjacent in K and take the place of a float. A
+// micro-panel has a few rows of A or columns of B, packed by K-groups: K-group q of row or column i
+// is at q * width + i.
 #pragma once
 
 #include <cstdint>
 
 namespace moe_ext::cpu {
 
-// What a micro-kernel prefetches for a later micro-panel of B. With K-group q it prefetches chunk
-// n = first + (q >> shift_groups), which is as wide as a micro-panel: in row n & row_mask, after
-// the n >> shift_rows chunks that this row has before it.
+// What a micro-kernel prefetches for a later micro-panel of B. K-group q prefetches chunk n = first
+// + (q >> shift_groups). A chunk is as wide as a micro-panel; chunk n is in row n & row_mask, at
+// position n >> shift_rows of that row.
 struct Prefetch {
   const char* data;
-  int64_t stride;  // bytes between rows, 0 to prefetch nothing
+  int64_t stride;  // bytes between rows; 0: no prefetch
   int64_t row_mask;
   int shift_rows;
   int shift_groups;
@@ -27,38 +28,38 @@ template <typename acc_t>
 struct Tile {
   acc_t* c;
   int64_t ldc;
-  const acc_t* add = nullptr;  // a tile that is added to the product, or null
+  const acc_t* add = nullptr;  // a tile that is added to the result, or null
   int64_t ld_add = 0;
-  bool non_temporal = false;  // past the caches, if the instruction set can and c is aligned
+  bool non_temporal = false;  // non-temporal stores if available and c is aligned
 };
 
 constexpr int kMaxTileRows = 32;
 constexpr int kMaxTileVectors = 2;
 
-// C = A B [+ add], a tile of it, from micro-panels that are num_groups deep. Each element of A B is
-// one chain of fused multiply-adds in the order of K, whatever the other rows and columns are. If
-// `packed` is not null, B's micro-panel is copied there on the way, in aligned rows of
-// kMaxTileVectors vectors; pairs have been packed before.
+// Computes a tile of C = A B [+ add] from micro-panels with num_groups K-groups. Each element of A
+// B is one chain of fused multiply-adds in the order of K. It does not depend on the other rows and
+// columns. If `packed` is not null, the micro-panel of B is also copied there, in aligned rows of
+// kMaxTileVectors vectors. Pairs are packed before the call.
 template <typename acc_t>
 using GemmKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                             const Tile<acc_t>& tile, const Prefetch& prefetch, acc_t* packed);
 
-// The same chains for so few rows of A that reading B takes most of the time. BLIS has them at its
-// level 1f: axpyf adds multiples of the rows of B to C, dotxf computes dot products with the
-// columns of B.
+// Kernels for few rows of A, where reading B takes most of the time. The chains are the same. BLIS
+// has these kernels at level 1f: axpyf adds multiples of the rows of B to C, dotxf computes dot
+// products with the columns of B.
 
 constexpr int kMaxFewRows = 10;
 
-// C [rows, num_columns] = A B, added to C unless it `starts`. B is read in place, row after row.
-// `prefetch_b` are the rows of B, ldb apart, that are prefetched in the same order meanwhile.
+// C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, row by row. At the
+// same time, the rows at `prefetch_b`, ldb apart, are prefetched in the same order.
 template <typename acc_t>
 using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                              int64_t num_columns, const acc_t* prefetch_b, bool starts, acc_t* c,
                              int64_t ldc);
 
-// C [rows, lanes] = A B^T, added to C unless it `starts`. Both are read in place: rows of A and
-// rows of the transposed B are contiguous, and `depth` is a multiple of the lanes of a vector. As
-// many numbers as are read are prefetched from `prefetch_b` on.
+// C [rows, lanes] = A B^T; adds to C unless `starts`. A and B are read in place: their rows are
+// contiguous along K, and `depth` is a multiple of the lanes of a vector. The kernel prefetches
+// from `prefetch_b` as many elements as it reads from B.
 template <typename acc_t>
 using DotxfKernel = void (*)(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                              int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -69,26 +70,26 @@ template <typename acc_t>
 struct MicroKernels {
   const char* name;
   bool pairs = false;            // whether a K-group is a pair of bfloat16 numbers
-  bool a_in_row_blocks = false;  // whether micro-panels of A are in blocks of `lanes` K-groups,
-                                 // each by rows
-  int64_t group_multiple = 1;    // num_groups is a multiple of it
+  bool a_in_row_blocks = false;  // whether a micro-panel of A consists of blocks of `lanes`
+                                 // K-groups, each stored by rows
+  int64_t group_multiple = 1;    // num_groups must be a multiple of this
   int64_t max_rows;              // of a tile: MR
-  int64_t a_panel_width;         // the width of A's micro-panels
-  int64_t lanes;                 // K-groups in a vector; NR, the width of B's micro-panels, is
+  int64_t a_panel_width;         // the width of the micro-panels of A
+  int64_t lanes;                 // K-groups in a vector; NR, the width of the micro-panels of B, is
                                  // kMaxTileVectors vectors
   GemmKernel<acc_t> gemm[kMaxTileVectors][kMaxTileRows] = {};  // [vectors - 1][rows - 1]
-  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1], for whole vectors; not of pairs
-  DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1], for whole vectors; not of pairs
+  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
+  DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
   void (*begin)() = nullptr;                   // called before a thread's first tile, if not null
-  void (*end)() = nullptr;                     // called after its last
+  void (*end)() = nullptr;                     // called after a thread's last tile, if not null
 };
 
-// The best micro-kernels for factors of scalar_t that MOE_EXT_ISA allows; acc_t is the type of the
-// sums.
+// Returns the best micro-kernels for operands of scalar_t that MOE_EXT_ISA allows; acc_t is the
+// type of the sums.
 template <typename scalar_t, typename acc_t>
 const MicroKernels<acc_t>& micro_kernels();
 
-// Those of each instruction set, for acc_t float and double.
+// The micro-kernels of each instruction set, for acc_t float and double.
 template <typename acc_t>
 const MicroKernels<acc_t>& portable_micro_kernels();
 template <typename acc_t>

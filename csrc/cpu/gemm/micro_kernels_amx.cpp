@@ -1,5 +1,5 @@
-// AMX: a tile of C is in four tile registers of 16 by 16 numbers. The other four hold K-groups of
-// 16 rows of A or of 16 columns of B.
+// AMX: four tile registers of 16 by 16 numbers hold a tile of C. The other four hold K-groups of 16
+// rows of A or of 16 columns of B.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -14,7 +14,7 @@ namespace {
 constexpr int kMaxRows = 32;
 constexpr int64_t kSide = 16;
 
-// Of palette 1, where every tile register has 16 rows of 64 bytes.
+// Palette 1: every tile register has 16 rows of 64 bytes.
 struct alignas(64) Configuration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};

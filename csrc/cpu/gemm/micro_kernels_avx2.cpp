@@ -1,4 +1,4 @@
-// AVX2 and FMA.
+// AVX2 with FMA.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// AVX512-BF16: two bfloat16 products and their sum in each lane.
+// AVX512-BF16: each lane multiplies two pairs of bfloat16 numbers and adds the products.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -17,7 +17,7 @@ struct Avx512Bf16 {
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {
     const __m512i pairs = _mm512_set1_epi32(__builtin_bit_cast(int32_t, a));
-    // The intrinsic costs up to 15% more instructions with gcc 12, which then copies sums.
+    // With gcc 12, the intrinsic needs up to 15% more instructions, because gcc copies the sums.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(pairs));
   }
 

@@ -15,7 +15,7 @@ struct Portable {
   static constexpr bool kPairs = false, kHasStream = false;
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
-  // x86-64 has no fused multiply-add without FMA: there each product is rounded first.
+  // x86-64 without FMA has no fused multiply-add; each product is rounded first.
   MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {
 #if defined(__aarch64__)
     if constexpr (std::is_same_v<acc_t, float>) {

@@ -1,4 +1,4 @@
-// Packing: copies of parts of A and B in the K-groups of micro_kernels.h, as micro-panels.
+// Packing: copies parts of A and B into micro-panels of the K-groups that micro_kernels.h defines.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -14,7 +14,7 @@
 
 namespace moe_ext::cpu {
 
-// Vectors of kBytes of K-groups that are one number each.
+// Vectors of kBytes whose K-groups are single numbers.
 template <int kBytes, typename acc_t>
 struct Groups {
   static constexpr int kLanes = kBytes / sizeof(acc_t);
@@ -23,7 +23,7 @@ struct Groups {
   typedef acc_t Vector __attribute__((vector_size(kBytes)));
   typedef std::make_unsigned_t<Index> Bits __attribute__((vector_size(kBytes)));
 
-  // Those of the next kLanes numbers.
+  // Loads the next kLanes numbers.
   template <typename from_t>
   MOE_EXT_KERNEL void load(const from_t* from, Vector& to) {
     if constexpr (std::is_same_v<from_t, acc_t>) {
@@ -35,21 +35,21 @@ struct Groups {
     }
   }
 
-  // K-groups along a row.
+  // Loads K-groups along a row.
   template <typename from_t>
   MOE_EXT_KERNEL void load_along(const from_t* row, Vector& to) {
     load(row, to);
   }
 
-  // K-groups across kNumbers rows.
+  // Loads K-groups across kNumbers rows.
   template <typename from_t>
   MOE_EXT_KERNEL void load_across(const from_t* row, int64_t stride, Vector& to) {
     load(row, to);
   }
 
-  // log2(kLanes) times the rows of one half are interleaved with those of the other: each time the
-  // highest bit of the row's number becomes the lowest of the lane's, and the lane's highest the
-  // row's lowest.
+  // Transposes a block: log2(kLanes) times, interleaves the rows of the first half with those of
+  // the second. Each time, the highest bit of the row index becomes the lowest bit of the lane
+  // index. The highest bit of the lane index becomes the lowest bit of the row index.
   MOE_EXT_KERNEL void transpose(Vector* rows) {
     MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
       Vector from[kLanes];
@@ -70,7 +70,7 @@ struct Groups {
   }
 };
 
-// The same of K-groups that are pairs of bfloat16 numbers.
+// Vectors of kBytes whose K-groups are pairs of bfloat16 numbers.
 template <int kBytes>
 struct Pairs : Groups<kBytes, float> {
   using Base = Groups<kBytes, float>;
@@ -79,7 +79,7 @@ struct Pairs : Groups<kBytes, float> {
   using typename Base::Vector;
   static constexpr int kNumbers = 2;
 
-  // To the nearest bfloat16, in the upper halves; NaN stays NaN.
+  // Rounds to the nearest bfloat16, in the upper half of each lane; NaN stays NaN.
   MOE_EXT_KERNEL void round(const Vector& from, Bits& to) {
     const Bits bits = __builtin_bit_cast(Bits, from);
     const Bits nearest = bits + 0x7fff + ((bits >> 16) & 1);
@@ -131,10 +131,10 @@ struct Pairs : Groups<kBytes, float> {
   }
 };
 
-// Packs a micro-panel of `width` columns, of which num_columns are given, and of num_groups
-// K-groups, of which the first `depth` numbers are given. The columns after num_columns are
-// arbitrary, the numbers after `depth` zero. K-group q of column i is at q * width + i or, if
-// by_columns, in blocks of kLanes K-groups, at q / kLanes * kLanes * width + i * kLanes + q %
+// Packs a micro-panel of `width` columns and num_groups K-groups. The source has num_columns
+// columns of `depth` numbers. The other columns of the micro-panel are arbitrary; the numbers after
+// `depth` are zero. K-group q of column i is at q * width + i. With by_columns, the micro-panel has
+// blocks of kLanes K-groups, and the K-group is at q / kLanes * kLanes * width + i * kLanes + q %
 // kLanes.
 template <typename groups_t>
 struct PackMicroPanel {
@@ -142,8 +142,8 @@ struct PackMicroPanel {
   static constexpr int64_t kLanes = groups_t::kLanes;
   static constexpr int64_t kNumbers = groups_t::kNumbers;
 
-  // Loads a block of kLanes K-groups by kLanes columns, one column after the other. num_columns are
-  // given, all of them deep enough.
+  // Loads a block of kLanes K-groups by kLanes columns, column by column. The source has
+  // num_columns columns with at least kLanes K-groups each.
   template <typename from_t>
   MOE_EXT_KERNEL void load_deep_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                         Vector* block) {
@@ -152,7 +152,7 @@ struct PackMicroPanel {
     }
   }
 
-  // The same for columns of which `depth` numbers are given.
+  // The same for columns of only `depth` numbers.
   template <typename from_t>
   MOE_EXT_KERNEL void load_columns(const from_t* from, int64_t stride, int64_t num_columns,
                                    int64_t depth, Vector* block) {
@@ -164,7 +164,7 @@ struct PackMicroPanel {
     }
   }
 
-  // Loads K-groups across the columns, of which `depth` numbers are given.
+  // Loads one K-group of each column; the source has `depth` numbers of each.
   template <typename from_t>
   MOE_EXT_KERNEL void load_row(const from_t* from, int64_t stride, int64_t num_columns,
                                int64_t depth, Vector& groups) {
@@ -201,7 +201,7 @@ struct PackMicroPanel {
       for (int64_t q = 0; q < num_groups; q += kLanes) {
         const int64_t p = q * kNumbers;
         if (depth_contiguous && !by_columns && depth - p >= kLanes * kNumbers) {
-          // The usual case, where the block stays in registers.
+          // The usual case: the block stays in registers.
           Vector rows[kLanes];
           load_deep_columns(from + i * stride + p, stride, num_columns - i, rows);
           groups_t::transpose(rows);

@@ -1,5 +1,5 @@
-// One product C = A B as the traversals of traversals.h see it: its operands and blocks, and what
-// is packed of them.
+// One GEMM C = A B for the traversals of traversals.h: its operands, its blocks, and the packed
+// parts.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -17,28 +17,29 @@
 
 namespace moe_ext::cpu {
 
-// The rows of an M-block (MC). Its micro-panels of A in a K-block stay in the second cache level.
+// The maximum number of rows of an M-block (MC). Its micro-panels of A for one K-block stay in the
+// second cache level.
 constexpr int64_t kMC = 640;
 
-// The K-groups of a K-block (KC) at most; all K-blocks are about the same. A packed micro-panel of
-// B in a K-block stays in the first cache level while it meets the micro-panels of A. An element of
-// C is the sum of the sums over each K-block.
+// The maximum number of K-groups of a K-block (KC); all K-blocks have about the same depth. A
+// packed micro-panel of B for one K-block stays in the first cache level while the micro-panels of
+// A pass. An element of C is the sum of the sums over the K-blocks.
 template <typename acc_t>
 constexpr int64_t kKC = 1024 / sizeof(acc_t);
 
-// The depth of a K-block is a multiple of it, on all instruction sets, so that their sums are
-// bitwise identical.
+// The depth of a K-block is a multiple of this on every instruction set, so their sums are bitwise
+// identical.
 constexpr int64_t kKCMultiple = 32;
 
-// The K-blocks that NonTemporalC packs at once, at most.
+// The maximum number of K-blocks that NonTemporalC packs at once.
 constexpr int64_t kMaxKBlocks = 3;
 
-// The columns of C that Axpyf and Dotxf compute at a time, so that they stay in the first cache
+// The number of columns of C that Axpyf and Dotxf compute at a time; they stay in the first cache
 // level.
 constexpr int64_t kMaxColumns = 1024;
 
-// An operand as micro-panels see it: element (i, p) is in row or column i of the micro-panels, and
-// at p in K.
+// An operand as the micro-panels see it: element (i, p) is in row or column i of the micro-panels
+// and at p along K.
 template <typename T>
 struct View {
   const T* data;
@@ -83,20 +84,20 @@ void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int
   arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
 }
 
-// A product of at most kMC rows.
+// A GEMM with at most kMC rows.
 template <typename scalar_t, typename a_t, typename b_t>
 class Product {
  public:
   using acc_t = at::opmath_type<scalar_t>;
   using b_type = b_t;
 
-  // A part of K, and the micro-panels of A that are packed for it.
+  // A part of K and the packed micro-panels of A for it.
   struct KBlock {
     int64_t p, depth, num_groups;
     acc_t* panels_a;
   };
 
-  // Row 0 is row first_row of the matrix that the epilogue is about.
+  // Row 0 of this GEMM is row first_row of the matrix that the epilogue sees.
   Product(View<a_t> a, View<b_t> b, int64_t m, int64_t n, int64_t k, acc_t* workspace,
           const Epilogue<b_t>& epilogue, int64_t first_row)
       : a(a),
@@ -112,13 +113,13 @@ class Product {
         packed_b(row_space + row_space_size(n)),
         packed_a(packed_b + packed_b_size(k)) {}
 
-  // The workspace of a product whose m, n and k are at most `largest`.
+  // Returns the workspace size of a GEMM with m, n and k of at most `largest`.
   static int64_t workspace_size(int64_t largest) {
     return tile_size() + row_space_size(largest) + packed_b_size(largest) +
            packed_a_size(largest, largest);
   }
 
-  // The rows of micro-panel i of A: those with a row more than the others come first.
+  // The rows of micro-panel i of A; micro-panels with one row more than the others come first.
   int64_t first(int64_t i) const { return i * rows_each_ + std::min(i, num_longer_); }
   int64_t num_rows(int64_t i) const { return first(i + 1) - first(i); }
   acc_t* panel_a(const KBlock& block, int64_t i) const {
@@ -131,7 +132,7 @@ class Product {
             .num_columns = num_columns};
   }
 
-  // Packs A from p to end in K, as k_blocks.
+  // Packs A from p to end along K into k_blocks.
   void pack_a(int64_t p, int64_t end) {
     k_blocks.clear();
     acc_t* panels = packed_a;
@@ -149,7 +150,7 @@ class Product {
     }
   }
 
-  // A tile: micro-panel i of A times a micro-panel of B.
+  // Computes a tile: micro-panel i of A times a micro-panel of B.
   void multiply_tile(int64_t i, const acc_t* panel_a, int64_t num_groups, const acc_t* panel_b,
                      int64_t ldb, int64_t num_columns, const Tile<acc_t>& tile,
                      const Prefetch& prefetch, acc_t* packed = nullptr) const {
@@ -172,28 +173,28 @@ class Product {
 
   const MicroKernels<acc_t>& kernels = micro_kernels<scalar_t, acc_t>();
   const int64_t group_size = group_size_of(kernels);
-  const int64_t nr = nr_of(kernels);  // the columns of a tile
+  const int64_t nr = nr_of(kernels);  // columns of a tile
   const View<a_t> a;
   const View<b_t> b, next_b;
   const Epilogue<b_t>& epilogue;
   const int64_t first_row;
   const int64_t m, n, k;
-  const int64_t num_panels = at::ceil_div(m, kernels.max_rows);  // of A
+  const int64_t num_panels = at::ceil_div(m, kernels.max_rows);  // micro-panels of A
   // The depth of a K-block.
   const int64_t kc =
       at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
-  // Whether micro-kernels can read B in place, by rows; or A and B both, along K.
+  // Whether micro-kernels can read B in place, by rows, or both A and B, along K.
   const bool b_in_place =
       std::is_same_v<b_t, acc_t> && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
   const bool both_in_place = std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t> &&
                              !kernels.pairs && a.k_contiguous && b.k_contiguous &&
                              n % kernels.lanes == 0 && k % kernels.lanes == 0;
-  c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // those of A that are packed
-  // The workspace.
+  c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
+  // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
   acc_t* const row_space;   // kMaxFewRows rows of C
-  acc_t* const packed_b;    // a micro-panel
-  acc_t* const packed_a;    // the micro-panels of the K-blocks
+  acc_t* const packed_b;    // one micro-panel of B
+  acc_t* const packed_a;    // the micro-panels of A for k_blocks
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),
                              .stride = 0,
                              .row_mask = 0,

@@ -1,8 +1,8 @@
-// The four orders in which a product is computed. Each is a type with `run`, which writes C; they
-// have the same constructor. gemm.cpp chooses among them.
+// The four traversals of a GEMM. Each is a type with a method `run`, which writes C; all have the
+// same constructor. gemm.cpp selects one.
 //
-// In each, an element of C is the same sum: chains of multiply-adds along K, one for each K-block,
-// which are added in order.
+// Every traversal computes the same sum for an element of C: one chain of multiply-adds along K for
+// each K-block. The chains are added in order.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 
 namespace moe_ext::cpu {
 
-// A block of A times a micro-panel of B at a time (GEBP; Goto and van de Geijn, 2008): for each
-// K-block, A is packed; for each micro-panel of B, which is packed if it is not read in place, and
-// for each micro-panel of A, a tile is added to C.
+// Multiplies a block of A by one micro-panel of B at a time (GEBP; Goto and van de Geijn, 2008).
+// For each K-block, A is packed. For each micro-panel of B, packed or read in place, and for each
+// micro-panel of A, a tile is added to C.
 template <typename Product>
 class Gebp {
  public:
@@ -35,17 +35,18 @@ class Gebp {
   }
 
  private:
-  // Up to as many micro-panels of A, packing B costs more than reading it in place each time.
+  // With at most this many micro-panels of A, packing B costs more than reading it in place each
+  // time.
   static constexpr int64_t kMaxPanelsInPlace = 8;
 
-  // The columns of C from j on, for the micro-panel of B there.
+  // Computes the columns of C at j from one micro-panel of B.
   void multiply_panel(int64_t j, Write write, acc_t* c) {
     const auto& block = in_.k_blocks.front();
     const int64_t num_columns = std::min(in_.n - j, in_.nr);
-    // bfloat16 pairs are so fast that the epilogue pays by whole rows afterwards.
+    // With bfloat16 pairs, it is faster to run the epilogue afterwards on whole rows.
     const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
     auto [panel, ldb] = panel_b(block, j, num_columns);
-    // The first micro-panel of A packs B on the way.
+    // The GEMM of the first micro-panel of A also packs B.
     acc_t* packed = in_.b_in_place && in_.num_panels > kMaxPanelsInPlace ? in_.packed_b : nullptr;
     Prefetch next = prefetch(block.p, j);
     for (int64_t i = 0; i < in_.num_panels;
@@ -67,7 +68,7 @@ class Gebp {
     }
   }
 
-  // B's micro-panel at column j, in place or packed, and its leading dimension.
+  // Returns the micro-panel of B at column j, in place or packed, and its leading dimension.
   std::pair<const acc_t*, int64_t> panel_b(const typename Product::KBlock& block, int64_t j,
                                            int64_t num_columns) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
@@ -79,8 +80,8 @@ class Gebp {
   }
 
   // What the tiles of the first micro-panels of A prefetch while the micro-panel of B at (p, j) is
-  // in use. If B is contiguous along K it is the next micro-panel of B; else, as many rows of the
-  // next K-block by kKC columns as each of its micro-panels has to.
+  // in use. If B is contiguous along K, they prefetch the next micro-panel of B. Otherwise they
+  // prefetch nr * group_size rows of the next kKC columns: the share of this micro-panel.
   Prefetch prefetch(int64_t p, int64_t j) const {
     const int64_t ahead = in_.b.k_contiguous ? in_.nr : kKC<acc_t>;
     int64_t next_p = p, next_j = j / ahead * ahead + ahead;
@@ -105,8 +106,9 @@ class Gebp {
   Product& in_;
 };
 
-// C past the caches, by non-temporal stores, in the order of its rows, which memory likes: all
-// K-blocks of a tile are computed at once. B is read in place, some columns at a time.
+// Writes C with non-temporal stores, which bypass the caches. All K-blocks of a tile are computed
+// at once, and C is written in row order, which is faster for memory. B is read in place, some
+// columns at a time.
 template <typename Product>
 class NonTemporalC {
  public:
@@ -135,7 +137,7 @@ class NonTemporalC {
   }
 
  private:
-  // The columns of B in work at a time stay in the second cache level.
+  // The columns of B that are in use stay in the second cache level.
   static constexpr int64_t kBytesOfB = 512 << 10;
 
   void multiply_tile(int64_t i, int64_t j, int64_t num_columns, acc_t* c) {
@@ -158,7 +160,7 @@ class NonTemporalC {
   Product& in_;
 };
 
-// All of C by rows of B, which are read in place one after the other, by the micro-kernel axpyf.
+// Computes all of C with the micro-kernel axpyf, which reads the rows of B in place, in sequence.
 template <typename Product>
 class Axpyf {
  public:
@@ -175,14 +177,15 @@ class Axpyf {
   }
 
  private:
-  // B's rows are prefetched into the first cache level so far ahead, some at a time.
+  // The rows of B are prefetched into the first cache level this far ahead, kRowsAtATime rows at a
+  // time.
   static constexpr int64_t kBytesAhead = 16 << 10;
   static constexpr int64_t kRowsAtATime = 4;
 
   void multiply_block(Write write, acc_t* c) {
     if constexpr (std::is_same_v<b_t, acc_t>) {
       const auto& block = in_.k_blocks.front();
-      // What is added to C is summed apart, as it is in a tile.
+      // A sum that is added to C is first computed separately, as in a tile.
       const bool apart = write == Write::kAdd;
       for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
         const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
@@ -218,8 +221,8 @@ class Axpyf {
       at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns))), kRowsAtATime);
 };
 
-// All of C by columns of B, contiguous along K, by the micro-kernel dotxf: all K-blocks of some
-// columns after each other.
+// Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
+// K-blocks of some columns are processed in sequence.
 template <typename Product>
 class Dotxf {
  public:

@@ -1,10 +1,11 @@
-"""What the benchmarks share, and one module for each benchmark.
+"""The benchmarks, one module each, and their shared helpers.
 
-harness       functions timed side by side
-memory        what a function takes at its peak, and what autograd saves
-roofline      the machine's limits
-peers         Eq. 1 as other implementations compute it
-all others    a benchmark each, with `main(arguments)`: see scripts/benchmarks/
+- harness: interleaved timing of functions
+- memory: peak memory of a function, and what autograd saves for backward
+- roofline: lower bounds of a computation's time
+- peers: Eq. 1 in other implementations
+
+Every other module is a benchmark with `main(arguments)`; scripts/benchmarks/ has the commands.
 """
 
 from moe_ext.lab.benchmarks.harness import (

@@ -1,15 +1,14 @@
-"""Speed and memory of the data pipeline on a made-up corpus in the 1-billion-word layout.
+"""Measures speed and memory of the data pipeline on a generated corpus.
 
     python scripts/benchmarks/data.py                              # 5 minutes, 2 GB of disk
     python scripts/benchmarks/data.py --workers 0 1 2 --json data.json
-    python scripts/benchmarks/data.py --corpus FOLDER --vocabulary FILE     # the true one
+    python scripts/benchmarks/data.py --corpus FOLDER --vocabulary FILE     # a real corpus
 
-The made-up words are Zipf-distributed over a vocabulary of 793,471 entries, as many as the
-benchmark's, so that the look-ups miss the caches as there. Words a second count words and ends of
-sentences; those a processor second hardly depend on what else the machine does. Memory is what the
-process and its workers hold at the most beyond what the process held before, without pages of
-files, which the system drops when it needs them (Linux). The last rows have as many sentences as
-the benchmark, 30,301,028, whose text is left empty.
+The corpus has the layout of the 1-billion-word benchmark. Its words are Zipf-distributed over
+793,471 entries, the size of the benchmark's vocabulary, so look-ups miss the caches as often as
+there. Words include ends of sentences. Words per processor second hardly depend on other load.
+Memory is the peak growth of the process and its workers, without file pages, which the system can
+drop (Linux). The last rows have 30,301,028 sentences, as many as the benchmark, with empty text.
 """
 
 import argparse
@@ -44,14 +43,14 @@ from moe_ext.lab.training.report import report_rows
 
 _VOCABULARY = 793_471
 _SENTENCES = 30_301_028
-_MEAN_LENGTH = 25  # words a sentence
+_MEAN_LENGTH = 25  # words per sentence
 
 T = TypeVar("T")
 
 
 @dataclass
 class Row:
-    """One measurement."""
+    """The figures of one stage."""
 
     what: str
     workers: int
@@ -64,17 +63,25 @@ class Row:
 def main(arguments: list[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
-    parser.add_argument("--words", type=at_least(1_000), default=20_000_000, help="to make up")
-    parser.add_argument("--vocab-size", type=at_least(3), default=_VOCABULARY, help="to make up")
-    parser.add_argument("--sentences", type=at_least(1), default=_SENTENCES, help="of empty text")
+    parser.add_argument(
+        "--words", type=at_least(1_000), default=20_000_000, help="words of the generated corpus"
+    )
+    parser.add_argument(
+        "--vocab-size", type=at_least(3), default=_VOCABULARY, help="of the generated corpus"
+    )
+    parser.add_argument(
+        "--sentences", type=at_least(1), default=_SENTENCES, help="sentences of empty text"
+    )
     parser.add_argument("--tokens-per-batch", type=at_least(1), nargs="+", default=[2_560, 300_000])
-    parser.add_argument("--batch-words", type=at_least(1), default=10_000_000, help="to go through")
-    parser.add_argument("--corpus", type=Path, help="one in place of the made-up")
-    parser.add_argument("--vocabulary", type=Path, help="that of --corpus")
+    parser.add_argument(
+        "--batch-words", type=at_least(1), default=10_000_000, help="words to read in batches"
+    )
+    parser.add_argument("--corpus", type=Path, help="a corpus to use instead of the generated one")
+    parser.add_argument("--vocabulary", type=Path, help="the vocabulary of --corpus")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if (options.corpus is None) != (options.vocabulary is None):
-        parser.error("--corpus and --vocabulary go together")
+        parser.error("--corpus and --vocabulary must be given together")
     print(environment())
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -110,7 +117,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     return rows
 
 
-# What is measured, each in a process of its own: the memory that others left is not in its way.
+# The stages. Each runs in a separate process: memory that other stages freed has no effect.
 
 
 def counting(corpus: Path, vocabulary: Path, workers: int, *unused: object) -> Row:
@@ -167,20 +174,20 @@ def _whole_epoch(folder: Path) -> list[Row]:
 
 
 def elsewhere(function: Callable[..., T], *arguments: Any) -> T:
-    """function(*arguments) in a new process."""
+    """Runs function(*arguments) in a new process."""
     method = multiprocessing.get_start_method()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
         return executor.submit(_with_start_method, method, function, *arguments).result()
 
 
 def _with_start_method(method: str, function: Callable[..., T], *arguments: Any) -> T:
-    multiprocessing.set_start_method(method, force=True)  # of its workers
+    multiprocessing.set_start_method(method, force=True)  # for its workers
     return function(*arguments)
 
 
 @contextmanager
 def measured() -> Iterator[list[float]]:
-    """Becomes [seconds, seconds of all processors, MiB] of the block."""
+    """Yields a list that the block's end fills with [seconds, processor seconds, peak MiB]."""
     before = peak = _anonymous_mib()
     ended = threading.Event()
 
@@ -203,31 +210,31 @@ def measured() -> Iterator[list[float]]:
 
 
 def seconds() -> tuple[float, float]:
-    """Of the clock, and of the processors for this process and its children that have ended."""
+    """Returns wall-clock seconds and processor seconds of this process and its ended children."""
     return time.perf_counter(), time.process_time() + sum(os.times()[2:4])
 
 
 def _anonymous_mib() -> float:
-    """What this process and its children hold without pages of files; shared pages count once."""
+    """Returns the memory of this process and its children; file pages do not count."""
     total = 0
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # it has ended, or this is not Linux
+        except OSError:  # the process has ended, or this is not Linux
             continue
         values = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
         total += int(values["Pss_Anon"]) + int(values["Pss_Shmem"])
     return total / 1024
 
 
-# The made-up texts.
+# The generated texts.
 
 
 def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
-    """A corpus in the layout of the benchmark, and its vocabulary file."""
+    """Generates a corpus in the layout of the benchmark; returns it and its vocabulary file."""
     generator = torch.Generator().manual_seed(1)
     words = ["</S>", "<S>", "<UNK>"]
-    # Common words are short: about the bytes a word of English text.
+    # Common words are short: bytes per word are about those of English text.
     words += [f"{'wordforms'[: 1 + len(str(i))]}{i:x}" for i in range(vocab_size - len(words))]
     vocabulary = folder / "vocabulary.txt"
     vocabulary.write_text("\n".join(words) + "\n")
@@ -253,7 +260,7 @@ def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, P
 
 
 def _empty_text(folder: Path, num_sentences: int) -> None:
-    """The files of so many encoded sentences; all words are id 0 and take no disk."""
+    """Creates the files of encoded sentences; all words have id 0 and take no disk space."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)

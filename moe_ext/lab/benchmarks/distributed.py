@@ -1,40 +1,40 @@
-"""What sharing the experts between processes costs: bytes, time of the exchange, throughput.
+"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
 
-    python scripts/benchmarks/distributed.py                          # 1, 2, 4 processes: 4 minutes
+    python scripts/benchmarks/distributed.py                          # 1, 2, 4 ranks: 4 minutes
     python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200      # MB/s; Linux, root
     python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200 --compute-ms 200
     python scripts/benchmarks/distributed.py --json distributed.json --plot distributed.png
     torchrun --nproc-per-node 8 scripts/benchmarks/distributed.py --processes 1 8 --device cuda
 
-It starts processes of its own (gloo on the CPU, NCCL on CUDA) where torchrun has not. A step is a
-`MoE` layer's forward pass, and its backward pass from a gradient of y and from the balancing losses
-to x and all parameters; --tokens and --experts are those of one process, so that each has as many
-rows at any number of them (Sec. 3.1). The gate's gradients are left local.
+Without torchrun, the script starts its own ranks (gloo on the CPU, NCCL on CUDA). A step is the
+forward and backward pass of a `MoE` layer. Backward starts from a gradient of y and the balancing
+losses and ends at x and all parameters. --tokens and --experts are per rank, so a rank has the same
+number of rows at every world size (Sec. 3.1). The gate's gradients are not all-reduced.
 
-Bytes are those that leave a process for another, of what the layer gave to `all_to_all_single`,
-over all processes. The least possible: with "rows" (token, expert) pairs that are not at home,
-x (d_in + d_out) forward and as much backward; with "tokens" the (token, process) pairs, and for
-each row a gate and an index, and the gate's gradient. Numbers of rows ("counts") are apart, and so
-is what is summed over the processes ("losses"), as it is given to `all_reduce`.
+Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
+minimum for the exchange of "rows" is (token, expert) assignments to other ranks times
+(d_in + d_out), in forward and again in backward. For "tokens" it has (token, rank) pairs instead,
+plus a gate and an index for each row, and the gate's gradient. Numbers of rows ("counts") and the
+bytes passed to `all_reduce` ("losses") are listed separately.
 
-Rounds are interleaved, between all numbers of processes too, each step after a barrier; a time is
-that of the slowest process, figures are medians over the rounds, in brackets quartiles:
+Rounds are interleaved, across world sizes too, and each step starts after a barrier. A time is the
+time of the slowest rank. Figures are medians over the rounds, with quartiles in brackets:
 
-    alone       a layer of each process's own experts, all processes at the same time: the same
-                products without an exchange (if they are k at least), and what the machine makes of
-                so many processes
-    transfers   everything the layer sends in a step, one after the other, through `AllToAll`
-    raw         the same by `all_to_all_single` between tensors that are there already; of both, the
-                second of two calls, which finds the caches alike
-    waits       for the others' rows: share of the step, mean over the processes
-    efficiency  tokens a second, by those of as many single processes; more processes than
-                processors share these, which "by alone" = alone / step leaves out
-    hidden      (step with 1 chunk - step) / min(transfers, alone): how much of the exchange
-                disappears behind computation, of what could at best
+    alone          each rank runs a layer of its own experts, all at the same time. These are the
+                   GEMMs without an all-to-all (if a rank has at least k experts), on a machine
+                   that all ranks share
+    transfers      all transfers of a step in sequence, through `AllToAll`
+    raw            the same by `all_to_all_single` between existing tensors. Both time the second of
+                   two calls, so the caches are in the same state
+    waits          the share of the step that a rank waits for rows, mean over the ranks
+    efficiency     tokens/s, divided by the tokens/s of one rank times the number of ranks
+    alone / step   like efficiency, but excludes that ranks share the processors
+    hidden         (step with 1 chunk - step) / min(transfers, alone): how much of the all-to-all
+                   overlaps with computation, as a share of the possible overlap
 
---bandwidth limits the loopback device, in a network namespace of its own: all processes share it.
-With --compute-ms the experts only take time, so much in a step and a third of it forward, and no
-processor: as where an accelerator computes, while processors that compute also have to send here.
+--bandwidth limits the loopback device in a separate network namespace; all ranks share it. With
+--compute-ms, experts sleep for this time per step, a third of it in forward, and use no processor.
+This models an accelerator that computes while the processors send.
 """
 
 import argparse
@@ -72,7 +72,7 @@ _EXCHANGES = list(get_args(ExchangeUnit))
 
 
 class Key(NamedTuple):
-    """What is timed: "alone", "transfers", "raw" or "step"."""
+    """What is timed: "alone", "transfers", "raw" or "step", at a number of ranks."""
 
     processes: int
     what: str
@@ -81,7 +81,7 @@ class Key(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One all_to_all_single of one process."""
+    """One all_to_all_single of one rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # of a row
@@ -90,20 +90,20 @@ class _Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What travels, after the counts."""
+        """Returns the kind of data; the first call of a step sends the counts."""
         if not self.dtype.is_floating_point:
             return "indices"
         return "gates" if self.shape == (1,) else "rows"
 
     def leaving(self, rank: int) -> int:
-        """Bytes that this process sends to others."""
+        """Returns the bytes that this rank sends to others."""
         number = sum(self.sent) - self.sent[rank]
         return number * self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
 @dataclass
 class Bytes:
-    """What leaves processes in one pass, in all."""
+    """The bytes that are sent to other ranks in one pass, by kind."""
 
     rows: int = 0
     gates: int = 0
@@ -115,7 +115,7 @@ class Bytes:
 
 @dataclass
 class Result:
-    """A layer on so many processes; quartiles are over the rounds."""
+    """The figures of a layer at a number of ranks; quartiles are over the rounds."""
 
     processes: int
     exchange: str
@@ -134,12 +134,12 @@ class Result:
     bytes: dict[str, Bytes] | None = None
 
 
-# What each process does
+# What each rank runs
 
 
 @contextlib.contextmanager
 def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
-    """Notes every all_to_all_single, and the bytes of every all_reduce."""
+    """Records every all_to_all_single, and the bytes of every all_reduce."""
     all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:
@@ -158,7 +158,7 @@ def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
 
 
 class _Waiting:
-    """The seconds that this process has waited for transfers."""
+    """Adds up the seconds that this rank waits for transfers."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -174,7 +174,7 @@ class _Waiting:
 
 
 class _Resting(Experts):
-    """Experts that take time without computing."""
+    """Experts that sleep instead of computing."""
 
     def __init__(self, num_experts: int, seconds_per_row: float) -> None:
         super().__init__(num_experts, None)
@@ -201,7 +201,7 @@ class _Rest(torch.autograd.Function):
 
 
 class _World:
-    """The layers of one process in a group, and what is timed of them."""
+    """The layers of one rank in a group, and the functions to time."""
 
     def __init__(self, group: dist.ProcessGroup | None, args: argparse.Namespace) -> None:
         self.ranks = Ranks(group)
@@ -228,7 +228,7 @@ class _World:
 
     @property
     def sharding(self) -> ExpertSharding:
-        assert self.layer.sharding is not None  # it has a process group
+        assert self.layer.sharding is not None  # the layer has a process group
         return self.layer.sharding
 
     @staticmethod
@@ -257,7 +257,7 @@ class _World:
         self.backward(layer, self.forward(layer, exchange)[0])
 
     def count(self, key: Key, exchange: Exchange) -> tuple[list[_Call], list[_Call]]:
-        """Notes the bytes of one step; its calls forward and backward."""
+        """Records the bytes of one step; returns its calls in forward and in backward."""
         calls: list[list[_Call]] = [[], []]
         sums: list[list[int]] = [[], []]
         with recorded(calls[0], sums[0]):
@@ -282,7 +282,7 @@ class _World:
         return calls[0], calls[1]
 
     def leaving(self, expert_index: Tensor) -> tuple[int, int]:
-        """Rows, and tokens, that this process's tokens have to send to each other process."""
+        """Returns how many rows and tokens this rank's tokens send to other ranks."""
         placement, home = self.sharding.placement, self.ranks.rank
         owners = [
             {placement.owner(e) for e in experts if placement.owner(e) != home}
@@ -294,7 +294,7 @@ class _World:
     def add_transfers(
         self, size: int, exchange: str, forward: list[_Call], backward: list[_Call]
     ) -> None:
-        """The same calls without a layer: through `AllToAll`, and as they are."""
+        """Adds the same calls without a layer: through `AllToAll`, and directly."""
         group, device = self.ranks.group, self.x.device
 
         def tensor(call: _Call, number: list[int]) -> Tensor:
@@ -332,7 +332,7 @@ class _World:
 
 
 class Found(NamedTuple):
-    """What one process has to tell: seconds of each round, and how much of it it waited."""
+    """The measurements of one rank: seconds and waiting seconds of each round, and bytes."""
 
     seconds: dict[Key, list[float]]
     waited: dict[Key, list[float]]
@@ -340,7 +340,7 @@ class Found(NamedTuple):
 
 
 def measure(args: argparse.Namespace) -> list[Found]:
-    """Every process's findings, in each of them."""
+    """Runs the benchmark; returns the measurements of all ranks, on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -380,11 +380,11 @@ def measure(args: argparse.Namespace) -> list[Found]:
     return everything
 
 
-# What is made of it
+# Evaluation
 
 
 def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Result]:
-    """A result for each number of processes, exchange and number of chunks."""
+    """Returns a result for each number of ranks, exchange and number of chunks."""
     seconds: dict[Key, list[float]] = {}
     for key in everything[0].seconds:
         of_each = [found.seconds[key] for found in everything if key in found.seconds]
@@ -439,7 +439,7 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
 
 
 def total(each: Iterable[Bytes]) -> Bytes:
-    """The sum over the processes."""
+    """Returns the sum over the ranks."""
     return Bytes(*(sum(values) for values in zip(*(asdict(b).values() for b in each), strict=True)))
 
 
@@ -451,8 +451,8 @@ def quartiles(values: Quartiles | None, form: str, scale: float = 1.0) -> str:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    header = ["processes", "exchange", "chunks", "pass", "rows, MB", "gates, MB", "indices, MB"]
-    header += ["all three / least", "counts, kB", "losses, kB"]
+    header = ["ranks", "exchange", "chunks", "pass", "rows, MB", "gates, MB", "indices, MB"]
+    header += ["total / minimum", "counts, kB", "losses, kB"]
     lines = []
     for result in results:
         for name, found in (result.bytes or {}).items():
@@ -466,10 +466,10 @@ def print_results(results: Sequence[Result]) -> None:
                     *(f"{b / 1e3:.2f}" for b in (found.counts, found.losses)),
                 ]
             )
-    print("\nBytes that leave a process in a step, all processes together\n")
+    print("\nBytes that a step sends to other ranks, summed over all ranks\n")
     print(markdown_table(header, lines))
 
-    header = ["processes", "exchange", "transfers, ms", "raw, ms", "raw, MB/s", "transfers / raw"]
+    header = ["ranks", "exchange", "transfers, ms", "raw, ms", "raw, MB/s", "transfers / raw"]
     lines = []
     for result in results:
         if result.raw_ms is not None and result.chunks == 1:
@@ -483,11 +483,11 @@ def print_results(results: Sequence[Result]) -> None:
                     quartiles(result.by_raw, ".3f"),
                 ]
             )
-    print("The exchange by itself, everything that a step sends\n")
+    print("The all-to-all without the layer: all transfers of a step\n")
     print(markdown_table(header, lines))
 
-    header = ["processes", "exchange", "chunks", "step, ms", "tokens/s", "efficiency", "alone, ms"]
-    header += ["by alone", "waits", "hidden"]
+    header = ["ranks", "exchange", "chunks", "step, ms", "tokens/s", "efficiency", "alone, ms"]
+    header += ["alone / step", "waits", "hidden"]
     lines = []
     for result in results:
         lines.append(
@@ -508,7 +508,7 @@ def print_results(results: Sequence[Result]) -> None:
 
 
 def plot(results: Sequence[Result], path: Path, title: str) -> None:
-    """Tokens a second by number of processes, and where a step's time goes."""
+    """Plots tokens/s over the number of ranks, and the parts of a step's time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -528,7 +528,7 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
     alone = {r.processes: 1e3 * r.processes / r.alone_ms for r in results}
     tokens = results[0].tokens_per_second * results[0].step_ms.median / results[0].processes / 1e3
     speed.plot(sizes, [tokens * alone[size] for size in sizes], "k:", label="no exchange")
-    speed.set(xlabel="processes", ylabel="tokens/s", xticks=sizes, ylim=(0, None))
+    speed.set(xlabel="ranks", ylabel="tokens/s", xticks=sizes, ylim=(0, None))
     speed.legend(fontsize=8)
     shown = [r for r in results if r.exchange]
     names = [f"{r.processes}: {r.exchange}, {r.chunks}" for r in shown]
@@ -544,13 +544,13 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
 
 
 def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
-    """This benchmark in processes of its own, perhaps on a limited link; the exit status."""
+    """Runs this benchmark under torchrun, if asked on a limited link; returns the exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "localhost", "--nproc-per-node", str(max(args.processes))]
     command += ["--module", "moe_ext.lab.benchmarks.distributed", *arguments]
     environ = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     if args.bandwidth:
-        # Packets pass a bucket of tokens; none is dropped, however many wait.
+        # A token bucket limits the rate; its queue is large enough that no packet is dropped.
         limit = f"rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
         set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
         command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
@@ -563,20 +563,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--exchanges", nargs="+", choices=_EXCHANGES, default=_EXCHANGES)
     parser.add_argument(
-        "--chunks", type=at_least(1), nargs="+", default=[1, 2, 4], help="1 among them"
+        "--chunks",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 4],
+        help="numbers of chunks; must include 1",
     )
-    parser.add_argument("--tokens", type=at_least(1), default=1024, help="of one process")
-    parser.add_argument("--experts", type=at_least(1), default=8, help="of one process")
+    parser.add_argument("--tokens", type=at_least(1), default=1024, help="per rank")
+    parser.add_argument("--experts", type=at_least(1), default=8, help="per rank")
     parser.add_argument("--k", type=at_least(1), default=4)
     parser.add_argument("--width", type=at_least(1), default=512)
     parser.add_argument("--hidden", type=at_least(1), default=1024)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=at_least(1), default=1, help="of one process")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="per rank")
     parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument("--warm-up", type=at_least(0), default=2, help="rounds before")
+    parser.add_argument("--warm-up", type=at_least(0), default=2, help="untimed rounds before")
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s (0: no limit)")
-    parser.add_argument("--compute-ms", type=float, default=0, help="(0: computes)")
+    parser.add_argument(
+        "--compute-ms",
+        type=float,
+        default=0,
+        help="experts sleep for this time per step (0: they compute)",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
@@ -593,12 +602,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = measure(args)
     if dist.get_rank() == 0:
         results = results_of(everything, args)
-        link = f"{args.bandwidth:g} MB/s for all" if args.bandwidth else "not limited"
+        link = f"{args.bandwidth:g} MB/s shared by all ranks" if args.bandwidth else "not limited"
         title = (
-            f"{environment()}; processors: {os.cpu_count()}, threads of a process: {args.threads}\n"
-            f"T = {args.tokens} and E = {args.experts} a process, k = {args.k}, D = {args.width}, "
+            f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
+            f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
             f"F = {args.hidden}, {args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
-            + (f", experts that rest for {args.compute_ms:g} ms" if args.compute_ms else "")
+            + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
         )
         print(title)
         print_results(results)

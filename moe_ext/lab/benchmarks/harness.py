@@ -1,4 +1,4 @@
-"""Functions timed side by side: what all benchmarks share."""
+"""Times functions in interleaved rounds; shared by all benchmarks."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ import torch
 from moe_ext.info import blas_name, cpu_name, isa
 
 Name = TypeVar("Name")
-Clock = Callable[[Callable[[], object]], float]  # the seconds of one call
+Clock = Callable[[Callable[[], object]], float]  # returns the seconds of one call
 
 
 class Quartiles(NamedTuple):
-    """Of a figure over the rounds; formatted, "median (low-high)"."""
+    """The quartiles of a figure over the rounds; formatted as "median (low-high)"."""
 
     low: float
     median: float
@@ -25,20 +25,20 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """At least 2 values."""
+        """Computes the quartiles of at least 2 values."""
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def __format__(self, form: str) -> str:
         return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
     def cells(self, form: str = ".2f") -> tuple[str, str]:
-        """Of a table: the median, and the quartiles."""
+        """Returns the cells of a table: the median, and the two quartiles."""
         low, median, high = (format(value, form) for value in self)
         return median, f"{low}-{high}"
 
 
 def environment(device: str = "cpu") -> str:
-    """What the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
+    """Returns what the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
         return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
@@ -46,19 +46,19 @@ def environment(device: str = "cpu") -> str:
 
 
 def host_seconds(function: Callable[[], object]) -> float:
-    """Seconds until the call returns."""
+    """Returns the seconds until the call returns."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 class DeviceClock:
-    """Seconds that a call keeps a GPU's current stream busy, between two of its events.
+    """Returns the seconds that a call keeps a GPU's current stream busy, between two events.
 
-    Before the call the device overwrites a buffer twice the size of its second-level cache, so that
-    inputs come from memory as in a training step; then it waits for about two milliseconds, in
-    which the host enqueues: the time that launches take is not seen, unless it is longer or the
-    call waits for the device.
+    Before the call, the device overwrites a buffer of twice the size of its L2 cache. Inputs are
+    thus read from memory, as in a training step. The device then waits for about 2 ms, in which the
+    host enqueues the kernels. Launch overhead is therefore measured only if it exceeds 2 ms or the
+    call synchronizes.
     """
 
     CYCLES = 4_000_000  # about 2 ms
@@ -80,7 +80,7 @@ class DeviceClock:
 
 
 def clock_of(device: str) -> Clock:
-    """What times a call whose work is on the device."""
+    """Returns a clock for calls whose work runs on the device."""
     return host_seconds if device == "cpu" else DeviceClock(device)
 
 
@@ -92,15 +92,19 @@ def interleaved(
     twice: bool = False,
     clock: Clock = host_seconds,
 ) -> dict[Name, list[float]]:
-    """Seconds of each function in every round: one after the other, so that all see the same noise.
+    """Times each function in every round; the functions of a round run in sequence and see the same
+    noise.
 
     Args:
         functions: by name.
-        rounds: how often each is timed.
-        warm_up: rounds before, which are not timed.
-        twice: call each two times in a row and time the second, which finds the caches and the
-            free memory as in a loop of it alone, and not as another function left them.
+        rounds: number of timed rounds.
+        warm_up: number of rounds before, which are not timed.
+        twice: call each function twice and time the second call. Caches and free memory are then in
+            the state that the function itself leaves, not another one.
         clock: see `clock_of`.
+
+    Returns:
+        The seconds of every round, by name.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
     for number in range(-warm_up, rounds):
@@ -114,13 +118,13 @@ def interleaved(
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
-    """Of the rounds' ratios; at least 2 rounds."""
+    """Returns the quartiles of the rounds' ratios; needs at least 2 rounds."""
     return Quartiles.of(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 @contextlib.contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """So many threads of torch, and the process on as many of its processors (Linux)."""
+    """Limits torch to this number of threads and the process to as many processors (Linux)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -133,9 +137,9 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def _run_on(processors: set[int]) -> None:
-    """Lets all threads of the process, and those that it starts, run there only."""
+    """Restricts all threads of the process, and threads they start, to these processors."""
     if not processors:
         return
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(task.name), processors)

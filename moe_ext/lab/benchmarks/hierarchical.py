@@ -1,21 +1,22 @@
-"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024, forward and backward.
+"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
 
     python scripts/benchmarks/hierarchical.py                   # 2 threads, 10 minutes, 12 GiB
     python scripts/benchmarks/hierarchical.py --groups 64                   # 32,768 experts
     python scripts/benchmarks/hierarchical.py --json docs/results/hierarchical.json
 
-A step is a layer's forward pass, and its backward pass from a gradient of y and from the balancing
-losses to x and all weights. With experts this small the gate weighs: of a token, a flat gate makes
-2 E logits and a hierarchical one 2 (a + k1 b), clean and noisy. Each kind of peer comes twice, with
-the same experts and, marked "=", with experts as wide as makes a token's multiply-adds equal:
+A step is a layer's forward pass, and a backward pass from a gradient of y and the balancing losses
+to x and all weights. With experts this small, the gate matters: per token, a flat gate computes 2 E
+logits (clean and noisy), a hierarchical gate 2 (a + k1 b). Each peer runs twice. The first run has
+experts of the same width. The second, marked "=", has wider experts, so a token needs as many
+multiply-adds as in the large layer. The peers:
 
-    flat           a gate that costs about as much as the large layer's
-    hierarchical   a gate that costs next to nothing: almost all of "=" is in a few wide products
+    flat           its gate costs about as much as the large layer's
+    hierarchical   its gate is cheap: almost all of "=" is a few wide GEMMs
 
-Rounds are interleaved; figures are medians over the rounds in microseconds a token, "x" the median
-of the rounds' ratios to the layer. The stages are timed by themselves, each forward and backward.
-"MiB" is the memory that a step takes beyond the weights at its peak (Linux, resident set). Freed
-memory is kept for the next step: clearing fresh pages would take longer than all else.
+Rounds are interleaved. Times are medians over the rounds in microseconds per token; "x" is the
+median of the rounds' ratios of the large layer to the peer. Stages are timed separately, each
+forward and backward. "MiB" is the peak growth of the resident set in a step (Linux), without the
+weights. Freed memory is kept for the next step, because clearing fresh pages would dominate.
 """
 
 import argparse
@@ -38,7 +39,7 @@ _STAGES = ("gate", "plan", "experts")
 
 @dataclass
 class Row:
-    """One layer: its size, the multiply-adds of a token, and medians of microseconds a token."""
+    """One layer: its size, multiply-adds per token, and median times in microseconds per token."""
 
     layer: str
     experts: str
@@ -53,7 +54,7 @@ class Row:
 
 
 def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
-    """A step and its stages, each forward and backward."""
+    """Returns a step and its stages, each forward and backward."""
     x = torch.randn(tokens, layer.d_model, requires_grad=True)
     upstream = torch.randn_like(x) / tokens
     gate_upstream = torch.randn(tokens, layer.k) / tokens
@@ -89,7 +90,7 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
 
 
 def _make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
-    """The large layer and its peers: a description of the experts, and the layer, by name."""
+    """Returns the large layer and its peers by name, each with a description of its experts."""
 
     def layer(groups: int, num_experts: int, hidden: int) -> MoE:
         torch.manual_seed(0)
@@ -117,7 +118,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--experts-per-group", type=at_least(1), default=512)
     parser.add_argument("--peer-experts", type=at_least(1), default=1024)
     parser.add_argument("--peer-groups", type=at_least(1), default=32)
-    parser.add_argument("--k", type=at_least(1), default=2, help="at each level; flat layers: k²")
+    parser.add_argument(
+        "--k", type=at_least(1), default=2, help="experts per level (flat layers: k²)"
+    )
     parser.add_argument("--d-model", type=at_least(1), default=128)
     parser.add_argument("--hidden", type=at_least(1), default=16)
     parser.add_argument("--tokens", type=at_least(1), default=131_072)

@@ -5,43 +5,49 @@
     python scripts/benchmarks/layer.py --shapes e32 t256-zipf --rounds 5 --threads 1
     python scripts/benchmarks/layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
     python scripts/benchmarks/layer.py --seconds 60 --json layer.json --plot layer.png
-    python scripts/benchmarks/layer.py --check-memory      # what is kept for the backward pass
+    python scripts/benchmarks/layer.py --check-memory      # what is saved for backward
     python scripts/benchmarks/layer.py --device cuda --dtype bfloat16 float32 --seconds 2
-    python scripts/benchmarks/layer.py --report layer.json # the tables of what was measured before
+    python scripts/benchmarks/layer.py --report layer.json # print the tables of an earlier run
     python scripts/benchmarks/layer.py --report monday.json tuesday.json --json both.json
 
-All start from the same x [T, d], gates [T, k], expert_index [T, k] and weights, and end with
-y [T, d] or, with the backward pass, with the gradients of x, gates and all weights, zeros too, in
-fresh tensors. Experts are d -> h -> d with ReLU and no biases. HF, transformers' MixtralExperts,
-knows gated activations alone: it is compared to ours with SwiGLU on the same weights, with h
-smaller by a third, as makes the products cost the same. mixture-of-experts and st-moe-pytorch are
-called as layers whose gate is replaced by the given one, with groups of the size that costs them
-least and a capacity that drops no token. The loops have separate parameters for each expert, as
-modules have; with "split" autograd need not make a gradient of all rows for each slice. ScatterMoE
-needs a GPU, and is taken from where Python finds it. "experts" are our products on T·k rows that
-lie sorted, "dense" is one network of torch's linear layers on as many: the same operations, not the
-same result. Before anything is timed, y and all gradients of every peer are compared to ours.
+Every implementation gets the same x [T, d], gates [T, k], expert_index [T, k] and weights. It
+returns y [T, d] in fresh tensors and, with backward, the gradients of x, gates and all weights,
+including zeros. Experts are d -> h -> d with ReLU and no biases. Before anything is timed, y and
+all gradients of every peer are compared with ours. The peers:
 
-The limit is max(flops / GEMM peak, least bytes / stream bandwidth). The peak is torch.mm of two
-squares of 2048 in the same type (on a GPU of 8192), the bandwidth torch.dot of two float32 vectors
-of 256 MiB: reading alone (on a GPU a copy of 2 GiB, read and written). The least bytes: forward
-reads x and the weights of experts that have rows, and writes y; backward reads x, dy, these weights
-and the hidden layer's input, and writes dx and the gradients of all weights.
+    HF                   transformers' MixtralExperts. It has only gated activations and is compared
+                         with ours with SwiGLU; h is a third smaller, so the GEMMs cost the same
+    mixture-of-experts,  their layers with the given gates in place of their own. The group size is
+    st-moe-pytorch       the cheapest one, and the capacity drops no token
+    loops                separate parameters for each expert, as in a list of modules. With "split",
+                         autograd creates no gradient with all rows for each slice
+    ScatterMoE           needs a GPU; must be installed
+    experts              our GEMMs alone, on T·k sorted rows
+    dense                one network of torch's linear layers on T·k rows: the same operations, but
+                         not the same result
 
-Rounds are interleaved: peak and stream (medians of 3 calls), then ours and all peers one after the
-other, each called twice in a row and timed the second time: as in a loop of it alone, where memory
-that one call frees serves the next. (Memory that others used before can take seconds to get, where
-a virtual machine fetches it from its host.) There are as many rounds as --seconds allow, at least
-2. Figures are medians over the rounds; ratios (time by ours) and shares are medians of the rounds'
-ratios. What takes more than 2.5 times our time, and half a second (on a GPU a twentieth), takes
-part in one round ("~"); what is expected to need more than --memory, or --patience beyond what the
-products take, in none ("–"). A wrong peer is not timed either, and makes the exit status 1. Of
-several occasions figures are the medians, and those in brackets the least and the greatest.
+The limit is max(flops / GEMM peak, minimum bytes / stream bandwidth). The GEMM peak is torch.mm of
+two square matrices in the same dtype, with 2048 rows on the CPU and 8192 on a GPU. The bandwidth is
+torch.dot of two float32 vectors of 256 MiB on the CPU, which only reads, and a copy of 2 GiB on a
+GPU. The minimum bytes in forward: reading x and the weights of experts with rows, writing y. In
+backward: reading x, dy, these weights and the hidden layer's pre-activations; writing dx and the
+gradients of all weights.
 
-On a GPU times are between two events of the stream, after the second-level cache was overwritten
-and with the launches enqueued ahead (moe_ext.lab.benchmarks.harness.DeviceClock). "Routing" is all
-between the gate's logits and the experts: gating, in training importance and load, and the dispatch
-plan; torch's are topk, softmax, a stable argsort and bincount.
+Rounds are interleaved: GEMM peak and stream (medians of 3 calls), then ours and all peers in
+sequence. Each is called twice and the second call is timed. It finds the memory that the first call
+freed, as in a loop. (Getting memory that others used before can take seconds on a virtual machine.)
+The number of rounds follows from --seconds, but is at least 2. Figures are medians over the rounds;
+ratios (time / ours) and shares are medians of the rounds' ratios.
+
+A peer that takes more than 2.5 times our time and more than 0.5 s (0.05 s on a GPU) runs in one
+round only ("~"). A peer is not timed ("–") if it needs more than --memory, or more than --patience
+in addition to the GEMMs. A peer with a wrong result is not timed, and the exit status is 1. For
+several runs, figures are medians, with minimum and maximum in brackets.
+
+On a GPU, times are between two events of the stream; the L2 cache is overwritten before, and
+launches are enqueued ahead (moe_ext.lab.benchmarks.harness.DeviceClock). "Routing" is everything
+between the gate's logits and the experts: gating, importance and load (in training only), and the
+dispatch plan. Its torch version is topk, softmax, a stable argsort and bincount.
 """
 
 import argparse
@@ -49,6 +55,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import math
 import statistics
 import sys
 import time
@@ -106,7 +113,7 @@ SHAPES = {
     "e256-zipf": Shape(4096, 256, 4, 512, 1024, "zipf"),
     "t256-zipf": Shape(256, 256, 4, 512, 1024, "zipf"),
 }
-# Beside these; the first one's gated experts are 1024 wide.
+# In addition to SHAPES. The gated experts of e128 have a hidden width of 1024.
 GPU_SHAPES = {
     "e128": Shape(32768, 128, 8, 4096, 1536),
     "t16384": Shape(16384, 256, 4, 512, 1024),
@@ -116,23 +123,24 @@ GPU_SHAPES = {
 }
 _ALL_SHAPES = SHAPES | GPU_SHAPES
 _ROUTING_SHAPE = (65536, 256, 4)  # T, E, k
-LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05  # seconds: what takes them is timed once where ours is fast
+# Seconds. A slower function that also takes 2.5 times as long as ours is timed once.
+LONG_ON_CPU, LONG_ON_GPU = 0.5, 0.05
 ACTIVATIONS = ("relu", "swiglu")
 _BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 T = TypeVar("T")
-Key = tuple[str, str]  # an implementation, or "machine"; a pass, or what of the machine
+Key = tuple[str, str]  # an implementation or "machine"; a pass or a probe
 GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
 Functions = dict[Key, Callable[[], object]]
 
 
 @dataclass
 class Options:
-    """What to time, and how long."""
+    """What to time, and for how long."""
 
-    threads: Sequence[int | None]  # None: as they are, on a GPU
+    threads: Sequence[int | None]  # None on a GPU: unchanged
     rounds: int
     seconds: float
     memory: float
@@ -143,13 +151,16 @@ class Options:
 
 
 class _WrongResult(AssertionError):
-    """A peer computes something else than ours does."""
+    """The result of a peer differs from ours."""
 
 
 @dataclass
 class Figures:
-    """Of one implementation in one pass; three numbers are quartiles over the rounds, or of several
-    occasions the least, the median and the greatest."""
+    """The figures of one implementation in one pass.
+
+    Three numbers are the quartiles over the rounds or, for several runs, minimum, median and
+    maximum.
+    """
 
     rounds: int
     ms: Sequence[float]
@@ -165,9 +176,9 @@ class Result:
     Attributes:
         threads: None on a GPU.
         limit_ms: by pass.
-        gemm_gflops, stream_gbytes: what the machine could do in these rounds, medians.
-        peak_mib: on a GPU, the most memory that a pass took beside its inputs.
-        occasions: that figures are the medians of.
+        gemm_gflops, stream_gbytes: the machine's limits in these rounds, medians.
+        peak_mib: on a GPU, the peak memory of a pass without its inputs.
+        occasions: number of runs that the figures are medians of.
     """
 
     name: str
@@ -194,7 +205,7 @@ class Result:
         return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
 
     def best_ratio(self, which: str) -> float | None:
-        """The fastest peer's time by ours."""
+        """Returns the time of the fastest peer divided by ours."""
         ratios = [
             found[which].ratio_to_ours[1]
             for name, found in self.figures.items()
@@ -204,7 +215,7 @@ class Result:
 
 
 def _parse_shape(text: str) -> tuple[str, Shape]:
-    """A name, or T,E,k,d,h and perhaps how tokens are routed."""
+    """Parses the name of a shape, or T,E,k,d,h with an optional routing."""
     if text in _ALL_SHAPES:
         return text, _ALL_SHAPES[text]
     numbers, routing = text.split(","), "uniform"
@@ -222,7 +233,7 @@ def _parse_shape(text: str) -> tuple[str, Shape]:
 
 
 def gradients(peer: Peer, problem: Problem) -> tuple[Tensor, ...]:
-    """y and the gradients of x, gates and all parameters, zeros too, in fresh tensors."""
+    """Returns y and the gradients of x, gates and all parameters, in fresh tensors."""
     y = peer.forward(problem.x, problem.gates)
     leaves = [problem.x, problem.gates, *peer.parameters]
     return y, *torch.autograd.grad(y, leaves, problem.upstream, materialize_grads=True)
@@ -240,7 +251,7 @@ def passes(name: str, peer: Peer, problem: Problem) -> Functions:
 
 
 def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
-    """What a pass gives; the gradients of weights by expert."""
+    """Returns the results of a pass; the gradients of weights are listed by expert."""
     if which == FORWARD:
         with torch.no_grad():
             return {"y": [peer.forward(problem.x, problem.gates)]}
@@ -250,23 +261,28 @@ def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
 
 
 def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
-    """Raises _WrongResult where something found is not as expected, up to rounding.
+    """Checks that results agree up to rounding.
 
-    Compares norms: a sum near zero, rounded in another way, may switch a unit of a hidden layer on
-    or off, which changes a few numbers by more than rounding does.
+    Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
+    changes a few numbers by more than rounding.
+
+    Raises:
+        _WrongResult: if a result differs from the expected one.
     """
     for name, tensors in found.items():
         pairs = list(zip(tensors, expected[name], strict=True))
         error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
         if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
-            raise _WrongResult(f"{name} differs from ours by {error:.2g} in norm, of {size:.2g}")
+            raise _WrongResult(
+                f"{name} differs from ours by {error:.2g} in norm; ours has {size:.2g}"
+            )
 
 
 def _reason_to_skip(
     kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
 ) -> str:
-    """Why a peer is not tried in a pass, "" if it is."""
+    """Returns why a peer does not run in a pass, or "" if it runs."""
     extra = kind.extra(problem, which == BOTH)
     seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
     if extra.memory > options.memory * 2**30:
@@ -275,7 +291,7 @@ def _reason_to_skip(
 
 
 class _Candidates(NamedTuple):
-    """What is timed at a problem, with the seconds of a first round, and why the rest is not."""
+    """The functions to time, the seconds of a first round, and reasons to skip peers."""
 
     functions: Functions
     seconds: dict[Key, list[float]]
@@ -284,7 +300,7 @@ class _Candidates(NamedTuple):
 
 
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
-    """Compares the peers to ours, each just before its first round."""
+    """Compares the peers with ours, each just before its first round."""
     functions: Functions = {}
     seconds: dict[Key, list[float]] = {}
     peak_mib: dict[Key, float] = {}
@@ -342,8 +358,10 @@ def _first_line(error: Exception) -> str:
 def add_rounds(
     found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
 ) -> None:
-    """After a first round, 1 at least and as many as fit into the time, without what takes far
-    longer than ours."""
+    """Adds at least one round, and as many as fit into the time limit.
+
+    What took far longer than ours in the first round is not repeated.
+    """
     often = {
         (name, which): function
         for (name, which), function in functions.items()
@@ -363,10 +381,10 @@ def add_rounds(
 def figures_of(
     seconds: Mapping[Key, Sequence[float]], work: Mapping[str, Work]
 ) -> tuple[dict[str, float], dict[str, dict[str, Figures]]]:
-    """Each pass's limit in ms, and figures by implementation and pass.
+    """Returns each pass's limit in ms, and figures by implementation and pass.
 
     Args:
-        seconds: of every round, GEMM and STREAM among them; of some functions only one.
+        seconds: of every round, including GEMM and STREAM; some functions have only one round.
         work: of each pass, and of "gemm" and "stream".
     """
     gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
@@ -380,7 +398,7 @@ def figures_of(
         if name == "machine":
             continue
         ideal, mine = limits[which], seconds["ours", which]
-        if len(each) == 1:  # in the first round alone; quartiles are of two at least
+        if len(each) == 1:  # only the first round; quartiles need at least two values
             ideal, mine, each = ([other[0]] * 2 for other in (ideal, mine, each))
         figures.setdefault(name, {})[which] = Figures(
             rounds=len(seconds[name, which]),
@@ -393,7 +411,7 @@ def figures_of(
 
 
 def _over_occasions(occasions: Sequence[Result]) -> Result:
-    """One problem's results on several occasions as one; one occasion's stay as they are."""
+    """Merges one problem's results of several runs; a single run is returned unchanged."""
     if len(occasions) == 1:
         return occasions[0]
     figures: dict[Key, list[Figures]] = {}
@@ -429,7 +447,7 @@ def _median_figures(occasions: Sequence[Figures]) -> Figures:
 
 
 def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
-    """By implementation, then by pass."""
+    """Nests the figures by implementation, then by pass."""
     nested: dict[str, dict[str, T]] = {}
     for (name, which), each in found.items():
         nested.setdefault(name, {})[which] = each
@@ -437,7 +455,7 @@ def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
 
 
 def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
-    """A problem's results at all numbers of threads."""
+    """Returns a problem's results at all numbers of threads."""
     device = problem.device
     probes = {
         "gemm": gemm_probe(problem.dtype, device=device),
@@ -485,8 +503,10 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
 
 
 def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
-    """Milliseconds from the gate's logits, in float32, to the plan; and what moving the bytes that
-    come in and go out takes. Quartiles."""
+    """Returns quartiles in ms from the gate's logits in float32 to the plan, and their limits.
+
+    A limit is the time to move the input and output bytes.
+    """
     T, E, k = shape
     clean, raw, noise = (torch.randn(T, E, device=device) for _ in range(3))
 
@@ -527,7 +547,7 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
 
 
 def profile(problem: Problem, options: Options) -> str:
-    """What our two passes spend their time on: the kernels, or the CPU's operators."""
+    """Returns tables of the time of our passes by kernel, or by operator on the CPU."""
     on_gpu = problem.device != "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -544,7 +564,7 @@ def profile(problem: Problem, options: Options) -> str:
 
 
 def _kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any]:
-    """Bytes that autograd keeps for the backward pass, beside the weights, by implementation."""
+    """Returns the bytes that autograd saves for backward without the weights, by implementation."""
     weights = problem.weights
     inputs = (2 if problem.activation == "swiglu" else 1) * problem.hidden
     found: dict[str, Any] = {
@@ -570,11 +590,11 @@ def _kept_memory(name: str, problem: Problem, options: Options) -> dict[str, Any
     return found
 
 
-# What is printed
+# Output
 
 
 class _Unit(NamedTuple):
-    """In which operations per second are printed."""
+    """The unit of operations per second."""
 
     name: str
     gflops: float
@@ -589,7 +609,7 @@ def place(threads: int | None) -> str:
 
 
 def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
-    """Operations per second, and the time by ours."""
+    """Formats operations per second, and the time divided by ours."""
     found = result.figures.get(name, {}).get(which)
     if found is None:
         return "–"
@@ -598,7 +618,7 @@ def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
 
 
 def _speed_table(group: Sequence[Result], which: str) -> str:
-    """The results of one type and number of threads in one pass, a line for each shape."""
+    """Formats the results of one dtype, number of threads and pass; one line per shape."""
     head, lines = ["shape"], []
     unit = _Unit.of(group[0].threads)
     activations = by(group, lambda result: result.activation)
@@ -611,7 +631,7 @@ def _speed_table(group: Sequence[Result], which: str) -> str:
         for activation, found in activations.items()
     }
     for activation, names in peers.items():
-        head += [f"ours, {activation}: ms", unit.name, "limit, ms", "% of it", *names]
+        head += [f"ours, {activation}: ms", unit.name, "limit, ms", "% of limit", *names]
     for name, results in by(group, lambda result: result.name).items():
         line = [name]
         for result in results:
@@ -629,7 +649,7 @@ def _speed_table(group: Sequence[Result], which: str) -> str:
 
 
 def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Grouped, in the order in which they come."""
+    """Groups results by a key, in order of appearance."""
     groups: dict[Any, list[T]] = {}
     for result in results:
         groups.setdefault(key(result), []).append(result)
@@ -646,10 +666,10 @@ def print_results(results: Sequence[Result]) -> None:
             f"stream {stream:.1f} GB/s (medians over the shapes)"
         )
         for which in PASSES:
-            print(f"\n{which}: peers in {unit.name}, and in brackets their time by ours\n")
+            print(f"\n{which}: peers in {unit.name}, in brackets their time / ours\n")
             print(_speed_table(group, which), end="")
         if any(result.peak_mib for result in group):
-            print(f"\nMemory at its peak beside inputs and weights, {dtype}: MiB\n")
+            print(f"\nPeak memory in MiB without inputs and weights, {dtype}\n")
             print(_peak_table(group), end="")
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -665,7 +685,7 @@ def print_results(results: Sequence[Result]) -> None:
 
 
 def _peak_table(group: Sequence[Result]) -> str:
-    """A line for each shape, activation and pass."""
+    """Formats peak memory; one line per shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
     lines = []
     for result in group:
@@ -684,12 +704,12 @@ def print_routing(found: Sequence[dict[str, Any]]) -> None:
         times = [f"{Quartiles(*each['ms'][name]):.4g}" for name in names]
         limits = [f"{limit:.4g}" for limit in each["limit_ms"].values()]
         lines.append([", ".join(map(str, each["shape"])), *times, *limits])
-    print("\nRouting: ms from the gate's logits to the plan\n")
+    print("\nRouting: time in ms from the gate's logits to the dispatch plan\n")
     print(markdown_table(header, lines), end="")
 
 
 def _print_speed_up(results: Sequence[Result], field: str) -> None:
-    """How much faster ours is than with the first number of threads, or in the first type."""
+    """Prints our speed-up over the first number of threads or the first dtype."""
 
     def rest(result: Result) -> tuple:
         names = {"name", "activation", "dtype", "threads"} - {field}
@@ -706,7 +726,7 @@ def _print_speed_up(results: Sequence[Result], field: str) -> None:
             [result.name, result.activation, result.dtype, place(result.threads), *speed_ups]
         )
     if others:
-        print(f"\nOurs, time with {field} = {first} by time with the one given\n")
+        print(f"\nOurs: speed-up over {field} = {first}\n")
         print(markdown_table(["shape", "activation", "type", "on", *PASSES], lines), end="")
 
 
@@ -724,49 +744,47 @@ def _print_memory(found: Sequence[dict[str, Any]]) -> None:
                 *("–" if bytes is None else f"{bytes / size:.2f}" for bytes in kept),
             ]
         )
-    print("Kept for the backward pass beside the weights, by x + hidden\n")
+    print("Saved for backward without the weights, divided by x + hidden\n")
     print(markdown_table(header, lines), end="")
 
 
 def plot(results: Sequence[Result], machine: str, path: Path) -> None:
-    """Shares of the limit of the first type and number of threads, a panel for each pass."""
+    """Draws the shares of the limit for the first dtype, number of threads and activation."""
     from matplotlib.figure import Figure
 
     first = results[0]
-    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
-    shapes = list(dict.fromkeys(result.name for result in chosen))
-    colours = {"relu": "tab:blue", "swiglu": "tab:orange"}
-    peers = [(name, kind.activation) for name, kind in PEERS.items()]
-    series = [("ours", activation) for activation in ACTIVATIONS] + peers
-    figure = Figure(figsize=(max(10, 1.2 * len(shapes)), 8), layout="constrained")
+    setting = (first.dtype, first.threads, first.activation)
+    chosen = [r for r in results if (r.dtype, r.threads, r.activation) == setting]
+    peers = [name for name in PEERS if any(name in result.figures for result in chosen)]
+    width = 0.84 / (1 + len(peers))
+    figure = Figure(figsize=(max(8, 1.15 * len(chosen)), 6.5), layout="constrained")
     for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
-        for number, (name, activation) in enumerate(series):
-            at = -0.2 if activation == "relu" else 0.2
-            marker: dict[str, Any] = {"marker": "_", "s": 500, "linewidth": 3}
-            if name != "ours":
-                marker = {"marker": f"${number - 1}$"}
-                at += 0.08 * (number % 3 - 1)  # beside each other
-            points = [
-                (shapes.index(r.name) + at, 100 * r.figures[name][which].share_of_limit[1])
+        for number, name in enumerate(("ours", *peers)):
+            shares = [
+                100 * r.figures[name][which].share_of_limit[1]
+                if which in r.figures.get(name, {})
+                else math.nan
                 for r in chosen
-                if r.activation == activation and which in r.figures.get(name, {})
             ]
-            if points:
-                label = f"ours, {activation}" if name == "ours" else name
-                axes.scatter(
-                    *zip(*points, strict=True), color=colours[activation], label=label, **marker
-                )
+            at = [index + (number + 0.5) * width - 0.42 for index in range(len(chosen))]
+            grey = str(0.35 + 0.5 * (number - 1) / max(1, len(peers) - 1))
+            color, label = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
+            bars = axes.bar(at, shares, width, color=color, label=label)
+            if name == "ours":
+                axes.bar_label(bars, fmt="%.0f", fontsize=8)
         axes.axhline(100, color="black", linewidth=0.8)
-        axes.set(xlim=(-0.5, len(shapes) - 0.5), ylim=(0, 110), ylabel=f"{which}: % of the limit")
-        axes.grid(axis="y", alpha=0.3)
-    axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+        axes.set(xlim=(-0.6, len(chosen) - 0.4), ylim=(0, 115), ylabel=f"% of the limit, {which}")
+        axes.spines[["top", "right"]].set_visible(False)
+    names = [f"{r.name}\nE={r.shape.num_experts}\nT={r.shape.tokens}" for r in chosen]
+    axes.set_xticks(range(len(chosen)), names, fontsize=8)
     figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=120)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def versions() -> str:
-    """The packages that peers are from."""
+    """Returns the versions of the packages of the peers."""
     found = []
     for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
         try:
@@ -777,7 +795,7 @@ def versions() -> str:
 
 
 def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What several runs wrote, as one's."""
+    """Merges the records of several runs into one."""
     results = by(
         [Result.of_json(each) for record in records for each in record["results"]],
         lambda r: (r.name, r.activation, r.dtype, r.threads),
@@ -792,13 +810,13 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> list[Result]:
-    """Prints what a run, or one that was ended, wrote."""
+    """Prints the record of a run, even of an unfinished one."""
     print(record["environment"])
     print(record["versions"])
     results = [Result.of_json(each) for each in record["results"]]
     occasions = max((result.occasions for result in results), default=1)
     if occasions > 1:
-        print(f"Medians over up to {occasions} occasions (the least-the greatest)")
+        print(f"Medians over up to {occasions} runs (minimum-maximum)")
     if record["memory"]:
         _print_memory(record["memory"])
     if results:
@@ -815,7 +833,7 @@ def report(record: dict[str, Any]) -> list[Result]:
 
 
 def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
-    """Writes and prints a record; the exit status."""
+    """Writes and prints a record; returns the exit status."""
     if args.json:
         write_json(args.json, record)
     results = report(record)
@@ -836,25 +854,42 @@ def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--shapes", type=_parse_shape, nargs="+", help="of all that the device has")
+    parser.add_argument(
+        "--shapes", type=_parse_shape, nargs="+", help="default: all shapes for the device"
+    )
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="on the CPU")
     parser.add_argument(
         "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
     )
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
-    parser.add_argument("--rounds", type=at_least(2), default=21, help="at most")
-    parser.add_argument("--seconds", type=float, default=15.0, help="for the rounds of a shape")
-    parser.add_argument("--minutes", type=float, help="after which no further problem is begun")
-    parser.add_argument("--memory", type=float, help="GiB that a peer may take: 6, and 40 on a GPU")
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds that it may waste")
-    parser.add_argument("--keep-freed-memory", action="store_true", help="no fresh pages (glibc)")
-    parser.add_argument("--check-memory", action="store_true", help="what backward keeps, no times")
-    parser.add_argument("--json", type=Path, help="written anew after every problem")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--profile", type=Path, help="our kernels by their time, as text")
+    parser.add_argument("--rounds", type=at_least(2), default=21, help="maximum number of rounds")
     parser.add_argument(
-        "--report", type=Path, nargs="+", help="files of --json: print them, measure nothing"
+        "--seconds", type=float, default=15.0, help="time limit for the rounds of a shape"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="time limit after which no further problem starts"
+    )
+    parser.add_argument(
+        "--memory", type=float, help="GiB that a peer may take (default: 6; 40 on a GPU)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=2.0,
+        help="seconds that a peer may take in addition to the GEMMs",
+    )
+    parser.add_argument(
+        "--keep-freed-memory", action="store_true", help="reuse freed memory (glibc)"
+    )
+    parser.add_argument(
+        "--check-memory", action="store_true", help="measure only what is saved for backward"
+    )
+    parser.add_argument("--json", type=Path, help="file that is updated after every problem")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--profile", type=Path, help="text file for the profile of our kernels")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", help="print files of --json without measuring"
     )
     args = parser.parse_args(arguments)
     if args.report:
@@ -887,7 +922,7 @@ def main(arguments: list[str] | None = None) -> int:
         for dtype in args.dtype
         for name, shape in shapes
         for activation in args.activations
-        # "ours" alone is timed only where no peer is asked for
+        # Ours by itself is timed only if no peer is selected.
         if not args.peers or any(PEERS[peer].activation == activation for peer in args.peers)
     ]
     record: dict[str, Any] = {
@@ -906,7 +941,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, shape, dtype, activation in progress(todo, "problems", "problem"):
         what = f"{name}, {activation}, {str(dtype).removeprefix('torch.')}"
         if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
-            record["left_out"].append(f"{what}: no time was left")
+            record["left_out"].append(f"{what}: the time limit was reached")
             continue
         try:
             problem = Problem(shape, dtype, activation, args.device)

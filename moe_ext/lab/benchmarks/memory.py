@@ -1,4 +1,4 @@
-"""Memory that a computation takes, as the system sees it (Linux) and as torch does."""
+"""Measures the memory of a computation, as the operating system (Linux) and torch report it."""
 
 import ctypes
 import itertools
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep the large blocks that it frees, for its next ones (glibc).
+    """Makes the process keep large freed blocks for later allocations (glibc).
 
-    Else they go back to the system, which clears every page before it hands it out again: a step
-    that makes the gradients of gigabytes of weights then spends most of its time on that.
+    By default, glibc returns them to the system, which clears every page before it hands it out
+    again. A step with gigabytes of weight gradients then spends most of its time on page faults.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,15 +25,15 @@ def keep_freed_memory() -> None:
 
 
 def peak_mib(function: Callable[[], object]) -> float:
-    """How far the resident set grows beyond its size before the call, in MiB; NaN off Linux."""
+    """Returns the growth of the resident set during the call, in MiB; NaN if not on Linux."""
 
     def resident(field: str) -> float:
         status = Path("/proc/self/status").read_text()
         return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed counts as free
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        ctypes.CDLL(None).malloc_trim(0)  # returns memory that earlier calls freed
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except (OSError, AttributeError):
         return float("nan")
     before = resident("VmRSS")
@@ -42,10 +42,10 @@ def peak_mib(function: Callable[[], object]) -> float:
 
 
 def peak_allocated_mib(function: Callable[[], object], device: str = "cpu") -> float:
-    """The most that torch has allocated at once, beyond what there was before, in MiB.
+    """Returns the peak of the memory that torch allocates during the call, in MiB.
 
-    The same every time, whatever the allocator keeps of what was freed. On the CPU the record of
-    allocations itself takes about 3 kB for each.
+    The result is the same in every run; memory that the allocator caches does not count. On the CPU
+    the profiler's record of each allocation takes about 3 kB.
     """
     if device != "cpu":
         torch.cuda.synchronize(device)
@@ -61,7 +61,7 @@ def peak_allocated_mib(function: Callable[[], object], device: str = "cpu") -> f
 
 
 def saved_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """What autograd keeps of `function` for the backward pass, beside the parameters."""
+    """Returns the bytes that autograd saves for backward in `function`, without the parameters."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -73,5 +73,5 @@ def saved_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) ->
         kept = function()
     for parameter in parameters:
         storages.pop(parameter.untyped_storage().data_ptr(), None)
-    del kept  # its graph held the storages until here, so that none was counted for another
+    del kept  # its graph kept the storages alive: no address was reused
     return sum(storages.values())

@@ -1,12 +1,12 @@
-"""Times the routing operators against the same mathematics in plain torch, side by side.
+"""Times the routing operators against the same computation in plain torch.
 
     python scripts/benchmarks/ops.py                      # 1 and 2 threads, a table
     python scripts/benchmarks/ops.py --threads 1 --rounds 30 --json ops.json
 
-Rounds are interleaved (ours, theirs, ours, …); a figure is the median over the rounds, "x" the
-median of the rounds' ratios theirs / ours. The last rows compare dispatch and combine with copying
-as many bytes as they must move, by Tensor.copy_ into fresh tensors and into tensors used before.
-"MiB" is the memory that a run takes beyond its arguments at its peak (Linux, resident set).
+Rounds are interleaved (ours, theirs, ours, …). "ms" is the median over the rounds; "x" is the
+median of the rounds' ratios theirs / ours. The last rows compare dispatch and combine with
+Tensor.copy_ of the bytes that they must move, into fresh tensors and into tensors used before.
+"MiB" is the peak growth of the resident set during a run (Linux).
 """
 
 import statistics
@@ -26,7 +26,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """One comparison: medians in milliseconds and the ratio's quartiles."""
+    """One comparison: medians in milliseconds, and the quartiles of the ratio."""
 
     threads: int
     operation: str
@@ -41,7 +41,7 @@ class Row:
 def compare(
     ours: Callable[[], object], peer: Callable[[], object], rounds: int
 ) -> tuple[float, float, Quartiles]:
-    """Times two functions in turn; medians in ms and peer / ours."""
+    """Times two functions in turn; returns their medians in ms and the ratio peer / ours."""
     seconds = interleaved({"ours": ours, "peer": peer}, rounds)
     mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())
     return mine, theirs, ratio(seconds["peer"], seconds["ours"])
@@ -92,7 +92,7 @@ def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 
 
 def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """The dispatch plan against a stable argsort and a bincount."""
+    """The dispatch plan, against a stable argsort and a bincount."""
     index = _random_choices(T, E, k)
 
     def ours() -> None:
@@ -111,8 +111,9 @@ def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]:
     """Dispatch and combine with identity experts, forward and backward.
 
-    After ours and plain torch come two ways of copying what must move: into fresh tensors of the
-    outputs' sizes, as every operator must make, and into memory that was touched before.
+    Returns our version, plain torch, and two copies of the bytes that must move. The first copies
+    into fresh tensors of the outputs' sizes, as an operator must. The second copies into memory
+    that was used before.
     """
     index = _random_choices(T, E, k)
     gates = torch.rand(T, k, requires_grad=True)
@@ -132,16 +133,16 @@ def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...
         y = torch.zeros_like(x).index_add(0, token, rows * weight[:, None])
         torch.autograd.grad(y, [x, gates], grad_y)
 
-    # In units of T·D elements: dispatch reads 1 and writes k, combine reads k and writes 1, its
-    # backward reads 1 + k and writes k, dispatch's reads k and writes 1. Copies of k, 1, k and 1
-    # write and read as much but for k reads.
+    # In units of T·D elements, dispatch reads 1 and writes k; combine reads k and writes 1. The
+    # backward of combine reads 1 + k and writes k; the backward of dispatch reads k and writes 1.
+    # Copies of k, 1, k and 1 units read and write the same amount, except for k reads.
     large, small = torch.randn(T * k, D), torch.randn(T, D)
     touched = [torch.zeros_like(source) for source in (large, small, large, small)]
 
     def copy_to(targets: Iterable[torch.Tensor]) -> None:
         for target, source in zip(targets, (large, small, large, small), strict=True):
             target.copy_(source)
-        large.sum()  # the k reads that remain
+        large.sum()  # the remaining k reads
 
     def fresh_copy() -> None:
         copy_to([torch.empty_like(target) for target in touched])

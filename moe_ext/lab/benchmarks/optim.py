@@ -1,12 +1,12 @@
-"""Times the step of factored Adam against torch's optimizers on a layer of experts, side by side.
+"""Times factored Adam against torch's optimizers on a layer of experts.
 
     python scripts/benchmarks/optim.py                     # 1 and 2 threads, a table; takes 6 GiB
     python scripts/benchmarks/optim.py --threads 1 --rounds 5 --experts 32 --json optim.json
 
-All act on the same weights and gradients, in interleaved rounds; a figure is the median over the
-rounds, "x" the median of the rounds' ratios to ours. "add_" is weight.add_(gradient), which reads
-the gradients, and reads and writes the weights, once: less than that no step can move. "bytes" is
-the state that an optimizer keeps for each weight.
+All optimizers step the same weights with the same gradients, in interleaved rounds. "ms" is the
+median over the rounds; "x" is the median of the rounds' ratios to factored Adam. "bytes" is the
+optimizer state per weight. The row "add_" times weight.add_(gradient), a lower bound: it reads the
+gradients once, and reads and writes the weights once.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from moe_ext.optim import FactoredAdam
 
 @dataclass
 class Row:
-    """One way of stepping: its median in milliseconds and its time over ours, with quartiles."""
+    """One optimizer: its median time in ms, and the ratio to factored Adam with quartiles."""
 
     threads: int
     step: str
@@ -35,9 +35,9 @@ class Row:
 
 
 def _ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Callable]]:
-    """A step and the bytes of its state for each weight, by name; ours first."""
+    """Returns a step and a function for its state in bytes per weight, by name; ours first."""
     ours = FactoredAdam(params, lr=1e-6)
-    # One object in two modes: their states are the same, and large.
+    # Both modes of Adam share one object: their states are equal and large.
     adam = torch.optim.Adam(params, lr=1e-6)
     adafactor = torch.optim.Adafactor(params, lr=1e-6)
 

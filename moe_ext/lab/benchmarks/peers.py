@@ -1,6 +1,6 @@
-"""Eq. 1 for given gates as this library and others compute it, on the same weights.
+"""Eq. 1 for given gates in this library and in others, on the same weights.
 
-The packages are imported only where their peer is built.
+A package is imported only when its peer is built.
 """
 
 import importlib
@@ -22,10 +22,10 @@ ROUTINGS = ("uniform", "zipf", "hierarchical")
 
 
 class Shape(NamedTuple):
-    """T tokens with k of E experts d -> h -> d each.
+    """T tokens with k of E experts each; an expert is d -> h -> d.
 
-    Which ones: "uniform", "zipf" (the r-th most popular expert has weight 1 / r) or "hierarchical"
-    (√k of √E groups, and √k experts in each of them).
+    The routing is "uniform", "zipf" (the r-th most popular expert has weight 1 / r) or
+    "hierarchical" (√k of √E groups, and √k experts in each group).
     """
 
     tokens: int
@@ -37,28 +37,30 @@ class Shape(NamedTuple):
 
 
 def random_routing(shape: Shape, device: str = "cpu") -> Tensor:
-    """The experts of each token [T, k], all different."""
+    """Returns the experts of each token [T, k], all distinct."""
     T, E, k, *_, routing = shape
     if routing == "hierarchical":
         side, chosen = math.isqrt(E), math.isqrt(k)
         groups = torch.rand(T, side, device=device).topk(chosen).indices
         members = torch.rand(T, chosen, side, device=device).topk(chosen).indices
         return (groups[..., None] * side + members).flatten(1)
-    popularity = torch.zeros(E, device=device)  # logarithm
+    popularity = torch.zeros(E, device=device)  # unnormalized log-probabilities
     if routing == "zipf":
         ranks = torch.arange(1.0, E + 1, device=device)
         popularity = -ranks.log()[torch.randperm(E, device=device)]
-    # The largest of log p + Gumbel noise are a sample without replacement from p.
+    # The top k of log p + Gumbel noise are a sample without replacement from p.
     noise = -torch.empty(T, E, device=device).exponential_().log()
     return (popularity + noise).topk(k).indices
 
 
 @dataclass
 class Problem:
-    """Tokens, gates and weights [E, d, h], [E, h, d] (or [E, d, 2 h], swiglu) that all start from.
+    """Random tokens, gates and weights that all peers share.
 
-    Random. A gated hidden layer is narrower by a third, rounded to a multiple of 16, so that the
-    products of both activations cost the same.
+    The weights are [E, d, h] (or [E, d, 2 h] for swiglu) and [E, h, d].
+
+    A gated hidden layer is narrower by a third, rounded to a multiple of 16, so the GEMMs of both
+    activations cost the same.
     """
 
     shape: Shape
@@ -93,7 +95,7 @@ class Problem:
 
     @cached_property
     def transposed(self) -> list[Tensor]:
-        """The weights as nn.Linear has them, output features first."""
+        """The weights in the layout of nn.Linear, with output features first."""
         return [weight.transpose(1, 2).contiguous() for weight in self.weights]
 
     @cached_property
@@ -105,7 +107,7 @@ class Problem:
         return self.expert_index.numel()
 
     def work(self) -> tuple[Work, Work]:
-        """Forward, and forward and backward."""
+        """Returns the work of forward, and of forward plus backward."""
         return experts_work(
             self.shape.tokens,
             self.rows,
@@ -118,7 +120,7 @@ class Problem:
         )
 
     def of_rows(self) -> "Problem":
-        """R tokens and one expert for all: the same operations."""
+        """Returns a problem with R tokens and one expert: the same operations."""
         shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
         return Problem(shape, self.dtype, self.activation, self.device)
 
@@ -138,10 +140,10 @@ class Peer:
     """One way to compute Eq. 1.
 
     Attributes:
-        parameters: the leaves that its weights are.
-        forward: from x [T, d] and gates [T, k] to y [T, d].
-        by_expert: from the parameters' gradients to those of the problem's weights: for each of
-            these something that has expert e's gradient at index e.
+        parameters: the leaf tensors that hold the weights.
+        forward: maps x [T, d] and gates [T, k] to y [T, d].
+        by_expert: converts the parameters' gradients to gradients of the problem's weights; element
+            e of each is the gradient of expert e.
     """
 
     parameters: list[Tensor]
@@ -150,7 +152,7 @@ class Peer:
 
 
 class Extra(NamedTuple):
-    """What a peer takes beyond the work of Eq. 1: bytes to hold, operations, bytes to move."""
+    """The extra cost of a peer over Eq. 1: bytes to hold, operations, bytes to move."""
 
     memory: float = 0
     flops: float = 0
@@ -162,7 +164,7 @@ def _nothing(problem: Problem, backward: bool) -> Extra:
 
 
 class Kind(NamedTuple):
-    """For which activation a peer is, how it is built, and what it takes (with backward or not)."""
+    """The activation of a peer, how to build it, and its extra cost (with backward or without)."""
 
     activation: str
     build: Callable[[Problem], Peer]
@@ -191,7 +193,7 @@ def ours(problem: Problem) -> Peer:
 
 
 def experts_alone(problem: Problem) -> Peer:
-    """Our products and activation alone, of rows [R, d] that lie sorted by expert."""
+    """Only our GEMMs and activation, on rows [R, d] that are sorted by expert."""
     weights = [_leaf(weight) for weight in problem.weights]
     plan = ops.dispatch_plan(problem.expert_index, problem.shape.num_experts)
 
@@ -202,7 +204,7 @@ def experts_alone(problem: Problem) -> Peer:
 
 
 def dense(problem: Problem) -> Peer:
-    """One network of torch's linear layers, of the same width: for a problem with one expert."""
+    """One network of torch's linear layers with the same width, for a problem with one expert."""
     weights = [weight.squeeze(0).t().contiguous().requires_grad_() for weight in problem.weights]
     activation = _swiglu if problem.activation == "swiglu" else torch.relu
 
@@ -218,7 +220,7 @@ def _swiglu(z: Tensor) -> Tensor:
 
 
 def _separate(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
-    """Each expert's own parameters, as modules in a list have them: no gradient is stacked."""
+    """Returns separate parameters for each expert, as in a list of modules."""
     first, second = ([_leaf(w) for w in weight.unbind()] for weight in problem.weights)
     return first, second
 
@@ -240,7 +242,7 @@ def mask_loop(problem: Problem) -> Peer:
 
 
 def _sorted(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots in the order of their experts, the tokens they are of, rows per expert."""
+    """Returns the slots sorted by expert, the token of each slot, and the rows per expert."""
     flat = problem.expert_index.flatten()
     slot = flat.argsort(stable=True)
     return slot, slot // problem.shape.k, flat.bincount(minlength=problem.shape.num_experts)
@@ -263,7 +265,7 @@ def _sort_and_loop(
 
 
 def _slices(rows: Tensor, counts: list[int]) -> list[Tensor]:
-    # Each one's gradient is a tensor of all rows.
+    # The gradient of each slice is a tensor with all rows.
     return [rows[a:b] for a, b in pairwise(accumulate(counts, initial=0))]
 
 
@@ -285,7 +287,7 @@ def _sort_and_grouped_mm(problem: Problem) -> Peer:
 
 
 def _hf(implementation: str) -> Callable[[Problem], Peer]:
-    """transformers' MixtralExperts with one of its ways to compute."""
+    """transformers' MixtralExperts with one of its implementations."""
 
     def build(problem: Problem) -> Peer:
         mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
@@ -311,13 +313,13 @@ def _hf(implementation: str) -> Callable[[Problem], Peer]:
 
 
 def _scattermoe(name: str) -> Callable[[Problem], Peer]:
-    """ScatterMoE's multilayer perceptrons, a Triton kernel for each product."""
+    """ScatterMoE's multilayer perceptrons: one Triton kernel per GEMM."""
 
     def build(problem: Problem) -> Peer:
         package = importlib.import_module("scattermoe.mlp")
         first, second = problem.transposed
         gated = problem.activation == "swiglu"
-        if gated:  # it activates the second half
+        if gated:  # ScatterMoE activates the second half
             first = first.roll(problem.hidden, dims=1)
         layer = getattr(package, name)(
             problem.shape.d_model,
@@ -342,26 +344,28 @@ def _scattermoe(name: str) -> Callable[[Problem], Peer]:
 
 
 def _eager_extra(problem: Problem, backward: bool) -> Extra:
-    # The gradient of a slice W[e] is a tensor of all of W, which is then added.
+    # The gradient of a slice W[e] is a tensor of the size of W, which is then added.
     return Extra(bytes=backward * 4 * problem.used_experts * problem.weight_bytes())
 
 
 def _batched_extra(problem: Problem, backward: bool) -> Extra:
-    # A copy of its expert's weights for every row, and their gradients.
+    # Every row stores the weights of its expert, and their gradients.
     copies = problem.rows / problem.shape.num_experts * problem.weight_bytes()
     return Extra(memory=(2 if backward else 1) * copies)
 
 
 class Groups(NamedTuple):
-    """Tokens in groups of one size, and how many rows of an expert from a group fit."""
+    """Tokens in groups of equal size, and the capacity: rows of a group per expert."""
 
     size: int
     capacity: int
 
 
 def _groups(problem: Problem) -> Groups:
-    """The size that makes the dispatch by one-hot products and the padding cost least, when the
-    capacity is such that no token is dropped."""
+    """Returns the group size that minimizes the cost of one-hot dispatch and padding.
+
+    The capacity is large enough that no token is dropped.
+    """
     T, E, k, d, _, _ = problem.shape
     sizes = [T >> shift for shift in range(8) if T % (1 << shift) == 0 and T >> shift >= 32]
     best = []
@@ -374,7 +378,7 @@ def _groups(problem: Problem) -> Groups:
 
 
 def _one_hot_flops(problem: Problem, groups: Groups) -> int:
-    """Forward: dispatch and combine by products with one-hot matrices, experts on all places."""
+    """Operations in forward: one-hot GEMMs for dispatch and combine, and experts on all places."""
     T, E, _, d, _, _ = problem.shape
     places = T // groups.size * E * groups.capacity
     return places * 4 * d * (groups.size + problem.hidden)
@@ -389,7 +393,7 @@ def _one_hot_extra(problem: Problem, backward: bool) -> Extra:
 
 
 class _GivenGate(nn.Module):
-    """In the place of a layer's gate: one-hot tensors [b, n, E, c] for dispatch and combine."""
+    """Replaces a layer's gate: returns one-hot tensors [b, n, E, c] for dispatch and combine."""
 
     def __init__(self, problem: Problem, groups: Groups, losses: int) -> None:
         super().__init__()
@@ -423,7 +427,7 @@ def _in_layer(layer: nn.Module, gate: _GivenGate) -> Callable[[Tensor, Tensor], 
 
 
 def mixture_of_experts(problem: Problem) -> Peer:
-    """lucidrains' mixture-of-experts: its layer, with given gates and a capacity that holds all."""
+    """lucidrains' mixture-of-experts with given gates and a capacity that drops no token."""
     package = importlib.import_module("mixture_of_experts.mixture_of_experts")
     d, E = problem.shape.d_model, problem.shape.num_experts
     experts = package.Experts(d, 1, hidden_dim=1, activation=nn.ReLU)
@@ -434,7 +438,7 @@ def mixture_of_experts(problem: Problem) -> Peer:
 
 
 def st_moe_pytorch(problem: Problem) -> Peer:
-    """lucidrains' st-moe-pytorch, likewise, with networks of two nn.Linear as experts."""
+    """lucidrains' st-moe-pytorch with given gates; its experts are networks of two nn.Linear."""
     package = importlib.import_module("st_moe_pytorch.st_moe_pytorch")
     d, E = problem.shape.d_model, problem.shape.num_experts
     first, second = (

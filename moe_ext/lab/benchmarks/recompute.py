@@ -1,12 +1,12 @@
-"""What recomputing the experts' hidden layers saves, and what it costs.
+"""Measures what recomputing the experts' hidden layers saves in memory and costs in time.
 
     python scripts/benchmarks/recompute.py                        # 1 and 2 threads, 3 minutes
     python scripts/benchmarks/recompute.py --experts 256 --json recompute.json
 
-A mixture of feed-forward experts (App. D), forward and backward, in float32: with its hidden layers
-kept and with them computed again, in interleaved rounds. "kept" is what autograd holds for the
-backward pass beside the parameters, in bytes per token, seen by saved-tensor hooks; "peak" is the
-memory that forward and backward take beyond their arguments (Linux, resident set).
+Runs a mixture of feed-forward experts (App. D) forward and backward in float32, with its hidden
+layers saved for backward or recomputed, in interleaved rounds. "saved" is what autograd saves for
+backward in addition to the parameters, in bytes per token. "peak" is the growth of the resident set
+in forward and backward (Linux).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """One way of the backward pass; times are medians over the rounds."""
+    """One way to get the hidden layers in backward; times are medians over the rounds."""
 
     threads: int
     hidden: str
@@ -41,7 +41,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Both ways, with each number of threads."""
+    """Measures both ways with each number of threads."""
     T, E, k, D = args.tokens, args.experts, args.k, args.width
     torch.manual_seed(0)
     experts = MoE(D, E, k, hidden_sizes=[args.hidden]).experts
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
     same = all(map(torch.equal, step(False), step(True)))
     rows = []
-    ways = {"kept": False, "recomputed": True}
+    ways = {"saved": False, "recomputed": True}
     for threads in args.threads:
         torch.set_num_threads(threads)
         functions: dict[str, Callable[[], object]] = {}
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
                     peak_mib(functions[f"total, {name}"]),
                     1e3 * statistics.median(seconds[f"forward, {name}"]),
                     1e3 * statistics.median(total),
-                    ratio(total, seconds["total, kept"]),
+                    ratio(total, seconds["total, saved"]),
                     same,
                 )
             )
@@ -100,9 +100,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(environment())
     print(f"T = {T}, E = {E}, k = {k}, D = {D}, F = {args.hidden}, {args.rounds} rounds\n")
     rows = measure(args)
-    print(f"gradients of both have the same bits: {'yes' if rows[0].same_gradients else 'NO'}")
-    print(f"x alone is {4 * D} bytes a token, the hidden layer {4 * k * args.hidden}\n")
-    header = ["threads", "hidden layer", "kept, bytes a token", "peak, MiB"]
+    print(f"gradients are bitwise identical: {'yes' if rows[0].same_gradients else 'NO'}")
+    print(f"x has {4 * D} bytes/token, the hidden layer {4 * k * args.hidden} bytes/token\n")
+    header = ["threads", "hidden layer", "saved, bytes/token", "peak, MiB"]
     report_rows(
         rows,
         [*header, "forward, ms", "both, ms", "ratio", "quartiles"],

@@ -1,15 +1,18 @@
-"""Time and memory of back-propagation through a MoE-LSTM with m stored states, against plain.
+"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
 
     python scripts/benchmarks/recurrent.py                       # 1 thread, 4 minutes, 3 GiB
     python scripts/benchmarks/recurrent.py --slots 2 5 --json recurrent.json
 
-A run is the forward pass over t steps and the backward pass, from a gradient of y and of the
-balancing losses, to all weights. "evaluations" are counted: t in the forward pass and the rest in
-the backward pass, together C(t, m) + 1. Rounds are interleaved (plain, 1 slot, 2 slots, …); a time
-is the median over the rounds, "x" the median of the rounds' ratios to plain, with its quartiles. "x
-by C(t, m)" is what the evaluations alone would make of plain's time, at the time that one takes in
-a forward pass that keeps nothing. "MiB" is the most that torch has allocated at once beyond
-weights, x and the gradient of y; "states" is what m states are of it.
+A run is a forward pass over t steps and a backward pass. Backward starts from a gradient of y and
+the balancing losses and ends at all weights. Rounds are interleaved (plain, 1 slot, 2 slots, …).
+
+    evaluations   of the cell: t in forward, the rest in backward, together C(t, m) + 1
+    ms            median over the rounds
+    x             median of the rounds' ratios to plain, with quartiles
+    x by C(t, m)  the ratio that follows from the number of evaluations, if each takes as long as
+                  in a forward pass without autograd
+    MiB           peak of torch's allocations, without weights, x and the gradient of y
+    states        the part of "MiB" that the m states take
 """
 
 import argparse
@@ -31,7 +34,7 @@ from moe_ext.recurrent import num_evaluations
 
 @dataclass
 class Row:
-    """One number of slots (0: plain)."""
+    """The figures of one number of slots (0: plain)."""
 
     slots: int
     evaluations: int
@@ -44,7 +47,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Plain, and with each number of slots."""
+    """Measures plain back-propagation and each number of slots."""
     S, B, D = args.steps, args.batch, args.width
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -107,7 +110,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--slots", type=at_least(1), nargs="+", default=slots)
     parser.add_argument("--steps", type=at_least(1), default=100)
     parser.add_argument("--batch", type=at_least(1), default=256)
-    parser.add_argument("--width", type=at_least(1), default=128, help="of input and state")
+    parser.add_argument("--width", type=at_least(1), default=128, help="width of input and state")
     parser.add_argument("--experts", type=at_least(1), default=8)
     parser.add_argument("--k", type=at_least(1), default=2)
     parser.add_argument("--threads", type=at_least(1), default=1)

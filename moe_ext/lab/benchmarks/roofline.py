@@ -1,23 +1,23 @@
-"""The time that the experts' computation takes at least: for its products, or for its bytes."""
+"""Lower bounds of the experts' computation time, from their operations and their bytes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square
-STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB of a vector
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of a square matrix
+STREAM_SIZE = {"cpu": 256, "cuda": 2048}  # MiB per vector
 
 
 class Work(NamedTuple):
-    """What has to be done: floating-point operations (two a multiply-add), and bytes to move."""
+    """The work of a computation: floating-point operations (2 per multiply-add) and bytes moved."""
 
     flops: float
     bytes: float
 
 
 class Probe(NamedTuple):
-    """A function that shows what the machine can do, and the work that one call is."""
+    """A function that measures a limit of the machine, and the work of one call."""
 
     function: Callable[[], object]
     work: Work
@@ -34,23 +34,24 @@ def experts_work(
     gated: bool,
     itemsize: int,
 ) -> tuple[Work, Work]:
-    """The work of Eq. 1's experts with one hidden layer: forward, and forward and backward.
+    """Returns the work of Eq. 1's experts with one hidden layer: forward, and both passes.
 
-    Every expert has 2·d_model·hidden weights, or 3 with a gated activation; a weight is a
-    multiply-add for each row, and two in the backward pass. Bytes are the least that any
-    implementation moves, each tensor once: forward reads x and the weights of the experts that have
-    rows and writes y. Backward reads x, ∂L/∂y, these weights and the hidden layer's input, and
-    writes ∂L/∂x and the gradients of all weights, zeros too. Gates and indices are left out.
+    Every expert has 2·d_model·hidden weights, or 3·d_model·hidden with a gated activation. A weight
+    costs one multiply-add per row in forward and two in backward. Bytes are the minimum of any
+    implementation, which moves each tensor once. Forward reads x and the weights of the experts
+    with rows, and writes y. Backward reads x, ∂L/∂y, these weights and the pre-activations of the
+    hidden layer. It writes ∂L/∂x and the gradients of all weights, including zeros. Gates and
+    indices do not count.
 
     Args:
         tokens: T.
-        rows: R, the (token, expert) pairs.
-        used_experts: how many experts have rows.
+        rows: R, the number of (token, expert) assignments.
+        used_experts: number of experts with rows.
         num_experts: E.
         d_model: width of x and y.
         hidden: width of the hidden layer.
         gated: whether the activation takes an input of twice that width.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
     """
     weights = (3 if gated else 2) * d_model * hidden
     inputs = (2 if gated else 1) * hidden
@@ -60,22 +61,22 @@ def experts_work(
 
 
 def limit(work: Work, flops_per_second: float, bytes_per_second: float) -> float:
-    """max(flops / GEMM peak, bytes / stream bandwidth), in seconds."""
+    """Returns max(flops / GEMM peak, bytes / stream bandwidth), in seconds."""
     return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
 def gemm_probe(dtype: torch.dtype, *, device: str = "cpu") -> Probe:
-    """torch.mm of two squares into a third."""
+    """Returns a probe that multiplies two square matrices with torch.mm."""
     size = GEMM_SIZE[torch.device(device).type]
     a, b, c = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
     return Probe(lambda: torch.mm(a, b, out=c), Work(2 * size**3, 0))
 
 
 def stream_probe(*, device: str = "cpu") -> Probe:
-    """Two float32 vectors: on the CPU their torch.dot, on a GPU a copy, read and written.
+    """Returns a probe of the memory bandwidth, with two float32 vectors.
 
-    torch.dot reads alone: on a CPU a copy or a triad moves fewer bytes a second where stores first
-    read what they overwrite.
+    On the CPU it is torch.dot, which only reads: a copy or a triad moves fewer bytes per second if
+    stores first read what they overwrite. On a GPU it is a copy, which reads and writes.
     """
     size = STREAM_SIZE[torch.device(device).type]
     a, b = (torch.ones(size * 2**18, device=device) for _ in range(2))

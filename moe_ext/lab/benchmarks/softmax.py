@@ -1,12 +1,12 @@
-"""Times a training step of the softmax, sampled and full, side by side.
+"""Times a training step of the sampled softmax against the full softmax.
 
     python scripts/benchmarks/softmax.py                            # V = 793,471; takes 9 GiB
     python scripts/benchmarks/softmax.py --classes 10000 --sampled 1024 --width 128
     python scripts/benchmarks/softmax.py --rounds 5 --json softmax.json
 
-A step is the loss of --tokens rows, its gradients and Adam's step on weight and bias; targets are
-drawn like words, rare ones rarely. Both act on the same weights, in interleaved rounds; "x" is the
-median of the rounds' ratios, with quartiles.
+A step computes the loss of --tokens rows and its gradients, then runs Adam on weight and bias.
+Targets follow a log-uniform distribution, as word frequencies do. Both kinds use the same weights,
+in interleaved rounds. "x" is the median of the rounds' ratios full / sampled, with quartiles.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """A step's parts up to one of them: medians in seconds, full over sampled with quartiles."""
+    """A part of the step: medians in seconds, and the ratio full / sampled with quartiles."""
 
     step: str
     sampled: float
@@ -36,7 +36,7 @@ class Row:
 def steps(
     classes: int, sampled: int, width: int, tokens: int
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is timed, by (step, kind)."""
+    """Returns the functions to time, by (step, kind)."""
     softmax = SampledSoftmax(width, classes, sampled)
     optimizer = torch.optim.Adam(softmax.parameters(), lr=1e-4, fused=True)
     words = LogUniformSampler(classes, 1)
@@ -44,7 +44,7 @@ def steps(
     hidden = torch.randn(tokens, width, requires_grad=True)
 
     def gradients(training: bool) -> None:
-        softmax.train(training)  # in evaluation the loss is the full one
+        softmax.train(training)  # evaluation uses the full loss
         (softmax.loss(hidden, targets) / tokens).backward()
 
     def step(training: bool) -> None:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--tokens", type=at_least(1), default=2_560, help="T")
     parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     parser.add_argument("--rounds", type=at_least(2), default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     print(

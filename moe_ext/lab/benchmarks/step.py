@@ -1,4 +1,4 @@
-"""A few training steps of a model on random words: time, floating-point operations, memory.
+"""Measures a few training steps of a model on random words: time, operations, memory.
 
     python scripts/benchmarks/step.py configs/lm1b/moe-256-h.toml data.tokens_per_batch=2560
     python scripts/benchmarks/step.py configs/lm1b/moe-1024-h.toml data.tokens_per_batch=2560 \\
@@ -6,14 +6,13 @@
     python scripts/benchmarks/step.py configs/lm1b/moe-4096-h.toml data.tokens_per_batch=2560 \\
         model.dtype=bfloat16 optimizer.experts=factored_adam optimizer.embedding=factored_adam
 
-What trains is the Trainer of scripts/train.py, on sentences of 25 words drawn as the sampled
-softmax draws its classes: no corpus is needed, and nothing is written but with --json. A batch that
-is too large for the memory can be made in parts: data.tokens_per_batch=30000
-optimizer.accumulate=10.
+The Trainer of scripts/train.py trains on sentences of 25 random words with the distribution of the
+sampled softmax. No corpus is needed; only --json writes a file. If a batch does not fit in memory,
+accumulate smaller ones: data.tokens_per_batch=30000 optimizer.accumulate=10.
 
-    memory   bytes of the weights, of their gradients and of what the optimizers keep
-    step     seconds; words a second; floating-point operations a second, counted as in the paper
-             (moe_ext/lab/analysis/costs.py); the most memory that the process had until then
+    memory   size of the weights, of their gradients and of the optimizers' state
+    step     seconds; words/s; operations/s, counted as in the paper
+             (moe_ext/lab/analysis/costs.py); peak memory of the process so far
 """
 
 import resource
@@ -37,12 +36,12 @@ from moe_ext.lab.training.text import random_text
 
 
 def _resident_bytes() -> int:
-    """The most that the process has had (Linux: ru_maxrss is in KiB)."""
+    """Returns the peak memory of the process (on Linux, ru_maxrss is in KiB)."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Trains, and prints as it goes."""
+    """Trains for some steps; prints the figures of each and returns all of them."""
     with torch.device("meta"):
         counted = LanguageModel(config.model, config.data.vocab_size)
     flops = training_flops(counted).total
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     config = read_config(options.config, options.overrides, Config)
     config.log = replace(config.log, tensorboard=False, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        config.output = folder  # where nothing is, and stays
+        config.output = folder  # an empty folder; nothing is written to it
         record = measure(config, options.steps)
     if options.json:
         record["config"] = asdict(config) | {"output": ""}

@@ -1,17 +1,17 @@
-"""Sentences a second of translating a text, against one sentence after the other.
+"""Measures sentences per second of a translator in batches against one sentence at a time.
 
     python scripts/benchmarks/translation.py runs/en-fr text.en
-    python scripts/benchmarks/translation.py configs/mt/small-moe-32.toml     # made-up sentences
+    python scripts/benchmarks/translation.py configs/mt/small-moe-32.toml  # generated sentences
     python scripts/benchmarks/translation.py runs/en-fr text.en --rounds 5 --json translation.json
 
-Both ways are the same beam search: over the first --sentences lines, which are sorted by length and
-translated in batches; and over one line at a time, --alone of the same lines, of all lengths. In
-each round both are timed; "x" is the median of the rounds' ratios, with quartiles. The time of the
-processors hardly depends on what else the machine does.
+Both ways use the same beam search. The first translates the first --sentences lines in batches,
+sorted by length. The second translates --alone of these lines, of all lengths, one at a time. Each
+round times both; "x" is the median of the rounds' ratios, with quartiles. Processor time hardly
+depends on other load.
 
-A configuration stands for a model with random weights, whose translations do not end by themselves:
-they are as long as their sources, of made-up words, as many as in prose. Instead of a strictly
-balanced gate, whose thresholds have to be trained, it has one that takes the top k.
+With a configuration, the model has random weights and the sentences are generated words, with the
+lengths of prose. Such a model does not end its translations, so they are as long as their sources.
+A top-k gate replaces a strictly balanced gate, whose thresholds would have to be trained.
 """
 
 import random
@@ -39,7 +39,7 @@ from moe_ext.lab.training.translation import make_translator
 
 
 class _Measured(NamedTuple):
-    """A round of one way."""
+    """The times of one round of one way."""
 
     seconds: float
     processor_seconds: float
@@ -47,7 +47,7 @@ class _Measured(NamedTuple):
 
 @dataclass
 class Row:
-    """Medians of a way's rounds, for a sentence."""
+    """The medians of one way, per sentence."""
 
     way: str
     threads: int
@@ -57,7 +57,7 @@ class Row:
 
 
 def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
-    """Sentences, and wordpieces of as many such as it takes."""
+    """Returns generated sentences, and wordpieces trained on similar sentences."""
     draw = random.Random(0)
     syllables = [first + second for first in "bcdfghjklmnprstvz" for second in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 5))) for _ in range(4 * vocab_size)]
@@ -71,7 +71,7 @@ def _made_up(number: int, vocab_size: int) -> tuple[list[str], Wordpieces]:
 
 
 def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list[str]]:
-    """A model of that configuration, and sentences for it."""
+    """Returns a model of the configuration with random weights, and sentences for it."""
     of_run = read_config(config, [], TranslationConfig)
     lines, wordpieces = _made_up(number, of_run.data.vocab_size)
     moe = of_run.model.moe
@@ -83,7 +83,7 @@ def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list
 
 
 def evenly(lines: Sequence[str], number: int) -> list[str]:
-    """So many of the lines, of all lengths."""
+    """Selects `number` of the lines, evenly over their lengths."""
     lines = sorted(lines, key=len)
     step = len(lines) / min(number, len(lines))
     return [lines[int((index + 0.5) * step)] for index in range(min(number, len(lines)))]
@@ -98,8 +98,11 @@ def measured(function: Callable[[], object]) -> _Measured:
 def compare(
     translator: Translator, lines: Sequence[str], alone: Sequence[str], rounds: int
 ) -> tuple[list[Row], dict[str, Quartiles], int]:
-    """The rows of both ways, their ratio by either clock, and how many of the lines that were also
-    translated by themselves have the same translation."""
+    """Times both ways; returns their rows, the ratio of each clock, and the number of equal
+    translations.
+
+    Only lines that were also translated alone can be equal.
+    """
     found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
 
     def batches() -> None:
@@ -111,7 +114,7 @@ def compare(
             found["one by one"][line] = next(translator([line], title=None))
 
     ways = {"batches": (batches, len(lines)), "one by one": (one_by_one, len(alone))}
-    list(translator(alone[:2], title=None))  # the first calls take longer
+    list(translator(alone[:2], title=None))  # warm-up: the first calls take longer
     times: dict[str, list[_Measured]] = {way: [] for way in ways}
     schedule = [way for _ in range(rounds) for way in ways]
     for way in progress(schedule, "translating", "ways"):
@@ -156,18 +159,22 @@ def as_markdown(rows: Sequence[Row], ratios: dict[str, Quartiles]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     parser = make_parser(__doc__)
     parser.add_argument("model", help="the folder of a training run, or a configuration (.toml)")
-    parser.add_argument("text", nargs="?", type=Path, help="of a run: a sentence a line")
-    parser.add_argument("--into", help="language, of a run of several language pairs")
+    parser.add_argument("text", nargs="?", type=Path, help="text for a run, one sentence per line")
+    parser.add_argument("--into", help="target language, for a run with several language pairs")
     parser.add_argument("--sentences", type=at_least(1), default=1_000)
-    parser.add_argument("--alone", type=at_least(1), default=50, help="lines by themselves")
+    parser.add_argument(
+        "--alone", type=at_least(1), default=50, help="number of lines to translate alone"
+    )
     parser.add_argument("--beam", type=at_least(1), default=8)
     parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     parser.add_argument("--rounds", type=at_least(2), default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if (options.text is None) != options.model.endswith(".toml"):
-        raise ConfigError("a text must come with a run, and not with a configuration")
+        raise ConfigError(
+            "text: a text must be given with a run, and must not be given with a configuration"
+        )
     if options.text is None:
         translator, lines = _random_model(options.model, options.sentences, options.beam)
     else:
@@ -182,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     alone = evenly(lines, options.alone)
     pieces = sum(len(translator.wordpieces.encode(line)) for line in lines) / len(lines)
     print(
-        f"{options.model}, {len(translator.wordpieces):,} wordpieces, sentences of {pieces:.1f} on "
-        f"average, beam {options.beam}, float32; {environment()}\n"
+        f"{options.model}, {len(translator.wordpieces):,} wordpieces, {pieces:.1f} per sentence, "
+        f"beam {options.beam}, float32; {environment()}\n"
     )
     rows, ratios, same = compare(translator, lines, alone, options.rounds)
     print(as_markdown(rows, ratios))

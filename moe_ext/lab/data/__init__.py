@@ -1,6 +1,6 @@
-"""The data layer: corpora, vocabularies and batches of whole sentences, or of pairs of them.
+"""Corpora, vocabularies and batches of whole sentences or sentence pairs.
 
-From a corpus to batches (paper, App. C.1):
+From a corpus to batches (App. C.1)::
 
     corpus = load_corpus("builtin")                                  # corpora.py
     vocabulary = Vocabulary.build(corpus.train, max_size=10_000)     # vocabulary.py
@@ -8,14 +8,14 @@ From a corpus to batches (paper, App. C.1):
     batches = SentenceBatches(sentences, tokens_per_batch=2_560, shuffle=True)   # batches.py
     for batch in batches.epoch(0): ...
 
-A corpus that does not fit into memory is encoded once, by several processes (workers.py), into
-files that are mapped; others can make the batches while the model trains:
+For a corpus that exceeds the memory, worker processes encode it once into memory-mapped files.
+Worker processes can also make the batches during training::
 
     vocabulary = Vocabulary.load("1b_word_vocab.txt")
     sentences = encode_to_files(corpus.train, vocabulary, "encoded", name="train", num_workers=2)
     for batch in batches.epoch(0, num_workers=1): ...
 
-From parallel text to batches for translation (App. E):
+From parallel text to batches for translation (App. E)::
 
     corpus = load_parallel("wmt14", source="en", target="fr")            # parallel.py
     sides = (side for pair in corpus.train for side in pair)

@@ -1,11 +1,11 @@
 """Batches of whole sentences of similar length (App. C.1).
 
-A sentence w1..wn gives n + 1 predictions, the last of them of its end:
+A sentence w1..wn gives n + 1 predictions; the last one predicts its end::
 
     inputs   </s>  w1  w2 ... wn
     targets  w1    w2  ... wn </s>
 
-so `</s>` is also the symbol before the first word, and nothing else is ever predicted or counted.
+``</s>`` is also the input before the first word. Nothing else is predicted or counted.
 """
 
 import hashlib
@@ -24,14 +24,13 @@ from moe_ext.lab.data.workers import in_workers
 
 @dataclass(frozen=True)
 class Batch:
-    """B sentences side by side, padded to the longest, S predictions each.
+    """A batch of B sentences, padded to the S predictions of the longest.
 
     Attributes:
-        inputs, targets: [B, S] int64, ids.
-        mask: [B, S] bool, True where a prediction counts; elsewhere both ids are `</s>` and mean
-            nothing.
-        sentence_index: [B] int64, where each row stands in the sentences the batches were made of,
-            for results by sentence.
+        inputs: [B, S] int64, word ids.
+        targets: [B, S] int64, word ids.
+        mask: [B, S] bool, True at predictions that count. At padding, both ids are ``</s>``.
+        sentence_index: [B] int64, index of each row's sentence in the text.
     """
 
     inputs: Tensor
@@ -41,11 +40,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions that count (waits for the device the mask is on)."""
+        """The number of predictions that count; synchronizes with the device of the mask."""
         return int(self.mask.sum())
 
     def part(self, index: int, number: int) -> Self:
-        """The rows for one of several processes: blocks of rows side by side, maybe without any."""
+        """Returns the rows of rank `index` of `number` ranks: contiguous, possibly empty."""
 
         def block(tensor: Tensor) -> Tensor:
             rows = blocks(range(len(tensor)), number)[index]
@@ -54,7 +53,7 @@ class Batch:
         return self._map(block)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same rows on another device."""
+        """Returns the batch on another device."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -65,14 +64,15 @@ B = TypeVar("B", bound=Batch)
 
 
 class SortedBatches(Generic[B]):
-    """Batches that are cut from rows in order of length; `SentenceBatches` and `PairBatches`.
+    """Cuts rows that are sorted by length into batches; base of SentenceBatches and PairBatches.
 
     Args:
-        batch_end: [batches] int64, the number of sorted rows up to the end of each batch.
-        shuffle, seed: see there.
+        batch_end: [batches] int64, number of sorted rows up to the end of each batch.
+        shuffle: see `SentenceBatches`.
+        seed: see `SentenceBatches`.
 
     Attributes:
-        num_batches: of an epoch, the same for all.
+        num_batches: number of batches in every epoch.
     """
 
     def __init__(self, batch_end: Tensor, shuffle: bool, seed: int) -> None:
@@ -82,13 +82,13 @@ class SortedBatches(Generic[B]):
         self._batch_end = batch_end
 
     def epoch(self, epoch: int, start: int = 0, num_workers: int = 0) -> Iterator[B]:
-        """The batches of an epoch from batch `start` on, the same as without an interruption.
+        """Iterates over the batches of an epoch; `start` resumes an interrupted epoch.
 
         Args:
-            epoch: the number of times all sentences were seen before.
-            start: the number of batches to leave out.
-            num_workers: processes that make the batches ahead of their use, two each; 0 is this
-                one. They end with the iterator.
+            epoch: the number of completed epochs.
+            start: the number of batches to skip.
+            num_workers: number of worker processes; each makes two batches ahead of their use. 0
+                makes the batches in this process.
         """
         name = f"{type(self).__name__}.epoch: start"
         require(0 <= start <= self.num_batches, name, f"be in [0, {self.num_batches}]", start)
@@ -106,7 +106,7 @@ class SortedBatches(Generic[B]):
             yield rows[begin : int(self._batch_end[index])].tolist()
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
-        """The rows of an epoch by length, those of equal length in the order that is drawn."""
+        """Sorts the rows of an epoch by length; the generator orders rows of equal length."""
         raise NotImplementedError
 
     def _batch(self, batch_rows: list[int]) -> B:
@@ -116,31 +116,30 @@ class SortedBatches(Generic[B]):
 class SentenceBatches(SortedBatches[Batch]):
     """Cuts sentences, sorted by length, into batches of about `tokens_per_batch` predictions.
 
-    Sorting puts sentences of nearly equal length together: little is padding (`padding_share`), and
-    the number of batches is the same in every epoch. Either way of going through them, an epoch has
-    each sentence exactly once.
+    A batch holds sentences of nearly equal length, so it has little padding. An epoch has each
+    sentence exactly once, and all epochs have the same number of batches.
 
-    Beside the sentences themselves, which may be mapped from files, this takes 4 bytes a sentence
-    (with max_length, 16 a row), 4 more during an epoch and 32 for a moment at its beginning: 230
-    MiB for the 30,301,028 sentences of the 1-billion-word benchmark, and 920 MiB in the few
-    seconds of their shuffle.
+    This object needs memory in addition to the sentences. It needs 4 bytes per sentence (16 per row
+    with max_length), 4 more during an epoch, and 32 while an epoch is shuffled. For the 30,301,028
+    sentences of the 1-billion-word benchmark, this is 230 MiB during an epoch. It is 920 MiB for
+    the few seconds of a shuffle.
 
     Args:
         sentences: from `encode_sentences` or `encode_to_files`.
-        tokens_per_batch: predictions in a batch, roughly.
-        max_length: the largest number of predictions in a row, to bound the memory of training. A
-            longer sentence is cut into several rows, each to start from a zero state with the true
-            word before it as first input: every word is still predicted once, but some with less
-            context. Leave it None in evaluation, for the perplexity of whole sentences.
-        shuffle: whether each epoch draws anew which sentences of equal length meet in a batch, and
-            the order of the batches. Both are functions of (seed, epoch) alone, torch's global
-            generator is neither used nor moved. Otherwise the batches go from short sentences to
-            long.
-        seed: of the order.
+        tokens_per_batch: approximate number of predictions in a batch.
+        max_length: maximum number of predictions in a row, to bound the memory of training. A
+            longer sentence is cut into rows. Each row starts from a zero state, with the previous
+            word as first input. All words are still predicted once, but some with less context.
+            Leave it None in evaluation.
+        shuffle: whether each epoch reshuffles the sentences of equal length and the order of the
+            batches. Both depend only on seed and epoch; torch's global generator is not used. If
+            False, batches go from short to long sentences.
+        seed: seed of the shuffle.
 
     Attributes:
-        num_sentences, num_tokens: of an epoch; tokens are predictions, ends of sentences included.
-        num_batches: of an epoch, the same for all.
+        num_sentences: number of sentences in an epoch.
+        num_tokens: number of predictions in an epoch, ends of sentences included.
+        num_batches: number of batches in every epoch.
         padding_share: padded positions as a share of all positions of an epoch.
 
     Raises:
@@ -164,8 +163,8 @@ class SentenceBatches(SortedBatches[Batch]):
         self.num_tokens = sentences.num_tokens
         self._sentences = sentences
 
-        # Row r covers the inputs stream[row_start[r] : row_start[r] + row_length[r]]: a sentence,
-        # or with max_length a piece of sentence row_sentence[r].
+        # Row r has the inputs stream[row_start[r] : row_start[r] + row_length[r]]. It is a sentence
+        # or, with max_length, a piece of sentence row_sentence[r].
         self._row_length = sentences.lengths.int()
         self._row_start: Tensor | None = None
         self._row_sentence: Tensor | None = None
@@ -178,7 +177,7 @@ class SentenceBatches(SortedBatches[Batch]):
             self._row_sentence = sentence
             self._row_length = (self._row_length[sentence] - skipped).clamp(max=max_length).int()
 
-        # The sorted lengths alone decide where the batches end: the same in every epoch.
+        # Batch ends depend only on the sorted lengths, so all epochs share them.
         rows_of_length = self._row_length.bincount()
         batch_end = shares(
             rows_of_length, torch.arange(len(rows_of_length), device="cpu"), tokens_per_batch
@@ -203,27 +202,27 @@ class SentenceBatches(SortedBatches[Batch]):
 
 
 def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
-    """Cuts sorted rows into equal shares of all their tokens, so that no batch is a small rest.
+    """Cuts sorted rows into batches with equal shares of all tokens, so the last is not smaller.
 
-    A row belongs to the share its first token falls in; a long row may span several shares.
+    A row belongs to the share of its first token. A long row may span several shares.
 
     Args:
-        num_rows: [runs] int64, of rows of equal length that follow one another.
-        length: [runs] int64, of the rows of each.
-        tokens_per_batch: in a share, roughly.
+        num_rows: [runs] int64, number of rows in each run of rows of equal length.
+        length: [runs] int64, length of the rows in each run.
+        tokens_per_batch: approximate number of tokens in a batch.
 
     Returns:
-        [batches] int64, the number of rows up to the end of each batch.
+        [batches] int64, number of rows up to the end of each batch.
     """
     rows_to, tokens_to = num_rows.cumsum(0), (num_rows * length).cumsum(0)
     num_tokens = int(tokens_to[-1])
     num_shares = max(1, round(num_tokens / tokens_per_batch))
     share_end = torch.arange(1, num_shares + 1, device="cpu") * num_tokens
-    share_end = (share_end + num_shares - 1) // num_shares  # the first token after each
-    run = torch.searchsorted(tokens_to, share_end)  # that holds the token before
+    share_end = (share_end + num_shares - 1) // num_shares  # the first token after each share
+    run = torch.searchsorted(tokens_to, share_end)  # the run with the last token of each share
     rows_before = rows_to[run] - num_rows[run]
     tokens_before = tokens_to[run] - num_rows[run] * length[run]
-    # Of the rows of a run the j-th begins at token `tokens_before + length * j`.
+    # Row j of a run begins at token `tokens_before + length * j`.
     batch_end = rows_before + (share_end - tokens_before + length[run] - 1) // length[run]
     return batch_end.unique_consecutive()
 
@@ -231,12 +230,12 @@ def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
 def side_by_side(
     sentences: EncodedSentences, starts: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets and mask of rows of a stream, [rows, longest] each; see `Batch`.
+    """Gathers rows of a stream into padded inputs, targets and mask, [rows, longest] each.
 
     Args:
-        sentences: whose stream it is.
-        starts: [rows], where the inputs of each begin in it.
-        lengths: [rows], the number of predictions.
+        sentences: the sentences with the stream.
+        starts: [rows], index in the stream of each row's first input.
+        lengths: [rows], number of predictions of each row.
     """
     positions = torch.arange(int(lengths.max()), device="cpu")
     mask = positions < lengths[:, None]
@@ -247,28 +246,28 @@ def side_by_side(
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """What the order of an epoch is drawn from: a function of the two numbers alone."""
+    """Returns the generator of an epoch's shuffle; it depends only on seed and epoch."""
     return torch.Generator("cpu").manual_seed(mixed_seed(seed, epoch))
 
 
 def mixed_seed(*what: object) -> int:
-    """A generator's seed: those of neighbouring numbers, say, have nothing in common."""
+    """Hashes the arguments to a seed, so that similar arguments give unrelated seeds."""
     text = " ".join(map(str, what))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _index_type(size: int) -> torch.dtype:
-    """The narrower type that can hold indices below `size`."""
+    """Returns int32 if it can hold indices below `size`, otherwise int64."""
     return torch.int32 if size < 2**31 else torch.int64
 
 
 def drawn_order(size: int, generator: torch.Generator | None) -> Tensor:
-    """[0, size) in an order drawn by the generator; without one as it is."""
+    """Returns a random permutation of [0, size), or [0, size) in order without a generator."""
     if generator is None:
         return arange(size)
     return torch.randperm(size, generator=generator, dtype=_index_type(size), device="cpu")
 
 
 def arange(size: int) -> Tensor:
-    """[0, size) in the narrower type that can hold it."""
+    """Returns [0, size) as int32 if it can hold the indices, otherwise as int64."""
     return torch.arange(size, dtype=_index_type(size), device="cpu")

@@ -1,12 +1,12 @@
 """The built-in corpus: English sentences from the documentation of Python and torch.
 
-Where torch runs there is documentation: the docstrings of the standard library and of torch, and
-the language manual in `pydoc_data.topics`. Its prose makes a corpus that exists on every machine,
-without a download. The sources are parsed, never imported.
+The sources are the docstrings of the standard library and of torch, and the language manual in
+``pydoc_data.topics``. They are installed wherever torch runs, so nothing is downloaded. The sources
+are parsed, never imported.
 
-Case is kept, as in the 1-billion-word benchmark: lower-casing would make perplexities look better
-by asking less, and could not be undone. Sentences are tokenised as there: punctuation and the
-endings 's and n't stand apart, dotted names such as torch.nn.Linear stay whole.
+Case is kept, as in the 1-billion-word benchmark: lower-casing makes the task easier, so
+perplexities would not be comparable. Sentences are tokenised as in that benchmark. Punctuation and
+the endings 's and n't are separate words; dotted names such as torch.nn.Linear are one word.
 """
 
 import ast
@@ -35,11 +35,11 @@ _MIN_WORDS, _MAX_WORDS = 4, 80
 
 
 def builtin_sentences() -> list[str]:
-    """The distinct sentences, words apart by spaces, in a fixed order for given versions.
+    """Returns the distinct sentences, with spaces between words, in an order fixed per version.
 
-    Made in about 20 seconds on the first call and kept in `$XDG_CACHE_HOME/moe_ext` or
-    `~/.cache/moe_ext`, under a name that changes with Python, torch, the files read and this code.
-    Where nothing can be written, it is made anew on each call.
+    The first call takes about 20 seconds. It caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or
+    ``~/.cache/moe_ext``. The name of the cache file depends on the versions of Python and torch,
+    the source files and this code. If the folder is not writable, each call makes the sentences.
     """
     files = source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"
@@ -67,7 +67,7 @@ def _key(files: list[Path]) -> str:
 
 
 def source_files() -> list[Path]:
-    """The .py files of the standard library and of torch, in a fixed order."""
+    """Lists the .py files of the standard library and of torch in a fixed order."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     torch_spec = importlib.util.find_spec("torch")
     assert torch_spec is not None and torch_spec.origin is not None
@@ -93,10 +93,10 @@ def _sentences_of(file: Path) -> Iterator[str]:
 
 
 def _distinct(sentences: Iterable[str]) -> Iterator[str]:
-    """The sentences whose letters have not occurred before, in order.
+    """Drops sentences whose letters equal those of an earlier sentence.
 
-    Documentation repeats itself with another number or mark ("2D", "3D"); letters alone decide,
-    so that no such twin of a training sentence is in the test part.
+    Documentation repeats sentences with a different number or mark ("2D", "3D"). Comparing letters
+    only keeps such near-duplicates of training sentences out of the test part.
     """
     seen = set()
     for sentence in sentences:
@@ -107,13 +107,13 @@ def _distinct(sentences: Iterable[str]) -> Iterator[str]:
 
 
 def _documentation(file: Path) -> Iterator[str]:
-    """The docstrings of one source file, and its long literals where those are documentation."""
+    """Yields the docstrings of a source file, or its long literals if these are documentation."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes in other people's strings
+            warnings.simplefilter("ignore")  # the sources contain invalid escapes
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return  # templates and sources for other versions of Python
+        return  # a template, or a source for another version of Python
     if file.name in _LITERAL_DOCS:
         for node in ast.walk(tree):
             value = node.value if isinstance(node, ast.Constant) else None
@@ -124,12 +124,12 @@ def _documentation(file: Path) -> Iterator[str]:
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
-    """The docstrings of a module and of all in it, in the order of the source."""
+    """Yields the docstrings of a module and of its definitions, in source order."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         text = ast.get_docstring(node)
         if text:
             yield text
-    # Definitions stand in lists of statements alone; expressions, most of a tree, need no look.
+    # Only lists of statements contain definitions; skipping expressions saves most of the work.
     for statements in ("body", "handlers", "orelse", "finalbody", "cases"):
         for statement in getattr(node, statements, ()):
             yield from _docstrings(statement)
@@ -140,7 +140,7 @@ _FENCE = re.compile(r"\s*(```|~~~)")
 _DIRECTIVE = re.compile(r"\s*\.\.(\s+|$)")
 _PROSE_DIRECTIVE = re.compile(r"\s*\.\. (note|warning|seealso|tip|important|caution)::\s*(.*)")
 _ITEM = re.compile(r"\s*(?:[-*+•]|\(?(?:\d{1,2}|[a-zA-Z])[.)])\s+(?=\S)")
-# "name (type): ..." and ":param name: ...", whose description follows the colon.
+# "name (type): ..." and ":param name: ..."; the description follows the colon.
 _FIELD = re.compile(
     r"\s*(?::\w+[^:]*:|"
     r"[*`]*\w[\w.]*[*`]*(?:[,/]? ?[*`]*\w[\w.]*[*`]*){0,2} ?(?:\([^)]*\))?\s*:)(?:\s+|$)"
@@ -148,15 +148,14 @@ _FIELD = re.compile(
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of running text; code, examples, tables, formulas and headings are left out.
+    """Yields the paragraphs of running text, without code, examples, tables and headings.
 
-    A paragraph ends at a blank line, a list item, a described argument or a change of indentation
-    to the left. A literal block is what is indented more deeply than the line ending in "::" or the
-    directive before it.
+    A paragraph ends at a blank line, a list item, a described argument or a smaller indentation. A
+    literal block follows a directive or a line that ends in "::", and is indented more deeply.
     """
     lines: list[str] = []
     indent = 0  # of the first line of the paragraph
-    literal: int | None = None  # inside a block indented deeper than this
+    literal: int | None = None  # in a literal block: the indentation of the line before it
     fenced = example = False
     for line in [*text.expandtabs().splitlines(), ""]:
         stripped = line.strip()
@@ -204,7 +203,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 _MARKUP = [
-    (re.compile(r":math:`[^`]*`"), "{}"),  # a formula: _is_prose then refuses the sentence
+    (re.compile(r":math:`[^`]*`"), "{}"),  # _is_prose rejects a sentence with a formula
     (re.compile(r":[\w:+-]+:`([^`<]*?)\s*<[^`]*>`"), r"\1"),  # :ref:`text <place>`
     (re.compile(r":[\w:+-]+:`[~!]?([^`]*)`"), r"\1"),  # :class:`~torch.Tensor`
     (re.compile(r"`([^`<]+?)\s*<[^`]*>`_+"), r"\1"),  # `text <address>`_
@@ -212,7 +211,7 @@ _MARKUP = [
     (re.compile(r"\*\*?([^\s*](?:[^*]*[^\s*])?)\*\*?"), r"\1"),  # *emphasis*
     (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),  # [text](address)
     (re.compile(r"\s*\[\w+\]_?"), ""),  # [1], [Knuth]_
-    (re.compile(r"(?<=\w)-\s+(?=\w)"), "-"),  # a word broken at its hyphen
+    (re.compile(r"(?<=\w)-\s+(?=\w)"), "-"),  # a word split at its hyphen
     (re.compile(r"(?<=\w)--?-?(?=\s)|(?<=\s)--?-?(?=\s)|(?<=\w)---?(?=\w)|[–—]"), " -- "),
     (re.compile("[‘’]"), "'"),
     (re.compile("[“”]"), '"'),
@@ -225,7 +224,7 @@ _END = re.compile(r"[.!?][\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 
 
 def _split(paragraph: str) -> Iterator[str]:
-    """The sentences of a paragraph, without markup; a last piece without a full stop is dropped."""
+    """Yields the sentences of a paragraph, without markup and without an unfinished last one."""
     for pattern, replacement in _MARKUP:
         paragraph = pattern.sub(replacement, paragraph)
     begin = 0
@@ -241,7 +240,7 @@ def _split(paragraph: str) -> Iterator[str]:
 
 _WORD = re.compile(
     r"""
-    (?:[eE]\.g\.|[iI]\.e\.|etc\.(?=\s*[\w,)])|vs\.|cf\.|a\.k\.a\.)  # abbreviations keep their stop
+    (?:[eE]\.g\.|[iI]\.e\.|etc\.(?=\s*[\w,)])|vs\.|cf\.|a\.k\.a\.)  # abbreviations, with the period
     | https?://[^\s)>,]*[^\s)>,.]
     | [A-Za-z]+(?=n't\b) | n't\b | '(?:s|re|ve|ll|d|m)\b    # do n't, it 's
     | -?\d+(?:[.,:]\d+)*%?(?!-?\w)                       # 3.14, 50%
@@ -262,7 +261,7 @@ _PUNCTUATION = frozenset([",", ".", ";", ":", "!", "?", "(", ")", '"', "'", "'s"
 
 
 def _is_prose(words: list[str]) -> bool:
-    """Whether this is a sentence: begins with a capital, ends, and is mostly plain words."""
+    """Tests whether the words are a sentence: capitalised, and mostly plain words."""
     if not _MIN_WORDS <= len(words) <= _MAX_WORDS:
         return False
     if not words[0][0].isupper() and words[0] not in '("':
@@ -270,7 +269,7 @@ def _is_prose(words: list[str]) -> bool:
     if words.count("(") != words.count(")"):
         return False
     if any(mark in word for word in words for mark in "\\`{}"):
-        return False  # what is left of formulas, markup and placeholders
+        return False  # remains of formulas, markup or placeholders
     plain = sum(bool(_LETTERS.fullmatch(word)) for word in words)
     marks = sum(word in _PUNCTUATION for word in words)
     odd = sum(not word[0].isalnum() and word not in _PUNCTUATION for word in words)

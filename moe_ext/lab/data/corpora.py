@@ -1,4 +1,4 @@
-"""Text as sentences: where the training, development and test sentences of a corpus come from."""
+"""Corpora: the training, development and test sentences of a text."""
 
 import codecs
 import hashlib
@@ -12,7 +12,7 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain
 
 PARTS = ("train", "dev", "test")
-PARTS_AND_ALL = (*PARTS, "all")  # what a Corpus has
+PARTS_AND_ALL = (*PARTS, "all")  # the attributes of Corpus
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 PIECE_BYTES = 16 * 2**20
 _LM1B_TRAIN = "training-monolingual.tokenized.shuffled"
@@ -20,14 +20,14 @@ _LM1B_HELDOUT = "heldout-monolingual.tokenized.shuffled"
 
 
 class CorpusError(ValueError):
-    """A corpus that is missing, empty or unreadable; the message names the path and what to do."""
+    """Raised if a corpus is missing, empty or unreadable; the message says what to do."""
 
 
 class Shard(Iterable[list[str]]):
-    """Some sentences of a corpus; a small object that another process can read them by."""
+    """Reads some sentences of a corpus; a small object that can be pickled to workers."""
 
     def fingerprint(self) -> str:
-        """Of the text: changes with it."""
+        """Returns a string that changes when the text changes."""
         raise NotImplementedError
 
 
@@ -49,7 +49,7 @@ class _Lines(Shard):
 
 @dataclass(frozen=True)
 class _FileRange(Shard):
-    """The lines of a file that begin in a range of its bytes; all of them without an end."""
+    """The lines of a file that begin in the byte range [begin, end); end=None is the file's end."""
 
     file: Path
     begin: int = 0
@@ -85,11 +85,11 @@ class _Placed(Shard):
 
 @dataclass(frozen=True)
 class Sentences(Shard):
-    """Sentences as lists of words, read anew on each iteration, so that they take no memory.
+    """Sentences as lists of words; each iteration reads them from their source again.
 
     Attributes:
-        shards: what they consist of, in order.
-        limit: only so many of the first.
+        shards: the shards in order.
+        limit: the maximum number of sentences; None reads all.
     """
 
     shards: tuple[Shard, ...]
@@ -103,7 +103,7 @@ class Sentences(Shard):
 
     @property
     def pieces(self) -> tuple[Shard, ...]:
-        """What can be read independently: one after the other they are the sentences."""
+        """Parts that workers can read independently; in order, they give all sentences."""
         return self.shards if self.limit is None else (self,)
 
     def fingerprint(self) -> str:
@@ -112,10 +112,12 @@ class Sentences(Shard):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, whole and in parts, each an iterable of sentences that can be read repeatedly.
+    """A corpus in three parts; each part can be iterated over repeatedly.
 
     Attributes:
-        train, dev, test: the three parts.
+        train: the training sentences.
+        dev: the development sentences.
+        test: the test sentences.
         all: every sentence once.
     """
 
@@ -133,36 +135,40 @@ def load_corpus(
     dev_share: float = 0.02,
     test_share: float = 0.02,
 ) -> Corpus:
-    """The corpus of that name or place; one sentence a line, its words apart by spaces, as UTF-8.
+    """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
-    Blank lines are skipped, the order of the lines is kept. Text is read as it is needed; a line
-    that is not UTF-8 raises an error that names it, because guessing an encoding would silently
-    change the vocabulary.
+    Blank lines are skipped and the order of lines is kept. Text is read when it is iterated over. A
+    line that is not UTF-8 raises an error: guessing the encoding could silently change the
+    vocabulary.
+
+    ``name_or_path`` is one of:
+
+    - "builtin": text made from the installed documentation of Python and torch.
+    - A folder in the layout of the 1-billion-word benchmark. Training shards 1 to 99 are the
+      training part, heldout shard 1 is dev and heldout shard 0 is test.
+    - A folder of WikiText, with ``wiki.train.tokens``, ``wiki.valid.tokens`` and
+      ``wiki.test.tokens``. A paragraph or heading is one sentence; ``<unk>`` and ``@-@`` are
+      ordinary words. Most published perplexities are not comparable: they also predict an end for
+      each blank line and carry the state from line to line.
+    - A folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``.
+    - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
+      ``NAME.test.txt``.
+    - A text file or a folder of text files. A hash of each sentence decides its part. The part is
+      the same on every machine and does not change when text is added.
+
+    Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
+    files may replace ``train.txt``; the same applies to the other parts.
 
     Args:
-        name_or_path: one of
-            * "builtin": made from the documentation of Python and torch on this machine
-              (builtin.py);
-            * a folder in the 1-billion-word layout: training shards 1 to 99, heldout shard 1 as dev
-              and heldout shard 0 as test;
-            * a folder of WikiText, with `wiki.train.tokens`, `wiki.valid.tokens` and
-              `wiki.test.tokens`: a paragraph or heading is one sentence here, `<unk>` and `@-@` are
-              words like others (most published perplexities also predict an end of each blank line
-              and carry the state from line to line: they are not comparable);
-            * a folder with `train.txt`, `dev.txt` (or `valid.txt`) and `test.txt`;
-            * the prefix `NAME` of `NAME.train.txt`, `NAME.dev.txt` (or `valid`), `NAME.test.txt`;
-            * one text file, or a folder of them, split by a hash of the sentence: the same sentence
-              is always in the same part, on every machine and whatever is added to the corpus
-              later.
-            Each `.txt` may be `.txt.gz` or `.txt.xz`, and in place of `train.txt`, say, there may
-            be a folder `train` of such files.
-        parts: the attributes of the corpus that must hold at least one sentence.
-        max_train_sentences: keep the first ones of the training part (None: all of them); `all`
-            stays whole.
-        dev_share, test_share: of the sentences, where a hash decides; the rest is for training.
+        name_or_path: see above.
+        parts: the attributes of the corpus that must contain at least one sentence.
+        max_train_sentences: limits the training part to its first sentences; None is no limit. It
+            does not limit ``Corpus.all``.
+        dev_share: share of sentences in the dev part if a hash decides the parts.
+        test_share: share of sentences in the test part if a hash decides the parts.
 
     Raises:
-        CorpusError: whatever is wrong with the corpus, here or when it is read.
+        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
@@ -176,7 +182,7 @@ def load_corpus(
         (dev_share, test_share),
     )
     if not str(name_or_path):
-        raise CorpusError("must be a name or path, got ''")
+        raise CorpusError("the corpus must be a name or path, got ''")
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
         from moe_ext.lab.data.builtin import builtin_sentences
@@ -196,8 +202,8 @@ def load_corpus(
             if named := [file for file in files if ".train.txt" in file.name]:
                 prefix = path / named[0].name.partition(".train.txt")[0]
                 raise CorpusError(
-                    f"{path} must be one corpus, but it holds parts of named ones such as "
-                    f"{named[0].name}; load that one as {prefix}"
+                    f"{path} must hold text files of one corpus, got parts of named corpora, such "
+                    f"as {named[0].name}; give {prefix} to load that corpus"
                 )
             corpus = _hash_split(_shards(files), dev_share, test_share)
     elif _variant(Path(f"{path}.train")):
@@ -214,7 +220,7 @@ def load_corpus(
                 raise CorpusError(f"{path} must hold at least one sentence, got none")
             raise CorpusError(
                 f"the {part} part of {path} must hold at least one sentence, got none; "
-                "give a longer text, a larger share, or each part as a file of its own"
+                "give a longer text, a larger share, or a separate file for each part"
             )
     if max_train_sentences is not None:
         corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))
@@ -222,17 +228,17 @@ def load_corpus(
 
 
 def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) -> Corpus:
-    """A corpus whose parts are files of their own."""
+    """Makes a corpus of the files of each part."""
     for file in (*train, *dev, *test):
         if not file.is_file():
-            raise CorpusError(f"{file} is missing; unpack the corpus again")
+            raise CorpusError(f"{file} is missing; extract the corpus again")
     return Corpus(
         *(Sentences(_shards(files)) for files in (train, dev, test, [*train, *dev, *test]))
     )
 
 
 def _shards(files: Sequence[Path]) -> tuple[Shard, ...]:
-    """The files, plain ones in pieces."""
+    """Makes the shards of files; uncompressed files are split into byte ranges."""
     shards = []
     for file in files:
         if file.suffix in (".gz", ".xz"):
@@ -247,12 +253,12 @@ def _lm1b(folder: Path) -> Corpus:
     shards = [
         shard
         for shard in sorted((folder / _LM1B_TRAIN).glob("news.en-000[0-9][0-9]-of-00100"))
-        if "-00000-" not in shard.name  # held out: the test and dev files are cut from it
+        if "-00000-" not in shard.name  # the held-out shard, which dev and test are cut from
     ]
     if not shards:
         raise CorpusError(
             f"{folder / _LM1B_TRAIN} must hold the shards news.en-00001-of-00100 to "
-            "news.en-00099-of-00100, it holds none; unpack the corpus again"
+            "news.en-00099-of-00100, got none; extract the corpus again"
         )
     if len(shards) < 99:
         warnings.warn(
@@ -269,8 +275,8 @@ def _given_parts(path: Path, separator: str) -> Corpus:
         part = next((part for part in found if part), None)
         if part is None:
             raise CorpusError(
-                f"{path}{separator}{names[0]}.txt is missing beside the training text; "
-                "add it (or a .txt.gz or .txt.xz, or a folder of such files)"
+                f"{path}{separator}{names[0]}.txt is missing, but there is a training text; "
+                "add the file (.txt, .txt.gz or .txt.xz) or a folder of such files"
             )
         files.append(part)
     return _of_parts(*files)
@@ -289,7 +295,7 @@ def _hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) ->
 
 
 def _place(words: Sequence[str]) -> float:
-    """A fixed place in [0, 1) for each sentence, uniform over sentences."""
+    """Hashes a sentence to a number in [0, 1), uniformly over sentences."""
     digest = hashlib.blake2b(" ".join(words).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
 
@@ -298,14 +304,14 @@ def _text_files(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
     if not files:
         raise CorpusError(
-            f"{folder} must hold text files ({', '.join(_SUFFIXES)}), it holds none; "
-            "add some or give another folder"
+            f"{folder} must hold text files ({', '.join(_SUFFIXES)}), got none; "
+            "add files or give another folder"
         )
     return files
 
 
 def _variant(stem: Path) -> list[Path]:
-    """The file `stem`.txt, plain or compressed, or those of the folder `stem`, if there are any."""
+    """Finds the file ``stem.txt``, plain or compressed, or the text files of the folder stem."""
     if stem.is_dir():
         return _text_files(stem)
     variants = [Path(f"{stem}{suffix}") for suffix in _SUFFIXES]
@@ -313,9 +319,9 @@ def _variant(stem: Path) -> list[Path]:
 
 
 def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
-    """The sentences in the lines of a file that begin in [begin, end)."""
-    first = begin  # where the first of these lines begins
-    number = 0  # of the line being read, of these
+    """Yields the sentences of the lines that begin in the byte range [begin, end)."""
+    first = begin  # the byte at which the first of these lines begins
+    number = 0  # the number of the current line, counted from there
 
     def line_number() -> int:
         with open_plain(file) as start:
@@ -326,14 +332,14 @@ def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
         with open_plain(file) as lines:
             if begin:
                 lines.seek(begin - 1)
-                first += len(lines.readline()) - 1  # the rest of a line that began before
+                first += len(lines.readline()) - 1  # skip the end of the previous line
             position = first
             for line in lines:
                 if end is not None and position >= end:
                     break
                 number += 1
                 position += len(line)
-                if position == len(line):  # the file's first
+                if position == len(line):  # the first line of the file
                     line = line.removeprefix(codecs.BOM_UTF8)
                 words = line.decode("utf-8").split()
                 if words:

@@ -1,4 +1,4 @@
-"""Sentences as ids, in memory or in files that are mapped into it."""
+"""Sentences as word ids, in memory or in memory-mapped files."""
 
 import hashlib
 import json
@@ -25,20 +25,23 @@ _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
 
 
 class EncodedSentences:
-    """Sentences as ids in two tensors: 4 bytes a word and 12 a sentence, whatever its length.
+    """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
+
+    The inputs of a sentence are a slice of the stream. Its targets are the same slice, shifted by
+    one.
 
     Args:
-        sentences: the words of each as ids, without `</s>`; read once, in order.
-        eos_id: the id of `</s>`.
+        sentences: the word ids of each sentence, without ``</s>``; read once, in order.
+        eos_id: the id of ``</s>``.
 
     Attributes:
-        stream: [1 + words + sentences] int32, all sentences one after the other with `</s>` before
-            the first and after each, so that a sentence's inputs are a slice of it and its targets
-            the slice one further.
-        starts: [sentences + 1] int64, where the inputs of each sentence begin in it.
+        stream: [1 + words + sentences] int32, all sentences in sequence, with ``</s>`` before the
+            first and after each.
+        starts: [sentences + 1] int64, index in the stream of each sentence's first input.
+        eos_id: the id of ``</s>``.
 
     Raises:
-        ValueError: a sentence holds `</s>`.
+        ValueError: a sentence contains ``</s>``.
     """
 
     def __init__(self, sentences: Iterable[Sequence[int]], eos_id: int) -> None:
@@ -50,18 +53,19 @@ class EncodedSentences:
 
     @classmethod
     def of_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
-        """Sentences from the two tensors that hold them; nothing is copied."""
+        """Wraps the two tensors without copying them."""
         self = cls.__new__(cls)
         self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
         return self
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """What `encode_to_files` has written, mapped: the system reads what is used, as it is used,
-        and keeps as much of it as the memory that is free allows.
+        """Maps the files written by `encode_to_files` into memory.
+
+        The operating system reads the used parts on demand and caches them in free memory.
 
         Raises:
-            CorpusError: a file is missing or not of its size.
+            CorpusError: a file is missing or has the wrong size.
         """
         folder = Path(folder)
         try:
@@ -73,14 +77,14 @@ class EncodedSentences:
             found = {name: (folder / name).stat().st_size for name in sizes}
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded sentences, got {error}; delete it to encode the text "
-                "again"
+                f"{folder} must hold encoded sentences, got {error}; delete it, so that the text "
+                "is encoded again"
             ) from error
         for name, size in sizes.items():
             if found[name] != size:
                 raise CorpusError(
-                    f"{folder / name} must have {size} bytes, got {found[name]}; delete {folder} "
-                    "to encode the text again"
+                    f"{folder / name} must have {size} bytes, got {found[name]}; delete {folder}, "
+                    "so that the text is encoded again"
                 )
         stream, starts = (
             torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
@@ -91,25 +95,27 @@ class EncodedSentences:
         return self
 
     def __reduce__(self) -> Any:
-        """Mapped sentences go to other processes by name."""
+        """Pickles memory-mapped sentences as the path of their folder."""
         return super().__reduce__() if self._folder is None else (self.open, (self._folder,))
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions: words plus one end a sentence."""
+        """The number of predictions (words plus one end per sentence)."""
         return len(self.stream) - 1
 
     @property
     def lengths(self) -> Tensor:
-        """[N] int64, the predictions of each sentence."""
+        """The number of predictions of each sentence, [N] int64."""
         return self.starts.diff()
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the ids: equal for equal sentences, on every machine. Of more than four
-        million, that of 1,024 places all over them: another order, or other sentences, show."""
+        """Returns the SHA-256 (hex) of the number of sentences, the number of ids, and the ids.
+
+        From more than 4,194,304 ids, it hashes only 1,024 evenly spaced blocks of 4,096 ids.
+        """
         place, places = 4096, 1024
         found = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
         if len(self.stream) <= place * places:
@@ -122,12 +128,12 @@ class EncodedSentences:
         return found.hexdigest()
 
     def first(self, number: int) -> "EncodedSentences":
-        """The first sentences, or all if there are fewer; nothing is copied."""
+        """Returns the first `number` sentences, or all if there are fewer, without copying them."""
         starts = self.starts[: number + 1]
         return self.of_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
 
     def __getitem__(self, index: int) -> list[int]:
-        """The words of one sentence as ids, without `</s>`."""
+        """Returns the word ids of one sentence, without ``</s>``."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
         index %= len(self)
@@ -137,7 +143,7 @@ class EncodedSentences:
 def encode_sentences(
     sentences: Iterable[Sequence[str]], vocabulary: Vocabulary
 ) -> EncodedSentences:
-    """The words of each sentence as ids of `vocabulary`, held compactly; read once, in order."""
+    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order."""
     return EncodedSentences(map(vocabulary.encode, sentences), vocabulary.eos_id)
 
 
@@ -149,24 +155,23 @@ def encode_to_files(
     name: str,
     num_workers: int = 0,
 ) -> EncodedSentences:
-    """The words of each sentence as ids in files, from which they are mapped: never in memory.
+    """Encodes sentences into files and maps the files into memory.
 
-    The files are those of this text and vocabulary: others, also those of the text before it was
-    changed (name, size or time of one of its files), stay beside them until they are deleted. They
-    are there whole or not at all. Of several processes that want the same ones the first makes
-    them, the others wait for it.
+    The files are written atomically and reused for the same text and vocabulary. A change of name,
+    size or time of a text file makes new ones; the old ones stay until you delete them. If
+    concurrent runs need the same files, the first run writes them and the others wait.
 
-    A piece of the text at a time is in memory: 16 MiB of a file, or a whole compressed one.
+    Each worker holds one piece of the text in memory: 16 MiB of a file, or a whole compressed file.
 
     Args:
-        sentences: the part of a corpus.
-        vocabulary: its ids.
-        folder: of all encoded texts; made if it is not there.
-        name: of the part, for the eye.
-        num_workers: processes that read and encode; 0 is this one.
+        sentences: a part of a corpus.
+        vocabulary: the vocabulary of the ids.
+        folder: the folder of all encoded texts; created if it does not exist.
+        name: name of the part; the files are in a subfolder whose name begins with it.
+        num_workers: number of worker processes that read and encode; 0 uses this process.
 
     Raises:
-        CorpusError: the text cannot be read, holds `</s>`, or changes while it is read.
+        CorpusError: the text cannot be read, contains ``</s>``, or changes while it is read.
     """
 
     def make(made: Path) -> None:
@@ -179,14 +184,17 @@ def encode_to_files(
 def made_once(
     folder: Path, name: str, recipe: str, text: Callable[[], str], make: Callable[[Path], None]
 ) -> Path:
-    """A folder of files that is there whole or not at all; only the first who wants it makes it.
+    """Creates a subfolder of files atomically and only once, even for concurrent runs.
 
     Args:
-        folder: where it is to be.
-        name: what it is to be called, beside a hash of the recipe and the text.
-        recipe: what else decides what is in the files.
-        text: fingerprint of what they are made of.
-        make: reads the text and writes them, into a folder that is there.
+        folder: the parent folder.
+        name: name of the subfolder; a hash of recipe and text is appended.
+        recipe: everything except the text that determines the contents of the files.
+        text: returns the fingerprint of the text.
+        make: reads the text and writes the files into a given empty folder.
+
+    Returns:
+        The path of the subfolder.
 
     Raises:
         CorpusError: the text changes while it is read.
@@ -197,7 +205,7 @@ def made_once(
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / ".lock", wait=True):
             if not made.is_dir():
-                for left in folder.glob(".encoding-*"):  # of a process that was killed
+                for left in folder.glob(".encoding-*"):  # left by a killed process
                     shutil.rmtree(left)
                 with tempfile.TemporaryDirectory(prefix=".encoding-", dir=folder) as temporary:
                     result = Path(temporary) / name
@@ -205,7 +213,7 @@ def made_once(
                     make(result)
                     if text() != before:
                         raise CorpusError(
-                            f"the text that {name} is made of changed meanwhile; try again"
+                            f"the text of {name} changed while it was read; run the command again"
                         )
                     result.rename(made)
                 sync_folder(folder)
@@ -213,12 +221,12 @@ def made_once(
 
 
 class SentencesWriter:
-    """Writes the files that `EncodedSentences.open` maps, piece by piece.
+    """Writes the files for `EncodedSentences.open` piece by piece.
 
     Args:
-        folder: of the files, which is there.
-        eos_id: the id of `</s>`.
-        about: what else is to be known about them, as JSON.
+        folder: an existing folder for the files.
+        eos_id: the id of ``</s>``.
+        about: further entries of about.json.
     """
 
     def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
@@ -229,7 +237,7 @@ class SentencesWriter:
         array("q", [0]).tofile(self._starts)
 
     def write(self, stream: array, starts: array) -> None:
-        """Add the sentences of a piece, from `flatten`."""
+        """Appends the sentences of a piece, from `flatten`."""
         torch.frombuffer(starts, dtype=torch.int64).add_(self._about["num_tokens"])
         self._stream.write(memoryview(stream)[1:])
         self._starts.write(memoryview(starts)[1:])
@@ -273,14 +281,14 @@ def _encode_piece(vocabulary: Vocabulary, piece: Shard) -> tuple[array, array]:
 
 
 def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
-    """`stream` and `starts` of `EncodedSentences`."""
+    """Makes `stream` and `starts` of `EncodedSentences`."""
     stream = array("i", [eos_id])
     starts = array("q", [0])
     for ids in sentences:
         if eos_id in ids:
             raise ValueError(
                 f"EncodedSentences: sentence {len(starts) - 1} must not contain </s> "
-                f"(id {eos_id}): the end of a sentence is added here"
+                f"(id {eos_id}), which is added automatically"
             )
         stream.extend(ids)
         stream.append(eos_id)

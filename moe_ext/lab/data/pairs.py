@@ -1,13 +1,13 @@
-"""Pairs of sentences as ids, and batches of them (App. E).
+"""Sentence pairs as ids, and batches of them (App. E).
 
-A source x1..xm and its target y1..yn are the rows
+A source x1..xm and its target y1..yn give m + 1 source tokens and n + 1 predictions::
 
     source   x1  x2 ... xm </s>
     inputs   </s> y1 ... yn
     targets  y1  y2 ... yn </s>
 
-of m + 1 source tokens and n + 1 predictions. For a model of several languages x1 is the token
-`<2xx>` that asks for the target's (Johnson et al., 2016).
+For a model of several languages, x1 is the token ``<2xx>``, which requests the target language
+(Johnson et al., 2016).
 """
 
 import json
@@ -48,20 +48,21 @@ _ABOUT = "about.json"
 
 
 class EncodedPairs:
-    """Pairs of sentences as ids, of one or several language pairs.
+    """Stores N sentence pairs as ids, of one or several language pairs.
 
     Args:
-        source, target: the sentences, as many of one as of the other, with the same `</s>`.
-        pair: [N] int64, which language pair each is of; None if there is only one.
-        names: of the language pairs, such as "en-fr".
-        counts: of each language pair, the lines it was read from (`ParallelText.read`).
+        source: the N source sentences.
+        target: the N target sentences, with the same ``</s>``.
+        pair: [N] int64, index of each sentence pair's language pair; None if there is only one.
+        names: names of the language pairs, such as "en-fr".
+        counts: counts of lines for each language pair, from `ParallelText.read`.
 
     Attributes:
-        source, target, pair, names, counts: as given.
-        eos_id: the id of `</s>`.
+        source, target, pair, names, counts: see the arguments.
+        eos_id: the id of ``</s>``.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the arguments do not fit together.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class EncodedPairs:
         counts: Sequence[Counter[str]] = (),
     ) -> None:
         number = len(source)
-        require(len(target) == number, "EncodedPairs: target", f"have {number} rows", len(target))
+        rule = f"have {number} sentences like source"
+        require(len(target) == number, "EncodedPairs: target", rule, len(target))
         require(
             target.eos_id == source.eos_id,
             "EncodedPairs: target",
-            f"have the source's </s>, {source.eos_id}",
+            f"have eos_id = {source.eos_id} like source",
             target.eos_id,
         )
         if pair is None:
@@ -98,10 +100,10 @@ class EncodedPairs:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """What `encode_pairs` has written into a folder, mapped (see `EncodedSentences.open`).
+        """Maps the files written by `encode_pairs` into memory; see `EncodedSentences.open`.
 
         Raises:
-            CorpusError: a file is missing or not of its size.
+            CorpusError: a file is missing or has the wrong size.
         """
         folder = Path(folder)
         source, target = (EncodedSentences.open(folder / side) for side in ("source", "target"))
@@ -111,27 +113,28 @@ class EncodedPairs:
             names = about["names"]
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded pairs, got {error}; delete it to encode the text again"
+                f"{folder} must hold encoded pairs, got {error}; delete it, so that the text is "
+                "encoded again"
             ) from error
         return cls(source, target, _pair_index(counts), names, counts)
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions: the pieces of the targets plus one end each."""
+        """The number of predictions (target pieces plus one end per sentence)."""
         return self.target.num_tokens
 
     @property
     def lengths(self) -> Tensor:
-        """[N] int64, the predictions of each pair."""
+        """The number of predictions of each pair, [N] int64."""
         return self.target.lengths
 
     @property
     def num_source_tokens(self) -> int:
-        """The pieces of the sources, target tokens included, plus one end each."""
+        """The number of source tokens (pieces, target tokens and one end per sentence)."""
         return self.source.num_tokens
 
     def first(self, number: int) -> "EncodedPairs":
-        """The first pairs of each language pair, or all if there are fewer."""
+        """Returns the first `number` sentence pairs of each language pair, or all if fewer."""
         rows = [(self.pair == index).nonzero()[:number, 0] for index in range(len(self.names))]
         kept = torch.cat(rows)
         source, target = (
@@ -141,22 +144,24 @@ class EncodedPairs:
         return EncodedPairs(source, target, self.pair[kept], self.names)
 
     def report(self) -> str:
-        """A line on each language pair: how many lines were kept, and what was skipped and why;
-        nothing of pairs that were made without `counts`, as those of `first`."""
+        """Describes, for each language pair, how many lines were kept or skipped, and why.
+
+        The report is empty without `counts`, for example after `first`.
+        """
         return "\n".join(
             f"{name}: {describe(counts)}"
             for name, counts in zip(self.names, self.counts, strict=False)
         )
 
     def fingerprint(self) -> str:
-        """Of the ids, as that of `EncodedSentences`."""
+        """Returns the fingerprints of source and target; see `EncodedSentences.fingerprint`."""
         return f"{self.source.fingerprint()} {self.target.fingerprint()}"
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
-        """The pieces of one source and its target as ids, without `</s>`."""
+        """Returns the ids of one source and of its target, without ``</s>``."""
         return self.source[index], self.target[index]
 
 
@@ -171,28 +176,29 @@ def encode_pairs(
     name: str = "pairs",
     num_workers: int = 0,
 ) -> EncodedPairs:
-    """Parallel text as ids; that of several language pairs one after the other.
+    """Encodes the parallel text of one or several language pairs, in memory or in files.
 
     Args:
-        texts: each of another language pair; read once.
-        wordpieces: of all their languages.
-        target_tokens: whether each source begins with the token `<2xx>` of its target's language.
-        max_pieces: of either side, `<2xx>` and `</s>` aside; longer pairs are left out.
-        max_ratio: of the pieces of the longer side to those of the shorter one.
-        folder: where the ids are kept in files, from which they are mapped: once, whatever the
-            number of processes, and as long as text, wordpieces and options stay (see
-            `encode_to_files`). None keeps them in memory.
-        name: of the files, for the eye.
-        num_workers: processes that encode; 0 is this one.
+        texts: one text for each language pair; read once, in order.
+        wordpieces: the wordpieces of all languages.
+        target_tokens: whether to begin each source with the token ``<2xx>`` of its target language.
+        max_pieces: maximum number of pieces of each side, without ``<2xx>`` and ``</s>``; longer
+            pairs are skipped. None is no limit.
+        max_ratio: maximum ratio of the pieces of the longer side to the pieces of the shorter
+            side. None is no limit.
+        folder: folder of memory-mapped files for the ids. They are written once and reused for the
+            same text, wordpieces and options; see `encode_to_files`. None keeps the ids in memory.
+        name: the files are in a subfolder whose name begins with it.
+        num_workers: number of worker processes that encode; 0 uses this process.
 
     Raises:
         CorpusError: the text cannot be read, or changes while it is read.
-        ValueError: an argument is out of range, or the wordpieces lack a target token.
+        ValueError: an argument is out of range, or the wordpieces have no entry for a target token.
     """
     if isinstance(texts, ParallelText):
         texts = [texts]
     names = [f"{text.source}-{text.target}" for text in texts]
-    require(len(names) >= 1, "encode_pairs: texts", "be at least one", names)
+    require(len(names) >= 1, "encode_pairs: texts", "contain at least one text", names)
     require(
         len(set(names)) == len(names), "encode_pairs: texts", "be of distinct language pairs", names
     )
@@ -273,14 +279,14 @@ def _into_files(folder: Path, encoded: Iterable[tuple[_Side, _Side]], eos_id: in
 
 
 class _Chunk(NamedTuple):
-    text: int  # the number of it
-    into: str | None  # the language of the target token
+    text: int  # index of the text
+    into: str | None  # language of the target token
     pairs: list[Pair]
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What workers do with a chunk: the ids of both sides, and how many pairs are left out."""
+    """Encodes a chunk in a worker; returns the ids of both sides and counts the skipped pairs."""
 
     wordpieces: Wordpieces
     lengths: LengthFilter
@@ -306,21 +312,20 @@ def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
 
 
 def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
-    """The language pair of each pair of sentences; these stand one language pair after another."""
+    """Makes the index of each sentence pair's language pair; pairs are in order of language."""
     sizes = torch.tensor([count[KEPT] for count in counts], device="cpu")
     return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 
 
 @dataclass(frozen=True)
 class PairBatch(Batch):
-    """B pairs of sentences, each side padded to its longest: S source tokens, T predictions.
+    """A batch of B sentence pairs, padded to S source tokens and T predictions.
 
     Attributes:
-        inputs, targets, mask: those of `Batch`, of the targets: [B, T].
-        sentence_index: [B] int64, where each row stands in the pairs the batches were made of.
-        source: [B, S] int64, ids, `</s>` last.
-        source_mask: [B, S] bool, True at source tokens; elsewhere the id is `</s>` and means
-            nothing.
+        inputs, targets, mask: [B, T], for the target sentences; see `Batch`.
+        sentence_index: [B] int64, index of each row's pair in the text.
+        source: [B, S] int64, ids, ending with ``</s>``.
+        source_mask: [B, S] bool, True at source tokens. At padding, the id is ``</s>``.
     """
 
     source: Tensor
@@ -328,39 +333,42 @@ class PairBatch(Batch):
 
     @property
     def num_source_tokens(self) -> int:
-        """The number of source tokens (waits for the device the mask is on)."""
+        """The number of source tokens; synchronizes with the device of the mask."""
         return int(self.source_mask.sum())
 
 
 class PairBatches(SortedBatches[PairBatch]):
-    """Cuts pairs into batches of about `tokens_per_batch` source tokens and predictions together.
+    """Cuts pairs into batches of about `tokens_per_batch` source tokens plus predictions.
 
-    So that neither side is padded much, the pairs are sorted into narrow bands by the length of
-    their longer side, and in a band by the length of the source. An epoch has each pair exactly
-    once, unless it oversamples.
+    To limit padding on both sides, the pairs are sorted into narrow bands by the length of the
+    longer side. Within a band, they are sorted by the length of the source. An epoch has each pair
+    exactly once, unless `oversample` is True.
 
-    Beside the pairs themselves this takes some 20 bytes a pair, and 100 in the few seconds of their
-    shuffle: 3.6 GB for the 36 million of WMT'14 English to French.
+    This object needs memory in addition to the pairs. It needs about 20 bytes per pair, and 100
+    bytes for the few seconds of a shuffle. For the 36 million pairs of WMT'14 English to French,
+    a shuffle needs 3.6 GB.
 
     Args:
         pairs: from `encode_pairs`.
-        tokens_per_batch: in a batch, roughly: source tokens and predictions, not padding.
-        max_length: pairs with more source tokens or predictions are left out, to bound the memory
-            of training. Leave it None in evaluation.
-        oversample: every language pair has as many pairs in an epoch as the largest (Johnson et
-            al., 2016): all its own equally often, and then of them a random choice that each epoch
-            draws anew. Otherwise the language pairs are mixed as they are.
-        shuffle: whether each epoch draws anew which pairs of similar length meet in a batch, and
-            the order of the batches. Both are functions of (seed, epoch) alone, torch's global
-            generator is neither used nor moved. Otherwise the batches go from short pairs to long.
-        seed: of the order.
+        tokens_per_batch: approximate number of source tokens plus predictions in a batch, without
+            padding.
+        max_length: skips pairs with more source tokens or more predictions, to bound the memory of
+            training. Leave it None in evaluation.
+        oversample: whether each language pair has as many sentence pairs in an epoch as the largest
+            (Johnson et al., 2016). All pairs of a language pair are repeated equally often; a new
+            random choice in each epoch fills the rest. If False, an epoch has each pair once.
+        shuffle: whether each epoch reshuffles the pairs of similar length and the order of the
+            batches. Both depend only on seed and epoch; torch's global generator is not used. If
+            False, batches go from short to long pairs.
+        seed: seed of the shuffle.
 
     Attributes:
-        num_pairs, num_tokens, num_source_tokens: of an epoch; tokens are predictions. With
-            `oversample` the tokens are those of epoch 0: others differ by the random choice.
-        num_left_out: pairs that are longer than `max_length`.
-        num_batches: of an epoch, the same for all.
-        padding_share: padded positions as a share of all positions, on both sides, of epoch 0.
+        num_pairs: number of sentence pairs in an epoch.
+        num_tokens: number of predictions in an epoch; with oversample, in epoch 0.
+        num_source_tokens: number of source tokens in an epoch; with oversample, in epoch 0.
+        num_left_out: number of pairs skipped by max_length.
+        num_batches: number of batches in every epoch.
+        padding_share: padded positions as a share of all positions of both sides, in epoch 0.
 
     Raises:
         ValueError: an argument is out of range, or there is no pair.
@@ -397,8 +405,9 @@ class PairBatches(SortedBatches[PairBatch]):
             groups = [rows[language_pair == index] for index in language_pair.unique()]
         self._groups = groups
 
-        # Bands of equal shares of the tokens. As many as there are batches in each would suit sides
-        # of independent lengths; those of real text go together, and four times as many pad less.
+        # Bands hold equal shares of the tokens. For independent lengths of the two sides, the right
+        # number is the square root of the number of batches. Lengths in real text are correlated;
+        # four times as many bands give less padding.
         rows = self._drawn_rows(epoch_generator(seed, 0) if shuffle else None)
         lengths = self._source_length[rows].long() + self._target_length[rows]
         num_tokens = int(lengths.sum())
@@ -422,7 +431,7 @@ class PairBatches(SortedBatches[PairBatch]):
         self.padding_share = 1 - num_tokens / int((rows_per_batch * sum(longest)).sum())
 
     def _drawn_rows(self, generator: torch.Generator | None) -> Tensor:
-        """The rows of an epoch in the order that is drawn."""
+        """Returns the rows of an epoch in random order, or in order without a generator."""
         largest = max(map(len, self._groups))
         drawn = []
         for rows in self._groups:
@@ -432,8 +441,10 @@ class PairBatches(SortedBatches[PairBatch]):
         return rows if len(drawn) == 1 else rows[drawn_order(len(rows), generator)]
 
     def _sorted(self, rows: Tensor) -> Tensor:
-        """By band and, in it, by length of the source: upwards and downwards by turns, so that a
-        batch across two bands has similar sources too."""
+        """Sorts rows by band, then by source length, ascending and descending in turn.
+
+        The turns give similar source lengths to a batch that spans two bands.
+        """
         band, source = self._band[self._longer[rows]].long(), self._source_length[rows]
         key = band * int(source.max() + 1) + torch.where(
             band % 2 == 0, source, source.max() - source
@@ -458,7 +469,7 @@ class PairBatches(SortedBatches[PairBatch]):
 def batches_of(
     text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool
 ) -> SentenceBatches | PairBatches:
-    """Batches of all sentences, or of all pairs of them; see there."""
+    """Makes `PairBatches` or `SentenceBatches` of a text."""
     if isinstance(text, EncodedPairs):
         return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
     return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)

@@ -1,4 +1,4 @@
-"""Parallel text: where pairs of a sentence and its translation come from."""
+"""Parallel text: sentences and their translations."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_l
 Pair = tuple[str, str]
 
 _COMPRESSED = r"(\.gz|\.xz)?"
-# Names that are never for training, whatever the patterns of dev and test.
+# Names of texts that are never in the training part, even if dev and test do not use them.
 _HELD_OUT = (
     "test*",
     "dev*",
@@ -30,11 +30,11 @@ _HELD_OUT = (
     "nc-test*",
     "tst*",
 )
-# By default the dev and test parts are these, but never the test sets of WMT's first years.
+# The default dev and test parts; WMT's test sets of 2000 to 2009 are in neither.
 _DEV = ("dev*", "val*", "newstest2012*", "newstest2013*")
 _TEST = ("test*", "newstest2014*")
 _OLD = ("dev200*", "devtest200*", "test200*")
-_LINES_FOR_COLUMNS = 100  # of a table, whose first line may be a bad one
+_LINES_FOR_COLUMNS = 100  # lines that decide a table's number of columns; some may be invalid
 
 KEPT = "kept"
 COLUMNS = "wrong number of columns"
@@ -47,18 +47,18 @@ _RATIO = "length ratio"
 
 @dataclass(frozen=True)
 class LengthFilter:
-    """Which pairs are left out for their lengths.
+    """Limits on the lengths of sentence pairs.
 
-    Args:
-        max_length: of either side; None is no limit.
-        max_ratio: of the longer side's length to the shorter one's; None is no limit.
+    Attributes:
+        max_length: maximum length of each side; None is no limit.
+        max_ratio: maximum ratio of the longer to the shorter side; None is no limit.
     """
 
     max_length: int | None = None
     max_ratio: float | None = None
 
     def reason(self, source: int, target: int) -> str | None:
-        """Why a pair of these lengths is left out; None for one that stays."""
+        """Returns why a pair of these lengths is skipped, or None if it is kept."""
         shorter, longer = sorted((source, target))
         if self.max_length is not None and longer > self.max_length:
             return _TOO_LONG
@@ -69,11 +69,12 @@ class LengthFilter:
 
 @dataclass(frozen=True)
 class AlignedFiles:
-    """Two files; line i of one is the translation of line i of the other.
+    """Two aligned files: line i of one is the translation of line i of the other.
 
     Attributes:
-        source, target: each may be compressed (.gz, .xz).
-        name: of the text, which `drop` may name.
+        source: the file of the source language; may be compressed (.gz, .xz).
+        target: the file of the target language; may be compressed (.gz, .xz).
+        name: name of the text, for `drop`.
     """
 
     source: Path
@@ -81,21 +82,21 @@ class AlignedFiles:
     name: str
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
-        """Name, source and target of each line; lines without are counted by what is wrong."""
+        """Yields name, source and target of each line; counts invalid lines by reason."""
         lines = [0, 0]
         for source, target in zip_longest(_lines(self.source), _lines(self.target)):
             lines[0] += source is not None
             lines[1] += target is not None
             if lines[0] != lines[1]:
-                continue  # to the end of the longer file, for the message
+                continue  # read the longer file to its end to count lines for the error message
             try:
                 yield self.name, source.decode("utf-8"), target.decode("utf-8")
             except UnicodeDecodeError:
                 counts[_ENCODING] += 1
         if lines[0] != lines[1]:
             raise CorpusError(
-                f"{self} must have as many lines as each other, got {lines[0]:,} and {lines[1]:,}: "
-                "line i of one is to be the translation of line i of the other"
+                f"{self} must have the same number of lines, got {lines[0]:,} and {lines[1]:,}; "
+                "line i of one file must be the translation of line i of the other"
             )
 
     def files(self) -> tuple[Path, ...]:
@@ -107,13 +108,14 @@ class AlignedFiles:
 
 @dataclass(frozen=True)
 class TableFile:
-    """One file of a pair a line, its columns apart by tabs.
+    """A file with one sentence pair per line, in columns separated by tabs.
 
     Attributes:
-        file: may be compressed (.gz, .xz).
-        number: of columns.
-        source, target: which of them these are.
-        name: which of them names the source of the row, or the text that the rows are of.
+        file: the file; may be compressed (.gz, .xz).
+        number: number of columns.
+        source: index of the source column.
+        target: index of the target column.
+        name: index of the column with the name of the row's text, or the name of all rows.
     """
 
     file: Path
@@ -123,7 +125,7 @@ class TableFile:
     name: int | str
 
     def rows(self, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
-        """Name, source and target of each line; lines without are counted by what is wrong."""
+        """Yields name, source and target of each line; counts invalid lines by reason."""
         for line in _lines(self.file):
             try:
                 columns = line.decode("utf-8").split("\t")
@@ -145,17 +147,19 @@ class TableFile:
 
 @dataclass(frozen=True)
 class ParallelText(Iterable[Pair]):
-    """Pairs of a sentence and its translation, read anew on each iteration: they take no memory.
+    """Sentences and their translations; each iteration reads them from their files again.
 
-    White space around a sentence is removed. A line that is no pair, or one that is filtered out,
-    is skipped and counted.
+    White space around a sentence is removed. Lines that are not a pair or are filtered out are
+    skipped and counted.
 
     Attributes:
-        source, target: the languages, such as "en" and "fr".
-        places: what it consists of, in order.
-        lengths: filters by the number of words, which white space separates.
-        drop: patterns of names (of the rows in a table that has them, else of files) to leave out.
-        limit: only so many pairs, the first that are kept.
+        source: source language, such as "en".
+        target: target language, such as "fr".
+        places: the files, in order.
+        lengths: limits on the number of words, separated by white space.
+        drop: shell patterns of names to skip: names of rows in a table with a name column, else of
+            files.
+        limit: maximum number of kept pairs; None is no limit.
     """
 
     source: str
@@ -169,13 +173,13 @@ class ParallelText(Iterable[Pair]):
         return self.read(Counter())
 
     def read(self, counts: Counter[str]) -> Iterator[Pair]:
-        """The pairs, while the lines are counted: those kept, and those skipped by their reason.
+        """Iterates over the pairs and counts the lines kept, and the lines skipped by reason.
 
         Args:
-            counts: to add to; `describe` puts them into words.
+            counts: the counter to add to; `describe` formats it.
 
         Raises:
-            CorpusError: a file cannot be read, or two aligned ones are not of equal length.
+            CorpusError: a file cannot be read, or aligned files differ in their number of lines.
         """
         return islice(self._kept(counts), self.limit)
 
@@ -193,7 +197,7 @@ class ParallelText(Iterable[Pair]):
                 yield source, target
 
     def fingerprint(self) -> str:
-        """Of the text: changes with it (name, size or time of a file) and with the filters."""
+        """Returns a string that changes with name, size or time of a file, or with the filters."""
         files = [file_fingerprint(file) for place in self.places for file in place.files()]
         tables = [replace(p, file=Path()) for p in self.places if isinstance(p, TableFile)]
         rest = (self.source, self.target, self.lengths, self.drop, self.limit)
@@ -205,10 +209,12 @@ class ParallelText(Iterable[Pair]):
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Parallel text in parts, each of which can be read repeatedly.
+    """Parallel text in three parts; each part can be iterated over repeatedly.
 
     Attributes:
-        train, dev, test: the three parts.
+        train: the training part.
+        dev: the development part.
+        test: the test part.
     """
 
     train: ParallelText
@@ -217,7 +223,7 @@ class ParallelCorpus:
 
     @property
     def all(self) -> ParallelText:
-        """The text of all parts, without the filters of the training part."""
+        """The text of all parts, unfiltered."""
         places = (*self.train.places, *self.dev.places, *self.test.places)
         return ParallelText(self.train.source, self.train.target, places)
 
@@ -236,39 +242,47 @@ def load_parallel(
     drop: Sequence[str] = (),
     max_train_pairs: int | None = None,
 ) -> ParallelCorpus:
-    """The parallel corpus at that place, in either direction between its languages.
+    """Opens a parallel corpus in one direction between two languages.
 
-    Text is read as it is needed, UTF-8, plain or compressed (.gz, .xz). In a folder, and in its
-    folders, a pair of languages has
+    Text is UTF-8, plain or compressed (.gz, .xz), and read when it is iterated over. A folder is
+    searched recursively. For the languages en and fr, it may contain:
 
-    * two aligned files `NAME.en` and `NAME.fr`, as those of WMT (`commoncrawl.fr-en.en`,
-      `newstest2014.fr`); `.txt` may follow (not `.sgm`: `sacrebleu -t wmt14/full -l en-fr --echo
-      src` prints a news test as lines);
-    * or a table `NAME.en-fr.tsv` of a pair a line: two columns, English and French in the order of
-      the file's name, or three with the name of the row's source before them, or `columns`. What
-      most of its first lines have counts.
+    - Two aligned files ``NAME.en`` and ``NAME.fr``, such as WMT's ``commoncrawl.fr-en.en`` and
+      ``newstest2014.fr``. They may end in ``.txt``, but not in ``.sgm``. To get a news test as
+      lines, run ``sacrebleu -t wmt14/full -l en-fr --echo src``.
+    - A table ``NAME.en-fr.tsv`` with one pair per line. It has two columns, in the order of its
+      name, or three columns with a name of the row's text first. The most frequent number of
+      columns in the first lines decides. Use `columns` for other tables.
 
-    The parts go by the last word of NAME (that between dots, languages aside). Dev is `dev*`,
-    `val*`, newstest2012 and newstest2013; test is `test*` and newstest2014 (App. E); WMT's sets of
-    2000 to 2009 (`test2007`) are neither, unless `dev` or `test` says so. All others are for
-    training; but if there are any of `train*` only those, and never a set made for dev or test.
+    The part of a text depends on the last word of NAME between dots, without the languages:
+
+    - dev: ``dev*``, ``val*``, newstest2012 and newstest2013.
+    - test: ``test*`` and newstest2014 (App. E).
+    - train: ``train*``, or all other texts if there is no ``train*``. Other known dev and test sets
+      are never training text.
+
+    WMT's sets of 2000 to 2009, such as ``test2007``, are in no part unless `dev` or `test` names
+    them.
 
     Args:
-        place: a folder; or a table or two aligned files (source, target), which are a training part
-            (`parts=["train"]`) that `ParallelCorpus(train=..., dev=..., test=...)` joins to others.
-        source, target: the languages to translate from and into, as the files spell them.
-        parts: the attributes of the corpus that must hold at least one pair.
-        columns: what those of a table are, in order: `source`, `target`, "name" or anything else.
-        dev, test: patterns of the names of these parts, as those of shells (None: as above).
-        max_words: of either side; longer pairs are left out of the training part. Words are what
-            white space separates: in Chinese or Japanese limit pieces instead (`encode_pairs`).
-        max_ratio: of the words of the longer side to those of the shorter one, in training.
-        drop: patterns of names to leave out of the training part, as "*-ptpt": of the rows where a
-            table names them, else of the files (their NAME).
-        max_train_pairs: keep the first ones of the training part (None: all of them).
+        place: a folder, a table, or two aligned files (source, target). A table or two files have
+            only a training part and need ``parts=["train"]``; join parts with `ParallelCorpus`.
+        source: source language, as in the file names.
+        target: target language, as in the file names.
+        parts: the attributes of the corpus that must contain at least one pair.
+        columns: the columns of a table, in order: the two languages, "name", or any other word for
+            a column to ignore.
+        dev: shell patterns of the names of the dev part; None uses the names above.
+        test: shell patterns of the names of the test part; None uses the names above.
+        max_words: maximum number of words of each side in training. Words are separated by white
+            space; for Chinese or Japanese, use the limits of `encode_pairs` instead.
+        max_ratio: maximum ratio of the words of the longer to the shorter side in training.
+        drop: shell patterns of names to skip in training, such as ``*-ptpt``: names of rows in a
+            table with a name column, else NAME of files.
+        max_train_pairs: limits the training part to its first kept pairs; None is no limit.
 
     Raises:
-        CorpusError: whatever is wrong with the corpus, here or when it is read.
+        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
         ValueError: another argument is out of range.
     """
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
@@ -306,12 +320,12 @@ def load_parallel(
             continue
         if text.places:
             got = f"none in {text}: {describe(counts)}"
-        elif "dev" not in found:  # no folder
-            got = "a training part alone"
+        elif "dev" not in found:  # not a folder
+            got = "only a training part"
         else:
             got = (
-                f"no file: it must be X.{source}-{target}.tsv, or X.{source} and X.{target}, X "
-                f"being {' or '.join(names.get(part, ['*']))}"
+                f"no file; add X.{source}-{target}.tsv, or X.{source} and X.{target}, where X "
+                f"matches {' or '.join(names.get(part, ['*']))}"
             )
         which = place if part == "all" else f"the {part} part of {place}"
         raise CorpusError(
@@ -323,17 +337,17 @@ def load_parallel(
 def _single_table(file: Path, source: str, target: str, columns: Sequence[str] | None) -> TableFile:
     if not file.is_file():
         raise CorpusError(
-            f"there is no parallel corpus at {file}: give a folder that holds train.{source} and "
-            f"train.{target}, or train.{source}-{target}.tsv, or give such a table"
+            f"there is no parallel corpus at {file}: give a folder with train.{source} and "
+            f"train.{target} or with train.{source}-{target}.tsv, or give the .tsv file"
         )
     languages = languages_of(file, source, target)
     if languages is None and columns is None and (other := _any_languages_of(file)):
-        raise CorpusError(f"{file} must be of {source} and {target}, got {other} by its name")
+        raise CorpusError(f"{file} must contain {source} and {target}, got {other} in its name")
     return _table(file, languages or (source, target), source, target, columns, file.name)
 
 
 def describe(counts: Counter[str]) -> str:
-    """What `ParallelText.read` or `encode_pairs` has counted, in words."""
+    """Formats the counts of `ParallelText.read` or `encode_pairs` as text."""
     skipped = counts.total() - counts[KEPT]
     words = f"{counts[KEPT]:,} of {counts.total():,} lines kept"
     if not skipped:
@@ -350,7 +364,7 @@ def _in_folder(
     dev: Sequence[str] | None,
     test: Sequence[str] | None,
 ) -> dict[str, list[AlignedFiles | TableFile]]:
-    """The places of each part."""
+    """Finds the files of each part."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sides = {
         language: _by_name(files, rf"(.+)\.{re.escape(language)}(?:\.txt)?{_COMPRESSED}")
@@ -388,33 +402,33 @@ def _in_folder(
     training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
     names["train"] = [name for name in training if named(name, ["train*"])] or training
     for name in {*names["dev"]} & {*names["test"]}:
-        raise CorpusError(f"{places[name]} must be of one part, got the patterns of dev and test")
+        raise CorpusError(f"{places[name]} must match the patterns of dev or of test, got both")
     return {part: [places[name] for name in names[part]] for part in PARTS}
 
 
 def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
-    """The files whose name matches, by the NAME in it."""
+    """Finds the files whose names match; the keys are the NAME part."""
     found: dict[str, Path] = {}
     for file in files:
         if match := re.fullmatch(pattern, file.name):
             if (name := match[1]) in found:
                 raise CorpusError(
-                    f"a text must be there once, got {found[name]} and {file}; give the folder of "
-                    "one of them"
+                    f"a folder must hold each text once, got {found[name]} and {file}; give the "
+                    "folder of one of them"
                 )
             found[name] = file
     return found
 
 
 def languages_of(table: Path, source: str, target: str) -> tuple[str, str] | None:
-    """These languages in the order in which a table's name has them; None if it has neither."""
+    """Returns the two languages in the order of a table's name; None if the name has neither."""
     words = table.name.split(".")
     orders = ((source, target), (target, source))
     return next((languages for languages in orders if "-".join(languages) in words), None)
 
 
 def _any_languages_of(table: Path) -> str | None:
-    """What looks like two languages in a table's name, such as "en-fr"."""
+    """Finds a word in a table's name that looks like two languages, such as "en-fr"."""
     pattern = re.compile(r"[a-z]{2,3}-[a-z]{2,3}", re.IGNORECASE)
     return next(filter(pattern.fullmatch, table.name.split(".")), None)
 
@@ -427,16 +441,16 @@ def _table(
     columns: Sequence[str] | None,
     name: str,
 ) -> TableFile:
-    """The table of that file; its columns are those given, or else go by their number."""
+    """Makes the table of a file; without `columns`, the number of columns decides."""
     if columns is None:
         first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
         numbers = Counter(line.count(b"\t") + 1 for line in first)
         number = max(numbers, key=numbers.__getitem__, default=0)
         if number not in (2, 3):
             raise CorpusError(
-                f"{file} must have two or three columns apart by tabs, got {number} in most of its "
-                "first lines; give aligned files by their folder, and other columns to "
-                "`load_parallel` by its argument columns"
+                f"{file} must have two or three columns separated by tabs, got {number} in most of "
+                "its first lines; for aligned files give their folder; for other tables give the "
+                "argument columns of load_parallel"
             )
         columns = ("name", *languages)[-number:]
     columns = list(columns)
@@ -450,7 +464,7 @@ def _table(
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file, without their ends."""
+    """Yields the lines of a file without line ends."""
     number = 0
     try:
         with open_plain(file) as lines:

@@ -1,4 +1,4 @@
-"""The words a language model knows, numbered by decreasing frequency."""
+"""The vocabulary of a language model, numbered by decreasing frequency."""
 
 import codecs
 import hashlib
@@ -10,29 +10,30 @@ from typing import Self
 from moe_ext.checks import require_at_least
 from moe_ext.lab.files import atomic_file
 
-# How vocabulary files spell the two special entries, ours first. Of the two files in use for the
-# 1-billion-word benchmark one has <S> and </S>, the other marks both ends of a sentence by <S>.
+# Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
+# 1-billion-word benchmark has <S> and </S>; another marks both ends of a sentence with <S>.
 _UNK_SPELLINGS = ("<unk>", "<UNK>")
 _EOS_SPELLINGS = ("</s>", "</S>", "<S>")
 
 
 class Vocabulary:
-    """A numbered list of words; id 0 is the most frequent entry of the training text.
+    """Maps words to ids; id 0 is the most frequent entry of the training text.
 
-    `<unk>` (every word outside the list) and `</s>` (the end of a sentence, and the symbol before
-    its first word) are ordinary entries: they are predicted, counted in the perplexity, and have
-    their place in the order of frequency, which a log-uniform sampler of classes relies on. Padding
-    is no entry: padded positions are masked, so that no probability is spent on them.
+    ``<unk>`` stands for every word outside the vocabulary. ``</s>`` is the end of a sentence and
+    the input before its first word. Both are ordinary entries, predicted and counted in the
+    perplexity. They are also ordered by frequency, as `LogUniformSampler` needs. Padding has no
+    entry; it is masked, so it gets no probability.
 
     Args:
-        words: in the order of their ids.
+        words: the entries in the order of their ids.
 
     Attributes:
-        words: the entries by id.
-        unk_id, eos_id: the ids of `<unk>` and `</s>`.
+        words: the entries in the order of their ids.
+        unk_id: the id of ``<unk>``.
+        eos_id: the id of ``</s>``.
 
     Raises:
-        ValueError: the words are not distinct, lack `<unk>` or `</s>`, or hold white space.
+        ValueError: the words are not distinct, lack ``<unk>`` or ``</s>``, or contain white space.
     """
 
     UNK = "<unk>"
@@ -46,35 +47,36 @@ class Vocabulary:
             raise ValueError(f"Vocabulary: words must be distinct, got {repeated!r} twice")
         for special in (self.UNK, self.EOS):
             if special not in self._id_of:
-                raise ValueError(f"Vocabulary: words must include {special}, which is missing")
+                raise ValueError(f"Vocabulary: words must include {special}, got none")
         for word in self.words:
             if word.split() != [word]:
-                raise ValueError(f"Vocabulary: a word must be free of white space, got {word!r}")
+                raise ValueError(f"Vocabulary: words must not contain white space, got {word!r}")
         self.unk_id = self._id_of[self.UNK]
         self.eos_id = self._id_of[self.EOS]
 
     @classmethod
     def build(cls, sentences: Iterable[Sequence[str]], max_size: int, min_count: int = 1) -> Self:
-        """The most frequent words, ordered by decreasing count, ties by spelling.
+        """Builds a vocabulary of the most frequent words; ties are ordered by spelling.
 
-        `</s>` counts once a sentence, `<unk>` once for each word left out.
+        ``</s>`` counts once per sentence, ``<unk>`` once per occurrence of an excluded word.
 
         Args:
             sentences: the training text; read once.
-            max_size: the largest number of entries, `<unk>` and `</s>` included.
-            min_count: how often a word must occur.
+            max_size: maximum number of entries, with ``<unk>`` and ``</s>``.
+            min_count: minimum number of occurrences of a word.
 
         Raises:
-            ValueError: there is no word, a sentence holds `</s>`, or a number is out of range.
+            ValueError: there is no word, a sentence contains ``</s>``, or an argument is out of
+                range.
         """
         return cls.of_counts(cls.count(sentences), max_size, min_count)
 
     @classmethod
     def count(cls, sentences: Iterable[Sequence[str]]) -> Counter[str]:
-        """How often each word occurs, and `</s>` once a sentence; counts of parts of a text add up.
+        """Counts each word, and ``</s>`` once per sentence; counts of parts of a text can be added.
 
         Raises:
-            ValueError: a sentence holds `</s>`.
+            ValueError: a sentence contains ``</s>``.
         """
         counts: Counter[str] = Counter()
         num_sentences = 0
@@ -91,12 +93,12 @@ class Vocabulary:
 
     @classmethod
     def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
-        """`build` from what `count` gave.
+        """Builds a vocabulary from the result of `count`; see `build`.
 
         Raises:
-            ValueError: there is no word, or a number is out of range.
+            ValueError: there is no word, or an argument is out of range.
         """
-        require_at_least(3, "Vocabulary.of_counts", max_size=max_size)  # the two marks and a word
+        require_at_least(3, "Vocabulary.of_counts", max_size=max_size)  # <unk>, </s> and a word
         require_at_least(1, "Vocabulary.of_counts", min_count=min_count)
         words = counts.copy()
         num_sentences, num_unknown = words.pop(cls.EOS, 0), words.pop(cls.UNK, 0)
@@ -116,15 +118,15 @@ class Vocabulary:
         return cls(word for word, _ in sorted(kept, key=by_frequency))
 
     def encode(self, words: Iterable[str]) -> list[int]:
-        """The id of each word; `unk_id` for a word outside the vocabulary."""
+        """Returns the id of each word, or `unk_id` for a word outside the vocabulary."""
         id_of, unk_id = self._id_of.get, self.unk_id
         return [id_of(word, unk_id) for word in words]
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """The word of each id.
+        """Returns the word of each id.
 
         Raises:
-            IndexError: an id is outside [0, len).
+            IndexError: an id is outside [0, number of words).
         """
         size = len(self.words)
         words = []
@@ -135,26 +137,27 @@ class Vocabulary:
         return words
 
     def save(self, path: str | Path) -> None:
-        """Write one word a line, in the order of the ids, as UTF-8."""
+        """Writes one word per line, in the order of the ids, in UTF-8."""
         with atomic_file(Path(path)) as file:
             file.writelines(f"{word}\n".encode() for word in self.words)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file of one word a line; the first line is id 0.
+        """Reads a file of one word per line; the first line is id 0.
 
-        The files of the 1-billion-word benchmark are read too: a count after the word is ignored,
-        `<UNK>` is `<unk>`, and `</S>`, or `<S>` where that is the only mark, is `</s>`. Beside
-        `</S>`, `<S>` stays an entry that never occurs: ids and size (793,471) stand.
+        Vocabulary files of the 1-billion-word benchmark are also accepted. A count after the word
+        is ignored. ``<UNK>`` becomes ``<unk>``, and ``</S>`` becomes ``</s>``. Without ``</S>``,
+        ``<S>`` becomes ``</s>``; otherwise ``<S>`` stays an entry that never occurs, so that ids
+        and size (793,471) do not change.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a line, which is named, is not one word, or a special entry is missing.
+            FileNotFoundError: the file does not exist.
+            ValueError: a line is not one word, or a special entry is missing.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
-                f"Vocabulary.load: {path} must be a vocabulary file, none there"
+                f"Vocabulary.load: path must be a vocabulary file, got {path}, which does not exist"
             )
         words: dict[str, int] = {}
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -174,7 +177,7 @@ class Vocabulary:
             if word in words:
                 raise ValueError(
                     f"Vocabulary.load: {path}, line {number} must hold a new word, "
-                    f"got {word!r} of line {words[word]} again"
+                    f"got {word!r} as in line {words[word]}"
                 )
             words[word] = number
         renamed = {}
@@ -182,13 +185,13 @@ class Vocabulary:
             found = next((spelling for spelling in spellings if spelling in words), None)
             if found is None:
                 raise ValueError(
-                    f"Vocabulary.load: {path} must have a line {spellings[0]}, it has none"
+                    f"Vocabulary.load: {path} must have a line {spellings[0]}, got none"
                 )
             renamed[found] = spellings[0]
         return cls(renamed.get(word, word) for word in words)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the words in order: equal for equal vocabularies, on every machine."""
+        """Returns the SHA-256 (hex) of the words in order; equal vocabularies have equal hashes."""
         return hashlib.sha256("\n".join(self.words).encode("utf-8")).hexdigest()
 
     def __len__(self) -> int:

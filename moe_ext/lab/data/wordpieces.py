@@ -1,4 +1,4 @@
-"""Wordpieces: the vocabulary that all languages of a translation model share (App. E)."""
+"""Wordpieces: the vocabulary shared by all languages of a translation model (App. E)."""
 
 import hashlib
 import io
@@ -14,32 +14,33 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.lab.files import atomic_file
 from moe_ext.lab.packages import require_package
 
-_SPACE = "\u2581"  # how a piece spells the space before a word
-_UNKNOWN = "\u2047"  # how decoded text spells what no piece spells
+_SPACE = "\u2581"  # marks the space before a word in a piece
+_UNKNOWN = "\u2047"  # stands for <unk> in decoded text
 
 
 class Wordpieces:
-    """Pieces of words, found in a text by sentencepiece, so that few of them spell everything.
+    """Splits text into pieces of words with a sentencepiece model.
 
-    Frequent words are a piece each, rare ones several; a piece that begins a word begins with "▁".
-    `decode(encode(text))` is `normalise(text)`: white space becomes single spaces, characters are
-    composed (Unicode NFC), nothing else changes. Only a character that the training text did not
-    hold, or hardly, is lost: it is `<unk>`, and decoded as "⁇".
+    A frequent word is one piece, a rare word several. The first piece of a word begins with "▁".
+    ``decode(encode(text))`` equals ``normalise(text)``, which only changes white space to single
+    spaces and composes characters (Unicode NFC). A character that is missing or very rare in the
+    training text is encoded as ``<unk>`` and decoded as "⁇".
 
-    `<unk>` and `</s>` (the end of a sentence, and the symbol before its first piece) are entries as
-    in `Vocabulary`; padding is none. Neither they nor the target tokens `<2xx>` come from a text
-    that spells them, which is made of pieces as any other.
+    ``<unk>`` and ``</s>`` (the end of a sentence, and the input before its first piece) are entries
+    as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a target token
+    ``<2xx>`` is encoded as ordinary pieces.
 
     Args:
-        model: the bytes of a sentencepiece model, from `train` or from a file; its padding and
-            start of a sentence, if it has any, are not used.
+        model: the bytes of a sentencepiece model. Its symbols for padding and start of sentence, if
+            any, are not used.
 
     Attributes:
-        unk_id, eos_id: the ids of `<unk>` and `</s>`.
+        unk_id: the id of ``<unk>``.
+        eos_id: the id of ``</s>``.
 
     Raises:
         ImportError: sentencepiece is not installed.
-        ValueError: that is not a model, or it has no `</s>`.
+        ValueError: the bytes are not a model, or the model has no ``</s>``.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -50,13 +51,13 @@ class Wordpieces:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise ValueError(
-                f"Wordpieces: model must be one of sentencepiece, got {len(model)} bytes that are "
-                "none"
+                f"Wordpieces: model must be a sentencepiece model, got {len(model)} bytes that "
+                "sentencepiece cannot read"
             ) from error
         self.unk_id: int = self._processor.unk_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            raise ValueError("Wordpieces: model must have a piece </s>, which is missing")
+            raise ValueError("Wordpieces: model must have a piece </s>, got none")
 
     @classmethod
     def train(
@@ -69,22 +70,22 @@ class Wordpieces:
         character_coverage: float = 0.9999,
         max_sentences: int | None = None,
     ) -> Self:
-        """The pieces of a text of all languages; the same text gives the same bytes.
+        """Trains wordpieces on a text of all languages; the same text gives the same model bytes.
 
         Args:
-            sentences: read once. Those of more than 4,192 bytes are left out.
-            vocab_size: the number of entries, `<unk>`, `</s>` and the target tokens included.
-            kind: "bpe" (pairs of pieces merged by frequency) or "unigram" (a language model of
-                pieces, pruned; some ten times slower).
-            target_tokens: languages, "fr" for the entry `<2fr>` that asks for French.
-            character_coverage: the share of the text whose characters become pieces, 0.98 to 1.
-            max_sentences: from a longer text only so many are taken, all parts of it alike, to
-                bound memory and time.
+            sentences: the training text; read once. Sentences longer than 4,192 bytes are skipped.
+            vocab_size: number of entries, with ``<unk>``, ``</s>`` and the target tokens.
+            kind: "bpe" (merges frequent pairs of pieces) or "unigram" (prunes a unigram language
+                model of pieces; about ten times slower).
+            target_tokens: target languages; "fr" adds the entry ``<2fr>``, which requests French.
+            character_coverage: share of the text's characters that become pieces, in [0.98, 1].
+            max_sentences: trains on a uniform random sample of this size to bound memory and time;
+                None uses all sentences.
 
         Raises:
             ImportError: sentencepiece is not installed.
-            ValueError: an argument is out of range, or the text is too short for that many pieces
-                or has too many characters.
+            ValueError: an argument is out of range, or the text is too short for vocab_size, or it
+                has more distinct characters than vocab_size.
         """
         require(kind in ("bpe", "unigram"), "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
         name = "Wordpieces.train"
@@ -128,13 +129,13 @@ class Wordpieces:
                 bos_id=-1,
                 pad_id=-1,
                 unk_surface=_UNKNOWN,
-                normalization_rule_name="identity",  # `normalise` does it
+                normalization_rule_name="identity",  # `normalise` has done this
                 remove_extra_whitespaces=False,
-                num_threads=1,  # the sums of "unigram" depend on it
+                num_threads=1,  # the rounding of "unigram" depends on it
                 minloglevel=2,
             )
         except RuntimeError as error:
-            if failed:  # the text's own error, of which sentencepiece makes one of its own
+            if failed:  # sentencepiece replaced the exception from reading the text
                 raise failed[0] from None
             raise ValueError(
                 f"Wordpieces.train: vocab_size must {_rule_of_size(str(error))}, got {vocab_size}"
@@ -143,76 +144,77 @@ class Wordpieces:
 
     @staticmethod
     def normalise(text: str) -> str:
-        """The text with single spaces between words and none around, in composed characters."""
+        """Reduces white space to single spaces between words and composes characters (NFC)."""
         return unicodedata.normalize("NFC", " ".join(text.replace(_SPACE, " ").split()))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the pieces of a sentence, without `</s>`."""
+        """Returns the ids of the pieces of a sentence, without ``</s>``."""
         ids: list[int] = self._processor.EncodeAsIds(self.normalise(text))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some pieces; `</s>` and target tokens have none.
+        """Returns the text of the pieces; ``</s>`` and target tokens decode to nothing.
 
         Raises:
-            IndexError: an id is outside [0, len).
+            IndexError: an id is outside [0, number of pieces).
         """
         text: str = self._processor.DecodeIds(self._checked(ids, "decode"))
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """What each id stands for, `</s>` and `<2fr>` too.
+        """Returns the piece of each id, including ``</s>`` and target tokens.
 
         Raises:
-            IndexError: an id is outside [0, len).
+            IndexError: an id is outside [0, number of pieces).
         """
         return [self._processor.IdToPiece(index) for index in self._checked(ids, "pieces")]
 
     def target_token_id(self, language: str) -> int:
-        """The id of `<2xx>`, which before a source sentence asks for the language xx.
+        """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence.
 
         Raises:
-            ValueError: there is no such entry.
+            ValueError: the model has no such entry.
         """
         token = f"<2{language}>"
         index: int = self._processor.PieceToId(token)
         if not self._processor.IsControl(index):
             raise ValueError(
                 f"Wordpieces.target_token_id: language must be one of {self.target_tokens}, got "
-                f"{language!r}; train the wordpieces with it among their target_tokens"
+                f"{language!r}; train the wordpieces with target_tokens that include it"
             )
         return index
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The pieces by id, as `Vocabulary` has words."""
+        """The pieces in the order of their ids."""
         return tuple(self.pieces(range(len(self))))
 
     @property
     def target_tokens(self) -> list[str]:
-        """The languages that have an entry `<2xx>`."""
+        """The languages with an entry ``<2xx>``."""
         controls = filter(self._processor.IsControl, range(len(self)))
         tokens = [self._processor.IdToPiece(index) for index in controls]
         return [token[2:-1] for token in tokens if token.startswith("<2")]
 
     def save(self, path: str | Path) -> None:
-        """Write the model as one file, which sentencepiece reads too."""
+        """Writes the model to a file that sentencepiece can read."""
         with atomic_file(Path(path)) as file:
             file.write(self._model)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` has written, or a model that sentencepiece has made.
+        """Reads a file written by `save` or by sentencepiece.
 
         Raises:
             ImportError: sentencepiece is not installed.
-            FileNotFoundError: there is no such file.
-            ValueError: it is not a model, or it has no `</s>`.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not a model, or the model has no ``</s>``.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
-                f"Wordpieces.load: {path} must be a sentencepiece model, none there"
+                f"Wordpieces.load: path must be a sentencepiece model, got {path}, which does not "
+                "exist"
             )
         try:
             return cls(path.read_bytes())
@@ -220,7 +222,7 @@ class Wordpieces:
             raise ValueError(f"Wordpieces.load: {path}: {error}") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the model: equal for equal pieces, on every machine."""
+        """Returns the SHA-256 (hex) of the model bytes."""
         return hashlib.sha256(self._model).hexdigest()
 
     def __reduce__(self) -> Any:
@@ -241,12 +243,12 @@ class Wordpieces:
 
 
 def _rule_of_size(message: str) -> str:
-    """What sentencepiece, which could not train, says that the number of pieces must."""
+    """Turns sentencepiece's error message into the rule for vocab_size."""
     if most := re.search(r"too high .* a value <= (\d+)", message):
         return f"be at most {most[1]} for this text"
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"be at least {least[1]} for this text"
-    return f"suit the text, of which sentencepiece says: {message}"
+    return f"suit the text (sentencepiece: {message})"
 
 
 def _sentencepiece() -> ModuleType:
@@ -254,7 +256,7 @@ def _sentencepiece() -> ModuleType:
 
 
 def _sample(items: Iterable[str], number: int) -> Iterator[str]:
-    """So many of the items, each as likely as any other; all if there are fewer."""
+    """Samples `number` items uniformly without replacement, or all if there are fewer."""
     draw = random.Random(0)
     sample: list[str] = []
     for index, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""Work that other processes do ahead of its use."""
+"""Runs a function in worker processes, ahead of the use of its results."""
 
 import signal
 import traceback
@@ -13,17 +13,18 @@ R = TypeVar("R")
 
 
 def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """function(item) of each item, in their order, by `num_workers` processes; by this one for 0.
+    """Maps items to function(item) in worker processes, in order.
 
-    The processes have at most two items each that were not taken yet. They end with the iterator,
-    and with this process however that ends; SIGINT and SIGTERM they leave to it. What the function
-    raises is raised here. torch's global generator is not moved. Tensors travel in shared memory.
+    Each worker computes at most two results ahead of their use. Workers stop when the iterator is
+    closed or when this process ends, however it ends. They ignore SIGINT and SIGTERM. An exception
+    in a worker is raised here. The state of torch's global generator does not change. Tensors are
+    sent in shared memory.
 
     Args:
-        function: and its results and errors can be pickled.
-        items: taken here as they are needed.
-        num_workers: how many processes. They start as Python starts processes: where that is not
-            by fork, the caller's script needs `if __name__ == "__main__":`.
+        function: must be picklable, as must its results and exceptions.
+        items: read in this process, when a worker needs one.
+        num_workers: number of worker processes; 0 calls the function in this process. Unless
+            Python's start method is fork, the script needs ``if __name__ == "__main__":``.
     """
     if num_workers == 0:
         return map(function, items)
@@ -38,7 +39,7 @@ def _in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int
         num_workers=num_workers,
         collate_fn=_as_it_is,
         worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),  # else it draws from the global one
+        generator=torch.Generator(),  # otherwise DataLoader uses the global generator
     )
     for result in loader:
         if isinstance(result, _Raised):
@@ -59,7 +60,7 @@ class _Calls(Dataset[Any]):
         try:
             return self.function(item)
         except Exception as error:
-            # DataLoader would make the traceback part of the message.
+            # DataLoader would put the traceback into the message.
             error.add_note(f"raised in a worker process:\n{traceback.format_exc()}")
             return _Raised(error)
 
@@ -69,6 +70,6 @@ def _as_it_is(result: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and a job's end reach all its processes; the first decides what is still needed."""
+    """Ignores SIGINT and SIGTERM: the parent process receives them too and stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""From a model's log-probabilities to translations, and how good they are."""
+"""Beam search, translation of text, and BLEU."""
 
 from moe_ext.lab.decoding.beam_search import BeamSearch, Hypothesis, StepModel, StepState
 from moe_ext.lab.decoding.bleu import Bleu, corpus_bleu

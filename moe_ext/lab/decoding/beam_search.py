@@ -11,10 +11,10 @@ from moe_ext.checks import require, require_sizes
 
 
 class StepState(Protocol):
-    """What a model knows of N rows: sources, each with the tokens that it was given so far."""
+    """State of a model after the tokens so far of N hypotheses."""
 
     def select(self, index: Tensor) -> Self:
-        """The state of the rows index [N'] int64, in any order and any number of times."""
+        """Selects the hypotheses in index [N'] int64, which may repeat, in any order."""
 
 
 State = TypeVar("State", bound=StepState)
@@ -24,15 +24,15 @@ class StepModel(Protocol[State]):
     """A model that translates token by token."""
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """One more token of each row.
+        """Appends one token to each of N hypotheses and predicts the next one.
 
         Args:
-            tokens: [N] int64.
-            state: of N rows.
+            tokens: [N] int64, the appended tokens.
+            state: state of the N hypotheses.
 
         Returns:
-            The next token's log-probabilities [N, V]; the weights [N, S] with which the source's
-            positions took part in it, p_ij of a step j, 0 at padding; the state to go on from.
+            The log-probabilities [N, V] of the next token, the attention weights [N, S] over the
+            source (p_ij of step j, 0 at padding), and the next state.
         """
 
 
@@ -41,10 +41,10 @@ class Hypothesis:
     """A translation Y of a source X.
 
     Attributes:
-        tokens: the ids, of which the last is the end of sentence.
-        log_prob: log P(Y|X).
+        tokens: token ids; the last one is the end of sentence.
+        log_prob: log P(Y|X), nats.
         score: s(Y, X), see `BeamSearch`.
-        attention: [|Y|, |X|], row j the weights p_ij of the step that gave token j. On the CPU.
+        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights p_ij of token j.
     """
 
     tokens: list[int]
@@ -54,82 +54,86 @@ class Hypothesis:
 
 
 class _Live(NamedTuple):
-    """N hypotheses that go on, those of a source side by side; j - 1 tokens each."""
+    """N unfinished hypotheses of j - 1 tokens, ordered by source."""
 
     source: Tensor  # [N]
-    place: Tensor  # [N], among those of its source
-    token: Tensor  # [N], the last
+    place: Tensor  # [N], index within its source
+    token: Tensor  # [N], last token
     log_prob: Tensor  # [N]
-    coverage: Tensor  # [N, S], the sum of p_ij over its tokens
-    greedy: Tensor  # [N] bool, whether it is the greedy one
+    coverage: Tensor  # [N, S], sum of p_ij over j
+    greedy: Tensor  # [N] bool, the greedy hypothesis
 
 
 class _Candidates(NamedTuple):
-    """C continuations of each source, best first."""
+    """C continuations of the hypotheses of each source, best first."""
 
     exists: Tensor  # [B, C] bool
-    row: Tensor  # [B, C], of the live hypothesis
+    row: Tensor  # [B, C], index of the live hypothesis
     token: Tensor  # [B, C]
     log_prob: Tensor  # [B, C]
     greedy: Tensor  # [B, C] bool
 
 
 class _Finished(NamedTuple):
-    """The best full hypotheses of each source so far; -inf where there are less than n."""
+    """The n best finished hypotheses of each source so far; the score of missing ones is -inf."""
 
     score: Tensor  # [B, n]
     log_prob: Tensor  # [B, n]
     length: Tensor  # [B, n]
-    row: Tensor  # [B, n], among those of its last step
+    row: Tensor  # [B, n], index in the live hypotheses of its last step
 
 
 class _Step(NamedTuple):
-    """What is kept of a step, to follow hypotheses back."""
+    """Record of a step, to trace hypotheses back."""
 
-    token: Tensor  # [N], given to the model
-    parent: Tensor  # [N], the row of the step before
+    token: Tensor  # [N], input of the model
+    parent: Tensor  # [N], index of the hypothesis in the previous step
     attention: Tensor  # [N, S]
 
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """Searches for the translation Y of a source X with the highest score
+    """Searches for the translation Y of a source X with the highest score s(Y, X).
+
+    The score is (GNMT, Eq. 14)::
 
         s(Y, X) = log P(Y|X) / lp(Y) + cp(X, Y)
         lp(Y) = (5 + |Y|)^a / (5 + 1)^a
         cp(X, Y) = b sum_i log(min(sum_j p_ij, 1))
 
-    where |Y| counts the end of sentence and p_ij is the weight of source position i when token j
-    was chosen (GNMT, Eq. 14). Step by step, the `beam` most probable continuations of a source's
-    hypotheses are kept; those which end a sentence are full hypotheses, in whose place others go
-    on. Two prunings:
+    ``|Y|`` counts the end of sentence. p_ij is the attention weight of source position i in the
+    step of token j.
 
-    1. A token whose log-probability is more than `window` below that of the best token after the
-       same hypothesis is not considered.
-    2. A full hypothesis that scores more than `window` below the best one is dropped, and at once
-       every other that can only lead to such: for no continuation exceeds
-       log P / lp(longest Y), as probabilities shrink and cp <= 0.
+    In each step, every source keeps the `beam` most probable continuations. A continuation that
+    ends the sentence becomes a finished hypothesis and frees its place. Two rules prune the search:
 
-    A source is finished, and takes no more part in the model's steps, as soon as no hypothesis can
-    come among its `num_best` full ones, by the same bound. What is found does not depend on the
-    other sources, as far as the model's outputs do not, nor the best hypothesis on `num_best`.
+    1. A token is skipped if its log-probability is more than `window` below the best token after
+       the same hypothesis.
+    2. A finished hypothesis is dropped if its score is more than `window` below the best score. An
+       unfinished hypothesis is dropped if its upper bound log P / lp(longest Y) is more than
+       `window` below the best score. No continuation exceeds this bound, as cp <= 0.
 
-    The greedy hypothesis, that of the most probable token in every step, always keeps a place,
-    even while it is not among the `beam` most probable ones. So the best result never scores below
-    it, which a beam alone does not guarantee: what pushes it out can turn out worse.
+    A source leaves the model's steps when no unfinished hypothesis can reach its `num_best`, by the
+    same bound. The result of a source does not depend on the other sources if the model's outputs
+    do not. The best hypothesis does not depend on `num_best`.
 
-    At the limit of max(min_length_limit, max_length_ratio |X|) tokens a hypothesis ends, whatever
-    the probability of that. Where a logarithm of 0 would leave no score to compare (there, and in
-    cp), the smallest normal number of the type stands for 0.
+    The greedy hypothesis takes the most probable token in every step. It always keeps a place in
+    the beam, so the best result never scores below it. An ordinary beam can lose it to hypotheses
+    that turn out worse.
+
+    A hypothesis must end at its limit of max(min_length_limit, max_length_ratio ``|X|``) tokens,
+    even if the end has probability 0. In the logarithm of this probability and in cp, the smallest
+    normal number of the dtype replaces 0.
 
     Args:
-        beam: hypotheses that go on together, for each source.
-        length_penalty: a in [0, 10]; with 0 long translations are the less probable ones.
+        beam: number of hypotheses of each source in a step.
+        length_penalty: a in [0, 10]; 0 does not normalise by length, which favours short results.
         coverage_penalty: b in [0, 10].
-        window: in nats, for both prunings; infinity for none.
-        max_length_ratio: of a translation's and its source's tokens, ends of sentences included.
-        min_length_limit: tokens that a translation may have of however short a source.
-        num_best: hypotheses to return, at most `beam`.
+        window: window of both pruning rules in nats; infinity disables them.
+        max_length_ratio: maximum tokens of the translation per token of the source; both include
+            the end of sentence.
+        min_length_limit: lower bound of the length limit, for short sources.
+        num_best: maximum number of returned hypotheses, at most `beam`.
 
     Raises:
         ValueError: an option is out of range.
@@ -150,60 +154,59 @@ class BeamSearch:
         sizes = {"beam": self.beam, "num_best": self.num_best}
         require_sizes("BeamSearch", **sizes, min_length_limit=self.min_length_limit)
         for name in ("length_penalty", "coverage_penalty"):
-            check(name, 0 <= getattr(self, name) <= 10, "be in [0, 10]")  # where float32 suffices
+            check(name, 0 <= getattr(self, name) <= 10, "be in [0, 10]")  # float32 suffices here
         ratio = self.max_length_ratio
-        check("max_length_ratio", 0 <= ratio < math.inf, "be finite and not negative")
-        check("window", self.window >= 0, "not be negative")
-        check("num_best", self.num_best <= self.beam, f"be at most the beam, {self.beam}")
+        check("max_length_ratio", 0 <= ratio < math.inf, "be finite and at least 0")
+        check("window", self.window >= 0, "be at least 0")
+        check("num_best", self.num_best <= self.beam, f"be at most beam = {self.beam}")
 
     @classmethod
     def greedy(cls) -> Self:
-        """The most probable token in every step: a beam of 1 without penalties."""
+        """Creates a greedy search: a beam of 1 without penalties."""
         return cls(beam=1, length_penalty=0.0, coverage_penalty=0.0, window=0.0)
 
     def score(
         self, log_prob: Tensor, length: int | Tensor, coverage: Tensor, mask: Tensor
     ) -> Tensor:
-        """s(Y, X) of N hypotheses.
+        """Computes s(Y, X) of N hypotheses.
 
         Args:
             log_prob: [N], log P(Y|X).
-            length: |Y|, of all or [N].
+            length: ``|Y|``, an int for all hypotheses or [N].
             coverage: [N, S], sum_j p_ij.
             mask: [N, S] bool, False at padding.
 
         Returns:
-            [N].
+            The scores [N].
         """
         tiny = torch.finfo(coverage.dtype).tiny
         logs = coverage.clamp(tiny, 1).log().masked_fill(~mask, 0)
-        # One after the other, so that padding at the end changes no bits.
+        # cumsum adds sequentially, so results with more padding are bitwise identical.
         penalty = self.coverage_penalty * logs.cumsum(1)[:, -1]
         return log_prob / self._length_penalty(length, log_prob) + penalty
 
     def _length_penalty(self, length: int | Tensor, like: Tensor) -> Tensor:
-        """lp(Y), in another tensor's type."""
+        """Computes lp(Y) in the dtype of `like`."""
         return ((5 + torch.as_tensor(length).to(like)) / 6) ** self.length_penalty
 
     @torch.no_grad()
     def __call__(
         self, model: StepModel[State], state: State, source_mask: Tensor, eos_id: int
     ) -> list[list[Hypothesis]]:
-        """Translates B sources at once.
+        """Translates B sources as a batch.
 
         Args:
-            model: which translates.
-            state: the model's, of one row for each source and before the first token.
-            source_mask: [B, S] bool, False at padding, which follows the source.
-            eos_id: the end of sentence; also the first token that the model is given.
+            model: the translation model.
+            state: state of the model before the first token, with one row for each source.
+            source_mask: [B, S] bool, False at padding. Padding follows the tokens.
+            eos_id: id of the end of sentence, which is also the first input of the model.
 
         Returns:
-            For each source from 1 to num_best hypotheses, those with the highest score first.
+            For each source, 1 to num_best hypotheses, best score first.
 
         Raises:
-            ValueError: source_mask is not a matrix of bool with a token in each row, eos_id is
-                negative or, where the model itself does not refuse that, not below V, or a row of
-                log-probabilities has no largest number (NaN).
+            ValueError: source_mask is not bool [B, S] with a token in each row, or eos_id is not in
+                [0, V). Also if the log-probabilities of a row are NaN or all -inf.
         """
         require(
             source_mask.dim() == 2 and source_mask.dtype == torch.bool,
@@ -214,7 +217,7 @@ class BeamSearch:
         require_sizes("BeamSearch", 0, eos_id=eos_id)
         tokens = source_mask.sum(1)
         least = min(tokens.tolist(), default=1)
-        require(least > 0, "BeamSearch: source_mask", "have a token in each row", least)
+        require(least > 0, "BeamSearch: source_mask", "have at least 1 token in each row", least)
         if not len(source_mask):
             return []
         limit = (tokens * self.max_length_ratio).long().clamp(self.min_length_limit)
@@ -247,7 +250,7 @@ class BeamSearch:
         return self._hypotheses(finished, steps, source_mask, eos_id)
 
     def _start(self, source_mask: Tensor, eos_id: int) -> _Live:
-        """One hypothesis for each source, without tokens. Sums take the model's type, if wider."""
+        """Makes an empty hypothesis for each source; float32 sums promote to a wider dtype."""
         source = torch.arange(len(source_mask), device=source_mask.device)
         return _Live(
             source=source,
@@ -267,18 +270,18 @@ class BeamSearch:
     def _candidates(
         self, live: _Live, log_probs: Tensor, last: Tensor, num_sources: int, eos_id: int
     ) -> _Candidates:
-        """The 2 beam best continuations of each source: `beam` of them don't end a sentence.
+        """Finds the 2 · beam best continuations of each source; at least `beam` do not end.
 
         Args:
             live: N hypotheses.
-            log_probs: [N, V], of their next tokens.
-            last: [N] bool, where a hypothesis has reached its limit.
-            num_sources: B.
-            eos_id: the end of sentence.
+            log_probs: [N, V], log-probabilities of the next tokens.
+            last: [N] bool, True if a hypothesis has reached its length limit.
+            num_sources: B, number of sources.
+            eos_id: id of the end of sentence.
         """
-        width = min(self.beam + 1, log_probs.shape[1])  # of one hypothesis, an end among them
+        width = min(self.beam + 1, log_probs.shape[1])  # for each hypothesis; one can be an end
         value, token = largest(log_probs, width)  # [N, M]
-        # Equal values come in any order: the greedy token is the first of the best.
+        # topk orders ties arbitrarily; the greedy token is the first of the most probable tokens.
         greedy_token = token[:, :1].clone()
         tied = (value[:, :2].diff() == 0).any(1)
         if tied.any():
@@ -288,9 +291,7 @@ class BeamSearch:
 
         best = value[:, :1]
         worst = float(best.min())
-        require(
-            worst > -math.inf, "BeamSearch: log_probs", "have a largest number in each row", worst
-        )
+        require(worst > -math.inf, "BeamSearch: log_probs", "have a maximum in each row", worst)
         value = value.masked_fill(value < best - self.window, -math.inf)
         end = log_probs[:, eos_id].clamp(math.log(torch.finfo(log_probs.dtype).tiny))
         value = value.masked_fill(last[:, None], -math.inf)
@@ -298,7 +299,7 @@ class BeamSearch:
         token[:, 0] = token[:, 0].masked_fill(last, eos_id)
         log_prob = live.log_prob[:, None] + value  # [N, M]
 
-        # The hypotheses of a source side by side; stable, so that empty places change no order.
+        # Sort the continuations of each source; the sort is stable, so empty places have no effect.
         order = log_prob.clone()
         order[:, 0] = order[:, 0].masked_fill(live.greedy, math.inf)
         places = order.new_full((num_sources, self.beam, width), -math.inf)
@@ -325,7 +326,7 @@ class BeamSearch:
         coverage: Tensor,
         source_mask: Tensor,
     ) -> _Finished:
-        """The best of those finished before and of the first `beam` candidates that end now."""
+        """Updates the finished hypotheses with those of the first `beam` candidates that end."""
         ends = ends & candidates.exists
         ends[:, self.beam :] = False
         rows = candidates.row[ends]
@@ -337,14 +338,14 @@ class BeamSearch:
             score, candidates.log_prob, torch.full_like(candidates.row, length), candidates.row
         )
         both = _Finished(*(torch.cat(pair, 1) for pair in zip(finished, new, strict=True)))
-        # Stable: of equals those found first.
+        # The sort is stable, so earlier hypotheses win ties.
         order = both.score.sort(dim=1, descending=True, stable=True).indices[:, : self.num_best]
         return _Finished(*(x.gather(1, order) for x in both))
 
     def _go_on(
         self, finished: _Finished, candidates: _Candidates, ends: Tensor, limit: Tensor
     ) -> Tensor:
-        """[B, C] bool, the candidates that go on."""
+        """Returns the candidates to continue, [B, C] bool."""
         chosen = candidates.exists & ~ends
         chosen &= chosen.cumsum(1) <= self.beam
         log_prob = candidates.log_prob
@@ -356,7 +357,7 @@ class BeamSearch:
     def _hypotheses(
         self, finished: _Finished, steps: list[_Step], source_mask: Tensor, eos_id: int
     ) -> list[list[Hypothesis]]:
-        """Follows the finished ones back, all at once: R of them."""
+        """Traces back the R finished hypotheses of all sources together."""
         kept = finished.score > -math.inf
         kept &= finished.score >= finished.score[:, :1] - self.window
         length, row = finished.length[kept], finished.row[kept]  # [R]
@@ -388,10 +389,10 @@ class BeamSearch:
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest numbers of each row, [N, k], largest first, and where they stand.
+    """Computes topk of each row: the k largest values [N, k] in descending order, and indices.
 
-    As `topk`, in a fraction of its time where rows are long: they are in the k blocks of columns
-    with the largest maxima, or in what the blocks leave.
+    This is faster than topk for long rows. The k largest values are in the k blocks of columns with
+    the largest maxima, or in the columns after the last block.
     """
     block = 64  # columns
     num_columns = x.shape[1]

@@ -8,8 +8,8 @@ from typing import Any
 from moe_ext.checks import require
 from moe_ext.lab.packages import require_package
 
-# Python splits words at these, multi-bleu.perl, which reads bytes, does not: there they are a part
-# of a word, as are here the symbols, without any meaning, that they become.
+# Python splits words at these characters; multi-bleu.perl reads bytes and does not. They are
+# replaced by private-use characters, at which Python does not split.
 _NO_SPACES = {
     ord(space): 0x10F000 + number
     for number, space in enumerate(
@@ -21,15 +21,16 @@ _NO_SPACES = {
 
 @dataclass(frozen=True)
 class Bleu:
-    """The BLEU of translations, and what it is made of.
+    """A BLEU score and its parts.
 
     Attributes:
         score: 100 BP (p_1 p_2 p_3 p_4)^(1/4).
-        precisions: 100 p_n for n = 1, ..., 4, of the translations' n-grams those in a reference.
+        precisions: 100 p_n for n = 1, ..., 4, percentages of the translations' n-grams that are in
+            a reference.
         brevity_penalty: BP = min(1, exp(1 - r/c)).
-        num_tokens: c, of the translations.
-        num_reference_tokens: r, of the references closest in length.
-        signature: sacreBLEU's name for how it was computed; to be quoted beside the score.
+        num_tokens: c, number of tokens of the translations.
+        num_reference_tokens: r, number of tokens of the references closest in length.
+        signature: sacreBLEU's signature of the computation; quote it with the score.
     """
 
     score: float
@@ -40,7 +41,7 @@ class Bleu:
     signature: str
 
 
-# Of sacreBLEU, for languages without spaces between words, by their names in ISO 639.
+# sacreBLEU's tokenizers of languages without spaces between words, by ISO 639 code.
 _TOKENIZERS = {
     **dict.fromkeys(("ja", "jpn", "th", "tha"), "char"),
     **dict.fromkeys(("zh", "zho", "chi", "cmn", "yue"), "zh"),
@@ -53,37 +54,39 @@ def corpus_bleu(
     language: str = "",
     tokenized: bool = False,
 ) -> Bleu:
-    """BLEU of a corpus, case-sensitive.
+    """Computes case-sensitive BLEU of a corpus.
 
-    By default of text as it is written: sacreBLEU cuts it into tokens (13a; Japanese, Chinese and
-    Thai, which have no spaces, into characters), and papers can be compared. Or of text that is
-    tokenized already, as by multi-bleu.perl (App. E), with the number that this prints: tokens are
-    what stands between white space of ASCII, and an order of n-grams without a match makes it 0.
-    Then the tokenizer is a part of the measure.
+    By default, sacreBLEU tokenizes the text, so scores of different papers are comparable. It uses
+    tokenizer 13a, or characters for Japanese, Chinese and Thai, which have no spaces.
+
+    With tokenized=True, the text is already tokenized and the score equals that of multi-bleu.perl
+    (App. E). Tokens are separated by ASCII white space. The score is 0 if no n-gram of some order
+    matches. Such scores depend on the tokenizer of the text.
 
     Args:
-        translations: a sentence each.
-        references: one or several translations by people of all sentences, in the same order.
-        language: of the translations, such as "ja", "jpn" or "zh-CN".
-        tokenized: whether the sentences are tokenized.
+        translations: the translated sentences.
+        references: one or several sequences of human translations, in the same order.
+        language: language of the translations, such as "ja", "jpn" or "zh-CN".
+        tokenized: whether the sentences are already tokenized.
 
     Raises:
         ImportError: sacreBLEU is not installed.
-        ValueError: there are no translations or references, or they differ in number.
+        ValueError: there are no translations or no references, or their numbers differ.
     """
     BLEU = import_bleu()
     for name, sentences in (
         ("translations", translations),
         *(("references", r) for r in references),
     ):
-        require(not isinstance(sentences, str), f"corpus_bleu: {name}", "be several", sentences)
+        rule = "be a sequence of sentences"
+        require(not isinstance(sentences, str), f"corpus_bleu: {name}", rule, sentences)
     number = len(translations)
     require(number >= 1, "corpus_bleu: translations", "be at least one sentence", translations)
     numbers = [len(sentences) for sentences in references]
     require(
         set(numbers) == {number},
         "corpus_bleu: references",
-        f"be one or several of {number} sentences each",
+        f"be one or several sequences of {number} sentences",
         numbers,
     )
     if tokenized:
@@ -105,14 +108,14 @@ def corpus_bleu(
 
 
 def import_bleu() -> Any:
-    """sacreBLEU's class.
+    """Imports sacreBLEU's class BLEU.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: sacreBLEU is not installed.
     """
     return require_package("corpus_bleu", "sacrebleu.metrics", "translation").BLEU
 
 
 def _as_bytes(sentences: Sequence[str]) -> list[str]:
-    """With the words of a program that knows no white space beyond ASCII's."""
+    """Replaces white space outside ASCII, so that only ASCII white space separates words."""
     return [sentence.translate(_NO_SPACES) for sentence in sentences]

@@ -1,4 +1,4 @@
-"""From sentences to their translations, as text."""
+"""Translation of text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,12 @@ class Translation:
     """A translation Y of a sentence X.
 
     Attributes:
-        text: of Y.
+        text: the text of Y.
         score: s(Y, X), see `BeamSearch`.
         log_prob: log P(Y|X), nats.
-        source: the pieces of X as the model has read them, `<2xx>` and `</s>` too.
-        pieces: those of Y, of which the last is `</s>`.
-        attention: [|Y|, |X|], row j the weights of the source's pieces in the step that gave piece
-            j. On the CPU.
+        source: pieces of X as the model reads them, with ``<2xx>`` and ``</s>``.
+        pieces: pieces of Y; the last one is ``</s>``.
+        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights of piece j.
     """
 
     text: str
@@ -36,35 +35,36 @@ class Translation:
     attention: Tensor
 
 
-# Of a line without any text: nothing is as sure.
+# The translation of an empty line, with probability 1.
 _NOTHING = Translation("", 0.0, 0.0, [], [], torch.zeros(0, 0))
 
 
 class Translator:
-    """Translates lines of text, a sentence each, many at a time.
+    """Translates lines of text, one sentence per line, in batches.
 
-    Of `lines_at_a_time` lines those of similar length make a batch. Translations come in the order
-    of the lines, each as soon as those before it are there, one for each line: of a line without
-    text it is empty. Of a line of more than `max_pieces` pieces only the first ones are translated,
-    which bounds the memory and is counted in `num_cut`. Which lines are translated together changes
-    no translation, but for those so close in score that the rounding of the model's sums decides.
+    It reads `lines_at_a_time` lines and makes batches of lines of similar length. Results come in
+    the order of the lines, as early as possible. A line without text has an empty translation. A
+    line is truncated to `max_pieces` pieces, which bounds the memory.
+
+    The composition of the batches affects a translation only if two scores are so close that
+    rounding in the model decides.
 
     Args:
-        model: on any device; its mode is left as it was.
-        wordpieces: those it was trained with.
-        search: how translations are searched for, and how many of each sentence there are to be.
-        into: the language to translate into, of a model that is asked for one.
-        languages: those that the model can be asked for by a token `<2xx>`; none of a model that
-            knows a single one.
-        tokens_per_batch: pieces of the sentences in a batch, ends of sentences included, roughly.
-        lines_at_a_time: that are read before the first is translated.
-        max_pieces: of a line, `<2xx>` and `</s>` aside.
+        model: a model on any device. Its training mode is restored.
+        wordpieces: the wordpieces of the model.
+        search: the beam search, which also sets the number of results; None is ``BeamSearch()``.
+        into: target language of a model of several languages, otherwise None.
+        languages: target languages that the model knows as tokens ``<2xx>``; empty for a model of
+            one language pair.
+        tokens_per_batch: approximate number of source pieces in a batch, with ends of sentences.
+        lines_at_a_time: number of lines that are read before the first translation.
+        max_pieces: maximum number of pieces of a line, without ``<2xx>`` and ``</s>``.
 
     Attributes:
-        num_cut: the lines that were longer than `max_pieces`.
+        num_cut: number of lines that were truncated to max_pieces.
 
     Raises:
-        ValueError: an argument is out of range, `into` is none of the languages, or the wordpieces
+        ValueError: an argument is out of range, or `into` is not in `languages`, or the wordpieces
             have no entry for it.
 
     Example:
@@ -91,7 +91,7 @@ class Translator:
             lines_at_a_time=lines_at_a_time,
             max_pieces=max_pieces,
         )
-        rule = "be None, as the model translates into one language"
+        rule = "be None for a model that translates into one language"
         if languages:
             rule = f"be one of {', '.join(languages)}"
         require(into in (languages or (None,)), "Translator: into", rule, into)
@@ -107,16 +107,16 @@ class Translator:
     def __call__(
         self, lines: Iterable[str], *, title: str | None = "translating"
     ) -> Iterator[list[Translation]]:
-        """For each line from 1 to `search.num_best` translations, the best first.
+        """Yields 1 to search.num_best translations of each line, best first.
 
         Args:
-            lines: read as they are needed.
-            title: of the progress bar; None is no bar.
+            lines: the lines, read on demand.
+            title: title of the progress bar; None shows no bar.
 
         Raises:
-            ValueError: `lines` is a single one.
+            ValueError: `lines` is a string.
         """
-        require(not isinstance(lines, str), "Translator: lines", "be several, not one", lines)
+        require(not isinstance(lines, str), "Translator: lines", "be a list of lines", lines)
         return self._in_order(lines, title)
 
     def _in_order(self, lines: Iterable[str], title: str | None) -> Iterator[list[Translation]]:
@@ -131,7 +131,7 @@ class Translator:
                 following += 1
 
     def _as_they_come(self, lines: Iterable[str]) -> Iterator[tuple[int, list[Translation]]]:
-        """The number of each line and its translations, lines of a batch together."""
+        """Yields the number and the translations of each line, in the order of the batches."""
         numbered = enumerate(lines)
         while chunk := list(islice(numbered, self.lines_at_a_time)):
             numbers, sources = [], []
@@ -153,7 +153,7 @@ class Translator:
         eos_id = self.wordpieces.eos_id
         empty = EncodedSentences([[]] * len(sources), eos_id)
         pairs = EncodedPairs(EncodedSentences(sources, eos_id), empty)
-        # A batch counts the ends of its targets, one a sentence.
+        # tokens_per_batch also counts one end of the empty target for each sentence.
         batches = PairBatches(pairs, tokens_per_batch=self.tokens_per_batch, shuffle=False)
         return batches.epoch(0)
 

@@ -1,4 +1,4 @@
-"""The paper's models, built on the layers of moe_ext."""
+"""The paper's models, built on the public names of moe_ext."""
 
 from moe_ext.lab.models.attention import Attention
 from moe_ext.lab.models.kneser_ney import NGramModel, fit_kneser_ney

@@ -1,4 +1,4 @@
-"""Attention, Appendix G: where in the source sentence a step of the translation looks."""
+"""Attention over the source sentence (App. G)."""
 
 import math
 
@@ -13,23 +13,25 @@ ATTENTION_KINDS = ("product", "gnmt")
 
 
 class Attention(nn.Module):
-    """The mean of the source's vectors x_i, weighted by what they are to a target vector y_j.
+    """Averages the source vectors x_i with weights that depend on the target vector y_j (App. G).
+
+    The equations are::
 
         A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d) tanh((y_j W)_d)       kind = "product"
         A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d + (y_j W)_d)           kind = "gnmt"
         p_j = softmax(A(·, y_j))          context_j = Σ_i p_ji x_i
 
-    The softmax is over the tokens of the sentence; A is not scaled. "product", the paper's own, is
-    two products of matrices for all steps of source and target. "gnmt", that of Wu et al. (2016),
-    makes [B, T, S, A] numbers of them.
+    The softmax is over the source tokens of the sentence. A is not scaled. "product" is the paper's
+    function; it needs only GEMMs. "gnmt" is the function of Wu et al. (2016); it stores a
+    [B, T, S, A] tensor.
 
-    All weights start uniform with variance 1 / fan_in.
+    All weights are initialised uniformly with variance 1 / fan_in.
 
     Args:
         d_source: width of x.
         d_target: width of y.
-        units: A, the number of d.
-        kind: of the function.
+        units: A, the size of the sum over d.
+        kind: "product" or "gnmt".
 
     Attributes:
         u: U [d_source, A].
@@ -37,7 +39,7 @@ class Attention(nn.Module):
         v: V [A].
 
     Raises:
-        ValueError: a size is below 1, or there is no such kind.
+        ValueError: a size is less than 1, or kind is unknown.
 
     Example:
         >>> attention = Attention(d_source=64, d_target=32, units=16)
@@ -63,20 +65,23 @@ class Attention(nn.Module):
             uniform_(weight, len(weight))
 
     def keys(self, source: Tensor) -> Tensor:
-        """What A needs of the source [B, S, d_source], once for all target steps: [B, S, A]."""
+        """Computes the keys [B, S, A] of source [B, S, d_source], which serve all target steps."""
         keys = source @ self.u
         return keys.tanh() * self.v if self.kind == "product" else keys
 
     def forward(
         self, target: Tensor, keys: Tensor, source: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The contexts [B, T, d_source] and the weights p [B, T, S], 0 where masked.
+        """Computes the contexts and the attention weights.
 
         Args:
             target: y, [B, T, d_target].
-            keys: [B, S, A], of the source.
+            keys: [B, S, A], from `keys`.
             source: x, [B, S, d_source].
-            mask: [B, S] bool, True at the tokens, of which every sentence has at least one.
+            mask: [B, S] bool, True at tokens. Every sentence has at least one token.
+
+        Returns:
+            The contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at masked tokens.
         """
         query = target @ self.w
         if self.kind == "product":

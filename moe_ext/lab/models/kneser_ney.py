@@ -1,13 +1,18 @@
 """The n-gram baseline of App. C.1: interpolated Kneser-Ney smoothing, estimated by sorting.
 
-Kneser and Ney 1995; Chen and Goodman 1998, for the modified one with three discounts. With h' the
-context h without its first word, and a(hw) the count of an n-gram of the highest order, or of one
-that begins a sentence, and of any other the number of words that it was seen after:
+Sources: Kneser and Ney 1995; Chen and Goodman 1998 for the modified version with three discounts.
+
+- h' is the context h without its first word.
+- a(hw) is the count of the n-gram hw if it has the highest order or begins a sentence. Otherwise
+  a(hw) is the number of distinct words that precede hw in the text.
+
+The probability of the word w after h is::
 
     p(w|h) = (a(hw) - D(a(hw))) / sum_v a(hv) + gamma(h) p(w|h')
     gamma(h) = sum_v D(a(hv)) / sum_v a(hv)
 
-down to p(w) = 1/V without any word. D(0) = 0; p(w|h) = p(w|h') after a context never seen.
+The recursion ends below the unigrams with the uniform probability 1/V. D(0) is 0. After an unseen
+context, p(w|h) = p(w|h').
 """
 
 from collections.abc import Sequence
@@ -25,17 +30,19 @@ _NONE = -1
 
 
 class NGramModel:
-    """Probabilities of words after the n - 1 before them, within their sentence.
+    """Gives the probability of each word after the n - 1 words before it in its sentence.
 
-    The n-grams are a trie: a level for each n = 1, 2, ..., one after the other in all arguments.
+    The n-grams form a trie. The sequences have one element for each order n, from 1 on. M is the
+    number of n-grams of that order.
 
     Args:
-        vocab_size: V, the words that are predicted.
-        keys: [M] int64 each, ascending: (the place of an n-gram's first n - 1 words among their
-            keys) · V + its last word. Of single words all V, and the start of a sentence as V.
-        prob: [M] float64 each, of the last word after the others.
-        backoff: [M] float64 each but the last, gamma of the n-gram as a context; 1 of no context.
-        discounts: [D(1), D(2), D(3 and more)] each.
+        vocab_size: V, number of predicted words.
+        keys: [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order
+            n - 1) · V + last word. Order 1 has all V words and, as V, the start of a sentence.
+        prob: [M] float64, probability of the last word after the others.
+        backoff: [M] float64, gamma of the n-gram as a context, or 1 if it is never a context. The
+            highest order has none.
+        discounts: [D(1), D(2), D(3 and more)].
     """
 
     def __init__(
@@ -52,22 +59,22 @@ class NGramModel:
 
     @property
     def order(self) -> int:
-        """n of the longest n-grams."""
+        """The length n of the longest n-grams."""
         return len(self._keys)
 
     @property
     def num_ngrams(self) -> list[int]:
-        """Of each order; the start of a sentence, which is never predicted, is no word."""
+        """The number of n-grams of each order, without the start of a sentence as a unigram."""
         return [self.vocab_size, *map(len, self._keys[1:])]
 
     @property
     def num_parameters(self) -> int:
-        """Stored probabilities, and back-off weights of the contexts that were seen."""
+        """The number of probabilities and of back-off weights of seen contexts."""
         contexts = [(keys // self.vocab_size).unique_consecutive() for keys in self._keys[1:]]
         return sum(self.num_ngrams) + sum(map(len, contexts))
 
     def token_prob(self, sentences: EncodedSentences) -> Tensor:
-        """The probability of each prediction, in the order of `sentences.stream[1:]`.
+        """Computes the probability of each word, in the order of ``sentences.stream[1:]``.
 
         Returns:
             [sentences.num_tokens] float64.
@@ -82,17 +89,17 @@ class NGramModel:
         return prob
 
     def sentence_nll(self, sentences: EncodedSentences) -> Tensor:
-        """[N] float64, nats of each sentence, its end included."""
+        """Computes the nats of each sentence, its end included: [N] float64."""
         nll = -self.token_prob(sentences).log()
         sentence = torch.repeat_interleave(sentences.lengths)
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
     def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:
-        """Writes the model in the ARPA format, for other programs; <s> is the start of a sentence.
+        """Writes the model in the ARPA format of other programs; ``<s>`` starts a sentence.
 
         Args:
-            path: the file.
-            vocabulary: of the sentences.
+            path: the file to write.
+            vocabulary: the vocabulary of the training sentences.
         """
         names = [*vocabulary.words, "<s>"]
         ngrams = names
@@ -118,37 +125,42 @@ class NGramModel:
 def fit_kneser_ney(
     sentences: EncodedSentences, vocab_size: int, order: int = 5, *, modified: bool = True
 ) -> NGramModel:
-    """The model of the equations above, nothing pruned.
+    """Fits an interpolated Kneser-Ney model; no n-gram is pruned.
 
-    With Y = t1 / (t1 + 2 t2), t_j the n-grams of an order with a = j, its discounts are D = Y, or,
-    modified, D(j) = j - (j + 1) Y t_(j+1) / t_j for j = 1, 2 and 3, which serves larger counts too.
-    An order where that can't be computed or is outside [0, j], such as words from a vocabulary
-    without rare ones, takes 0.5, or 0.5, 1 and 1.5.
+    t_j is the number of n-grams of an order with a = j. The discounts of the order are::
+
+        Y = t_1 / (t_1 + 2 t_2)
+        D(j) = Y                                  modified=False
+        D(j) = j - (j + 1) Y t_(j+1) / t_j        modified=True, j = 1, 2 and 3
+
+    D(3) also applies to larger counts. If a discount is undefined or outside [0, j], the order uses
+    0.5 for all counts, or 0.5, 1 and 1.5 if modified. This happens, for example, to the unigrams of
+    a vocabulary without rare words.
 
     Args:
-        sentences: the training text; its <unk> is a word like others.
-        vocab_size: V.
-        order: n of the longest n-grams, where there are such long ones.
-        modified: three discounts for each order, instead of one.
+        sentences: the training text; ``<unk>`` is treated as any other word.
+        vocab_size: V, number of predicted words.
+        order: n of the longest n-grams. It is lower if no sentence is long enough.
+        modified: whether each order has three discounts instead of one.
 
     Raises:
         ValueError: an argument is out of range.
     """
     require_at_least(1, "fit_kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "fit_kneser_ney")
-    # Every order's n-grams, how often they occur, and where their last n - 1 words stand.
+    # For each order: the n-grams, their counts, and the indices of their last n - 1 words.
     keys, counts, suffixes = [torch.arange(vocab_size + 1)], [_count(words, vocab_size + 1)], []
-    index = words  # of the n-gram that ends at each position
+    index = words  # index of the n-gram that ends at each position
     for n in progress(range(2, order + 1), "counting n-grams", "orders"):
         context = _contexts(index, first, n, vocab_size)
         inside = context != _NONE
         if not inside.any():
-            break  # no sentence is that long
+            break  # all sentences are shorter than n
         found, inverse, count = torch.unique(
             context[inside] * vocab_size + words[inside], return_inverse=True, return_counts=True
         )
         suffix = torch.empty_like(found)
-        suffix[inverse] = index[inside]  # the same wherever the n-gram occurs
+        suffix[inverse] = index[inside]  # equal at all occurrences of the n-gram
         index = torch.full_like(index, _NONE)
         index[inside] = inverse
         keys.append(found)
@@ -156,7 +168,7 @@ def fit_kneser_ney(
         suffixes.append(suffix)
     for n, suffix in enumerate(suffixes, start=1):
         preceding = _count(suffix, len(keys[n - 1]))
-        # 0 only where nothing precedes: at the start of a sentence.
+        # 0 only if the n-gram begins a sentence, where no word precedes it.
         counts[n - 1] = torch.where(preceding > 0, preceding, counts[n - 1])
 
     probs: list[Tensor] = []
@@ -180,7 +192,7 @@ def fit_kneser_ney(
 
 
 def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """The words that are predicted, and which of them are their sentences' first."""
+    """Returns the predicted words, and a mask of the first word of each sentence."""
     words = sentences.stream[1:].long()
     require(len(sentences) > 0, f"{name}: sentences", "hold at least one sentence", "none")
     largest = int(words.max())
@@ -191,18 +203,18 @@ def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Ten
 
 
 def _contexts(index: Tensor, first: Tensor, n: int, vocab_size: int) -> Tensor:
-    """Where the n - 1 words before each position stand in their table; none across sentences.
+    """Returns the index of the n - 1 words before each position, or _NONE across sentences.
 
     Args:
-        index: [T], where the n - 1 words that end at each position stand.
+        index: [T], index of the n - 1 words that end at each position.
     """
     context = index.roll(1)
-    context[first] = vocab_size if n == 2 else _NONE  # the sentence's start, and nothing before it
+    context[first] = vocab_size if n == 2 else _NONE  # V is the start of a sentence
     return context
 
 
 def _find(keys: Tensor, context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Where (context, word) stands among the ascending keys, or none."""
+    """Returns the indices of (context, word) in the ascending keys, or _NONE."""
     wanted = context * vocab_size + words
     index = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
     missing = (context == _NONE) | (keys[index] != wanted)
@@ -214,7 +226,7 @@ def _count(index: Tensor, size: int, weights: Tensor | None = None) -> Tensor:
 
 
 def _discounts(counts: Tensor, modified: bool) -> Tensor:
-    """[4] float64: D(0), D(1), D(2), D(3 and more)."""
+    """Computes D(0), D(1), D(2), D(3 and more): [4] float64."""
     _, t1, t2, t3, t4, _ = _count(counts.clamp(max=5), 6).double().unbind()
     y = t1 / (t1 + 2 * t2)
     found, fallback = [0 * y, y, y, y], [0.0, 0.5, 0.5, 0.5]
@@ -223,7 +235,7 @@ def _discounts(counts: Tensor, modified: bool) -> Tensor:
         fallback = [0.0, 0.5, 1.0, 1.5]
     discounts = torch.stack(found)
     largest = torch.arange(4, dtype=torch.float64)
-    valid = (discounts >= 0) & (discounts <= largest)  # not where it is 0 / 0
+    valid = (discounts >= 0) & (discounts <= largest)  # False for 0 / 0
     if y > 0 and valid.all():
         return discounts
     return torch.tensor(fallback, dtype=torch.float64)

@@ -31,25 +31,27 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass
 class LanguageModelConfig:
-    """A stack of layers between embedding and softmax, every one `d_model` wide.
+    """Options of a language model: a stack of layers between embedding and softmax.
 
     Attributes:
-        d_model: D.
-        layers: of "lstm", "moe", "moe_lstm" and "ffn". The paper's models: ["lstm", "moe", "lstm"];
-            MoE-1-Wide and MoE-1-Deep: "ffn" with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512:
-            four "lstm". A "moe_lstm" is an LSTM whose matrices are a mixture of experts (Sec. 3.1).
+        d_model: D, width of the embedding and of every layer's output.
+        layers: list of "lstm", "moe", "moe_lstm" and "ffn". The paper's MoE models are ["lstm",
+            "moe", "lstm"]. MoE-1-Wide and MoE-1-Deep replace "moe" by "ffn" with hidden_sizes
+            [4096] and [1024] * 4; 4xLSTM-512 has four "lstm". The weight matrix of a "moe_lstm" is
+            a mixture of experts (Sec. 3.1).
         dropout: probability, on the output of each layer and of the embedding.
-        residual: add each layer's input to its output.
-        lstm_units: width of the LSTMs' cells, at least d_model, which are projected back to
-            d_model; 0 is cells of d_model units without projection.
-        num_sampled: classes drawn for the softmax in training, ids being in the order of frequency
-            (App. C.1: 8,192); 0 is the full softmax.
-        memory_slots: states that a "moe_lstm" keeps for the backward pass; 0 is everything.
-        dtype: of the large matrices, those of embedding, softmax and experts: "float32", or
-            "bfloat16" for models that do not fit otherwise. What an optimizer adds to a bfloat16
-            weight is lost below 2^-9 of it.
-        moe, ffn: what these layers are. The experts of a "moe_lstm" are matrices: it leaves out
-            hidden_sizes, activation and recompute.
+        residual: whether to add each layer's input to its output.
+        lstm_units: width of the LSTM cells, at least d_model; they are projected back to d_model.
+            0 gives cells of d_model units without projection.
+        num_sampled: number of sampled classes of the softmax in training (App. C.1: 8,192). Word
+            ids must be ordered by decreasing frequency. 0 is the full softmax.
+        memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all.
+        dtype: dtype of the matrices of embedding, softmax and experts: "float32" or "bfloat16".
+            "bfloat16" is for models that otherwise exceed the memory. An optimizer update smaller
+            than 2^-9 of a bfloat16 weight is lost to rounding.
+        moe: options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes,
+            activation and recompute, because its experts are matrices.
+        ffn: options of the "ffn" layers.
     """
 
     d_model: int = 512
@@ -78,35 +80,41 @@ class LanguageModelConfig:
         require(
             "moe_lstm" not in self.layers or self.moe.gate != "balanced",
             "moe.gate",
-            "choose k experts for every token where layers have a moe_lstm",
+            "be noisy_topk or topk if layers contain moe_lstm",
             self.moe.gate,
         )
 
 
 class LanguageModel(WordModel):
-    """Predicts each next word of a sentence.
+    """Predicts each next word of a sentence (App. C.1).
 
-    h = dropout(embedding), then for every layer  h <- h + dropout(f(h))  with f the LSTM, or the
-    sigmoid of the MoE (or of the dense layer in its place), then the softmax (App. C.1). The MoE
-    sees all positions of all sentences as one batch (Sec. 3.1), padding left out. Embedding and
-    softmax are separate, each [vocab_size, d_model]; the embedding starts normal with deviation
-    d_model^-1/2, the softmax uniform with variance 1 / d_model and zero bias.
+    With residual = True, the equations are::
 
-    Models of the same seed that differ in their other layers start from the same embedding, softmax
-    and LSTMs, in order.
+        h = dropout(embedding)
+        h <- h + dropout(f(h))          for every layer
+
+    f is the LSTM, or the sigmoid of the MoE or dense layer. A softmax follows the last layer. A MoE
+    sees all positions of all sentences as one batch, without padding (Sec. 3.1).
+
+    Embedding and softmax are separate weights [V, D]. The embedding is initialised with normal
+    values of standard deviation D^-1/2. The softmax is initialised uniformly with variance 1 / D;
+    its bias is zero.
+
+    Two models with the same seed and different "moe" or "ffn" layers start with the same embedding,
+    softmax and LSTMs.
 
     Args:
-        config: the layers.
-        vocab_size: V, the number of classes of the softmax.
-        process_group: the processes that share the experts of the MoE layers and balance them
-            together (a "moe_lstm" has all of its own in each); see `MoE` and `MoELSTM`.
-        noise_generator: where the gates' noise comes from; None is torch's default generator. With
-            one of its own, a model with MoE layers and one without draw the same dropout masks from
-            the same seed.
-        class_generator: where the classes of a sampled softmax come from, on the CPU; likewise.
+        config: options of the layers.
+        vocab_size: V, number of classes of the softmax.
+        process_group: the ranks that share the experts of a "moe" and balance them together; see
+            `MoE`. A "moe_lstm" has all its experts on every rank; see `MoELSTM`.
+        noise_generator: generator of the gates' noise; None is torch's default generator. With a
+            separate generator, MoE and dense models of one seed get the same dropout masks.
+        class_generator: CPU generator of the sampled classes of the softmax; None is torch's
+            default generator.
 
     Raises:
-        ValueError: config.num_sampled is above vocab_size.
+        ValueError: config.num_sampled is greater than vocab_size.
     """
 
     def __init__(
@@ -121,7 +129,7 @@ class LanguageModel(WordModel):
         super().__init__()
         self.config = config
         d_model = config.d_model
-        # None, so that torch's default type rules all of a model that is not to be mixed.
+        # None lets torch's default dtype apply to all weights.
         dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
         self.embedding = word_embedding(vocab_size, d_model, dtype)
         self.softmax = word_softmax(
@@ -129,8 +137,8 @@ class LanguageModel(WordModel):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-        # LSTMs first: models that differ in the other layers then share the random draws up to
-        # here.
+        # LSTMs are initialised first: models that differ in the other layers start with the same
+        # LSTMs.
         lstms = iter([LSTM(d_model, config.lstm_units) for kind in config.layers if kind == "lstm"])
         self.layers = nn.ModuleList()
         for kind in config.layers:
@@ -166,14 +174,14 @@ class LanguageModel(WordModel):
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Ids to what the softmax reads.
+        """Computes the input of the softmax.
 
         Args:
-            inputs: [B, S] int64, ids.
-            mask: [B, S] bool, True at real tokens; None if all are.
+            inputs: [B, S] int64, word ids.
+            mask: [B, S] bool, True at real tokens; None means that all tokens are real.
 
         Returns:
-            [B, S, D], undefined where masked, and each MoE layer's report.
+            [B, S, D], undefined where masked, and the `MoEAux` of each MoE layer.
         """
         h = self.dropout(self._embed(inputs))
         reports: list[MoEAux] = []
@@ -191,10 +199,10 @@ class LanguageModel(WordModel):
         return h, tuple(reports)
 
     def _embed(self, inputs: Tensor) -> Tensor:
-        """Where the embedding is of a half type, float32: as all that is between the layers."""
+        """Looks up the embedding; its result is float32 even if the weights are bfloat16."""
         if self.config.dtype == "float32":
             return self.embedding(inputs)
-        # The gradients of a word's occurrences are added up in float32.
+        # The second lookup accumulates the gradients of repeated words in float32.
         words, place = inputs.unique(return_inverse=True)
         table = self.embedding(words)
         return F.embedding(place, table.to(accumulation_dtype(table)))

@@ -12,41 +12,46 @@ from moe_ext.recurrent import lstm_state
 
 
 class LSTMState(NamedTuple):
-    """What an LSTM keeps of N sentences from one step to the next.
+    """State of an LSTM between two steps, for N sentences.
 
     Attributes:
-        m: [N, D], the output.
-        c: [N, units], the cell.
+        m: [N, D], output.
+        c: [N, units], cell.
     """
 
     m: Tensor
     c: Tensor
 
     def select(self, index: Tensor) -> Self:
-        """The rows of index [N'] int64."""
+        """Selects the rows in index [N'] int64."""
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
 class LSTM(nn.Module):
-    """One unidirectional LSTM over whole sentences, each from a zero state.
+    """Runs one unidirectional LSTM over whole sentences; each starts from a zero state.
+
+    The equations are::
 
         i, f, j, o = W [x_t, m_{t-1}] + b          c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
-        m_t = P (sigmoid(o) tanh(c_t)),  with `units` given; without P else
+        m_t = P (sigmoid(o) tanh(c_t))
 
-    Weights start uniform with variance 1 / fan_in (input and recurrent together), biases at zero,
-    the forget gate's at 1 so that the cell remembers from the start.
+    P is left out if `units` is None or 0.
+
+    Weights are initialised uniformly with variance 1 / fan_in; fan_in counts input and recurrent
+    weights. The bias of the forget gate starts at 1, so that the cell keeps its state at first. The
+    other biases start at 0.
 
     Args:
-        d_model: D, the width of what comes out.
-        units: width of a cell that is projected to d_model; None or 0 is a cell of d_model units
-            without projection.
-        d_input: width of x; None is d_model.
+        d_model: D, width of the output.
+        units: width of the cell, which P projects to d_model. None or 0 gives d_model units and no
+            projection.
+        d_input: width of x; None means d_model.
 
     Attributes:
-        projection: P [D, units], where it is square; torch's LSTM has the others.
+        projection: P [D, D] if units equals d_model, otherwise None. ``lstm`` holds any other P.
 
     Raises:
-        ValueError: units is below d_model.
+        ValueError: units is less than d_model.
     """
 
     def __init__(
@@ -70,42 +75,43 @@ class LSTM(nn.Module):
                 uniform_(parameter, units if projects else self.lstm.input_size + recurrent)
             else:
                 nn.init.zeros_(parameter)
-        # torch adds two biases, and orders the gates i, f, j, o.
+        # torch adds two biases and orders the gates i, f, j, o.
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] to m [B, S, D]. Sentences are padded on the right, where m means nothing."""
+        """Maps x [B, S, D] to m [B, S, D]; m is undefined at the padding on the right."""
         if self.projection is None:
             return self.lstm(x)[0]
-        # W m_{t-1} = (W P) r_{t-1}: the LSTM with weights W P makes r, and P of it is m.
+        # r is the output before P. As W m_{t-1} = (W P) r_{t-1}, an LSTM with recurrent weight W P
+        # computes r, and m = P r.
         recurrent = self.recurrent_weight @ self.projection
         r = torch.func.functional_call(self.lstm, {"weight_hh_l0": recurrent}, x)[0]
         return r @ self.projection.T
 
     def start(self, num_sentences: int) -> LSTMState:
-        """The zero state."""
+        """Returns the zero state."""
         m = self.recurrent_weight.new_zeros(num_sentences, self.recurrent_weight.shape[1])
         return LSTMState(m, m.new_zeros(num_sentences, self.lstm.hidden_size))
 
     def step(self, x: Tensor, state: LSTMState) -> LSTMState:
-        """x_t [N, D] to the state after it, whose m is the output: `forward` word by word."""
+        """Computes the state after x_t [N, D]; its m is the output, as in `forward`."""
         recurrent = F.linear(state.m, self.recurrent_weight)
         return self.cell(F.linear(x, self.input_weight, self.bias) + recurrent, state.c)
 
     def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
-        """The step from W [x_t, m_{t-1}] + b, [N, 4 · units], and c_{t-1}, [N, units]."""
+        """Computes the state from W [x_t, m_{t-1}] + b [N, 4 · units] and c_{t-1} [N, units]."""
         r, c = lstm_state(gates, c)
         p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
         return LSTMState(r if p is None else F.linear(r, p), c)
 
     @property
     def input_weight(self) -> Tensor:
-        """The columns of W that x_t meets, [4 · units, d_input]."""
+        """The columns of W that multiply x_t, [4 · units, d_input]."""
         return self.lstm.get_parameter("weight_ih_l0")
 
     @property
     def recurrent_weight(self) -> Tensor:
-        """The columns of W that m_{t-1} meets, [4 · units, D]."""
+        """The columns of W that multiply m_{t-1}, [4 · units, D]."""
         return self.lstm.get_parameter("weight_hh_l0")
 
     @property

@@ -1,4 +1,4 @@
-"""What the paper's models have in common: embedding, mixtures between LSTMs, softmax, loss."""
+"""Parts shared by the paper's models: embedding, MoE and dense layers, softmax, loss."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,13 +43,16 @@ def require_lstm_units(lstm_units: int, d_model: int) -> None:
 
 @dataclass
 class MoEConfig:
-    """A mixture-of-experts layer: every token goes through `k` of `num_experts` experts.
+    """Options of a mixture-of-experts layer.
 
-    Attributes: those of `moe_ext.MoE` that have the same names, and
-        gate: "noisy_topk" (Sec. 2.1), or one without noise, whose load has no gradient, so that
-            w_load must be 0: "topk" or "balanced" (App. F).
-        num_groups: groups of a hierarchical mixture (App. B), of which a token goes to k, and there
-            to k of the group's experts (0: a flat one).
+    Options not listed here are the arguments of `moe_ext.MoE` with the same names.
+
+    Attributes:
+        gate: "noisy_topk" (Sec. 2.1), "topk" or "balanced" (App. F). Only the load of "noisy_topk"
+            has a gradient; the other gates need w_load = 0.
+        num_experts: number of experts, summed over all groups.
+        num_groups: number of groups of a hierarchical mixture (App. B); 0 is a flat mixture.
+        k: experts for each token. With groups: k groups, and k experts in each of them.
     """
 
     gate: str = "noisy_topk"
@@ -81,7 +84,7 @@ class MoEConfig:
         choices = self.num_experts
         if self.num_groups:
             choices = min(self.num_groups, self.num_experts // self.num_groups)
-        rule = "num_experts" if self.num_groups == 0 else "num_groups and the experts of a group"
+        rule = "num_experts" if self.num_groups == 0 else "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
         require(
             min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
@@ -98,15 +101,16 @@ class MoEConfig:
 
     @property
     def experts_per_token(self) -> int:
-        """How many experts a token goes through (with a balanced gate, on average)."""
+        """Number of experts for each token; with a balanced gate, the average number."""
         return self.k**2 if self.num_groups else self.k
 
 
 @dataclass
 class FeedForwardConfig:
-    """The dense layer in the MoE's place: one expert that every token goes through, no gate.
+    """Options of the dense layer that replaces the MoE: one expert for all tokens, no gate.
 
-    Attributes: those of `moe_ext.FeedForwardExperts` that have the same names.
+    Attributes:
+        hidden_sizes, activation: see `moe_ext.FeedForwardExperts`.
     """
 
     hidden_sizes: list[int] = field(default_factory=lambda: [4096])
@@ -120,7 +124,7 @@ class FeedForwardConfig:
 
 
 def word_embedding(vocab_size: int, d_model: int, dtype: torch.dtype | None = None) -> nn.Embedding:
-    """Normal with deviation d_model^-1/2."""
+    """Creates an embedding with normal weights of standard deviation d_model^-1/2."""
     embedding = nn.Embedding(vocab_size, d_model, dtype=dtype)
     nn.init.normal_(embedding.weight, std=d_model**-0.5)
     return embedding
@@ -129,7 +133,7 @@ def word_embedding(vocab_size: int, d_model: int, dtype: torch.dtype | None = No
 def word_softmax(
     d_model: int, vocab_size: int, num_sampled: int = 0, **options: Any
 ) -> SampledSoftmax:
-    """Uniform with variance 1 / d_model and zero bias; options of `SampledSoftmax`."""
+    """Creates a `SampledSoftmax` with uniform weights of variance 1 / d_model and zero bias."""
     softmax = SampledSoftmax(d_model, vocab_size, num_sampled, **options)
     uniform_(softmax.weight, d_model)
     nn.init.zeros_(softmax.bias)
@@ -137,7 +141,7 @@ def word_softmax(
 
 
 def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
-    """The gate of a mixture of that configuration for inputs of width d_model."""
+    """Creates the gate of a MoE layer for inputs of width d_model."""
     options: dict[str, Any] = {"k": config.k}
     if config.num_groups:
         options["num_groups"] = config.num_groups
@@ -162,7 +166,7 @@ def moe_layer(
     dtype: torch.dtype | None = None,
     process_group: ProcessGroup | None = None,
 ) -> MoE:
-    """The layer of that configuration; the other arguments as of `MoE`."""
+    """Creates the MoE layer; `dtype` is the dtype of the experts, see `MoE` for the others."""
     return MoE(
         d_model,
         config.num_experts,
@@ -181,7 +185,7 @@ def moe_layer(
 def ffn_layer(
     config: FeedForwardConfig, d_model: int, *, dtype: torch.dtype | None = None
 ) -> FeedForwardExperts:
-    """The dense layer of that configuration."""
+    """Creates the dense layer."""
     return FeedForwardExperts(
         1,
         d_model,
@@ -194,12 +198,15 @@ def ffn_layer(
 def sigmoid_of(
     layer: nn.Module, h: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-    """sigmoid(layer(h)), of the type of h, and the report of a MoE (App. C.1).
+    """Computes sigmoid(layer(h)) in the dtype of h (App. C.1).
 
     Args:
-        layer: a MoE, or the dense layer in its place.
+        layer: a MoE, or the dense layer that replaces it.
         h: [..., D].
-        mask: [...] bool, True at real tokens; None if all are.
+        mask: [...] bool, True at real tokens; None means that all tokens are real.
+
+    Returns:
+        [..., D], and the `MoEAux` of a MoE in a tuple, which is empty for a dense layer.
     """
     if isinstance(layer, MoE):
         y, aux = layer(h, mask)
@@ -210,16 +217,17 @@ def sigmoid_of(
 
 
 class LossParts(NamedTuple):
-    """What one batch contributes.
+    """The parts of the loss of one batch.
 
-    The objective is nll_sum / num_tokens + aux_loss; a perplexity is made of the first two alone.
+    The training objective is nll_sum / num_tokens + aux_loss. The perplexity is
+    exp(nll_sum / num_tokens).
 
     Attributes:
-        nll_sum: scalar, nats, summed over the batch's tokens (ends of sentences included); from a
-            sampled softmax in training too low.
-        num_tokens: how many.
-        aux_loss: scalar, sum of the balancing losses of all MoE layers, weights included.
-        aux: what each MoE layer reports, in order.
+        nll_sum: scalar, nats summed over the tokens of the batch, ends of sentences included. A
+            sampled softmax underestimates it in training.
+        num_tokens: number of these tokens.
+        aux_loss: scalar, sum of the weighted balancing losses of all MoE layers.
+        aux: the `MoEAux` of each MoE layer, in order.
     """
 
     nll_sum: Tensor
@@ -236,8 +244,15 @@ class LossParts(NamedTuple):
         mask: Tensor,
         aux: tuple[MoEAux, ...],
     ) -> Self:
-        """Of what the softmax reads, hidden [B, S, D], with targets [B, S] where mask [B, S] is
-        True: logits are made for these tokens only."""
+        """Computes the loss where mask [B, S] is True; the softmax skips all other positions.
+
+        Args:
+            softmax: the output layer.
+            hidden: [B, S, D], input of the softmax.
+            targets: [B, S] int64, word ids.
+            mask: [B, S] bool.
+            aux: the `MoEAux` of each MoE layer.
+        """
         targets = targets[mask]
         nll_sum = softmax.loss(hidden[mask], targets)
         aux_loss = sum((report.loss for report in aux), start=nll_sum.new_zeros(()))
@@ -245,29 +260,33 @@ class LossParts(NamedTuple):
 
 
 class WordModel(nn.Module):
-    """What the models have in common: a softmax predicts each word of a batch."""
+    """Base class of the models: a softmax predicts each word of a batch."""
 
     softmax: SampledSoftmax
 
     def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """What `forward` gives for a batch."""
+        """Calls `forward` with the tensors of a batch."""
         raise NotImplementedError
 
     def loss(self, batch: Any) -> LossParts:
-        """The parts of the training objective."""
+        """Computes the parts of the training objective."""
         h, aux = self.of_batch(batch)
         return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
 
     @torch.no_grad()
     def token_nll(self, batch: Any) -> Tensor:
-        """-ln p of each real token's target, nats, [T] float32 in row order; no gradient."""
+        """Computes -ln p of the target of each real token, without gradient.
+
+        Returns:
+            [T], nats, in row order.
+        """
         h, _ = self.of_batch(batch)
         return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode for a while; then each of its modules as it was."""
+    """Puts the model into evaluation mode; restores the mode of each module at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

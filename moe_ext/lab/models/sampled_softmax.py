@@ -1,8 +1,8 @@
 """Softmax trained by importance sampling (App. C.1, as in Jozefowicz et al., 2016).
 
-With 793,471 classes the softmax would be nearly all of a model's work. In training it is taken over
-the target and S other classes drawn for the whole batch, each logit less the logarithm of how often
-its class is expected among those drawn; in evaluation over all classes.
+With 793,471 classes, a full softmax would dominate the cost of a model. In training, the softmax
+covers the target and S classes, sampled once for the whole batch. It subtracts the logarithm of the
+expected count of a class from the logit. In evaluation, the softmax covers all classes.
 """
 
 import math
@@ -25,11 +25,11 @@ from moe_ext.ops import accumulation_dtype
 
 
 class Draw(NamedTuple):
-    """S distinct classes and how they came about.
+    """A sample of S distinct classes.
 
     Attributes:
         classes: [S] int64, ascending.
-        num_tries: draws made until there were S distinct ones; infinite if S is all of them.
+        num_tries: number of classes sampled until S were distinct; infinite if S = V.
     """
 
     classes: Tensor
@@ -37,14 +37,14 @@ class Draw(NamedTuple):
 
 
 class LogUniformSampler:
-    """Distinct classes, class c drawn with probability Q(c) = ln((c + 2) / (c + 1)) / ln(V + 1).
+    """Samples distinct classes from Q(c) = ln((c + 2) / (c + 1)) / ln(V + 1).
 
-    That is near the frequency of words whose ids go from frequent to rare (Zipf's law).
+    Q is close to the frequency of words whose ids go from frequent to rare (Zipf's law).
 
     Args:
-        num_classes: V.
-        num_sampled: S.
-        generator: of the draws, on the CPU; None is torch's default one.
+        num_classes: V, number of classes.
+        num_sampled: S, number of sampled classes.
+        generator: CPU generator of the samples; None is torch's default generator.
 
     Raises:
         ValueError: S is not in [1, V].
@@ -64,7 +64,7 @@ class LogUniformSampler:
         self.generator = generator
 
     def draw(self) -> Draw:
-        """Draw until there are S distinct classes, on the CPU."""
+        """Samples classes on the CPU until S of them are distinct."""
         if self.num_sampled == self.num_classes:
             return Draw(torch.arange(self.num_classes, device="cpu"), math.inf)
         draws = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -85,14 +85,14 @@ class LogUniformSampler:
         return Draw(distinct[kept.sort().values], int(first.max()))
 
     def log_expected_count(self, classes: Tensor, num_tries: float) -> Tensor:
-        """ln E(c), E(c) = 1 - (1 - Q(c))^num_tries: how often c is among the classes drawn.
+        """Computes ln E(c), E(c) = 1 - (1 - Q(c))^num_tries, the expected count of c in a sample.
 
         Args:
-            classes: int64, of any shape.
-            num_tries: of the draw.
+            classes: int64, any shape.
+            num_tries: the `num_tries` of ``Draw``.
 
         Returns:
-            float64, of that shape; 0 where num_tries is infinite.
+            float64, in the shape of classes; 0 if num_tries is infinite.
         """
         c = classes.double()
         q = (1 / (c + 1)).log1p() / math.log(self.num_classes + 1)
@@ -108,26 +108,26 @@ def sampled_cross_entropy(
     log_expected_class: Tensor,
     log_expected_target: Tensor,
 ) -> Tensor:
-    """Sum over t of -ln softmax(logits)[targets_t], over the target and the classes drawn.
+    """Computes the sum over t of -ln softmax(logits)[targets_t] over target and sampled classes.
 
-    logit of class c = hidden_t weight_c + bias_c - ln E(c). Where a target is among the classes
-    drawn, it counts once. Like `linear_cross_entropy` by blocks of rows; neither [T, S] nor [T, V]
-    numbers exist at a time.
+    The logit of class c is hidden_t weight_c + bias_c - ln E(c). A target that is also a sampled
+    class counts once. Rows are processed in blocks as in `linear_cross_entropy`, so the [T, S]
+    logits are never stored as a whole.
 
     Args:
         hidden: [T, D].
         weight: [V, D].
         bias: [V].
         targets: [T] int64, in [0, V).
-        classes: [S] int64, distinct and ascending.
-        log_expected_class: [S], ln E of each.
+        classes: [S] int64, sampled classes, distinct and ascending.
+        log_expected_class: [S], ln E of each sampled class.
         log_expected_target: [T], ln E of each target.
 
     Returns:
-        Nats, a scalar in float32, or float64 for hidden of that type.
+        Scalar, nats; float64 if hidden is float64, otherwise float32.
 
     Raises:
-        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
+        ValueError: the shapes do not fit, or a target on the CPU is outside [0, V).
     """
     check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
     return _SampledCrossEntropy.apply(
@@ -151,7 +151,7 @@ class _SampledCrossEntropy(torch.autograd.Function):
         class_weight, dtype = to_product_dtype(weight[classes], hidden)
         class_bias = bias[classes].to(full) - log_expected_class.to(full)
         target_bias = bias[targets].to(full) - log_expected_target.to(full)
-        # Where each target stands among the classes, if it is there.
+        # Index of each target in the sampled classes; valid where `drawn` is True.
         place = torch.searchsorted(classes, targets).clamp_(max=len(classes) - 1)
         drawn = classes[place] == targets
 
@@ -198,7 +198,8 @@ class _SampledCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_target, grad_class_weight, grad_class_bias = (
             grad_output * grad for grad in grads
         )
-        # Added up in float32 for the classes and targets alone, then [V, D] in the weights' type.
+        # Accumulate in float32 only the rows of used classes; the [V, D] gradient has the weight's
+        # dtype.
         used, place = torch.cat([classes, targets]).unique(return_inverse=True)
         of_class, of_target = place.split([len(classes), len(targets)])
         grad_used = grad_class_weight.new_zeros(len(used), hidden.shape[1])
@@ -218,20 +219,20 @@ class _SampledCrossEntropy(torch.autograd.Function):
 
 
 class SampledSoftmax(nn.Linear):
-    """The layer before the loss: all classes in evaluation, S of them and the target in training.
+    """Output layer with a full softmax in evaluation and a sampled softmax in training.
 
-    As a module it gives the logits of all classes. The sampled loss is below the full one: it is
-    for training, no perplexity can be made of it. S = V gives the full loss itself.
+    Calling the module returns the logits of all classes. The sampled loss underestimates the full
+    loss, so it cannot give a perplexity. With S = V it equals the full loss.
 
     Args:
-        d_model: D.
+        d_model: D, width of the input.
         num_classes: V, ordered from frequent to rare.
-        num_sampled: S; 0 is the full softmax in training too.
-        generator: of the draws, on the CPU; None is torch's default one.
-        dtype: of weight and bias; None is torch's default.
+        num_sampled: S; 0 uses the full softmax in training too.
+        generator: CPU generator of the samples; None is torch's default generator.
+        dtype: dtype of weight and bias; None is torch's default.
 
     Raises:
-        ValueError: S is not in [0, V].
+        ValueError: num_sampled is not in [0, V].
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class SampledSoftmax(nn.Linear):
             self.sampler = LogUniformSampler(num_classes, num_sampled, generator)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of nats over hidden [T, D] with targets [T] int64, a scalar."""
+        """Computes the loss of hidden [T, D] and targets [T] int64: scalar, nats, summed."""
         if self.sampler is None or not self.training:
             return linear_cross_entropy(hidden, self.weight, self.bias, targets)
         classes, num_tries = self.sampler.draw()
@@ -260,5 +261,5 @@ class SampledSoftmax(nn.Linear):
         )
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """-ln p of each target under the full softmax: [T], nats; no gradient."""
+        """Computes -ln p of each target under the full softmax, without gradient: [T], nats."""
         return linear_nll(hidden, self.weight, self.bias, targets)

@@ -1,8 +1,8 @@
-"""Softmax over the vocabulary, a few rows at a time: the [T, V] logits never exist as a whole.
+"""Softmax over the vocabulary in blocks of rows, without ever storing all [T, V] logits.
 
-With 10,000 classes the softmax is most of a small language model's work. It is taken in blocks that
-stay in the cache, and the gradient is formed while the logits are there: no logit is written to
-memory to be read again, and none is computed twice.
+With 10,000 classes, the softmax dominates the cost of a small language model. On the CPU each block
+of logits fits the cache. The forward pass computes the gradient of a block while its logits are in
+the cache, so no logit is computed twice.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,9 @@ from moe_ext.ops import accumulation_dtype
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t], in nats: a scalar in float32,
-    or float64 for hidden of that type.
+    """Computes the sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t].
 
-    Under autocast the matrix products are in its dtype and the rest in float32.
+    Under autocast, the GEMMs use the autocast dtype and the rest uses float32.
 
     Args:
         hidden: [T, D].
@@ -28,8 +27,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
         bias: [V].
         targets: [T] int64, in [0, V).
 
+    Returns:
+        Scalar, nats; float64 if hidden is float64, otherwise float32.
+
     Raises:
-        ValueError: shapes do not fit, or a target on the CPU is not in [0, V).
+        ValueError: the shapes do not fit, or a target on the CPU is outside [0, V).
     """
     check_arguments("linear_cross_entropy", hidden, weight, bias, targets)
     learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
@@ -39,7 +41,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
 
 
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Each term of the sum of `linear_cross_entropy`: [T], nats; no gradient."""
+    """Computes the terms of the sum in `linear_cross_entropy`, without gradient: [T], nats."""
     check_arguments("linear_nll", hidden, weight, bias, targets)
     return _nll(hidden, weight, bias, targets)
 
@@ -83,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), h)
                 else:
                     grad_weight += grad.t() @ h
-        # Not yet in a half type: the gradients of the sum may be out of its range, a mean's within.
+        # The gradients of a sum can overflow a half type. Backward first scales them, then casts.
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype
         return total
@@ -98,8 +100,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def check_arguments(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
 ) -> None:
-    """Raises ValueError if shapes do not fit, or a target is none of the classes; that a target on
-    a GPU is, the kernels notice."""
+    """Raises ValueError if the shapes do not fit or a target on the CPU is outside [0, V).
+
+    Targets on a GPU are checked by the kernels.
+    """
     require(weight.dim() == 2, f"{name}: weight", "have shape [V, D]", tuple(weight.shape))
     num_classes, width = weight.shape
     require_shape(name, (num_classes,), bias=bias)
@@ -113,7 +117,7 @@ def check_arguments(
 
 
 def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
-    """The weight in the dtype of the matrix products, cast once for all blocks, and that dtype."""
+    """Casts the weight to the dtype of the GEMMs; returns it with that dtype."""
     device = hidden.device.type
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if enabled else hidden.dtype
@@ -129,8 +133,10 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def row_blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
-    """Row blocks whose logits fit the cache (CPU) or fill the device (GPU). Not below 128 rows,
-    where reading the weights would take longer than the products."""
+    """Yields blocks of rows whose logits fit the cache (CPU) or fill the device (GPU).
+
+    All blocks but the last have at least 128 rows: with fewer, reading the weights would dominate.
+    """
     values = 2**20 if weight.device.type == "cpu" else 2**27
     size = max(128, values // len(weight))
     for start in range(0, num_rows, size):

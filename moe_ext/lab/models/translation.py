@@ -1,4 +1,4 @@
-"""The paper's translation models (App. E): encoder and decoder of LSTMs with a MoE in each."""
+"""The paper's translation models (App. E): LSTM encoder and decoder with a MoE layer in each."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -32,22 +32,24 @@ _ENCODER_KINDS = ("parallel", "stacked")
 
 @dataclass
 class TranslationModelConfig:
-    """Three LSTMs of an encoder and two of a decoder, every one `d_model` wide.
+    """Options of a translation model: three LSTMs in the encoder and two in the decoder.
 
     Attributes:
-        d_model: D.
-        lstm_units: width of the LSTMs' cells, at least d_model, which are projected back to
-            d_model; 0 is cells of d_model units without projection.
-        encoder: the directions of its first two LSTMs: "parallel", both on the embedding, their
-            outputs summed; "stacked", the one from right to left on the other's output.
+        d_model: D, width of the embeddings and of every layer's output.
+        lstm_units: width of the LSTM cells, at least d_model; they are projected back to d_model.
+            0 gives cells of d_model units without projection.
+        encoder: how the left-to-right and the right-to-left LSTM are connected. "parallel": both
+            read the embedding and their outputs are summed. "stacked": the right-to-left LSTM
+            reads the result of the other.
         attention: "product" or "gnmt" (App. G).
-        attention_units: its width; 0 is d_model.
-        between: what stands before the last LSTM of the encoder and of the decoder: "moe"; "ffn", a
-            dense layer in its place; or "none".
+        attention_units: width of the attention; 0 is d_model.
+        between: layer before the last LSTM of the encoder and of the decoder: "moe", "ffn" (dense)
+            or "none".
         dropout: probability, on the output of each layer and of the embeddings.
-        shared_embedding: one embedding for source and target words, whose ids are those of a common
-            vocabulary.
-        moe, ffn: what these layers are.
+        shared_embedding: whether source and target words share one embedding. They always share
+            one vocabulary.
+        moe: options of the "moe" layers.
+        ffn: options of the "ffn" layers.
     """
 
     d_model: int = 512
@@ -76,11 +78,11 @@ class TranslationModelConfig:
 
 
 class Encoded(NamedTuple):
-    """B source sentences as the decoder sees them.
+    """B encoded source sentences.
 
     Attributes:
-        output: [B, S, D], of the encoder.
-        keys: [B, S, A], of the attention.
+        output: [B, S, D], output of the encoder.
+        keys: [B, S, A], keys of the attention.
         mask: [B, S] bool, True at tokens.
     """
 
@@ -89,17 +91,18 @@ class Encoded(NamedTuple):
     mask: Tensor
 
     def select(self, index: Tensor) -> Self:
-        """The sentences index [N] int64."""
+        """Selects the sentences in index [N] int64."""
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
 class DecoderState(NamedTuple):
-    """N unfinished translations of B source sentences.
+    """State of N unfinished translations of B source sentences.
 
     Attributes:
-        encoded: the sources.
-        source: [N] int64, which of them each is a translation of.
-        first, second: of the decoder's LSTMs.
+        encoded: the B source sentences.
+        source: [N] int64, index of the source of each translation.
+        first: state of the decoder's first LSTM.
+        second: state of the decoder's second LSTM.
     """
 
     encoded: Encoded
@@ -108,9 +111,9 @@ class DecoderState(NamedTuple):
     second: LSTMState
 
     def select(self, index: Tensor) -> Self:
-        """The translations index [N'] int64, any of them any number of times.
+        """Selects the translations in index [N'] int64, which may repeat.
 
-        The sources stay where they are until one of them has no translation left.
+        Encoded sources are copied only when one of them has no translation left.
         """
         encoded = self.encoded
         used, source = self.source[index].unique(return_inverse=True)
@@ -120,14 +123,17 @@ class DecoderState(NamedTuple):
 
 
 class AttentionLSTM(nn.Module):
-    """The LSTM that asks where to look, and sees it in the next step (App. E; Wu et al., Eq. 4).
+    """Runs an LSTM whose last output queries the attention (App. E; Wu et al. 2016, Eq. 4).
+
+    The equations are::
 
         a_t = attention(m_{t-1}, source)          m_t, c_t = LSTM([x_t, a_t], m_{t-1}, c_{t-1})
 
     Args:
-        d_model: D, the width of x, m and the source.
+        d_model: D, width of x, m and the source.
         units: see `LSTM`.
-        attention_units, kind: see `Attention`.
+        attention_units: `units` of `Attention`.
+        kind: see `Attention`.
     """
 
     def __init__(
@@ -138,8 +144,8 @@ class AttentionLSTM(nn.Module):
         self.attention = Attention(d_model, d_model, attention_units, kind)
 
     def forward(self, x: Tensor, encoded: Encoded) -> Tensor:
-        """x [B, T, D] to m [B, T, D]."""
-        # All that does not depend on the step before is done for all steps at once.
+        """Maps x [B, T, D] to m [B, T, D]."""
+        # The contribution of x does not depend on the previous step: one GEMM for all steps.
         of_x, of_context = self._input_weights()
         steps = F.linear(x.transpose(0, 1), of_x, self.lstm.bias)
         state = self.lstm.start(len(x))
@@ -153,14 +159,18 @@ class AttentionLSTM(nn.Module):
     def step(
         self, x: Tensor, state: LSTMState, encoded: Encoded, source: Tensor
     ) -> tuple[LSTMState, Tensor]:
-        """x_t [N, D] to the state after it and the attention's weights [N, S].
+        """Computes the state after x_t and the attention weights.
 
         Args:
-            x, state: of N translations.
-            encoded: B sources.
-            source: [N] int64, which of them each is a translation of.
+            x: x_t [N, D], for N translations.
+            state: state before x_t.
+            encoded: the B sources.
+            source: [N] int64, index of the source of each translation.
+
+        Returns:
+            The state after x_t, and the attention weights [N, S].
         """
-        # The translations of a source ask side by side, so that its vectors are read once for all.
+        # Group the queries by source, so that attention reads the vectors of a source only once.
         plan = ops.dispatch_plan(source, len(encoded.mask))
         place, counts = plan.inverse - plan.offsets[source], plan.tokens_per_expert.tolist()
         m = state.m.new_zeros(len(counts), max(counts, default=0), state.m.shape[1])
@@ -171,25 +181,27 @@ class AttentionLSTM(nn.Module):
         return self._step(gates, context, of_context, state), weights
 
     def _attend(self, m: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """Contexts [B, T, D] and weights [B, T, S] of m [B, T, D]."""
+        """Computes contexts [B, T, D] and weights [B, T, S] for the queries m [B, T, D]."""
         return self.attention(m, encoded.keys, encoded.output, encoded.mask)
 
     def _input_weights(self) -> tuple[Tensor, Tensor]:
-        """The columns of W that x_t meets, and those that a_t meets."""
+        """Returns the columns of W that multiply x_t, and those that multiply a_t."""
         of_x, of_context = self.lstm.input_weight.chunk(2, 1)
         return of_x, of_context
 
     def _step(
         self, gates: Tensor, context: Tensor, of_context: Tensor, state: LSTMState
     ) -> LSTMState:
-        """From what x_t and b add to the gates, [N, 4 · units], and a_t, [N, D]."""
+        """Computes the next state from W_x x_t + b [N, 4 · units] and a_t [N, D]."""
         gates = torch.addmm(gates, context, of_context.t())
         gates = torch.addmm(gates, state.m, self.lstm.recurrent_weight.t())
         return self.lstm.cell(gates, state.c)
 
 
 class TranslationModel(WordModel):
-    """Predicts each next word of a translation.
+    """Predicts each next word of a translation (App. E).
+
+    With encoder = "parallel" and between = "moe", the equations are::
 
         encoder:   h = x + dropout(LSTM(x) + reversed LSTM(x)),  x = dropout(embedding)
                    h <- h + dropout(sigmoid(MoE(h)))
@@ -198,21 +210,21 @@ class TranslationModel(WordModel):
                    h <- h + dropout(sigmoid(MoE(h)))
                    h <- h + dropout(LSTM(h))
 
-    then the softmax (App. E). The decoder's first LSTM reads the attention's context beside x and
-    is what the attention asks by: the only part of a translation that goes word by word in
-    training. Each MoE sees all positions of all sentences as one batch (Sec. 3.1), padding left
-    out, which also never reaches attention or the LSTM from right to left. States begin at zero.
+    A softmax follows the decoder. ``AttentionLSTM`` also reads the attention context and provides
+    the queries. It is the only part that runs word by word in training.
 
-    Embedding and softmax are separate, and start as those of `LanguageModel`. Models of the same
-    seed that differ in `between` start from the same embeddings, softmax, LSTMs and attention.
+    Each MoE layer sees all positions of all sentences as one batch, without padding (Sec. 3.1).
+    Padding never reaches the attention or the right-to-left LSTM. LSTM states start at zero.
+
+    Embedding and softmax are separate weights, initialised as in `LanguageModel`. Two models with
+    the same seed and different `between` start with the same weights in all other layers.
 
     Args:
-        config: the layers.
-        vocab_size: V, of source and target together.
-        process_group: the processes that share the experts; see `MoE`.
-        noise_generator: where the gates' noise comes from; None is torch's default generator. With
-            one of its own, a model with MoE layers and one with dense ones draw the same dropout
-            masks from the same seed.
+        config: options of the layers.
+        vocab_size: V, number of words of source and target languages together.
+        process_group: the ranks that share the experts; see `MoE`.
+        noise_generator: generator of the gates' noise; None is torch's default generator. With a
+            separate generator, MoE and dense models of one seed get the same dropout masks.
     """
 
     def __init__(
@@ -249,12 +261,12 @@ class TranslationModel(WordModel):
                 )
             return ffn_layer(config.ffn, d_model) if config.between == "ffn" else None
 
-        # The last to be drawn: models that differ in them share the draws up to here.
+        # Initialised last: models that differ in these layers start with the same other weights.
         self.encoder_between, self.decoder_between = between(), between()
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All between embedding and softmax."""
+        """The layers between embedding and softmax."""
         encoder = [self.forwards, self.backwards, self.encoder_between, self.encoder_top]
         decoder = [self.attention_lstm, self.decoder_between, self.decoder_top]
         return [layer for layer in encoder + decoder if layer is not None]
@@ -262,18 +274,18 @@ class TranslationModel(WordModel):
     def forward(
         self, source: Tensor, source_mask: Tensor, inputs: Tensor, mask: Tensor
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Ids to what the softmax reads.
+        """Computes the input of the softmax.
 
         Args:
-            source: [B, S] int64, ids.
-            source_mask: [B, S] bool, True at the source's tokens, which come first and of which
-                every sentence has at least one.
-            inputs: [B, T] int64, ids of the words before those to be predicted.
-            mask: [B, T] bool, True at real tokens, which come first.
+            source: [B, S] int64, word ids.
+            source_mask: [B, S] bool, True at tokens. Padding follows the tokens; every sentence has
+                at least one token.
+            inputs: [B, T] int64, ids of the words before the predicted words.
+            mask: [B, T] bool, True at real tokens. Padding follows the tokens.
 
         Returns:
-            [B, T, D], undefined where masked, and the reports of the encoder's MoE layer and of the
-            decoder's.
+            [B, T, D], undefined where masked, and the `MoEAux` of the encoder's and the decoder's
+            MoE layer.
         """
         encoded, aux = self._encode(source, source_mask)
         x = self._embed_target(inputs)
@@ -287,11 +299,11 @@ class TranslationModel(WordModel):
 
     @torch.no_grad()
     def encode(self, source: Tensor, source_mask: Tensor) -> Encoded:
-        """The source as the decoder sees it; arguments as of `forward`, no gradient."""
+        """Encodes the source without gradient; see `forward` for the arguments."""
         return self._encode(source, source_mask)[0]
 
     def start(self, encoded: Encoded) -> DecoderState:
-        """Before the first word of a translation of each sentence."""
+        """Returns the state before the first word, with one translation of each sentence."""
         source = torch.arange(len(encoded.mask), device=encoded.mask.device)
         first, second = (
             lstm.start(len(source)) for lstm in (self.attention_lstm.lstm, self.decoder_top)
@@ -300,17 +312,18 @@ class TranslationModel(WordModel):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, Tensor, DecoderState]:
-        """The next word's distribution, in evaluation mode that of `forward`; no gradient.
+        """Computes the distribution of the next word, without gradient.
+
+        In evaluation mode this is the distribution from `forward`.
 
         Args:
-            tokens: [N] int64, the word before it in each translation; at first the id of the end of
-                a sentence, as in the inputs of `forward`.
-            state: of N translations after the words before that.
+            tokens: [N] int64, the previous word of each translation. The first one is the
+                end-of-sentence id, as in `forward`.
+            state: state of the N translations before `tokens`.
 
         Returns:
-            log_probs: [N, V], nats.
-            attention: [N, S], the weights of the source's tokens.
-            state: after `tokens`.
+            The log-probabilities [N, V] in nats, the attention weights [N, S], and the state after
+            `tokens`.
         """
         x = self._embed_target(tokens)
         first, attention = self.attention_lstm.step(x, state.first, state.encoded, state.source)
@@ -348,11 +361,11 @@ class TranslationModel(WordModel):
 
 
 def reverse(x: Tensor, mask: Tensor) -> Tensor:
-    """The tokens of each sentence in the opposite order, the padding behind them where it was.
+    """Reverses the tokens of each sentence; the padding stays at the end.
 
     Args:
         x: [B, S, D].
-        mask: [B, S] bool, True at tokens, which come first.
+        mask: [B, S] bool, True at tokens. Padding follows the tokens.
     """
     place = torch.arange(mask.shape[1], device=mask.device)
     place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)

@@ -1,11 +1,13 @@
 """Training of the models: configuration, loop, metrics, checkpoints, paired comparisons.
 
-config = read_config("configs/small/moe-32.toml", ["steps=500"])
-trainer = Trainer(config)
-trainer.run()
-trained = load_run(config.output)
-test = evaluate(trained.model, load_part(config.data, trained.vocabulary, "test"))
-print(test.perplexity)
+An example::
+
+    config = read_config("configs/small/moe-32.toml", ["steps=500"])
+    trainer = Trainer(config)
+    trainer.run()
+    trained = load_run(config.output)
+    test = evaluate(trained.model, load_part(config.data, trained.vocabulary, "test"))
+    print(test.perplexity)
 """
 
 from moe_ext.lab.training.checkpoint import TrainedModel, load_run

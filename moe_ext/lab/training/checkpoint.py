@@ -1,11 +1,14 @@
-"""The files of a run's folder:
+"""The files in the folder of a run.
+
+The folder contains::
 
     config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
 
-(wordpieces.model instead of vocabulary.txt for a translation model.)
+A translation model has wordpieces.model instead of vocabulary.txt.
 
-Each is written so that a crash leaves the old one or the new one, whole. config.toml comes first:
-where it is, there is a run to resume. The checkpoints are those of `moe_ext.distributed`.
+The files are written atomically: a crash leaves the old or the new file. The configuration is
+written first, so its existence means that there is a run to resume. See `Checkpoints` for the
+folder of checkpoints.
 """
 
 from dataclasses import dataclass
@@ -24,15 +27,15 @@ from moe_ext.lab.training.model import make_model
 def checkpoints_of(
     run: Path, process_group: ProcessGroup | None = None, keep: int = 1
 ) -> Checkpoints:
-    """The checkpoints in a run's folder."""
+    """Opens the checkpoints in a run's folder."""
     return Checkpoints(run / "checkpoints", process_group, keep=keep)
 
 
 def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
-    """What the newest checkpoint of a run holds beside the model.
+    """Loads the newest checkpoint of a run without the model.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is no checkpoint, or it cannot be read.
     """
     if not checkpoints.steps():
         raise ConfigError(
@@ -41,12 +44,12 @@ def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
     try:
         return checkpoints.load()
     except CheckpointError as error:
-        raise ConfigError(f"{error}; delete its folder to use the one before") from error
+        raise ConfigError(f"{error}; delete its folder to use the previous checkpoint") from error
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model from its newest checkpoint, in evaluation mode, and what is needed to use it."""
+    """A trained model in evaluation mode, with its vocabulary, configuration and step."""
 
     model: AnyModel
     vocabulary: AnyVocabulary
@@ -55,10 +58,14 @@ class TrainedModel:
 
 
 def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
-    """The newest model of a run folder.
+    """Loads the model of a run from its newest checkpoint.
+
+    Args:
+        run: the folder of the run.
+        device: device of the model.
 
     Raises:
-        ConfigError: the folder does not hold one.
+        ConfigError: the folder has no model, or its vocabulary does not fit the model.
     """
     run = Path(run)
     checkpoints = checkpoints_of(run)
@@ -79,20 +86,20 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
 
 
 def vocabulary_file(config: AnyConfig) -> str:
-    """Its name in the folder of a run."""
+    """Returns the name of the vocabulary file in the folder of a run."""
     return "wordpieces.model" if isinstance(config, TranslationConfig) else "vocabulary.txt"
 
 
 def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:
-    """Compares the vocabulary with the one that the checkpoint was trained with.
+    """Checks that a vocabulary is the vocabulary of a checkpoint.
 
     Raises:
-        ConfigError: they differ; it names `source`, where the vocabulary is from.
+        ConfigError: they differ. The message names `source`, the origin of the vocabulary.
     """
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(
-            f"the vocabulary of {source} ({len(vocabulary)} entries, "
-            f"{vocabulary.fingerprint()[:12]}) is not the one the run was trained with "
-            f"({state['vocabulary'][:12]}); give the original text and data options, "
+            f"the vocabulary of {source} must be the vocabulary of the run (SHA-256 "
+            f"{state['vocabulary'][:12]}), got {len(vocabulary)} entries with SHA-256 "
+            f"{vocabulary.fingerprint()[:12]}; give the original text and data options, "
             "or start a new run in another folder"
         )

@@ -1,8 +1,8 @@
-"""What a model takes of the devices that share its experts: memory, network, time (Sec. 3).
+"""Memory, network traffic and time of a model whose experts are sharded over devices (Sec. 3).
 
-Every device has a copy of the dense parameters, a share of the experts and tokens of its own. The
-counts of parameters, operations and bytes are exact, where tokens choose each expert as often; what
-is kept for the backward pass is an estimate, and times are those of a device at its best.
+Every device has a replica of the dense parameters, a shard of the experts, and its own tokens. The
+counts of parameters, operations and bytes are exact if all experts get equally many tokens. The
+activation memory is an estimate. Times assume peak throughput.
 """
 
 import math
@@ -25,13 +25,13 @@ from moe_ext.optim import split_parameters
 
 @dataclass(frozen=True)
 class Device:
-    """One of the devices.
+    """The peak rates of one device.
 
     Attributes:
-        flops: floating-point operations a second, two a multiply-add.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        link: bytes a second to the other devices, and as many from them.
+        flops: floating-point operations per second; a multiply-add counts as two.
+        memory: memory in bytes.
+        memory_bandwidth: bytes per second.
+        link: network bandwidth in bytes per second, in each direction.
     """
 
     flops: float
@@ -44,8 +44,8 @@ class Device:
             require(value > 0, f"Device: {name}", "be positive", value)
 
 
-# Peaks by their makers, of float32 and of bfloat16; links between machines. The paper does not name
-# its network: 10 Gb/s make the "thousands to one" of Sec. 3.2.
+# The vendors' peak rates, float32 for k40 and bfloat16 for the others; links between machines. The
+# paper does not name its network: 10 Gb/s give the "thousands to one" of Sec. 3.2.
 DEVICES = {
     "k40": Device(4.29e12, 12e9, 288e9, 1.25e9),
     "a100": Device(312e12, 80e9, 2.04e12, 25e9),
@@ -62,18 +62,23 @@ def exchange_bytes(
     exchange: str,
     gate_itemsize: int = 4,
 ) -> tuple[float, float]:
-    """Bytes that must leave processes in a layer's forward, and in its backward pass (Sec. 3.2).
+    """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
 
-    Forward, x goes out and y comes back; backward, their gradients the other way. With
-    exchange="tokens" so do the gates, and with them goes an int64 index of the copy.
+    Forward sends x to the experts and y back; backward sends their gradients. With
+    exchange="tokens", forward also sends the gates and an int64 index for each row, and backward
+    sends the gradients of the gates.
 
     Args:
-        rows: (token, expert) pairs of which the expert is in another process.
-        copies: (token, process) pairs of these.
-        d_input, d_output: the experts' widths.
+        rows: number of (token, expert) assignments to experts on other ranks.
+        copies: number of (token, rank) pairs in these assignments.
+        d_input: input width of the experts.
+        d_output: output width of the experts.
         itemsize: bytes of an element of x and y.
-        exchange: see `moe_ext.distributed.exchange.Exchange`.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         gate_itemsize: bytes of a gate.
+
+    Returns:
+        The bytes in forward, and the bytes in backward.
     """
     if exchange == "rows":
         both = rows * (d_input + d_output) * itemsize
@@ -83,45 +88,54 @@ def exchange_bytes(
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
-    """Rows and copies of a token that leave its process, if all choices of experts are as likely.
+    """Computes the expected `rows` and `copies` of a token under uniform routing.
 
     Args:
-        placement: of the experts.
-        k: experts of a token; of a hierarchical mixture, groups, in each of which it has k.
+        placement: placement of the experts on the ranks.
+        k: experts for each token; in a hierarchical mixture, k groups and k experts in each group.
+
+    Returns:
+        The `rows` and `copies` of one token for `exchange_bytes`.
     """
     size, group = placement.num_ranks, placement.experts_per_group
     choices = placement.num_experts // group
-    # Process q has none of the k choices in C(choices - its own, k) of C(choices, k) cases.
+    # Rank q has none of the k choices in C(choices - choices of q, k) of C(choices, k) cases.
     reached = sum(
         1 - math.comb(choices - number // group, k) / math.comb(choices, k)
         for number in placement.counts
     )
-    elsewhere = 1 - 1 / size  # the mean over the processes
+    elsewhere = 1 - 1 / size  # the mean over the token's ranks
     return (k if group == 1 else k**2) * elsewhere, reached * elsewhere
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training step on so many devices. Memory is that of the device with most experts.
+    """The cost of one training step on d devices, for the device with the most experts.
 
     Attributes:
-        num_devices, num_experts: all of them.
-        tokens: of a device, in one step.
-        dense_parameters, expert_parameters: of the model, those that all devices have, embedding
-            and softmax among them, and the others.
-        parameter_bytes, gradient_bytes, optimizer_bytes: of a device.
-        activation_bytes: what is kept for the backward pass of a batch, roughly.
-        exchange_bytes: sent by a device in a step, to the experts and back.
-        reduce_bytes: sent to average the dense gradients: 2 (d - 1) / d of them, in a ring.
-        flops: of a device.
-        expert_intensity: operations of the experts, forward, by bytes that their rows need on the
-            wire where none is at home: with one hidden layer, its width · 2 / itemsize.
-        device_intensity: flops by link. Where it is larger, sending takes longer than computing.
-        compute_seconds: max(flops / peak, bytes / memory bandwidth), forward and backward: weights
-            are read twice and their gradients written, and what is kept is written and read.
-        optimizer_seconds: reading and writing weights, gradients and averages.
-        network_seconds: all that is sent / link.
-        flops_seconds: flops / peak alone.
+        num_devices: d, number of devices.
+        num_experts: number of experts in a layer, on all devices.
+        tokens: tokens of one device in a step.
+        dense_parameters: parameters that every device has, with embedding and softmax.
+        expert_parameters: parameters that are sharded, on all devices.
+        parameter_bytes: weights on a device.
+        gradient_bytes: gradients on a device.
+        optimizer_bytes: optimizer state on a device.
+        activation_bytes: estimate of the activations saved for backward of one batch.
+        exchange_bytes: bytes that a device sends in a step for its experts, forward and backward.
+        reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients,
+            2 (d - 1) / d of their size.
+        flops: operations of a device in a step.
+        expert_intensity: forward operations of an expert per byte of its rows on the network, if
+            all rows are remote. With one hidden layer, it is the hidden width · 2 / itemsize.
+        device_intensity: flops / link of a device. If it is greater than expert_intensity, sending
+            takes longer than computing.
+        compute_seconds: max(flops / peak, bytes / memory bandwidth) of forward and backward. The
+            bytes are two reads of the weights, one write of the gradients, and one write and one
+            read of the activations.
+        optimizer_seconds: time to read and write weights, gradients and optimizer state.
+        network_seconds: (exchange_bytes + reduce_bytes) / link.
+        flops_seconds: flops / peak.
     """
 
     num_devices: int
@@ -145,21 +159,24 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device."""
+        """The memory in bytes of weights, gradients, optimizer state and activations."""
         weights = self.parameter_bytes + self.gradient_bytes
         return weights + self.optimizer_bytes + self.activation_bytes
 
     def step_seconds(self, *, overlap: bool) -> float:
-        """Computing, then sending: the sum; or at best at the same time: the maximum."""
+        """Computes the time of a step; overlap=True sends while it computes."""
         both = self.compute_seconds, self.network_seconds
         return (max(both) if overlap else sum(both)) + self.optimizer_seconds
 
     def efficiency(self, *, overlap: bool) -> float:
-        """The same step without anything to send, by this one: as the paper's devices are added."""
+        """Computes the time of the step without network traffic, divided by the time of the step.
+
+        This is the weak-scaling efficiency: every added device has its own tokens.
+        """
         return (self.compute_seconds + self.optimizer_seconds) / self.step_seconds(overlap=overlap)
 
     def share_of_peak(self, *, overlap: bool) -> float:
-        """flops / peak, by the step."""
+        """Computes flops / peak, divided by the time of the step."""
         return self.flops_seconds / self.step_seconds(overlap=overlap)
 
 
@@ -171,17 +188,19 @@ def plan(
     exchange: str = "rows",
     split_gates: bool = False,
 ) -> Plan:
-    """A training step of `config` with its experts shared by `num_devices`.
+    """Computes the cost of a training step with the experts sharded over `num_devices`.
+
+    Weights and gradients have the dtypes of the model; the optimizer state is float32. With
+    autocast, activations and network traffic are bfloat16.
 
     Args:
-        config: with data.tokens_per_batch tokens on each device and data.vocab_size classes.
-            Weights and gradients are of the types of the model's own, averages float32; with
-            autocast, what is kept and sent is bfloat16.
-        device: one of them.
-        num_devices: d.
-        exchange: see `moe_ext.distributed.exchange.Exchange`.
-        split_gates: the secondary gates of a hierarchical mixture are where their groups are
-            (Sec. 3.1); `HierarchicalMoE` has all of them in every process.
+        config: the training run, with data.tokens_per_batch tokens on each device and
+            data.vocab_size classes.
+        device: the device.
+        num_devices: d, number of devices.
+        exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
+        split_gates: whether the secondary gates of a hierarchical mixture are sharded with their
+            groups (Sec. 3.1). `HierarchicalMoE` has all gates on every rank.
 
     Raises:
         ValueError: exchange or num_devices is out of range, or the layers have no MoE.
@@ -191,7 +210,10 @@ def plan(
     require_at_least(1, "plan", num_devices=num_devices)
     kinds = config.model.layers
     require(
-        "moe" in kinds and "moe_lstm" not in kinds, "plan: layers", "have moe, not moe_lstm", kinds
+        "moe" in kinds and "moe_lstm" not in kinds,
+        "plan: layers",
+        "include moe and not moe_lstm",
+        kinds,
     )
     with torch.device("meta"):
         model = LanguageModel(config.model, config.data.vocab_size)
@@ -205,7 +227,7 @@ def plan(
     itemsize = 2 if config.autocast else 4
     row_itemsize = min(itemsize, weights[0].itemsize)
 
-    # Parameters and what the optimizers keep of them, in numbers.
+    # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
     placement = ExpertPlacement(num_experts, num_devices, group)
     share = max(placement.counts)
@@ -221,7 +243,7 @@ def plan(
     local_bytes = dense_bytes + share * expert_bytes
     averages = 2 * local - _averages_saved(config, model, share)
 
-    # Of each token: what goes through the experts is on the owner's side.
+    # Cost of each token; activations of experts are on the ranks of the experts.
     rows, copies = leaving(placement, moe.k)
     sent = exchange_bytes(rows, copies, d_input, d_output, row_itemsize, exchange)
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
@@ -259,10 +281,10 @@ def plan(
 
 
 def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
-    """How many averages factored optimizers do without, of a device with that many experts."""
+    """Counts the moments that factored optimizers avoid on a device with `share` experts."""
     saved = 0
     if config.optimizer.experts == "factored_adam":
-        for weight in split_parameters(model).experts:  # of mixtures, and of dense layers
+        for weight in split_parameters(model).experts:  # of MoE and dense layers
             number = share if len(weight) == config.model.moe.num_experts else len(weight)
             saved += number * (2 * weight[0].numel() - sum(weight[0].shape))
     if config.optimizer.embedding == "factored_adam":
@@ -273,12 +295,13 @@ def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
 
 
 def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling: int) -> int:
-    """Numbers kept of a token for the backward pass.
+    """Counts the elements saved for backward of a token.
 
     Args:
-        config, model: the model.
-        group: experts of a group.
-        travelling: the numbers of a token's rows that come to a layer's experts, and go.
+        config: the training run.
+        model: its model.
+        group: experts in a group.
+        travelling: elements of a token's rows that a layer sends between ranks.
     """
     moe, d_model = config.model.moe, config.model.d_model
     logits = moe.num_groups + moe.k * group if moe.num_groups else moe.num_experts
@@ -287,7 +310,7 @@ def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling:
     for layer in model.layers:
         if isinstance(layer, MoE):
             hidden = sum(weight.shape[2] for weight in list(layer.experts.parameters())[:-1])
-            # x, sigmoid(y); noise and its deviation, logits with and without it
+            # x, sigmoid(y); noise, noise_stddev, noisy and clean logits
             kept += 2 * d_model + 4 * logits + travelling
             kept += 0 if moe.recompute else moe.experts_per_token * hidden
         else:
@@ -296,9 +319,9 @@ def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling:
 
 
 def _kept(layer: nn.Module) -> int:
-    """Numbers that a dense layer keeps of a token for the backward pass."""
+    """Counts the elements that a dense layer saves for backward of a token."""
     if isinstance(layer, LSTM):
-        lstm = layer.lstm  # as torch has it on the CPU: 4 gates before and after, their products
+        lstm = layer.lstm  # torch on the CPU saves 4 gates before and after, and their products
         projected = lstm.proj_size if layer.projection is None else lstm.hidden_size
         return lstm.input_size + 16 * lstm.hidden_size + projected
     assert isinstance(layer, FeedForwardExperts)

@@ -1,4 +1,4 @@
-"""How scripts begin and end: with a parser, and with a sentence for what the user can put right."""
+"""Parsers and exit statuses of the scripts."""
 
 import argparse
 import os
@@ -10,25 +10,23 @@ from moe_ext.lab.training.config import ConfigError
 
 
 def exit_status(main: Callable[[], object]) -> int:
-    """Run a script's `main` and say how it ended.
+    """Runs a script's `main` and returns its exit status.
 
-    Returns:
-        What `main` does, if that is a number; else
-        0: done. `scripts/train.py` is also done when Ctrl-C or SIGTERM came while it trained: it
-            has saved and says how to go on.
-        1: training diverged (FloatingPointError).
-        2: a ConfigError, CheckpointError or OSError, whose sentence is on stderr; argparse ends
-            with 2 as well.
-        130: Ctrl-C, or SIGTERM during training. `scripts/compare.py` and `scripts/quickstart.py`
-            end so in training too, because their report is not there: what was trained is saved,
-            and the same command goes on from it.
-        141: whoever read stdout has seen enough (`| head`).
+    The exit status is the result of `main` if it is an int, otherwise:
+
+    - 0: success. ``scripts/train.py`` also ends with 0 if Ctrl-C or SIGTERM stops the training: it
+      saves a checkpoint and prints how to resume.
+    - 1: training diverged (FloatingPointError).
+    - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
+    - 130: Ctrl-C, or SIGTERM during training. ``scripts/compare.py`` and ``scripts/quickstart.py``
+      save a checkpoint; the same command resumes.
+    - 141: stdout was closed (``| head``).
     """
     try:
         result = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer has nowhere to go when the interpreter ends.
+        # Otherwise the interpreter fails to flush the rest of the buffer when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ConfigError, CheckpointError) as error:
@@ -48,26 +46,29 @@ def exit_status(main: Callable[[], object]) -> int:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Whose help shows the docstring of a script as it is."""
+    """Creates a parser whose help shows the docstring of a script unchanged."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """The options of a configuration that are to be changed; `parse_intermixed_args` reads them."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to change")
+    """Adds overrides of configuration options; call ``parse_intermixed_args`` to parse them."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to override")
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """How many threads `set_up_torch` is to give torch, of scripts without a configuration."""
+    """Adds the number of threads for `set_up_torch`, for scripts without a configuration."""
     parser.add_argument(
-        "--threads", type=at_least(0), default=0, help="torch's threads (0: its default)"
+        "--threads",
+        type=at_least(0),
+        default=0,
+        help="number of torch's threads (0: torch's default)",
     )
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number that is not below `minimum`."""
+    """Makes an argparse type for whole numbers of at least `minimum`."""
 
     def parse(text: str) -> int:
         try:

@@ -1,8 +1,8 @@
-"""Two models by paired runs: MoE against a dense one of equal operations, or any two.
+"""Comparison of two models by paired runs, by default MoE and a dense model of equal operations.
 
-Runs of the same seed share the order of the data, the dropout masks and the initial embedding,
-softmax and LSTMs; models of the same sizes, all initial weights. The unit of analysis is the test
-log-perplexity of a run after its last step.
+Runs with the same seed share the data order, the dropout masks, and the initial weights of
+embedding, softmax and LSTMs. Models with the same sizes share all initial weights. The unit of
+analysis is the test log-perplexity of a run after its last step.
 """
 
 from dataclasses import asdict, replace
@@ -21,14 +21,14 @@ from moe_ext.lab.training.statistics import PairedDifference, bootstrap_differen
 from moe_ext.lab.training.study import Results, as_change, difference, size_cells
 from moe_ext.lab.training.text import Text
 
-_BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # and their digits
+_BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals
 
 
 def dense_counterpart(config: AnyConfig) -> AnyConfig:
-    """MoE-1-Wide of App. C.1: one expert, k times as wide, in the place of the MoE.
+    """Replaces each MoE layer by one expert that is k times as wide (MoE-1-Wide of App. C.1).
 
     Raises:
-        ConfigError: the model has no MoE layer, or experts of other than one hidden layer.
+        ConfigError: the model has no MoE layer, or its experts do not have one hidden layer.
     """
     model = config.model
     if isinstance(config, TranslationConfig):
@@ -37,8 +37,8 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
         layers = config.model.layers
     if "moe" not in layers or len(model.moe.hidden_sizes) != 1:
         raise ConfigError(
-            "model must have an MoE layer, of experts with one hidden layer, to be compared with a "
-            f"dense model, got layers {layers} and hidden_sizes {model.moe.hidden_sizes}"
+            "model must have an MoE layer whose experts have one hidden layer for a dense "
+            f"counterpart, got layers {layers} and hidden_sizes {model.moe.hidden_sizes}"
         )
     wide = replace(
         model.ffn,
@@ -52,25 +52,27 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
 
 
 def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyConfig]:
-    """The two configurations to compare by short names; None is the dense counterpart.
+    """Names the two configurations of a comparison; None compares with the dense counterpart.
 
     Raises:
-        ConfigError: there is no dense counterpart, or the two are the same or not comparable.
+        ConfigError: there is no dense counterpart, or the two configurations are equal, or they
+            differ in seed or data.
     """
     if against is None:
         return {"moe": config, "dense": dense_counterpart(config)}
     changed = config_differences(config, against)
     if not changed:
-        raise ConfigError("what is compared must differ in some option, got the same twice")
+        raise ConfigError("the compared configurations must differ, got the same options twice")
     if any(key == "seed" or key.startswith("data.") for key in changed):
         raise ConfigError(
-            f"what is compared must have the same seed and data, got other {', '.join(changed)}"
+            "the compared configurations must have the same seed and data, got different "
+            f"{', '.join(changed)}"
         )
     return {"config": config, "against": against}
 
 
 def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, str]:
-    """What tells the two arms apart, by their short names."""
+    """Describes the differences of the two arms, by arm."""
     if against is None:
         return {"moe": "MoE", "dense": "dense"}
     return {
@@ -83,13 +85,13 @@ def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str,
 
 
 def comparison_report(results: Results, text: Text) -> dict[str, Any]:
-    """All numbers of a comparison, ready for JSON, of the seeds that both arms have.
+    """Computes all numbers of a comparison, as data for JSON, over the seeds of both arms.
 
-    Differences are ln ppl(first arm) - ln ppl(second arm): below zero where the first is better;
-    the relative change of the perplexity is e^difference - 1. The balance is the first arm's.
+    A difference is ln ppl(first arm) - ln ppl(second arm); it is negative if the first is better.
+    The relative change of the perplexity is e^difference - 1. The balance is that of the first arm.
 
     Raises:
-        ConfigError: there is no such seed, as other processes are at the runs or they diverged.
+        ConfigError: no seed is finished for both arms.
     """
     lengths = text.test.lengths
     first, second = results.values()
@@ -111,8 +113,8 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
         )
     if not rows:
         raise ConfigError(
-            "--output must hold a pair of finished runs; other processes are at them, or they "
-            "diverged: then delete their folders, or give another --output"
+            "--output must hold a pair of finished runs, got none; wait for runs in progress, "
+            "delete the folders of diverged runs, or give another --output"
         )
     gap = difference(first, second)
     assert gap is not None  # there are rows
@@ -127,11 +129,11 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
 
 
 def comparison_page(report: dict[str, Any], config: AnyConfig) -> str:
-    """The report of `comparison_report` as a page with one row for each seed.
+    """Formats a report as a page with one table row for each seed.
 
     Args:
-        report: with "models" beside, what `arm_titles` returns.
-        config: that of the first model.
+        report: result of `comparison_report`, with the result of `arm_titles` as "models".
+        config: configuration of the first arm.
     """
     titles = report["models"]
     costs = {title: Cost(**report["cost"][arm]) for arm, title in titles.items()}

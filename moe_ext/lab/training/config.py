@@ -1,8 +1,11 @@
-"""Configuration of a training run: nested dataclasses, read from TOML, changed by dotted key.
+"""Configuration of a training run: nested dataclasses, read from TOML, overridden by dotted keys.
 
-config = read_config("configs/small/moe-32.toml", ["steps=500", "model.moe.k=2"])
+An example::
 
-With `task = "translation"` it is a `TranslationConfig`, else a `Config`, of a language model.
+    config = read_config("configs/small/moe-32.toml", ["steps=500", "model.moe.k=2"])
+
+The result is a `TranslationConfig` if the file has ``task = "translation"``, otherwise a `Config`
+of a language model.
 """
 
 import difflib
@@ -19,25 +22,25 @@ from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
 
 
 class ConfigError(ValueError):
-    """A configuration, corpus or run folder that can't be used: one sentence with what to do."""
+    """Raised if a configuration, corpus or run folder is invalid; the message says what to do."""
 
 
 @dataclass
 class DataConfig:
-    """The text.
+    """Options of the text of a language model.
 
     Attributes:
-        corpus: "builtin" or a path (moe_ext/lab/data/corpora.py).
-        vocabulary: a file of one word a line ("": the words of the training part are counted).
-        vocab_size: where they are: at most so many entries, `<unk>` and `</s>` included.
-        min_count: where they are: entries are words seen at least so often.
-        encoded: a folder in which the ids of the text are kept from run to run and mapped from,
-            for a corpus larger than memory ("": they are made anew, in memory).
-        num_workers: processes that read the text, and then make batches while the model trains, for
-            each process that trains (0: that one does it itself).
-        tokens_per_batch: predictions per batch, roughly.
-        max_length: longest row in training (0: whole sentences).
-        max_train_sentences: use only the first ones (0: all).
+        corpus: "builtin" or a path; see `load_corpus`.
+        vocabulary: a file with one word per line. "" builds the vocabulary from the training part.
+        vocab_size: maximum number of entries of a built vocabulary, with ``<unk>`` and ``</s>``.
+        min_count: minimum number of occurrences of a word in a built vocabulary.
+        encoded: folder of memory-mapped files for the ids, reused by later runs; for a corpus
+            larger than the memory. "" keeps the ids in memory.
+        num_workers: number of worker processes for each rank. They read the text and later make
+            batches during training. 0 does this in the rank's own process.
+        tokens_per_batch: approximate number of predictions per batch.
+        max_length: maximum number of predictions in a row in training; 0 is no limit.
+        max_train_sentences: limits the training part to its first sentences; 0 is no limit.
     """
 
     corpus: str = "builtin"
@@ -59,25 +62,29 @@ class DataConfig:
 
 @dataclass
 class ParallelDataConfig:
-    """Sentences and their translations.
+    """Options of the parallel text of a translation model.
 
     Attributes:
-        corpus: a folder of parallel text (moe_ext/lab/data/parallel.py).
-        pairs: of languages; "en-fr" is from English into French. Where there are several, each
-            source begins with the token `<2xx>` of its target's language.
-        wordpieces: a sentencepiece model ("": pieces are found in the training part).
-        vocab_size, kind: where they are: so many, by "bpe" or "unigram" (`Wordpieces.train`).
-        drop, max_train_pairs: what to leave out of the training part of each language pair
-            (`load_parallel`; 0: nothing).
-        max_ratio: of the longer side's pieces to those of the shorter one, in training (0: any).
-        oversample: train on as many pairs of sentences of each language pair (`PairBatches`).
-        encoded: a folder in which wordpieces and the ids of the text are kept from run to run ("":
-            they are made anew, in memory).
-        num_workers: processes that read the text, and then make batches while the model trains, for
-            each process that trains (0: that one does it itself).
-        tokens_per_batch: source tokens and predictions per batch, roughly.
-        max_length: train only on pairs with at most so many source tokens and predictions (0: all,
-            although one very long pair may take all memory).
+        corpus: a folder of parallel text or a table; see `load_parallel`.
+        pairs: language pairs; "en-fr" translates from English into French. With several pairs, each
+            source begins with the token ``<2xx>`` of its target language.
+        wordpieces: a sentencepiece model file. "" trains wordpieces on the training part.
+        vocab_size: number of trained wordpieces; see `Wordpieces.train`.
+        kind: "bpe" or "unigram", the kind of trained wordpieces; see `Wordpieces.train`.
+        drop: names to skip in the training part of each language pair; see `load_parallel`.
+        max_train_pairs: limits the training part of each language pair to its first pairs; 0 is no
+            limit.
+        max_ratio: maximum ratio of the pieces of the longer to the shorter side in training; 0 is
+            no limit.
+        oversample: whether to train on equally many sentence pairs of each language pair; see
+            `PairBatches`.
+        encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
+            keeps them in memory.
+        num_workers: number of worker processes for each rank. They read the text and later make
+            batches during training. 0 does this in the rank's own process.
+        tokens_per_batch: approximate number of source tokens plus predictions per batch.
+        max_length: skips training pairs with more source tokens or more predictions. 0 is no limit,
+            but one very long pair can exhaust the memory.
     """
 
     corpus: str = ""
@@ -95,13 +102,13 @@ class ParallelDataConfig:
     max_length: int = 100
 
     def __post_init__(self) -> None:
-        require(len(self.pairs) >= 1, "pairs", "be at least one", self.pairs)
+        require(len(self.pairs) >= 1, "pairs", "contain at least one language pair", self.pairs)
         for pair in self.pairs:
             source, _, target = pair.partition("-")
             require(
                 bool(source and target) and source != target,
                 "pairs",
-                'be of two languages each, as "en-fr"',
+                'be pairs of two languages such as "en-fr"',
                 pair,
             )
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
@@ -120,21 +127,21 @@ class ParallelDataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam under the schedules of App. C.1 and E (moe_ext/optim).
+    """Options of Adam with the learning-rate schedules of App. C.1 and E.
 
     Attributes:
-        learning_rate: its peak.
-        warmup_steps: where the peak is.
-        hold_steps: for how long the rate stays there.
-        beta1, beta2, eps: of Adam.
-        experts: the optimizer of the experts' matrices, "adam" or "factored_adam" (App. D), which
-            has no beta1.
-        embedding: the same for the matrices of embedding and softmax.
-        threshold_learning_rate: peak rate of the thresholds of strictly balanced gates (0: the same
-            as of all else).
-        clip_norm: bound on the norm of all gradients together (0: none).
-        accumulate: batches per step; the loss of a step is the mean over all their tokens plus the
-            mean, weighted by tokens, of their balancing losses: each batch is balanced by itself.
+        learning_rate: peak of the learning rate.
+        warmup_steps: number of steps to the peak.
+        hold_steps: number of steps at the peak.
+        beta1, beta2, eps: parameters of Adam.
+        experts: optimizer of the expert weights, "adam" or "factored_adam" (App. D).
+            "factored_adam" has no beta1.
+        embedding: optimizer of the weights of embedding and softmax, "adam" or "factored_adam".
+        threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
+            uses `learning_rate`.
+        clip_norm: maximum norm of all gradients together; 0 does not clip.
+        accumulate: batches per step. The loss is the mean over all their tokens, plus the
+            token-weighted mean of the balancing losses of the batches.
     """
 
     learning_rate: float = 1e-3
@@ -164,14 +171,17 @@ class OptimizerConfig:
 
 @dataclass
 class LogConfig:
-    """What is shown and kept.
+    """Options of logs, evaluations and checkpoints.
 
     Attributes:
-        log_every, eval_every, save_every: intervals in steps; 0 of the last two: at the end only.
-        eval_sentences: of the dev part (of each language pair), so many sentences (0: all).
-        keep_checkpoints: the newest so many.
-        tensorboard: write event files for it too.
-        progress: show a bar; where stderr is no terminal, a line every log_every steps.
+        log_every: steps between log lines.
+        eval_every: steps between evaluations on the dev part; 0 evaluates only at the end.
+        eval_sentences: number of dev sentences, for each language pair; 0 uses all.
+        save_every: steps between checkpoints; 0 saves only at the end.
+        keep_checkpoints: number of newest checkpoints to keep.
+        tensorboard: whether to write TensorBoard event files.
+        progress: whether to show a progress bar. If stderr is not a terminal, a line is printed
+            every log_every steps.
     """
 
     log_every: int = 50
@@ -190,18 +200,19 @@ class LogConfig:
 
 @dataclass
 class RunConfig:
-    """What all training runs have.
+    """Options of all training runs.
 
     Attributes:
-        output: its folder (runs/NAME of the file, if not given).
-        resume: continue the run that is there.
-        seed: of weights, data order, dropout and noise.
-        steps: optimizer steps in all.
+        output: folder of the run. "" uses runs/NAME, where NAME is the name of the file.
+        resume: whether to continue the run in the folder.
+        seed: seed of the weights, data order, dropout and noise.
+        steps: total number of optimizer steps.
         device: "cpu", "cuda" or "cuda:N".
-        num_threads: of torch (0: its default).
-        timeout: seconds that a process waits for the others before all end.
+        num_threads: number of torch's threads; 0 keeps torch's default.
+        timeout: seconds that a rank waits for the others before it ends with an error.
         autocast: "" for float32, or "bfloat16".
-        optimizer, log: tables of further options.
+        optimizer: options of the optimizer.
+        log: options of the log.
     """
 
     output: str = ""
@@ -216,7 +227,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        # torch's generators take 64 bits, and a run has three of them.
+        # torch's generators take 64-bit seeds.
         require(0 <= self.seed < 2**62, "seed", "be in [0, 2**62)", self.seed)
         require_at_least(1, steps=self.steps)
         require_at_least(0, num_threads=self.num_threads)
@@ -226,7 +237,7 @@ class RunConfig:
 
 @dataclass
 class Config(RunConfig):
-    """A training run of a language model: `RunConfig` with the tables data and model."""
+    """Options of a training run of a language model."""
 
     task: str = "language_model"
     data: DataConfig = field(default_factory=DataConfig)
@@ -234,16 +245,16 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.dtype != "float32":  # whose averages are float32 all the same
+        if self.model.dtype != "float32":  # FactoredAdam keeps its state in float32
             for name in ("experts", "embedding"):
                 value = getattr(self.optimizer, name)
-                rule = f'be factored_adam with model.dtype = "{self.model.dtype}"'
+                rule = f'be factored_adam if model.dtype is "{self.model.dtype}"'
                 require(value == "factored_adam", f"optimizer.{name}", rule, value)
 
 
 @dataclass
 class TranslationConfig(RunConfig):
-    """A training run of a translation model: `RunConfig` with the tables data and model."""
+    """Options of a training run of a translation model."""
 
     task: str = "translation"
     data: ParallelDataConfig = field(default_factory=ParallelDataConfig)
@@ -262,26 +273,26 @@ def read_config(path: str | Path, overrides: Sequence[str], kind: type[C]) -> C:
 def read_config(
     path: str | Path, overrides: Sequence[str] = (), kind: type[Any] | None = None
 ) -> AnyConfig:
-    """The configuration in a TOML file.
+    """Reads a configuration from a TOML file.
 
     Args:
-        path: the file.
-        overrides: `key=value`, keys dotted and values TOML; a value that is not TOML is taken as a
-            string, so that `data.corpus=builtin` needs no quotes.
-        kind: `Config` or `TranslationConfig`, where only one of them will do.
+        path: the TOML file.
+        overrides: ``key=value`` texts with dotted keys and TOML values. A value that is not TOML is
+            a string, so ``data.corpus=builtin`` needs no quotes.
+        kind: the required class, `Config` or `TranslationConfig`; None accepts both.
 
     Raises:
-        ConfigError: names key, rule and value.
+        ConfigError: an option is unknown or invalid; the message names key, rule and value.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"there is no configuration file {path}; give one such as configs/small/moe-32.toml"
+            f"there is no configuration file {path}; give a file such as configs/small/moe-32.toml"
         )
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} must be TOML; correct it: {error}") from None
+        raise ConfigError(f"{path} must be TOML, got a syntax error: {error}") from None
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -289,16 +300,18 @@ def read_config(
         _set(table, key.strip(), _parse(text.strip()), override)
     config = config_from_dict(table)
     if kind is not None and not isinstance(config, kind):
-        raise ConfigError(f'task must be "{kind.task}" here, got "{config.task}" in {path}')
+        raise ConfigError(
+            f'task must be "{kind.task}" for this command, got "{config.task}" in {path}'
+        )
     config.output = config.output or f"runs/{path.stem}"
     return config
 
 
 def config_from_dict(table: dict[str, Any]) -> AnyConfig:
-    """The configuration of nested dicts, as in TOML; missing keys take their defaults.
+    """Makes a configuration from nested dicts, as in TOML; missing keys have their defaults.
 
     Raises:
-        ConfigError: names key, rule and value.
+        ConfigError: an option is unknown or invalid; the message names key, rule and value.
     """
     task = table.get("task", Config.task)
     if task not in _KINDS:
@@ -307,7 +320,7 @@ def config_from_dict(table: dict[str, Any]) -> AnyConfig:
     return _build(kind, table, "", kind)
 
 
-# Where and how a run is done, not what it computes; so are the options of [log].
+# Options that do not change the results of a run; the options of [log] do not either.
 _NOT_COMPARED = {
     *("output", "resume", "device", "num_threads", "timeout"),
     *("data.encoded", "data.num_workers"),
@@ -315,7 +328,7 @@ _NOT_COMPARED = {
 
 
 def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
-    """The dotted keys in which two configurations describe different runs."""
+    """Returns the dotted keys that make the results of two configurations differ."""
     if a.task != b.task:
         return ["task"]
     flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))
@@ -327,12 +340,12 @@ def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
 
 
 def config_value(config: AnyConfig, key: str) -> Any:
-    """The option with a dotted key."""
+    """Returns the value of a dotted key."""
     return _flatten(asdict(config))[key]
 
 
 def to_toml(config: AnyConfig) -> str:
-    """The configuration as TOML, every key written out."""
+    """Formats the configuration as TOML with every key."""
     lines: list[str] = []
 
     def write(table: dict[str, Any], path: str) -> None:
@@ -340,7 +353,7 @@ def to_toml(config: AnyConfig) -> str:
             lines.append(f"\n[{path}]")
         for key, value in table.items():
             if not isinstance(value, dict):
-                # JSON and TOML agree on the numbers, strings, booleans and lists used here.
+                # JSON and TOML write these numbers, strings, booleans and lists alike.
                 lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
         for key, value in table.items():
             if isinstance(value, dict):
@@ -362,7 +375,7 @@ def _set(table: dict[str, Any], dotted: str, value: Any, override: str) -> None:
     for key in path:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {key} must be a table, it is a value")
+            raise ConfigError(f"override {override!r}: {key} must be a table, got a value")
     table[last] = value
 
 
@@ -398,13 +411,13 @@ def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:
-    """The value, if it is of type `hint`; an int serves as a float, a bool not as an int."""
+    """Returns the value if its type is `hint`. An int is a valid float; a bool is not an int."""
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         if isinstance(value, list):
             return [_check_type(item, element, key) for element in value]
         items = value.split(",") if isinstance(value, str) else [value]
-        example = f", as {json.dumps(items)}" if type(items[0]) is item else ""
+        example = f", such as {json.dumps(items)}" if type(items[0]) is item else ""
         raise ConfigError(f"{key} must be a list of {item.__name__}{example}, got {value!r}")
     if hint is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
@@ -417,7 +430,7 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
 
 
 def _unknown_key(key: str, root: type[AnyConfig]) -> str:
-    """What to say of a key that the configuration `root` does not have."""
+    """Makes the error message for an unknown key, with the closest known key."""
     known = list(_flatten(asdict(root())))
     top_level = [f.name for f in fields(root)]
     tables = [f.name for f in fields(root) if is_dataclass(f.default_factory)]

@@ -1,4 +1,4 @@
-"""What a run computes with: device, threads, instruction set."""
+"""Set-up of device, threads and instruction set."""
 
 import os
 import re
@@ -13,21 +13,21 @@ from moe_ext.lab.training.config import ConfigError, RunConfig
 
 
 def set_up_for(config: RunConfig) -> None:
-    """`set_up_torch` as a run asks for, and its autocast."""
+    """Sets up device, threads and autocast for a run."""
     if config.autocast:
         avoid_missing_amx()
     set_up_torch(config.device, config.num_threads)
 
 
 def set_up_torch(device: str, num_threads: int) -> None:
-    """To be called before the first tensor operation.
+    """Sets torch's threads and checks the device. Call it before the first tensor operation.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        num_threads: of torch; 0 leaves its default.
+        num_threads: number of torch's threads; 0 keeps torch's default.
 
     Raises:
-        ConfigError: the operators do not run on the device, or torch cannot use it.
+        ConfigError: the operators are not built for the device, or torch cannot use it.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -46,25 +46,24 @@ def check_device(device: str) -> None:
         raise ConfigError(f"device must be cpu or cuda, got {device!r}")
     if cuda_version() is None:
         raise ConfigError(
-            f"device must be cpu where moe_ext is built without CUDA, got {device!r}; "
-            "install it with a CUDA build of torch and its toolkit"
+            f"device must be cpu because moe_ext is built without CUDA, got {device!r}; install a "
+            "CUDA build of torch and the CUDA toolkit, then build moe_ext again"
         )
     if not torch.cuda.is_available():
-        raise ConfigError(f"device must be cpu where torch finds no GPU, got {device!r}")
+        raise ConfigError(f"device must be cpu because torch finds no GPU, got {device!r}")
     index = torch.device(device).index or 0
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"device must be one of the {torch.cuda.device_count()} GPUs here, got {device!r}"
+            f"device must be one of the {torch.cuda.device_count()} available GPUs, got {device!r}"
         )
 
 
 def avoid_missing_amx() -> None:
-    """Keep oneDNN from AMX where it would crash, unless ONEDNN_MAX_CPU_ISA is set.
+    """Disables AMX in oneDNN if a bfloat16 GEMM crashes, unless ONEDNN_MAX_CPU_ISA is set.
 
-    Some virtual machines advertise amx_bf16 without its tile palettes, and a bfloat16 product then
-    ends in SIGILL: so one is tried in a process of its own there. oneDNN reads the variable once,
-    when the process first asks it for anything: loading torch is not yet that, the first matrix
-    product, in float32 too, is.
+    Some virtual machines advertise amx_bf16 without its tile palettes. A bfloat16 GEMM then ends in
+    SIGILL, so a subprocess tries one. The library reads the variable only once, at the first GEMM
+    of any dtype. Importing torch does not read it.
     """
     try:
         cpu = Path("/proc/cpuinfo").read_text()

@@ -1,4 +1,4 @@
-"""One process of several, as torchrun starts them."""
+"""Process group of a run that torchrun has started."""
 
 import os
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from moe_ext.lab.training.config import C
 
 @contextmanager
 def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
-    """The process group that torchrun started, and the configuration for this process of it.
+    """Creates torchrun's process group and adapts the configuration to this rank.
 
-    The device "cuda" becomes the GPU of the process. After torchrun has restarted the processes
-    they resume what they had begun. Without torchrun, the configuration as it is and None.
+    The device "cuda" becomes the GPU of this rank. If torchrun has restarted the ranks, they resume
+    the run. Without torchrun, yields the unchanged configuration and None.
     """
     if not dist.is_torchelastic_launched():
         yield config, None
@@ -33,4 +33,4 @@ def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
         config = replace(config, resume=config.resume or begun)
     backend = "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl"
     yield config, init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    dist.destroy_process_group()  # after an error the others might not come along
+    dist.destroy_process_group()  # not after an exception: it could hang if other ranks still run

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a progress bar, metrics.jsonl and TensorBoard."""
+"""Logs of a run: progress bar, metrics.jsonl and TensorBoard."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from moe_ext.lab.training.config import ConfigError, LogConfig
 
 
 def summary_writer() -> Any:
-    """TensorBoard's SummaryWriter class.
+    """Imports TensorBoard's SummaryWriter class.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -27,18 +27,18 @@ def summary_writer() -> Any:
 
 
 class RunLog:
-    """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the latest.
+    """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the newest.
 
-    On a terminal a progress bar shows them, and a line above it those of the dev part; where stderr
-    is a file or a pipe, each is a line.
+    On a terminal, the progress bar shows training records, and lines above it show dev records. If
+    stderr is not a terminal, each record is a line.
 
     Args:
         run: the run's folder.
-        config: what to show and write.
-        start_step: 0, or the step of the checkpoint from which the run goes on: what the log holds
-            beyond it is dropped, because these steps will be made again.
-        steps: of the whole run.
-        title: what the lines begin with.
+        config: options of the log.
+        start_step: step of the checkpoint that the run resumes from, or 0. Later records in the log
+            are removed, because the run repeats these steps.
+        steps: total number of steps of the run.
+        title: beginning of each line.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunLog:
             desc=title,
             unit="step",
             dynamic_ncols=True,
-            disable=None if config.progress else True,  # None: unless stderr is a terminal
+            disable=None if config.progress else True,  # None disables it without a terminal
         )
         self._title, self._steps = title, steps
         self._lines = config.progress and self._bar.disable
@@ -67,12 +67,12 @@ class RunLog:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """One record.
+        """Writes one record.
 
         Args:
             kind: "train" or "dev".
-            step: the steps done.
-            values: numbers, or nested lists of numbers (by MoE layer).
+            step: number of completed steps.
+            values: numbers, or lists with an entry for each MoE layer.
         """
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
@@ -111,9 +111,9 @@ class RunLog:
 
 
 def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, in order; [] if there is none.
+    """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
 
-    A last line that a crash cut short is left out.
+    Reading stops at a line that a crash has truncated.
 
     Args:
         run: the run's folder.

@@ -46,7 +46,7 @@ from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 
 
 class _Objective(nn.Module):
-    """The training loss as a module, for a wrapper that has to see the model called."""
+    """Computes the training loss in `forward`, which the wrapper of `parallelize` needs."""
 
     def __init__(self, model: AnyModel) -> None:
         super().__init__()
@@ -57,14 +57,16 @@ class _Objective(nn.Module):
 
 
 class Window:
-    """What the steps since the last log line add up to: nats and tokens in this process, what the
-    MoE layers report in all."""
+    """Sums of the metrics since the last log line.
+
+    Nats and tokens are sums of this rank; tokens_per_expert is a sum over all ranks.
+    """
 
     def __init__(self) -> None:
         self.nll_sum, self.aux_sum, self.num_tokens = 0.0, 0.0, 0
         self.seconds = 0.0
         self.balance: list[list[dict[str, float]]] = []  # by batch and MoE layer
-        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, of all ranks
+        self.tokens_per_expert: tuple[Tensor, ...] = ()  # by MoE layer, summed over ranks
 
     def add(self, parts: LossParts, ranks: Ranks) -> None:
         self.nll_sum += parts.nll_sum.item()
@@ -81,12 +83,13 @@ class Window:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
     def summary(self, ranks: Ranks) -> dict[str, Any]:
-        """The numbers of the window, of all ranks.
+        """Computes the metrics of the window over all ranks.
 
-        nll, aux_loss: means by token, the latter not part of the former. words_per_second counts
-        predictions. cv_importance, cv_load, max_over_mean_load: means over the batches, as in Table
-        6, one value for each MoE layer; so is what else the gates report. load: the tokens each
-        expert got, relative to an even share, for each MoE layer.
+        - nll, aux_loss: means over tokens; nll does not include aux_loss.
+        - words_per_second: predictions per second.
+        - cv_importance, cv_load, max_over_mean_load and further metrics of the gates: means over
+          batches, as in Table 6, with one value for each MoE layer.
+        - load: tokens of each expert, divided by their mean, for each MoE layer.
         """
         sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
         (totals,) = ranks.sum(sums)
@@ -106,7 +109,7 @@ class Window:
 
 
 def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer]:
-    """Adam, and beside it FactoredAdam for the large matrices where the options ask for it."""
+    """Creates Adam, and FactoredAdam for the weights that the options select."""
     split = split_parameters(model)
     factored = split.experts if options.experts == "factored_adam" else []
     if options.embedding == "factored_adam":
@@ -135,31 +138,31 @@ def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer
 
 
 class Trainer:
-    """Trains the model of a configuration in the configuration's output folder.
+    """Trains the model of a configuration in the output folder of the configuration.
 
-    Nothing is written before everything the run needs has been read and checked. On one thread a
-    resumed run ends in the same bits as an uninterrupted one: a checkpoint holds the model,
-    optimizers, schedules, place in the data and the states of the random generators.
+    The constructor reads and checks everything the run needs. It writes nothing to the output
+    folder. A checkpoint holds the model, optimizers, schedules, position in the data and RNG
+    states. With one thread, a resumed run is bitwise identical to an uninterrupted run.
 
-    Dropout draws from torch's default generator, the gates' noise from one of their own: runs of
-    different models with the same seed see the same data order, and the same dropout masks if they
-    have as many layers.
+    Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
+    different models with the same seed have the same data order. With the same number of layers,
+    they also have the same dropout masks.
 
-    Several ranks share the experts and the rows of every batch. They make the steps of a single
-    process but for dropout and noise, which each draws for itself, and may be of another number
-    when a run is resumed. The first of them writes what there is to write.
+    In a process group, the ranks share the experts and the rows of every batch. A step is the same
+    as with a single rank, except for dropout and noise, which differ by rank. A run can be resumed
+    with another world size. Rank 0 writes logs, configuration and vocabulary.
 
     Args:
         config: the run.
-        text: the corpus of `config.data`, where the caller has it already.
-        process_group: the ranks, each with a Trainer of its own; None is this one alone.
+        text: the encoded corpus of config.data; None loads it.
+        process_group: the process group; every rank creates a Trainer. None is a single rank.
 
     Raises:
         ConfigError: the folder, the device or the corpus cannot be used.
 
     Example:
         >>> trainer = Trainer(config)
-        >>> finished = trainer.run()  # False if Ctrl-C or SIGTERM stopped it; all is saved then
+        >>> finished = trainer.run()  # False after Ctrl-C or SIGTERM, with a checkpoint saved
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class Trainer:
             check_vocabulary(self.text.vocabulary, earlier.state, config.data.corpus)
             if earlier.state["text"] != self._train_text:
                 raise ConfigError(
-                    f"the training text of {config.data.corpus} is not the one the run was trained "
-                    "with; give the original text, or start a new run in another folder"
+                    f"the training text of {config.data.corpus} must be the text of the run, got "
+                    "another text; give the original text, or start a new run in another folder"
                 )
         self.device = torch.device(config.device)
 
@@ -207,28 +210,29 @@ class Trainer:
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in self.optimizers
         ]
-        # The same dropout masks whatever the layers drew.
+        # Seeded after initialisation, so that dropout masks do not depend on the layers.
         torch.manual_seed(self._seed_here("dropout"))
 
         self.batches = training_batches(self.text, config.data, config.seed)
         self.dev = self.text.dev
         if config.log.eval_sentences:
             self.dev = self.dev.first(config.log.eval_sentences)
-        self.tokens = 0  # predicted so far
-        self.epoch, self.batch = 0, 0  # the next batch of the data
+        self.tokens = 0  # number of predictions so far
+        self.epoch, self.batch = 0, 0  # position of the next batch
         if earlier is not None:
             self._restore(earlier)
 
     def run(self) -> bool:
-        """Train up to `config.steps`.
+        """Trains until step ``config.steps``.
 
         Returns:
-            True if that was reached, False if a signal stopped it.
+            True at that step, False if a signal stopped the training.
 
         Raises:
-            FloatingPointError: the loss, with clip_norm the gradient, or what is to be saved is not
-                finite; the last checkpoint stays as it is.
-            ConfigError: another process trains in the folder, or has in the meantime.
+            FloatingPointError: the loss, the weights, or with clip_norm the gradient is not finite.
+                The last checkpoint is not changed.
+            ConfigError: another run is training in the folder, or has trained there since this
+                Trainer was created.
         """
         config, steps = self.config, self.config.steps
         window = Window()
@@ -272,19 +276,20 @@ class Trainer:
         return self.step >= steps
 
     def _any(self, here: bool) -> bool:
-        """Whether something holds in any process: so that all of them do the same."""
+        """Returns on all ranks whether `here` is True on any rank."""
         (number,) = self.ranks.sum(torch.tensor(int(here)))
         return bool(number)
 
     def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
-        """One optimizer step on the mean loss over all tokens of the batches.
+        """Makes one optimizer step on the mean loss over all tokens of the batches.
 
         Raises:
-            FloatingPointError: as `run`; weights and averages are as they were.
+            FloatingPointError: the loss, or with clip_norm the gradient, is not finite. Weights and
+                optimizer state are not changed.
         """
         window = Window() if window is None else window
         self.model.train()
-        # All ranks draw the same classes, after a restart too.
+        # All ranks sample the same classes, also in a resumed run.
         self.class_generator.manual_seed(self._seed("classes", self.step))
         ranks = self.ranks
         sizes = [batch.num_tokens for batch in batches]
@@ -293,7 +298,7 @@ class Trainer:
             part = batch.part(ranks.rank, ranks.size).to(self.device)
             with self._autocast():
                 parts = self._objective(part)
-                # Gradients are averaged over the ranks, the sums here are to be added.
+                # Gradients are averaged over ranks, but nll_sum has to be summed over ranks.
                 nll = ranks.size * parts.nll_sum / num_tokens
                 loss = nll + size / num_tokens * parts.aux_loss
             loss.backward()
@@ -318,12 +323,15 @@ class Trainer:
         clip = "" if self.config.optimizer.clip_norm else " or set optimizer.clip_norm=1"
         return FloatingPointError(
             f"{what} not finite; lower optimizer.learning_rate{clip}, "
-            "and start again in another folder with output=..."
+            "and start a new run in another folder with output=..."
         )
 
     def _evaluate(self) -> dict[str, float]:
-        """Perplexity of the dev part; with strictly balanced gates perplexity_batchwise as well,
-        by the mask that training uses (App. F). Of several language pairs also that of each."""
+        """Computes nll and perplexity of the dev part, and of each of several language pairs.
+
+        With strictly balanced gates, perplexity_batchwise uses the batchwise mask of training
+        (App. F).
+        """
         values: dict[str, float] = {}
         masks: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
         if balanced_gates(self.model):
@@ -349,7 +357,7 @@ class Trainer:
         return nullcontext()
 
     def _batch_stream(self) -> Generator[Batch, None, None]:
-        """Epoch after epoch from where the run is; self.epoch and self.batch follow."""
+        """Yields batches from the current position, without end; advances self.epoch and batch."""
         while True:
             num_workers = self.config.data.num_workers
             for batch in self.batches.epoch(self.epoch, self.batch, num_workers):
@@ -359,10 +367,11 @@ class Trainer:
 
     @contextmanager
     def _no_other_run(self) -> Iterator[None]:
-        """For so long the folder is this run's alone.
+        """Locks the folder for this run.
 
         Raises:
-            ConfigError: another process trains there, or has since this one read what is there.
+            ConfigError: another run is training in the folder, or has trained there since this
+                Trainer was created.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -371,40 +380,38 @@ class Trainer:
                 begun = new and (self.folder / "config.toml").exists()
                 if begun or max(self._checkpoints.steps(), default=None) != self._newest:
                     raise ConfigError(
-                        f"another process has trained in {self.folder} in the meantime; go on from "
-                        "there with resume=true, or give another folder with output=..."
+                        f"another run has trained in {self.folder} in the meantime; resume it with "
+                        "resume=true, or give another folder with output=..."
                     )
                 yield
         except Locked:
             raise ConfigError(
-                f"another process is training in {self.folder}; wait until it ends, or give "
+                f"another run is training in {self.folder}; wait until it ends, or give "
                 "another folder with output=..."
             ) from None
 
     def _write_folder(self) -> None:
-        """The configuration first: whatever ends the process after that, the run can be resumed."""
+        """Writes the configuration first: a run killed after that can be resumed."""
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         vocabulary = self.folder / vocabulary_file(self.config)
         if self.step == 0 or not vocabulary.is_file():
             self.text.vocabulary.save(vocabulary)
 
     def _earlier(self) -> Loaded | None:
-        """What the newest checkpoint of the run to continue says; None to start.
+        """Loads the state of the newest checkpoint to resume from; None starts a new run.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder cannot be used for this run.
         """
         config, folder = self.config, self.folder
         if not config.output:
-            raise ConfigError(
-                "output must name the folder of the run, got ''; give output=runs/NAME"
-            )
+            raise ConfigError("output must be the folder of the run, got ''; give output=runs/NAME")
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
-            raise ConfigError(f"output must be a folder, {there} is a file; give another one")
+            raise ConfigError(f"output must be a folder, got the file {there}; give another folder")
         written = folder / "config.toml"
         if not config.resume:
-            # A start that was killed leaves at most the hidden temporary file of config.toml.
+            # A run that is killed at its start leaves at most a hidden temporary file.
             if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):
                 raise ConfigError(
                     f"{folder} is not empty; continue the run in it with resume=true, "
@@ -413,9 +420,9 @@ class Trainer:
             return None
         if not written.is_file():
             raise ConfigError(
-                f"there is no run in {folder} to resume; leave out resume=true to start it"
+                f"there is no run in {folder} to resume; omit resume=true to start a new run"
             )
-        # A corpus may have moved: what is in it is compared.
+        # The path of the corpus may differ; its contents are compared.
         changed = [
             key
             for key in config_differences(read_config(written), config)
@@ -423,15 +430,15 @@ class Trainer:
         ]
         if changed:
             raise ConfigError(
-                f"{', '.join(changed)} must stay as in {written} when a run is resumed; "
-                "set it back, or start a new run in another folder"
+                f"{', '.join(changed)} must be as in {written} to resume the run; restore the "
+                "value, or start a new run in another folder"
             )
         if not self._checkpoints.steps():
             return None
         earlier = load_states(self._checkpoints, folder)
         if earlier.step > config.steps:
             raise ConfigError(
-                f"steps must be at least {earlier.step}, which the run in {folder} has made, "
+                f"steps must be at least {earlier.step}, the steps of the run in {folder}, "
                 f"got {config.steps}; give another folder with output=... for a shorter run"
             )
         return earlier
@@ -462,10 +469,10 @@ class Trainer:
         self.tokens, self.epoch, self.batch = state["tokens"], state["epoch"], state["batch"]
         for schedule, values in zip(self.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(values)
-        if generators is None:  # there were fewer ranks
+        if generators is None:  # the checkpoint has fewer ranks
             return
         torch.set_rng_state(generators["rng"])
-        # The state of a generator only fits the kind of device it was saved on.
+        # The state of a generator fits only the device type it was saved on.
         if (generators["device_rng"] is not None) == self._on_cuda():
             self.noise_generator.set_state(generators["noise_rng"])
             if self._on_cuda():
@@ -475,7 +482,7 @@ class Trainer:
         return mixed_seed(self.config.seed, *purpose)
 
     def _seed_here(self, purpose: str) -> int:
-        """One that no other process has; nor this one, when it joins later."""
+        """Returns a seed that differs by rank and by the step at which this process started."""
         return self._seed(purpose, self.ranks.rank, self.step)
 
     def _on_cuda(self) -> bool:
@@ -488,9 +495,10 @@ def _due(step: int, every: int) -> bool:
 
 @contextmanager
 def _stop_signal() -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as usual.
+    """Turns the first SIGINT or SIGTERM into a flag; a second signal has its usual effect.
 
-    Yields a function that says whether one came. Outside the main thread signals are left alone.
+    Yields a function that returns whether a signal came. Outside the main thread, signals are not
+    handled.
     """
     came = False
     if threading.current_thread() is not threading.main_thread():

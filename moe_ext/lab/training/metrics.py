@@ -1,4 +1,4 @@
-"""What is measured: perplexity, and how evenly the experts are used."""
+"""Perplexity, and means of the balance metrics."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from moe_ext.lab.progress import progress
 
 
 def perplexity(nll: float) -> float:
-    """exp(nll), of nats per token; infinite where that is beyond a float."""
+    """Computes exp(nll) of nats per token; infinity on overflow."""
     try:
         return math.exp(nll)
     except OverflowError:
@@ -24,12 +24,11 @@ def perplexity(nll: float) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text.
+    """The negative log-likelihood of a text under a model.
 
     Attributes:
-        sentence_nll: [N] float64, nats of each sentence (as a translation, of pairs) in the order
-            of the corpus.
-        num_tokens: all predictions, ends of sentences included.
+        sentence_nll: [N] float64, nats of each sentence or target sentence, in corpus order.
+        num_tokens: number of predictions, ends of sentences included.
     """
 
     sentence_nll: Tensor
@@ -42,7 +41,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(all nats / all tokens): token-weighted, without the balancing losses."""
+        """The exponential of the nats per token, without balancing losses."""
         return perplexity(self.nll)
 
 
@@ -54,16 +53,18 @@ def evaluate(
     title: str | None = "evaluating",
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Perplexity of whole sentences under the full softmax; no dropout, no noise in the gates.
+    """Evaluates whole sentences with the full softmax, without dropout and without gate noise.
 
-    Sums are kept in float64 by sentence, so that the result does not depend on tokens_per_batch.
+    The nats of each sentence are summed in float64, so the result does not depend on
+    tokens_per_batch.
 
     Args:
-        model: on any device; its mode is left as it was.
-        text: sentences, or for a translation model pairs of them, in the ids of its vocabulary.
-        tokens_per_batch: in a batch, roughly: predictions, and of pairs source tokens too.
-        title: of the progress bar; None is no bar.
-        ranks: which share the work, each with some rows of every batch; None is this one.
+        model: a model on any device. Its training mode is restored.
+        text: sentences, or sentence pairs for a translation model, as ids of its vocabulary.
+        tokens_per_batch: approximate number of predictions in a batch; for pairs, of source tokens
+            plus predictions.
+        title: title of the progress bar; None shows no bar.
+        ranks: the ranks that share the rows of every batch; None is a single rank.
     """
     ranks = ranks or Ranks()
     device = model.embedding.weight.device
@@ -80,7 +81,7 @@ def evaluate(
 
 
 def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Evaluation]:
-    """What `evaluate` has measured of pairs, of each language pair by itself."""
+    """Splits the result of `evaluate` by language pair."""
     return {
         name: Evaluation(sentence_nll[rows], int(pairs.lengths[rows].sum()))
         for index, name in enumerate(pairs.names)
@@ -89,6 +90,6 @@ def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Eva
 
 
 def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Each key's mean over several dicts of the same keys; {} of none."""
+    """Computes the mean of each key over dicts with the same keys; {} without dicts."""
     rows = list(rows)
     return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}

@@ -1,4 +1,4 @@
-"""The model of a configuration."""
+"""Construction of a model from a configuration."""
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,12 +21,13 @@ def make_model(
     noise_generator: torch.Generator | None = None,
     class_generator: torch.Generator | None = None,
 ) -> AnyModel:
-    """The model, newly initialised; the arguments are those of the models.
+    """Creates a newly initialised model.
 
-    Only a language model draws classes.
+    See `LanguageModel` and `TranslationModel` for the arguments. Only a language model uses
+    `class_generator`.
 
     Raises:
-        ConfigError: an option does not fit the vocabulary or the processes.
+        ConfigError: an option does not fit the vocabulary or the world size.
     """
     try:
         if isinstance(config, TranslationModelConfig):

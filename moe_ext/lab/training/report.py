@@ -1,4 +1,4 @@
-"""Pages of results."""
+"""Pages and tables of results."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ Row = TypeVar("Row")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; the lines of its cells' text stay as they are."""
+    """Formats a Markdown table; the text of the cells is not escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
@@ -25,12 +25,13 @@ def report_rows(
     cells: Callable[[Row], Sequence[object]],
     path: Path | None,
 ) -> None:
-    """What a benchmark ends with: a table of its rows, and as JSON rows and environment.
+    """Prints the rows of a benchmark as a table; writes rows and environment to a JSON file.
 
     Args:
         rows: instances of a dataclass.
-        header, cells: of the table, which is printed.
-        path: of the JSON file; None is without.
+        header: header of the table.
+        cells: returns the cells of a row.
+        path: the JSON file; None writes no file.
     """
     print(markdown_table(header, map(cells, rows)))
     if path is not None:
@@ -40,7 +41,7 @@ def report_rows(
 def write_report(
     folder: str | Path, name: str, page: str, data: Any, figure: "Figure | None" = None
 ) -> None:
-    """FOLDER/NAME.md and NAME.json, and the figure as NAME.png; the page is printed too."""
+    """Prints a page and writes it to FOLDER/NAME.md, with NAME.json and a figure NAME.png."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{name}.md", page)
@@ -50,4 +51,4 @@ def write_report(
             figure.savefig(file, format="png")
     print(page)
     suffixes = ".md and .json" if figure is None else ".md, .json and .png"
-    print(f"also in {folder}/{name}{suffixes}")
+    print(f"written to {folder}/{name}{suffixes}")

@@ -1,7 +1,6 @@
-"""Finished runs: trained, tested, and what is known of them, in the run's folder.
+"""Results of finished runs, stored in the folder of each run.
 
-A run is trained and tested once: whoever asks for it again gets what was measured, and one that was
-interrupted goes on.
+A run is trained and tested once. Later calls read its result; an interrupted run is resumed.
 """
 
 import json
@@ -27,17 +26,17 @@ BALANCE_BATCHES = 50  # Table 6 averages over "several" training batches
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run.
+    """The result of a finished run.
 
     Attributes:
-        run: its folder.
-        seed: its seed.
-        cost: the size of its model.
+        run: folder of the run.
+        seed: seed of the run.
+        cost: operations and parameters of the model.
         test_nll: nats per token of the test part, after the last step.
-        earlier_nll: the same after other shares of the steps, by share.
-        words_per_second: predictions in training, median over the log lines.
-        balance: CV(Importance), CV(Load), max/mean Load and the CV of the experts' numbers of
-            tokens over the last training batches and all layers; {} without MoE layers.
+        earlier_nll: nats per token of the test part after earlier shares of the steps, by share.
+        words_per_second: predictions per second in training, median over the log lines.
+        balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert, over
+            the last training batches and all layers; {} without MoE layers.
         sentence_nll: [N] float64, nats of each test sentence after the last step.
     """
 
@@ -55,20 +54,21 @@ class Result:
         return perplexity(self.test_nll)
 
     def nll_at(self, share: float) -> float:
-        """The test's nats per token after a share of the steps; 1 is all of them."""
+        """Returns the nats per token of the test part after a share of the steps; 1 is the end."""
         return self.test_nll if share == 1 else self.earlier_nll[share]
 
 
 def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) -> Result:
-    """The result of a run: read if it is finished, else trained from wherever it is.
+    """Returns the result of a run; starts or resumes the run if it is not finished.
 
     Args:
-        config: the run; its `resume` does not count.
-        text: the corpus of its `data`.
-        shares: of the steps, in (0, 1), ascending: the test part is measured after these as well.
+        config: the run; its `resume` is ignored.
+        text: the encoded corpus of config.data.
+        shares: shares of the steps in (0, 1), ascending; the test part is also evaluated after
+            these steps.
 
     Raises:
-        ConfigError: the folder holds something else.
+        ConfigError: the folder contains another run.
         KeyboardInterrupt: a signal stopped the run, which is saved.
     """
     done = finished(config, text)
@@ -105,17 +105,17 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
 
 
 def finished(config: AnyConfig, text: Text) -> Result | None:
-    """The result of a run that was trained and tested; None if it is not there yet.
+    """Reads the result of a run; None if the run is not finished.
 
     Raises:
-        ConfigError: the folder holds the result of something else.
+        ConfigError: the folder contains the result of another run.
     """
     run = Path(config.output)
     if not (run / "result.json").is_file():
         return None
     values = json.loads((run / "result.json").read_text("utf-8"))
     changed = config_differences(config_from_dict(values["config"]), config)
-    changed = [key for key in changed if key != "data.corpus"]  # what is in it is compared
+    changed = [key for key in changed if key != "data.corpus"]  # its contents are compared
     if (values["vocabulary"], values["text"]) != (
         text.vocabulary.fingerprint(),
         _fingerprints(text),
@@ -123,8 +123,8 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
         changed.append("the text of data.corpus")
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} must stay as in the finished run {run}; "
-            "set it back, or give another output folder"
+            f"{', '.join(changed)} must be as in the finished run {run}; "
+            "restore the value, or give another output folder"
         )
     return Result(
         run=run,
@@ -139,12 +139,12 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
 
 
 def _fingerprints(text: Text) -> dict[str, str]:
-    """Of the parts that a result depends on."""
+    """Returns the fingerprints of the parts that determine a result."""
     return {"train": text.train.fingerprint(), "test": text.test.fingerprint()}
 
 
 def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
-    """The trainer after so many steps; the test part is measured there."""
+    """Trains to a step, evaluates the test part there, and returns the trainer."""
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)
     if not trainer.run():

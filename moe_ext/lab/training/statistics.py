@@ -1,4 +1,4 @@
-"""How sure a difference is: intervals over paired seeds and over test sentences."""
+"""Confidence intervals of differences, over paired seeds and over test sentences."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ _BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and what it may be."""
+    """A mean with its confidence interval [low, high]."""
 
     mean: float
     low: float
@@ -72,14 +72,15 @@ def mean_difference(
 
 
 def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
-    """(sum a - sum b) / tokens with its percentile interval over resampled test sentences.
+    """Computes (sum a - sum b) / tokens with a 95% percentile interval over test sentences.
 
-    Says how far the sentences of this test set decide between these two runs; how far seeds do, it
-    can't say.
+    The interval covers the choice of test sentences for these two runs. It does not cover the
+    choice of seeds.
 
     Args:
-        a, b: [N], nats of each sentence under two models.
-        lengths: [N] int64, its tokens.
+        a: [N], nats of each sentence under the first model.
+        b: [N], nats of each sentence under the second model.
+        lengths: [N] int64, number of tokens of each sentence.
     """
     generator = torch.Generator().manual_seed(0)
     difference = (a - b).double()

@@ -1,9 +1,9 @@
-"""Studies: several models over paired seeds, and what their differences say about a claim.
+"""Studies: train several models over paired seeds and test a claim on their differences.
 
-Runs of one seed share the order of the data, the classes drawn for the softmax, the initial weights
-of the layers they have in common, and, with as many layers, the dropout masks; a difference between
-two models is a mean over such pairs. The unit of analysis is the test log-perplexity of a run after
-a number of steps set in advance.
+Runs with the same seed share the data order, the sampled softmax classes, and the initial weights
+of their common layers. With the same number of layers, they also share the dropout masks. The
+difference between two models is the mean over such pairs of runs. The unit of analysis is the test
+log-perplexity of a run after a fixed number of steps.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from moe_ext.lab.training.text import Text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
-_SEEDS = [1, 2, 3]  # of a study, if not given
+_SEEDS = [1, 2, 3]  # default seeds of a study
 
-# Of the studies of configs/small: more words than there, and fewer classes in training.
+# Overrides for studies of configs/small: more words, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
@@ -47,46 +47,50 @@ HOW_DECIDED = (
 
 _DIVERGED = "diverged.txt"  # in the folder of a run
 
-# What the help of a study says at its end.
+# The end of a study's help.
 _ENDING = """
-Ctrl-C or SIGTERM saves the run in progress and ends the script with status 130; the same command
-goes on. Status 1: training diverged; 2: an option, file or folder that can't be used, in one
-sentence.
+Ctrl-C or SIGTERM saves the current run and ends the script with status 130. The same command
+continues it. Status 1 means that training diverged. Status 2 means that an option, file or folder
+cannot be used; the message says which.
 """
 
 
 def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
-    """Where `run_study` has the run of an arm with a seed."""
+    """Returns the folder of the run of an arm and a seed in `run_study`."""
     return Path(runs) / f"{arm}-seed{seed}"
 
 
 def has_diverged(run: Path) -> bool:
-    """Whether `run_study` has found a run's loss to be infinite or NaN."""
+    """Returns whether a run of `run_study` ended with an infinite or NaN loss."""
     return (run / _DIVERGED).is_file()
 
 
 def study_parser(
     description: str | None, name: str, arms: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """The options that studies have in common; read them with `parse_intermixed_args`.
+    """Creates a parser for the common options of studies; call its ``parse_intermixed_args``.
 
     Args:
-        description: the script's docstring; the help goes on with how a study ends.
-        name: of the study.
-        arms: the names of its models.
+        description: the script's docstring; the help appends the exit statuses.
+        name: name of the study.
+        arms: names of its models.
     """
     parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=_SEEDS)
-    parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="train only these")
+    parser.add_argument(
+        "--arms", nargs="+", choices=arms, default=arms, help="train only these models"
+    )
     parser.add_argument("--runs", default=f"runs/{name}", help="folder of the runs")
     parser.add_argument("--output", default="docs/results", help="folder of the report")
-    parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="write the report of finished runs, without training"
+    )
     return parser
 
 
 def command_of(name: str, options: argparse.Namespace) -> str:
-    """The command of a study, as its page quotes it: without what cannot change the results."""
+    """Formats the command of a study for its page, without options that do not change results."""
     changes = [o for o in options.overrides if not o.startswith(("log.", "data.encoded="))]
     seeds = [] if options.seeds == _SEEDS else ["--seeds", *map(str, options.seeds)]
     return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
@@ -101,27 +105,27 @@ def run_study(
     train: Collection[str] | None = None,
     then: Callable[[Path], object] | None = None,
 ) -> Results:
-    """Train and test every arm with every seed, in RUNS/ARM-seedN, seed after seed.
+    """Trains and tests every arm with every seed, in the folders RUNS/ARM-seedN.
 
-    Finished runs are not repeated, interrupted ones go on. Several processes that are started with
-    the same folder share the work: each takes a run that no other one is at. A run that diverges
-    says so in a file of its folder, stops no other one, and is left as it is from then on.
+    Finished runs are not repeated; interrupted runs are resumed. You can start the same study
+    several times with the same folder: each process skips runs that another process is training. A
+    diverged run is marked by a file in its folder and not repeated; the other runs continue.
 
     Args:
-        arms: the models by name; their `data` must be the text's.
-        seeds: of the runs.
-        text: the corpus.
-        runs: the folder of the runs' folders.
+        arms: configurations of the models by name; their `data` must match the text.
+        seeds: the seeds of the runs.
+        text: the encoded corpus.
+        runs: the parent of the runs' folders.
         shares: see `train_and_test`.
-        train: the arms to train; of the others only what is there is collected. None is all.
-        then: what else is to be made of a finished run, given its folder.
+        train: the arms to train; finished runs of other arms are only collected. None trains all.
+        then: called with the folder of each run after it is trained and tested.
 
     Returns:
-        The finished runs; what other processes are at is not among them.
+        The finished runs by arm and seed.
 
     Raises:
-        ConfigError: a folder holds something else.
-        FloatingPointError: runs diverged; called again, this goes on without them.
+        ConfigError: a folder contains another run.
+        FloatingPointError: runs diverged; the next call continues without them.
         KeyboardInterrupt: a signal stopped a run, which is saved.
     """
     diverged = []
@@ -148,7 +152,8 @@ def run_study(
         except Locked:
             continue
     if diverged:
-        raise FloatingPointError("; ".join([*diverged, "started again, the study goes on without"]))
+        hint = "run the command again to continue the study without diverged runs"
+        raise FloatingPointError("; ".join([*diverged, hint]))
     results: Results = {name: {} for name in arms}
     for (name, seed), config in planned.items():
         result = finished(config, text)
@@ -158,12 +163,12 @@ def run_study(
 
 
 class Claim(NamedTuple):
-    """What a study is to decide.
+    """A claim of the paper and the result of the study.
 
     Attributes:
-        claim: the paper's, in words.
-        compared: the models.
-        difference: what was found, in ln ppl: below zero if the claim holds.
+        claim: the claim in words.
+        compared: the compared models.
+        difference: the difference in ln ppl; negative if the claim holds.
     """
 
     claim: str
@@ -172,23 +177,23 @@ class Claim(NamedTuple):
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
-    """The claims with their verdicts."""
+    """Formats the claims and their verdicts as a table."""
     rows = [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims]
     return markdown_table(["claim", "compared", "perplexity, 95%", "verdict"], rows)
 
 
 def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
-    """The claims, ready for JSON."""
+    """Converts the claims to data for JSON."""
     return [{**c._asdict(), "difference": c.difference and asdict(c.difference)} for c in claims]
 
 
 def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
-    """exp of the mean over seeds of ln ppl after a share of the steps."""
+    """Computes exp of the mean ln ppl over seeds, after a share of the steps."""
     return perplexity(statistics.fmean(result.nll_at(share) for result in runs.values()))
 
 
 def size_cells(cost: Cost) -> list[str]:
-    """Operations and parameters of a model, for a table."""
+    """Formats operations and parameters of a model for a table."""
     return [f"{cost.ops_per_timestep / 1e6:.3f}M", f"{cost.parameters / 1e6:.2f}M"]
 
 
@@ -239,7 +244,7 @@ def as_change(difference: PairedDifference | None) -> str:
 
 
 def as_data(results: Results) -> dict[str, Any]:
-    """The finished runs, ready for JSON."""
+    """Converts the finished runs to data for JSON."""
     return {
         name: {
             "cost": asdict(next(iter(runs.values())).cost),

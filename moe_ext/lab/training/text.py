@@ -1,4 +1,4 @@
-"""A corpus as ids: what the models are trained on and measured with."""
+"""The encoded text of a run, for training and evaluation."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,12 +36,12 @@ from moe_ext.lab.progress import progress
 from moe_ext.lab.training.config import ConfigError, DataConfig, ParallelDataConfig
 
 _RANDOM_SENTENCE = 25  # words
-_SENTENCES_FOR_WORDPIECES = 2_000_000  # of all languages, from a larger corpus
+_SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum over all languages
 
 
 @dataclass(frozen=True)
 class SentenceText:
-    """The three parts of a corpus as ids: sentences in the words of a vocabulary."""
+    """The three parts of a corpus as word ids, with their vocabulary."""
 
     vocabulary: Vocabulary
     train: EncodedSentences
@@ -51,7 +51,7 @@ class SentenceText:
 
 @dataclass(frozen=True)
 class PairText:
-    """The three parts of a corpus as ids: sentences and their translations in wordpieces."""
+    """The three parts of a parallel corpus as ids, with their wordpieces."""
 
     vocabulary: Wordpieces
     train: EncodedPairs
@@ -67,10 +67,10 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """The corpus in the vocabulary given, or else in that of its own training part.
+    """Loads and encodes a corpus; without a given vocabulary, builds one on the training part.
 
     Raises:
-        ConfigError: whatever is wrong with them.
+        ConfigError: the corpus or the vocabulary cannot be used.
     """
     if isinstance(config, ParallelDataConfig):
         return _load_pairs(config)
@@ -91,15 +91,15 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
 def load_part(
     config: DataConfig | ParallelDataConfig, vocabulary: AnyVocabulary, part: str
 ) -> AnyText:
-    """One part of the corpus in a given vocabulary; the others are not read.
+    """Loads one part of a corpus and encodes it with a given vocabulary.
 
     Args:
-        config: names the corpus; its vocabulary's options do not count.
-        vocabulary: of the model.
+        config: options of the corpus; options of the vocabulary are ignored.
+        vocabulary: vocabulary of the model.
         part: "train", "dev", "test" or "all".
 
     Raises:
-        ConfigError: whatever is wrong with the corpus.
+        ConfigError: the corpus cannot be used.
     """
     with _config_errors():
         if isinstance(config, ParallelDataConfig):
@@ -115,7 +115,7 @@ def load_part(
 def training_batches(
     text: Text, config: DataConfig | ParallelDataConfig, seed: int
 ) -> SentenceBatches | PairBatches:
-    """The batches of the training part, drawn by the seed."""
+    """Makes the shuffled batches of the training part."""
     if isinstance(config, ParallelDataConfig):
         assert isinstance(text.train, EncodedPairs)
         with _config_errors():
@@ -148,26 +148,28 @@ def _load_pairs(config: ParallelDataConfig) -> PairText:
 
 
 def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
-    """A part of the corpus as text, by language pair.
+    """Opens one part of a parallel corpus for each language pair.
 
     Args:
-        config: names the corpus. If it is a table, and there are several language pairs, only those
-            that its name has.
+        config: options of the corpus. If the corpus is a table and there are several language
+            pairs, only the pairs in the name of the table are used.
         part: "train", "dev", "test" or "all".
 
     Raises:
-        ConfigError: whatever is wrong with the corpus.
+        ConfigError: the corpus cannot be used.
     """
     if not config.corpus:
-        raise ConfigError("data.corpus must be a folder of parallel text, got ''; give its path")
+        raise ConfigError(
+            "data.corpus must be a folder of parallel text, got ''; give data.corpus=FOLDER"
+        )
     place = Path(config.corpus)
     pairs = [(source, target) for source, _, target in (p.partition("-") for p in config.pairs)]
     if len(pairs) > 1 and place.is_file():
         pairs = [pair for pair in pairs if languages_of(place, *pair)]
         if not pairs:
             raise ConfigError(
-                f"data.corpus: {place} must have languages in its name, one of "
-                f"{', '.join(config.pairs)}, as NAME.{config.pairs[0]}.tsv"
+                f"data.corpus: {place} must name one of the language pairs "
+                f"{', '.join(config.pairs)}, such as NAME.{config.pairs[0]}.tsv"
             )
     texts = []
     with _config_errors():
@@ -185,21 +187,21 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
 
 
 def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wordpieces:
-    """Those given, or else those of the text, found once where they can be kept."""
+    """Loads the given wordpieces or trains them on the text; reuses trained ones in `encoded`."""
     if config.wordpieces:
         try:
             return Wordpieces.load(config.wordpieces)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.wordpieces: {error}") from error
     languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
-    # Either direction of a language pair has the same sentences.
+    # Both directions of a language pair have the same sentences.
     once = {frozenset((text.source, text.target)): text for text in texts}.values()
 
     def found() -> Wordpieces:
         sentences = (side for text in once for pair in text for side in pair)
         try:
             return Wordpieces.train(
-                progress(sentences, "finding wordpieces", "sentences"),
+                progress(sentences, "training wordpieces", "sentences"),
                 config.vocab_size,
                 kind=config.kind,
                 target_tokens=languages,
@@ -268,9 +270,9 @@ def _encode(
 
 
 def random_text(vocab_size: int, num_tokens: int, seed: int) -> SentenceText:
-    """Sentences of frequent and rare words, as many as have at least so many predictions.
+    """Makes random sentences with at least num_tokens predictions, for benchmarks.
 
-    Made of nothing, for measurements without a corpus: all three parts are the same.
+    Word frequencies are log-uniform. All three parts are the same text.
     """
     special = [Vocabulary.UNK, Vocabulary.EOS]
     vocabulary = Vocabulary([*special, *(f"w{i}" for i in range(len(special), vocab_size))])

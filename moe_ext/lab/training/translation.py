@@ -1,4 +1,4 @@
-"""Translating with the model of a run."""
+"""Translation with the model of a run."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -16,7 +16,7 @@ from moe_ext.lab.training.text import parallel_text
 
 
 def require_bleu() -> None:
-    """To be called before a text is translated whose BLEU is wanted.
+    """Checks that sacreBLEU is installed. Call it before a long translation for BLEU.
 
     Raises:
         ConfigError: sacreBLEU is not installed.
@@ -30,17 +30,17 @@ def require_bleu() -> None:
 def make_translator(
     trained: TrainedModel, search: BeamSearch, into: str | None = None, **options: Any
 ) -> Translator:
-    """A trained model's translator.
+    """Creates the `Translator` of a trained model.
 
     Args:
-        trained: from `load_run`.
-        search: how translations are searched for.
-        into: the language to translate into, of a model of several language pairs.
-        options: further ones of `Translator`.
+        trained: the model, from `load_run`.
+        search: the beam search.
+        into: target language, for a model of several language pairs.
+        options: further arguments of `Translator`.
 
     Raises:
-        ConfigError: it is no translation model, has not learnt that language or needs to be told
-            which, or an option is out of range.
+        ConfigError: the model is not a translation model, `into` does not fit its languages, or an
+            option is out of range.
     """
     model, wordpieces, config = trained.model, trained.vocabulary, trained.config
     if not isinstance(config, TranslationConfig):
@@ -55,10 +55,10 @@ def make_translator(
 
 
 def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
-    """The sources of a text translated by a trained translation model, with `BeamSearch()`.
+    """Translates the sources of a text with a trained model and the default `BeamSearch`.
 
     Raises:
-        ConfigError: it has not learnt to translate into the text's language.
+        ConfigError: the model was not trained to translate into the target language of the text.
     """
     config = trained.config
     assert isinstance(config, TranslationConfig)
@@ -69,10 +69,13 @@ def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
 
 
 def translated_test(run: str | Path) -> dict[str, list[str]]:
-    """`translations_of` the run's test part, by language pair.
+    """Translates the test part of a run, or reads the translations of an earlier call.
 
-    They are made once and kept in the run's folder: in test-2000.en-fr.txt those of the language
-    pair en-fr after step 2,000, which is the newest.
+    The run's folder keeps them for each step and language pair, for example
+    test-2000.en-fr.txt after step 2,000.
+
+    Returns:
+        The translations of the newest checkpoint by language pair.
 
     Raises:
         ConfigError: the run has no model or its corpus cannot be read.
@@ -92,11 +95,11 @@ def translated_test(run: str | Path) -> dict[str, list[str]]:
 
 
 def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[str, Bleu]:
-    """BLEU of the run's test part, by language pair.
+    """Computes BLEU of the test part of a run, by language pair.
 
     Args:
-        run: its folder.
-        keep: the sentences that count, of a run with one language pair; None is all.
+        run: folder of the run.
+        keep: whether each sentence counts, for a run with one language pair; None counts all.
 
     Raises:
         ConfigError: see `translated_test`.

@@ -2,14 +2,14 @@
 
 #include "emulation.h"
 
-// It is drawn whether the copy is made at once or only when it is waited for.
+// Copies either at once or when the thread waits for the copy; the choice is random.
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, size_t num_zeros = 0) {
   const auto is_aligned = [&](const void* data) {
     return reinterpret_cast<uintptr_t>(data) % size == 0;
   };
   if ((size != 4 && size != 8 && size != 16) || num_zeros > size || !is_aligned(to) ||
       !is_aligned(from)) {
-    emulation::fail("cp.async of a size or an alignment that it does not have");
+    emulation::fail("cp.async: size and alignment must be 4, 8 or 16 bytes");
   }
   const emulation::Copy copy{to, from, size - num_zeros, num_zeros};
   if (emulation::machine().random() % 2 == 0) return copy.run();

@@ -7,7 +7,7 @@ namespace at::cuda {
 inline cudaStream_t getCurrentCUDAStream() { return nullptr; }
 
 struct DeviceProperties {
-  int major;  // 8: the newest without a grouped product of torch's
+  int major;  // 8: the newest without torch's grouped GEMM
 };
 
 inline DeviceProperties device_properties{8};

@@ -14,7 +14,7 @@ class BlockScan {
   explicit BlockScan(TempStorage& storage) : values_(storage.values) {}
 
   void ExclusiveSum(T value, T& before, T& all) {
-    if (blockDim.x != kThreads) emulation::fail("BlockScan of another number of threads");
+    if (blockDim.x != kThreads) emulation::fail("BlockScan: the block must have kThreads threads");
     values_[threadIdx.x] = value;
     __syncthreads();
     before = all = 0;

@@ -1,0 +1,117 @@
+"""The documentation site: it builds without warnings, its links work, and a browser shows it."""
+
+import importlib
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import console, overflow, resize
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "docs"
+SOURCES = ("docs/**/*", "moe_ext/**/*.py")
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of the built site; scripts/docs.sh has built it, or this builds it."""
+    for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
+        pytest.importorskip(package)
+    index = SITE / "index.html"
+    files = [file for place in SOURCES for file in ROOT.glob(place) if file.is_file()]
+    if not index.exists() or index.stat().st_mtime < max(f.stat().st_mtime for f in files):
+        command = [sys.executable, str(ROOT / "docs" / "build.py")]
+        built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert built.returncode == 0, built.stdout + built.stderr
+    return SITE
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The names of the extension that makes the API reference."""
+    pytest.importorskip("sphinx")
+    return runpy.run_path(str(ROOT / "docs" / "extensions" / "api_reference.py"))
+
+
+def test_formulas_of_docstrings_are_escaped(reference):
+    docstring = """y = |x| * w_, see `w_` and several `Gate`s.
+
+        z = |x| * w_
+
+    Args:
+        num_experts: E.
+        x: [T, D];
+
+            >>> x_ * 2"""
+    lines = [line.removeprefix("    ") for line in docstring.split("\n")]
+    assert "\n".join(reference["escape"](lines)).split("\n") == [
+        r"y = \|x\| \* w\_, see `w_` and several `Gate`\ s.",
+        "",
+        "::",
+        "",
+        "    z = |x| * w_",
+        "",
+        "Args:",
+        r"    num_experts: \E.",
+        "    x: [T, D];",
+        "",
+        "        >>> x_ * 2",
+    ]
+
+
+def test_every_public_name_is_documented(site, reference):
+    from sphinx.util.inventory import InventoryFile
+
+    loaded = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    documented = {
+        name for kind in loaded.data if kind.startswith("py:") for name in loaded.data[kind]
+    }
+    missing = [
+        path
+        for module in reference["PAGES"]
+        for name in importlib.import_module(module).__all__
+        if (path := reference["public_path"](module, name)) not in documented
+    ]
+    assert missing == []
+
+
+def test_broken_links_are_found(tmp_path):
+    pytest.importorskip("sphinx")
+    problems = runpy.run_path(str(ROOT / "docs" / "build.py"))["problems"]
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="#here"></a><a href="b.html#there"></a><a href="#gone"></a>'
+        '<a href="c.html"></a><script src="https://cdn.example/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<p id="there">')
+    assert problems(tmp_path) == [
+        "a.html: loads https://cdn.example/x.js from the network",
+        "a.html: #gone has no such anchor",
+        "a.html: c.html does not exist",
+    ]
+
+
+PAGES = ("index.html", "guides/gate.html", "api/moe_ext.html", "results/experts.html")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_in_a_browser(page, site, browser):
+    """No message on the console, and no horizontal scroll on a phone."""
+    resize(browser, 375)
+    browser.get((site / page).as_uri())
+    assert browser.find_element("css selector", "h1").is_displayed()
+    assert overflow(browser) <= 0
+    assert console(browser) == []
+
+
+def test_the_search_finds_a_name(site, browser):
+    """A search from the first page leads to the operator."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((site / "index.html").as_uri())
+    browser.find_element("css selector", "input[name=q]").send_keys("Load\n")
+    name = (By.CSS_SELECTOR, "#search-results a[href$='api/ops.html#moe_ext.ops.load']")
+    WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(*name))
+    assert console(browser) == []
