@@ -1,4 +1,4 @@
-"""Check the prose of documents, docstrings, comments and messages.
+"""Checks the prose of documents, docstrings, comments and messages.
 
     python scripts/check_prose.py                 # the whole repository
     python scripts/check_prose.py docs README.md  # these files and folders
@@ -53,18 +53,18 @@ class Finding(NamedTuple):
 
 
 def sentences(text: str) -> list[str]:
-    """Split a paragraph into sentences; a colon before a capital letter ends a sentence too."""
+    """Splits a paragraph into sentences; a colon before a capital letter ends a sentence too."""
     return _SENTENCE_END.split(text)
 
 
 def num_words(sentence: str) -> int:
-    """Count the words of a sentence; inline code counts as one, a number or formula as none."""
+    """Counts the words of a sentence; inline code counts as one, a number or formula as none."""
     words = _CODE.sub(" code ", sentence).split()
     return sum(bool(_WORD.match(word.strip(".,;:!?()[]\"'“”*_"))) for word in words)
 
 
 def markdown_texts(source: str) -> Iterator[Text]:
-    """Yield the paragraphs, list items, headings and table cells of a document, without code."""
+    """Yields the paragraphs, list items, headings and table cells of a document, without code."""
     for token in MarkdownIt("commonmark").enable("table").parse(source):
         if token.type == "inline" and token.map:
             parts = []
@@ -79,7 +79,7 @@ def markdown_texts(source: str) -> Iterator[Text]:
 
 
 def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
-    """Yield the paragraphs of a docstring or comment, without examples and indented code."""
+    """Yields the paragraphs of a docstring or comment, without examples and indented code."""
     collected: list[str] = []
     start = first_line
     section_indent = -1
@@ -110,7 +110,7 @@ def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
 
 
 def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
-    """Yield the paragraphs of numbered comment lines; consecutive lines form one block."""
+    """Yields the paragraphs of numbered comment lines; consecutive lines form one block."""
     block: list[str] = []
     last = -1
     for number, text in [*lines, (-1, "")]:
@@ -122,7 +122,7 @@ def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Yield docstrings, comments and other strings of Python code."""
+    """Yields docstrings, comments and other strings of Python code."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = set()
@@ -145,7 +145,7 @@ def python_texts(source: str) -> Iterator[Text]:
 
 
 def cpp_texts(source: str) -> Iterator[Text]:
-    """Yield comments and strings of C++ code."""
+    """Yields comments and strings of C++ code."""
     lines = list(enumerate(source.splitlines(), 1))
     strings = r'"((?:[^"\\]|\\.)* (?:[^"\\]|\\.)*)"'
     for number, line in lines:
@@ -162,7 +162,7 @@ def cpp_texts(source: str) -> Iterator[Text]:
 
 
 def hash_texts(source: str) -> Iterator[Text]:
-    """Yield the comments of shell scripts and configurations."""
+    """Yields the comments of shell scripts and configurations."""
     found = [
         (number, re.match(r"\s*#(?!!) ?(.*)$", line))
         for number, line in enumerate(source.splitlines(), 1)
@@ -171,7 +171,7 @@ def hash_texts(source: str) -> Iterator[Text]:
 
 
 def texts_of(path: Path) -> Iterator[Text]:
-    """Yield the texts of a file, according to its suffix."""
+    """Yields the texts of a file, according to its suffix."""
     source = path.read_text()
     if path.suffix == ".md":
         return markdown_texts(source)
@@ -181,7 +181,7 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator[Finding]:
-    """Find sentences that are too long and terms that prose.toml rejects."""
+    """Finds sentences that are too long and terms that prose.toml rejects."""
     for line, text, measured in texts:
         if measured:
             for sentence in sentences(text):
@@ -193,7 +193,7 @@ def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator
 
 
 def tracked(arguments: Sequence[str]) -> list[Path]:
-    """List the checked kinds of files below the arguments that git tracks or would add."""
+    """Lists the checked kinds of files below the arguments that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *arguments]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     kinds = {".md", ".py", *CPP, *HASH_COMMENTS}

@@ -1,4 +1,4 @@
-"""Compare a MoE with a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure the perplexity of a trained model, and the BLEU of its translations.
+"""Measures the perplexity of a trained model, and the BLEU of its translations.
 
 Run it with `--help` to see its commands and options.
 """

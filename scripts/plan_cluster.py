@@ -1,4 +1,4 @@
-"""Compute the memory, network traffic, step time and efficiency of a language model on a cluster.
+"""Computes the memory, network traffic, step time and efficiency of a language model on a cluster.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Prepare a corpus for training: download, verify, unpack, make a vocabulary, encode.
+"""Prepares a corpus for training: downloads, verifies, unpacks and encodes it.
 
 Run it with `--help` to see its commands and options.
 """

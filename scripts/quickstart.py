@@ -1,4 +1,4 @@
-"""Train a small MoE language model and its dense counterpart, and compare them.
+"""Trains a small MoE language model and its dense counterpart, and compares them.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Train a language model or a translation model.
+"""Trains a language model or a translation model.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Translate text with one sentence per line, using a trained model.
+"""Translates text with one sentence per line, using a trained model.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure speed and memory of the data pipeline on a synthetic corpus.
+"""Measures speed and memory of the data pipeline on a generated corpus.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure the cost of expert parallelism: bytes sent, exchange time, throughput.
+"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Time a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
+"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
 
 Run it with `--help` to see its commands and options.
 """

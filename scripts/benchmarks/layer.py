@@ -1,4 +1,4 @@
-"""Time the experts (Eq. 1 for given gates) against other implementations and hardware limits.
+"""Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Time the routing operators against the same computations in plain torch.
+"""Times the routing operators against the same computation in plain torch.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Time the step of factored Adam against torch's optimizers on a layer of experts.
+"""Times factored Adam against torch's optimizers on a layer of experts.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure how much memory recomputing the experts' hidden layers saves, and what time it costs.
+"""Measures what recomputing the experts' hidden layers saves in memory and costs in time.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure time and memory of back-propagation through a MoE-LSTM with m stored states.
+"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
 
 Run it with `--help` to see its commands and options.
 """

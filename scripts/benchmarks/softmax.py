@@ -1,4 +1,4 @@
-"""Time a training step of the sampled softmax against the full softmax.
+"""Times a training step of the sampled softmax against the full softmax.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Run training steps of a model on random words: time, floating-point operations, memory.
+"""Measures a few training steps of a model on random words: time, operations, memory.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Measure sentences per second of batched translation against one sentence at a time.
+"""Measures sentences per second of a translator in batches against one sentence at a time.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Train a model with strictly balanced gates and measure how well the thresholds work (App. F).
+"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
 
 Run it with `--help` to see its commands and options.
 """

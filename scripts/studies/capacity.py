@@ -1,4 +1,4 @@
-"""Compare models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
+"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
 
 Run it with `--help` to see its commands and options.
 """

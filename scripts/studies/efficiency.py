@@ -1,4 +1,4 @@
-"""Measure the speed of sparse models against dense ones, at small scale (Sec. 5.1).
+"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Fit the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
 
 Run it with `--help` to see its commands and options.
 """

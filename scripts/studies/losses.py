@@ -1,4 +1,4 @@
-"""Compare weights of the balancing losses, at small scale (Table 6).
+"""Compares weights of the balancing losses, at small scale (Table 6).
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Compare one model for twelve language pairs with other models, at small scale (Table 5).
+"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
 
 Run it with `--help` to see its commands and options.
 """

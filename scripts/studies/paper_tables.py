@@ -1,4 +1,4 @@
-"""Count the cost columns of the paper's Tables 7 and 8 from the models of configs/.
+"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Kill ranks of a training run at random moments and check that the run continues correctly.
+"""Kills ranks of a training run at random moments and checks that it continues correctly.
 
 Run it with `--help` to see its commands and options.
 """

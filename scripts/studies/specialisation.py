@@ -1,4 +1,4 @@
-"""Measure what experts specialise in, and show the contexts of some experts (Table 9).
+"""Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
 Run it with `--help` to see its commands and options.
 """

@@ -1,4 +1,4 @@
-"""Compare translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
+"""Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
 Run it with `--help` to see its commands and options.
 """

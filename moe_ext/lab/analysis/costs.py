@@ -1,4 +1,4 @@
-"""Count parameters and operations of a model as the paper does (Tables 2 to 5, 7 and 8)."""
+"""Counts parameters and operations of a model as the paper does (Tables 2 to 5, 7 and 8)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class TrainingFlops:
 
 
 def cost(model: AnyModel) -> Cost:
-    """Count a model's operations and parameters from the shapes of its tensors.
+    """Counts a model's operations and parameters from the shapes of its tensors.
 
     Runs nothing, so it works on the meta device too. Each weight of a matrix counts as one
     multiply-add for each position. A position uses k of the E experts of a MoE, and the secondary
@@ -80,7 +80,7 @@ def cost(model: AnyModel) -> Cost:
 
 
 def training_flops(model: LanguageModel) -> TrainingFlops:
-    """Count a token's floating-point operations in training: 6 times its forward multiply-adds.
+    """Counts a token's floating-point operations in training: 6 times its forward multiply-adds.
 
     The backward pass has twice the operations of the forward pass. The softmax counts the target
     class and the sampled classes, or all classes without sampling. Only GEMMs count, and each
@@ -110,7 +110,7 @@ class MoEOps(NamedTuple):
 
 
 def moe_ops(layer: MoE) -> MoEOps:
-    """Count the operations of one layer, as `cost` does.
+    """Counts the operations of one layer, as `cost` does.
 
     Raises:
         ValueError: other ranks hold some of the experts.
@@ -133,7 +133,7 @@ class _Count(NamedTuple):
 
 
 def _count(model: AnyModel) -> _Count:
-    """Count the layers between embedding and softmax."""
+    """Counts the layers between embedding and softmax."""
     ops = expert_ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):

@@ -1,4 +1,4 @@
-"""Report the words and contexts that each expert of a trained model gets (Table 9)."""
+"""Reports the words and contexts that each expert of a trained model gets (Table 9)."""
 
 import math
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ class ExpertReport:
 
 
 def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
-    """Sort reports by information, highest first.
+    """Sorts reports by information, highest first.
 
     Experts with less than half of the mean share come last, because a few tokens always look
     specialised.
@@ -118,7 +118,7 @@ def expert_reports(
     num_contexts: int = 10,
     num_words: int = 10,
 ) -> list[ExpertReport]:
-    """Make one report for each expert, in the order of the experts.
+    """Makes one report for each expert, in the order of the experts.
 
     The report of an expert without tokens has empty lists.
 
@@ -179,7 +179,7 @@ def expert_reports(
 def _information(
     experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return p(w|e) ln(p(w|e) / p(w)), expert, word and count of each (expert, word) found."""
+    """Returns p(w|e) ln(p(w|e) / p(w)), expert, word and count of each (expert, word) found."""
     keys, count = torch.unique(experts * vocab_size + words, return_counts=True)
     expert, word = keys // vocab_size, keys % vocab_size
     p_word = torch.bincount(words, minlength=vocab_size).double() / len(words)
@@ -190,7 +190,7 @@ def _information(
 def _contexts(
     routed: RoutedText, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
-    """Collect the first distinct contexts of slots that are sorted by decreasing gate."""
+    """Collects the first distinct contexts of slots that are sorted by decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
         window = tuple(routed.windows[routed.position[slot]].tolist())

@@ -1,4 +1,4 @@
-"""Record how a trained model routes the words of a text to experts.
+"""Records how a trained model routes the words of a text to experts.
 
 The MoE layers of a language model route its input words. In a translation model, the encoder's MoE
 (layer 0) routes the source wordpieces and the decoder's MoE (layer 1) the target wordpieces.
@@ -51,7 +51,7 @@ class RoutedText:
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
-        """Sort the slots by expert, then by decreasing gate.
+        """Sorts the slots by expert, then by decreasing gate.
 
         Returns:
             The order [R] of the slots, and the number of slots of each expert [E].
@@ -61,7 +61,7 @@ class RoutedText:
         return order, torch.bincount(self.expert, minlength=self.num_experts)
 
     def highest(self, number: int) -> Tensor:
-        """Return each expert's positions with the highest gates, [E, number], padded with -1."""
+        """Returns each expert's positions with the highest gates, [E, number], padded with -1."""
         order, load = self.slots_by_gate()
         expert = self.expert[order]
         rank = torch.arange(len(order)) - (load.cumsum(0) - load)[expert]
@@ -71,7 +71,7 @@ class RoutedText:
         return positions
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
-        """Return the positions that have an expert, and the expert with the highest gate there."""
+        """Returns the positions that have an expert, and the expert with the highest gate there."""
         order = self.gate.argsort(descending=True, stable=True)
         order = order[self.position[order].argsort(stable=True)]
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
@@ -79,7 +79,7 @@ class RoutedText:
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
-    """Concatenate the positions of several texts."""
+    """Concatenates the positions of several texts."""
     offset, positions = 0, []
     pairs = [routed.pair for routed in texts if routed.pair is not None]
     for routed in texts:
@@ -97,7 +97,7 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """Return the MoE layer with an index among the model's MoE layers.
+    """Returns the MoE layer with an index among the model's MoE layers.
 
     Raises:
         ValueError: the model has no such layer.
@@ -119,7 +119,7 @@ def route_text(
     layer: int = 0,
     tokens_per_batch: int = 2_560,
 ) -> RoutedText:
-    """Run randomly chosen sentences without noise or dropout, and record one layer's routing.
+    """Runs randomly chosen sentences without noise or dropout, and records one layer's routing.
 
     Args:
         model: a model with a MoE layer.
@@ -165,21 +165,21 @@ def route_text(
 
 
 def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
-    """Return each token of ids [B, S] with its neighbours, [N, 5]; `after` follows each row."""
+    """Returns each token of ids [B, S] with its neighbours, [N, 5]; `after` follows each row."""
     text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
     text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
     return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Return position, expert and gate of each slot; positions count the layer's tokens from 0."""
+    """Returns position, expert and gate of each slot; positions count the layer's tokens from 0."""
     position = ops.token_index(aux.expert_index, aux.token_offsets)
     return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Replace W_g of the layer's gates by normal noise of equal root mean square, in this context.
+    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in this context.
 
     Raises:
         ValueError: a gate is strictly balanced. Its thresholds are trained for its own W_g.

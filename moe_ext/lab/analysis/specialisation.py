@@ -1,4 +1,4 @@
-"""Measure how much experts specialise: purity and mutual information, against chance (Table 9).
+"""Measures how much experts specialise: purity and mutual information, against chance (Table 9).
 
 A label is an integer for each of N positions: the word, the previous word, the word class or the
 kind of text. Shuffled labels show the values that chance gives. Shuffling keeps each expert's gates
@@ -30,7 +30,7 @@ WORD_CLASSES = (
 
 
 def word_class(word: str) -> str:
-    """Classify an English word by its form; one of WORD_CLASSES."""
+    """Classifies an English word by its form; one of WORD_CLASSES."""
     if word in (Vocabulary.UNK, Vocabulary.EOS):
         return word
     if re.search(r"\d", word):
@@ -46,7 +46,7 @@ def word_class(word: str) -> str:
 
 
 def piece_class(piece: str) -> str:
-    """Classify a wordpiece; one that begins a word ("▁") is classified as a whole word."""
+    """Classifies a wordpiece; one that begins a word ("▁") is classified as a whole word."""
     if re.fullmatch(r"<2.+>", piece):
         return "target token"
     word = piece.removeprefix("▁")
@@ -56,7 +56,7 @@ def piece_class(piece: str) -> str:
 
 
 def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
-    """Return the labels [N] by name: "current word", "previous word" and "word class".
+    """Returns the labels [N] by name: "current word", "previous word" and "word class".
 
     A text with two or more language pairs also has "language pair".
     """
@@ -69,7 +69,7 @@ def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
-    """Compute the share of the most frequent label in each row of positions.
+    """Computes the share of the most frequent label in each row of positions.
 
     Args:
         labels: [N] int64, at least 0.
@@ -91,14 +91,14 @@ def purity(labels: Tensor, positions: Tensor) -> Tensor:
 
 
 def entropy(values: Tensor) -> float:
-    """Compute -sum_v p(v) ln p(v) of the frequencies of non-negative integers, in nats."""
+    """Computes -sum_v p(v) ln p(v) of the frequencies of non-negative integers, in nats."""
     counts = torch.bincount(values)
     share = counts[counts > 0].double() / len(values)
     return float(-(share * share.log()).sum())
 
 
 def mutual_information(a: Tensor, b: Tensor) -> float:
-    """Compute sum p(a, b) ln(p(a, b) / (p(a) p(b))) of the frequencies of pairs, in nats.
+    """Computes sum p(a, b) ln(p(a, b) / (p(a) p(b))) of the frequencies of pairs, in nats.
 
     The estimate from n pairs is too high by about (A - 1)(B - 1) / (2n), where a has A distinct
     values and b has B.
@@ -146,7 +146,7 @@ class Specialisation:
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
-        """Summarize the numbers, ready for JSON; the experts' purities are in descending order."""
+        """Summarizes the numbers, ready for JSON; the experts' purities are in descending order."""
         single = self.permuted_purity.flatten()
         # torch.quantile limits the size of its input; kthvalue does not.
         high = single.kthvalue(max(1, round(0.975 * len(single)))).values
@@ -175,7 +175,7 @@ def measure_specialisation(
     num_permutations: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Specialisation]:
-    """Measure the specialisation of the experts for each label, and its value by chance.
+    """Measures the specialisation of the experts for each label, and its value by chance.
 
     Args:
         routed: the routing of N positions.

@@ -1,4 +1,4 @@
-"""Compare a MoE with a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
 
     python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
@@ -35,7 +35,7 @@ from moe_ext.lab.training.text import load_text
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the command; return its report."""
+    """Runs the command and returns its report."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)

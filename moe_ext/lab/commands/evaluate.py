@@ -1,4 +1,4 @@
-"""Measure the perplexity of a trained model, and the BLEU of its translations.
+"""Measures the perplexity of a trained model, and the BLEU of its translations.
 
     python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
     python scripts/evaluate.py runs/moe-32 --part dev
@@ -30,7 +30,7 @@ from moe_ext.lab.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
-    """Run the command; return the evaluation."""
+    """Runs the command and returns the evaluation."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("--part", choices=PARTS_AND_ALL, help="default: test, or all with --corpus")

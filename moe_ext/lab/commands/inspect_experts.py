@@ -1,4 +1,4 @@
-"""Show what the experts of a trained model specialise in (Table 9).
+"""Shows what the experts of a trained model specialise in (Table 9).
 
     python scripts/inspect_experts.py runs/moe-32
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
@@ -25,7 +25,7 @@ from moe_ext.lab.training.text import load_part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
     parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")

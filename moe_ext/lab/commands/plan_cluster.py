@@ -1,4 +1,4 @@
-"""Compute the memory, network traffic, step time and efficiency of a language model on a cluster.
+"""Computes the memory, network traffic, step time and efficiency of a language model on a cluster.
 
     python scripts/plan_cluster.py configs/small/moe-32.toml --devices 1 2 4 --device a100
     python scripts/plan_cluster.py configs/small/moe-32.toml model.moe.num_experts=64 \\
@@ -43,7 +43,7 @@ from moe_ext.lab.training.report import markdown_table
 
 
 def parse_device(words: Sequence[str]) -> Device:
-    """Parse --device: a preset's name, key=value arguments, or both.
+    """Parses --device: a preset's name, key=value arguments, or both.
 
     Raises:
         ConfigError: a word is unknown, or a value is missing or invalid.
@@ -72,14 +72,14 @@ def parse_device(words: Sequence[str]) -> Device:
 
 
 def grown(config: Config, factor: int) -> Config:
-    """Multiply the number of experts and of groups by `factor`."""
+    """Multiplies the number of experts and of groups by `factor`."""
     moe = config.model.moe
     moe = replace(moe, num_experts=factor * moe.num_experts, num_groups=factor * moe.num_groups)
     return replace(config, model=replace(config.model, moe=moe))
 
 
 def table(plans: Sequence[Plan], device: Device) -> str:
-    """Format the plans as Markdown, one column for each number of devices."""
+    """Formats the plans as Markdown, one column for each number of devices."""
 
     def both(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
@@ -120,7 +120,7 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     parser = make_parser(__doc__)
     parser.add_argument("config", type=Path, help="TOML file of a language model")
     add_overrides(parser)

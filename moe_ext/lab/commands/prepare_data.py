@@ -1,4 +1,4 @@
-"""Prepare a corpus for training: download, verify, unpack, make a vocabulary, encode.
+"""Prepares a corpus for training: downloads, verifies, unpacks and encodes it.
 
     python scripts/prepare_data.py lm1b            # the 1-billion-word benchmark: 1.8 GB download,
                                                    # 10 GB of disk, 10 minutes to encode
@@ -124,7 +124,7 @@ SETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> SentenceText:
-    """Run the command; return the encoded text."""
+    """Runs the command and returns the encoded text."""
     parser = make_parser(__doc__)
     parser.add_argument("name", choices=[*SETS, "text"], help="the corpus")
     parser.add_argument(
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
 
 
 def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
-    """Find the folder of the unpacked corpus, or unpack it into `output`.
+    """Finds the folder of the unpacked corpus, or unpacks it into `output`.
 
     Raises:
         ConfigError: `source` has neither the archive nor the corpus, or unpacking fails.
@@ -214,7 +214,7 @@ def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
 
 
 def _file_of(download: Download, output: Path, source: Path | None) -> Path:
-    """Find the file in `source` or `output`, or download it into `output`.
+    """Finds the file in `source` or `output`, or downloads it into `output`.
 
     Raises:
         ConfigError: no address works, or the checksum is wrong.
@@ -245,7 +245,7 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Download the missing rest of a file.
+    """Downloads the missing rest of a file.
 
     Raises:
         OSError: the server cannot be reached, refuses, or closes the connection early.
@@ -280,7 +280,7 @@ def _verify(file: Path, sha256: str) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a zip or tar archive into a folder, never outside of it.
+    """Unpacks a zip or tar archive into a folder, never outside of it.
 
     Raises:
         ConfigError: the archive is corrupted, or a member lies outside of the folder.
@@ -298,7 +298,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def check(text: SentenceText, expected: _DataSet | None) -> None:
-    """Print the sizes of the vocabulary and of the parts.
+    """Prints the sizes of the vocabulary and of the parts.
 
     Raises:
         ConfigError: a size differs from the published one.

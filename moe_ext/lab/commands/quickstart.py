@@ -1,4 +1,4 @@
-"""Train a small MoE language model and its dense counterpart, and compare them.
+"""Trains a small MoE language model and its dense counterpart, and compares them.
 
     python scripts/quickstart.py             # 7 minutes on 2 cores; called by scripts/quickstart.sh
     python scripts/quickstart.py --quick     # seconds: tiny models, for a quick check
@@ -51,7 +51,7 @@ _QUICK = [
 
 
 def plot(results: dict[str, Result], path: Path) -> None:
-    """Plot the learning curves of both models, and the load of each expert over time."""
+    """Plots the learning curves of both models, and the load of each expert over time."""
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     curves, load = figure.subplots(1, 2)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
@@ -82,7 +82,7 @@ def plot(results: dict[str, Result], path: Path) -> None:
 
 
 def describe(report: ExpertReport) -> str:
-    """Format the share, the words and the contexts of one expert."""
+    """Formats the share, the words and the contexts of one expert."""
     words = "  ".join(f"{w.word} {100 * w.share:.0f}%" for w in report.words[:8])
     contexts = [
         f"{context.before} [{context.word}] {context.after}".strip()
@@ -96,7 +96,7 @@ def describe(report: ExpertReport) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Result]:
-    """Run the command; return the results by model."""
+    """Runs the command and returns the results by model."""
     parser = make_parser(__doc__)
     add_overrides(parser)
     parser.add_argument("--quick", action="store_true", help="tiny models, a few seconds")

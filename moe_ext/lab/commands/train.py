@@ -1,4 +1,4 @@
-"""Train a language model or a translation model.
+"""Trains a language model or a translation model.
 
     python scripts/train.py configs/small/moe-32.toml
     python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
@@ -37,7 +37,7 @@ from moe_ext.lab.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
     add_overrides(parser)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(trainer: Trainer) -> None:
-    """Train to the last step or to an interruption; rank 0 prints sizes and the result."""
+    """Trains to the last step or to an interruption; rank 0 prints sizes and the result."""
     if trainer.ranks.rank > 0:
         trainer.run()
         return

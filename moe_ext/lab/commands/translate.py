@@ -1,4 +1,4 @@
-"""Translate text with one sentence per line, using a trained model.
+"""Translates text with one sentence per line, using a trained model.
 
     echo "a sentence" | python scripts/translate.py runs/en-fr
     python scripts/translate.py runs/en-fr news.en --output news.fr --reference news.reference.fr
@@ -58,7 +58,7 @@ _MORE_FONTS = (
 
 
 def _read_lines(file: str) -> Iterator[str]:
-    """Read the lines of a file or of stdin; invalid UTF-8 becomes U+FFFD.
+    """Reads the lines of a file or of stdin; invalid UTF-8 becomes U+FFFD.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -76,7 +76,7 @@ def _read_lines(file: str) -> Iterator[str]:
 
 
 def as_text(number: int, translations: Sequence[Translation], n_best: int) -> str:
-    """Format the translations of one line, one line for each of the n best."""
+    """Formats the translations of one line, one line for each of the n best."""
     if n_best == 1:
         return translations[0].text
     return "\n".join(
@@ -86,7 +86,7 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
 
 
 def _output_file(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Open a file that replaces the old one only when it is complete.
+    """Opens a file that replaces the old one only when it is complete.
 
     Raises:
         ConfigError: its folder does not exist.
@@ -97,7 +97,7 @@ def _output_file(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def attention_plot(translation: Translation) -> "Figure":
-    """Plot attention: a row for each translated wordpiece, a column for each source wordpiece."""
+    """Plots attention: a row for each translated wordpiece, a column for each source wordpiece."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import get_font_names
 
@@ -120,7 +120,7 @@ def attention_plot(translation: Translation) -> "Figure":
 
 @contextmanager
 def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
-    """Return a function that plots a translation into a file.
+    """Returns a function that plots a translation into a file.
 
     A .pdf gets the plots of all translations, a .png the first one.
 
@@ -161,7 +161,7 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
 
 
 def _plot_file(text: str) -> Path:
-    """Parse the path of a .png or .pdf file; an argparse type."""
+    """Parses the path of a .png or .pdf file; an argparse type."""
     path = Path(text)
     if path.suffix.lower() not in (".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
@@ -258,7 +258,7 @@ def _print_bleu(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     options = _options_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:

@@ -1,4 +1,4 @@
-"""Train a model with strictly balanced gates and measure how well the thresholds work (App. F).
+"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
 
     python scripts/studies/balanced.py data.corpus=path/to/text
     python scripts/studies/balanced.py steps=500 --output runs/balanced
@@ -59,7 +59,7 @@ class EqualLoads:
 
 
 def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
-    """Plot both perplexities on the left, mask disagreement and unrouted tokens on the right."""
+    """Plots both perplexities on the left, mask disagreement and unrouted tokens on the right."""
     figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in dev]
@@ -89,7 +89,7 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Format the report as a Markdown page."""
+    """Formats the report as a Markdown page."""
     final, test = report["final"], report["test"]
     rows = []
     for record in report["dev"]:
@@ -138,7 +138,7 @@ tokens of the batch, so only the threshold mask gives the perplexity of a langua
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
-    """Run the study; return its report."""
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     add_overrides(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Compare models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
+"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
 
     python scripts/studies/capacity.py data.corpus=path/to/text
     python scripts/studies/capacity.py data.corpus=path/to/text --seeds 1 2 --arms moe-4 moe-64
@@ -72,7 +72,7 @@ def _at_rate(name: str, rate: float) -> str:
 def _runs_at_best_rates(
     configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
 ) -> tuple[Results, dict[str, dict[float, float]]]:
-    """Train; return each model's runs at its best rate, and the dev nats per token of all rates."""
+    """Returns each model's runs at its best rate, and the dev nats per token of all rates."""
     asked = [] if options.report else options.arms
 
     def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
@@ -135,7 +135,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
-    """Fit Kneser-Ney 5-grams to the text that a run sees in 25% and in 100% of its steps."""
+    """Fits Kneser-Ney 5-grams to the text that a run sees in 25% and in 100% of its steps."""
     seen = min(1.0, seen_tokens / text.train.num_tokens)
     perplexities = {}
     for share in (_QUARTER, 1.0):
@@ -147,7 +147,7 @@ def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Format the page: the models, their learning rates and the verdicts on the claims."""
+    """Formats the page: the models, their learning rates and the verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -207,7 +207,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
 
 
 def plot(results: Results) -> Figure:
-    """Plot perplexity against the number of experts, after 25% of the steps and after all."""
+    """Plots perplexity against the number of experts, after 25% of the steps and after all."""
     experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
@@ -231,7 +231,7 @@ def plot(results: Results) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
-    """Run the study; return the finished runs."""
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "capacity", ARMS)
     parser.add_argument(
         "--rates",

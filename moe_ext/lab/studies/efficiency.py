@@ -1,4 +1,4 @@
-"""Measure the speed of sparse models against dense ones, at small scale (Sec. 5.1).
+"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
 
     python scripts/studies/efficiency.py                     # one thread; needs 6 GiB of memory
     python scripts/studies/efficiency.py --threads 2 --rounds 20 --output runs/efficiency
@@ -68,7 +68,7 @@ def _rows_of(
     tokens: int,
     rows_per_expert: dict[str, float],
 ) -> list[Row]:
-    """Convert seconds to speeds relative to the entry `against`."""
+    """Converts seconds to speeds relative to the entry `against`."""
     rows = []
     for name, times in seconds.items():
         # A ratio of speeds, not of times: the gates add operations.
@@ -83,7 +83,7 @@ def _rows_of(
 
 
 def _one_step_of(trainer: Trainer) -> Callable[[], object]:
-    """Return a function that trains one step on the next batch."""
+    """Returns a function that trains one step on the next batch."""
     batches = cycle(list(trainer.batches.epoch(0)))
 
     def run() -> None:
@@ -93,7 +93,7 @@ def _one_step_of(trainer: Trainer) -> Callable[[], object]:
 
 
 def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
-    """Time training steps of each model on random text."""
+    """Times training steps of each model on random text."""
     steps: dict[str, Callable[[], object]] = {}
     flops: dict[str, float] = {}
     per_expert: dict[str, float] = {}
@@ -136,7 +136,7 @@ def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Ro
 
 
 def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    """Return a function that computes the gradients of x and of the layer's weights."""
+    """Returns a function that computes the gradients of x and of the layer's weights."""
     inputs, ones = [x, *layer.parameters()], torch.ones_like(x)
 
     def run() -> None:
@@ -146,7 +146,7 @@ def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
-    """Time MoE layers with more and more experts against a dense layer that is k times as wide."""
+    """Times MoE layers with more and more experts against a dense layer that is k times as wide."""
     x = torch.randn(tokens, width, requires_grad=True)
     dense = nn.Sequential(
         nn.Linear(width, k * hidden, bias=False),
@@ -192,7 +192,7 @@ class _StepByStep(_Output):
 
 
 def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
-    """Time the layer on all time steps at once against one call for each step (Sec. 3.1)."""
+    """Times the layer on all time steps at once against one call for each step (Sec. 3.1)."""
     num_experts, k = 32, 4
     layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
     x = torch.randn(steps, batch, width, requires_grad=True)
@@ -209,7 +209,7 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
 
 
 def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> str:
-    """Format the page: a table for each part, and the verdict on the claim."""
+    """Formats the page: a table for each part, and the verdict on the claim."""
 
     def table(part: str, *against: str) -> str:
         header = ["words", "measured", "rows per expert", "GFLOP/s"]
@@ -265,7 +265,7 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
 
 
 def plot(rows: Sequence[Row]) -> Figure:
-    """Plot the layer's speed relative to the dense layer against the rows per expert."""
+    """Plots the layer's speed relative to the dense layer against the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
@@ -279,7 +279,7 @@ def plot(rows: Sequence[Row]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Row]:
-    """Run the study; return the measurements."""
+    """Runs the study and returns the measurements."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--threads", type=at_least(1), default=1, help="number of threads (%(default)s)"

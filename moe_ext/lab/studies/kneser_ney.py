@@ -1,4 +1,4 @@
-"""Fit the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
 
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml data.corpus=path/to/text
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml --shares 0.25 1 --output runs/kn5
@@ -31,7 +31,7 @@ from moe_ext.lab.training.text import SentenceText, load_text
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1]; an argparse type."""
+    """Parses a number in (0, 1]; an argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def share(text: str) -> float:
 
 
 def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
-    """Evaluate a model on the dev and test parts; return its numbers, ready for JSON."""
+    """Evaluates a model on the dev and test parts; returns numbers ready for JSON."""
     dev, test = (
         Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)
     )
@@ -60,7 +60,7 @@ def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> 
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Format the report as a Markdown page."""
+    """Formats the report as a Markdown page."""
     kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
     orders = range(1, report["order"] + 1)
     table = markdown_table(
@@ -87,7 +87,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the study; return its report."""
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file; only its [data] is used")
     add_overrides(parser)

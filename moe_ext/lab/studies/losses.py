@@ -1,4 +1,4 @@
-"""Compare weights of the balancing losses, at small scale (Table 6).
+"""Compares weights of the balancing losses, at small scale (Table 6).
 
     python scripts/studies/losses.py data.corpus=path/to/text
     python scripts/studies/losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
@@ -74,7 +74,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Format the page: Table 6 of these runs, and the verdicts on the claims."""
+    """Formats the page: Table 6 of these runs, and the verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -113,7 +113,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
 
 
 def plot(results: Results) -> Figure:
-    """Plot each run's perplexity against its max/mean Load."""
+    """Plots each run's perplexity against its max/mean Load."""
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     for name, runs in results.items():
@@ -130,7 +130,7 @@ def plot(results: Results) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
-    """Run the study; return the finished runs."""
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "losses", ARMS)
     options = parser.parse_intermixed_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Compare one model for twelve language pairs with other models, at small scale (Table 5).
+"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
 
     python scripts/studies/multilingual.py data.corpus=path/to/parallel/text
     python scripts/studies/multilingual.py data.corpus=PATH --arms moe dense --seeds 1
@@ -112,7 +112,7 @@ class _Comparison(NamedTuple):
 
 
 def study(options: argparse.Namespace, root: Path) -> Study:
-    """Train, test and translate with the models that the options select.
+    """Trains and tests the selected models, and translates with them.
 
     Raises:
         ConfigError: data.pairs has fewer than two language pairs.
@@ -162,7 +162,7 @@ def study(options: argparse.Namespace, root: Path) -> Study:
 
 
 def figures(study: Study) -> dict[str, dict[str, Figures]]:
-    """Collect the results of finished runs by model and language pair."""
+    """Collects the results of finished runs by model and language pair."""
     nll_of = {
         run.run: by_language_pair(run.sentence_nll, study.text.test)
         for runs in study.results.values()
@@ -180,7 +180,7 @@ def figures(study: Study) -> dict[str, dict[str, Figures]]:
 
 
 def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
-    """Compare two models' figures over the language pairs that both have."""
+    """Compares two models' figures over the language pairs that both have."""
     both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
     return _Comparison(
         mean_difference(
@@ -203,7 +203,7 @@ def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
 
 
 def _comparisons_table(compared: dict[str, _Comparison]) -> str:
-    """Format the comparisons, one row each."""
+    """Formats the comparisons, one row each."""
     rows = [
         [
             what,
@@ -217,7 +217,7 @@ def _comparisons_table(compared: dict[str, _Comparison]) -> str:
 
 
 def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
-    """Format perplexity and BLEU of each model, one row for each language pair."""
+    """Formats perplexity and BLEU of each model, one row for each language pair."""
     names = study.text.train.names
     sizes = study.text.train.pair.bincount(minlength=len(names)).tolist()
     rows = []
@@ -234,7 +234,7 @@ def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
 
 
 def _sizes_of_models(study: Study) -> str:
-    """Format the size and the training of the models, one row for each kind of model."""
+    """Formats the size and the training of the models, one row for each kind of model."""
     rows = []
     every = {**study.results, SINGLE: next(iter(study.single.values()), {})}
     for arm, runs in every.items():
@@ -263,7 +263,7 @@ def _least_text(text: PairText) -> list[str]:
 
 
 def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str) -> str:
-    """Format the page, with the command that makes it."""
+    """Formats the page, with the command that makes it."""
     config = study.config
     signatures = sorted({bleu.signature for each in study.bleu.values() for bleu in each.values()})
     return (
@@ -290,7 +290,7 @@ def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str
 
 
 def plot(study: Study) -> Figure:
-    """Plot dev perplexity against steps for the two language pairs with the least text."""
+    """Plots dev perplexity against steps for the two language pairs with the least text."""
     panels = _least_text(study.text)
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots(1, len(panels), squeeze=False)
@@ -308,7 +308,7 @@ def plot(study: Study) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Study:
-    """Run the study; return the finished runs."""
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "multilingual", ARMS)
     options = parser.parse_intermixed_args(arguments)
     require_bleu()

@@ -1,4 +1,4 @@
-"""Count the cost columns of the paper's Tables 7 and 8 from the models of configs/.
+"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
 
     python scripts/studies/paper_tables.py           # prints, writes docs/results/paper_tables.*
     python scripts/studies/paper_tables.py --output DIR
@@ -66,7 +66,7 @@ lower for MoE-34M and 13% lower for MoE-143M."""
 
 
 def count(published: Published, root: Path) -> dict[str, Any]:
-    """Compare a published row with the model of its configuration."""
+    """Compares a published row with the model of its configuration."""
     config = read_config(root / "configs" / published.config, [], Config)
     models = []
     with torch.device("meta"):
@@ -174,7 +174,7 @@ the meta device. Of {len(rows)} models, these agree to the printed digit:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
-    """Run the study."""
+    """Runs the study."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--output", type=Path, default=root / "docs" / "results", help="folder of the report"

@@ -1,4 +1,4 @@
-"""Kill ranks of a training run at random moments and check that the run continues correctly.
+"""Kills ranks of a training run at random moments and checks that it continues correctly.
 
     python scripts/studies/restarts.py --kills 50
 
@@ -35,7 +35,7 @@ _MODEL = [
 def start(
     root: Path, output: Path, processes: int, steps: int, restarts: int
 ) -> subprocess.Popen[str]:
-    """Start torchrun with scripts/train.py; stderr goes to a file next to `output`."""
+    """Starts torchrun with scripts/train.py; stderr goes to a file next to `output`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
@@ -49,7 +49,7 @@ def start(
 
 
 def workers(launcher: int) -> list[int]:
-    """List the process ids of the ranks that a torchrun started."""
+    """Lists the process ids of the ranks that a torchrun started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [
         int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -62,12 +62,12 @@ def _last_step(run: Path) -> int:
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
-    """Read step, nats per token and auxiliary loss of each logged step."""
+    """Reads step, nats per token and auxiliary loss of each logged step."""
     return [(r["step"], r["nll"], r["aux_loss"]) for r in read_metrics(run, "train")]
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
-    """Run the study; return the exit status."""
+    """Runs the study and returns the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--kills", type=at_least(1), default=50, help="number of kills (%(default)s)"

@@ -1,4 +1,4 @@
-"""Measure what experts specialise in, and show the contexts of some experts (Table 9).
+"""Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
     python scripts/studies/specialisation.py runs/capacity/moe-64-0.008-seed*
     python scripts/studies/specialisation.py runs/moe-64 --positions 50000 --permutations 200
@@ -68,7 +68,7 @@ _FORMAT = 1  # the version of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a run: from its file if that fits `asked`, else measured and written.
+    """Returns the numbers of a run: from its file if that fits `asked`, else measured and written.
 
     Raises:
         ConfigError: the run's model has no such layer, or its gates have thresholds.
@@ -86,7 +86,7 @@ def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[
 
 
 def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure a model with both gates, and collect contexts of some experts; ready for JSON."""
+    """Measures a model with both gates, and collects contexts of some experts; ready for JSON."""
     model, data, seed = trained.model, trained.config.data, trained.config.seed
     layer, positions, permutations = asked["layer"], asked["positions"], asked["permutations"]
     sentences = load_part(data, trained.vocabulary, asked["part"])
@@ -132,7 +132,7 @@ def _domain_labels(parts: Sequence[RoutedText]) -> Tensor:
 
 
 def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
-    """Pick the three most specialised experts and three random other experts, ready for JSON."""
+    """Picks the three most specialised experts and three random other experts, ready for JSON."""
     ranked = by_specialisation(reports)
     chosen, others = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
     drawn = random.Random(seed).sample(others, min(_SHOWN_EXPERTS, len(others)))
@@ -144,7 +144,7 @@ def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]
 
 
 def _over_runs(values: Sequence[float]) -> str:
-    """Format the mean over runs, with its t interval for three runs or more."""
+    """Formats the mean over runs, with its t interval for three runs or more."""
     mean = mean_difference(values)
     assert mean is not None
     return f"{mean.mean:.3f}" if mean.low is None else f"{mean:.3f}"
@@ -183,7 +183,7 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
 
 
 def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """Format the page: numbers, verdicts on the claims, and Table 9 of the first run."""
+    """Formats the page: numbers, verdicts on the claims, and Table 9 of the first run."""
     first = runs[0]
     rows = [
         [
@@ -248,7 +248,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
 
 
 def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
-    """Format contexts: one column for each expert, the highest gate in the first row."""
+    """Formats contexts: one column for each expert, the highest gate in the first row."""
     header = [
         f"expert {e['expert']}: {100 * e['share']:.1f}% of the words, purity {e['purity']:.2f}"
         for e in experts
@@ -262,14 +262,14 @@ def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def in_place(words: Sequence[str]) -> str:
-    """Format a word in bold between its neighbours, with Markdown and HTML escaped."""
+    """Formats a word in bold between its neighbours, with Markdown and HTML escaped."""
     shown = [re.sub(r"([\\`*_|\[\]~$])", r"\\\1", html.escape(word, quote=False)) for word in words]
     shown[NEIGHBOURS] = f"**{shown[NEIGHBOURS]}**"
     return " ".join(filter(None, shown))
 
 
 def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot purity by label on the left and by expert on the right."""
+    """Plots purity by label on the left and by expert on the right."""
     figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2)
     labels = list(runs[0]["trained"])
@@ -302,7 +302,7 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _named_corpora(options: Iterable[str]) -> dict[str, str]:
-    """Parse the arguments NAME=CORPUS.
+    """Parses the arguments NAME=CORPUS.
 
     Raises:
         ConfigError: an argument has another form, a name occurs twice, or there is only one.
@@ -316,7 +316,7 @@ def _named_corpora(options: Iterable[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the study; return its report."""
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
     parser.add_argument(

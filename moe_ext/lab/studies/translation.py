@@ -1,4 +1,4 @@
-"""Compare translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
+"""Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
     python scripts/studies/translation.py data.corpus=path/to/parallel/text
     python scripts/studies/translation.py data.corpus=PATH --pairs en-fr --seeds 1 --arms none
@@ -89,7 +89,7 @@ class Study:
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
-    """Find sentences that share at least 80% of their word trigrams with one sentence of a text."""
+    """Finds sentences that share 80% or more of their word trigrams with one sentence of a text."""
 
     def trigrams(sentence: str) -> set[tuple[str, ...]]:
         words = ["", *sentence.lower().split(), ""]
@@ -113,7 +113,7 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
 
 
 def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
-    """Train, test and translate with the models of a language pair that the options select."""
+    """Trains and tests the selected models of a language pair, and translates with them."""
     arms = {
         name: read_config(
             root / "configs" / "mt" / f"small-{name}.toml",
@@ -148,7 +148,7 @@ def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
 
 
 def source_words(text: PairText) -> int:
-    """Count the source words of the training pairs that pass the length filter."""
+    """Counts the source words of the training pairs that pass the length filter."""
     pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
     begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
     return int(begins_word[text.train.source.stream].sum())
@@ -177,7 +177,7 @@ def claims(studies: dict[str, Study]) -> list[Claim]:
 
 
 def table(study: Study) -> str:
-    """Format size, perplexity, BLEU and speed of the models, one row each."""
+    """Formats size, perplexity, BLEU and speed of the models, one row each."""
     rows = []
     for name, runs in study.results.items():
         if not runs:
@@ -206,7 +206,7 @@ def table(study: Study) -> str:
 
 
 def balance(study: Study) -> str:
-    """Describe the masks of the strictly balanced gates; "" without their runs."""
+    """Describes the masks of the strictly balanced gates; "" without their runs."""
     train, dev = [], []
     for result in study.results[BALANCED].values():
         train.append(read_metrics(result.run, "train")[-1])
@@ -233,7 +233,7 @@ def balance(study: Study) -> str:
 
 
 def shown(study: Study) -> str:
-    """Format ten evenly spaced sentences of the test part and their translations."""
+    """Formats ten evenly spaced sentences of the test part and their translations."""
     (languages,) = study.config.data.pairs
     first = {
         name: translated_test(next(iter(runs.values())).run)[languages]
@@ -253,7 +253,7 @@ def shown(study: Study) -> str:
 
 
 def as_markdown(studies: dict[str, Study], command: str) -> str:
-    """Format the page, with the command that makes it."""
+    """Formats the page, with the command that makes it."""
     config = next(iter(studies.values())).config
     steps, batch = config.steps, config.data.tokens_per_batch
     lines = [
@@ -288,7 +288,7 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
 
 
 def plot(studies: dict[str, Study]) -> Figure:
-    """Plot dev perplexity against source words processed, one curve for each model (Fig. 4)."""
+    """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
     figure = Figure(figsize=(6 * len(studies), 4.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(studies), squeeze=False)
     for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
@@ -315,7 +315,7 @@ def plot(studies: dict[str, Study]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Study]:
-    """Run the study; return the finished runs by language pair."""
+    """Runs the study and returns the finished runs by language pair."""
     parser = study_parser(__doc__, "translation", ARMS)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="language pairs, such as en-fr")
     options = parser.parse_intermixed_args(arguments)

@@ -39,7 +39,7 @@ class PairedDifference:
     high: float | None
 
     def text(self, shown: Callable[[float], str], unit: str = "") -> str:
-        """Format the mean with its interval, or with the reason why it has no interval."""
+        """Formats the mean with its interval, or with the reason why it has no interval."""
         if self.low is None or self.high is None:
             number = {1: "one seed", 2: "two seeds"}.get(self.num_seeds, "one pair")
             return f"{shown(self.mean)}{unit} ({number}, not decided)"
@@ -52,7 +52,7 @@ class PairedDifference:
 def mean_difference(
     differences: Sequence[float], num_seeds: int | None = None
 ) -> PairedDifference | None:
-    """Compute the mean of paired differences; None without differences.
+    """Computes the mean of paired differences; None without differences.
 
     Args:
         differences: one for each pair of runs.

@@ -200,7 +200,7 @@ def size_cells(cost: Cost) -> list[str]:
 def paired(
     a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
 ) -> PairedDifference | None:
-    """Compute the mean of value(a) - value(b) over the keys, such as seeds, that both have."""
+    """Computes the mean of value(a) - value(b) over the keys, such as seeds, that both have."""
     keys = sorted(a.keys() & b.keys())
     num_seeds = len({a[key].seed for key in keys})
     return mean_difference([value(a[key]) - value(b[key]) for key in keys], num_seeds)
@@ -209,19 +209,19 @@ def paired(
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> PairedDifference | None:
-    """Compute ln ppl(a) - ln ppl(b) after a share of the steps, see `paired`."""
+    """Computes ln ppl(a) - ln ppl(b) after a share of the steps, see `paired`."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(
     a: Mapping[int, Result], b: Mapping[int, Result], share: float
 ) -> PairedDifference | None:
-    """Compute `difference` after all steps minus `difference` after a share of the steps."""
+    """Computes `difference` after all steps minus `difference` after a share of the steps."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
 def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
-    """Judge the claim that a difference lies between low and high (default: that it is below zero).
+    """Judges the claim that a difference lies between low and high; by default, below zero.
 
     The claim is supported if the whole interval lies between them, and contradicted if the whole
     interval lies outside. Otherwise, and without an interval, it is not decided.
@@ -234,7 +234,7 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
 
 
 def as_change(difference: PairedDifference | None) -> str:
-    """Format a difference of ln ppl as a change of the perplexity in per cent, with its interval.
+    """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
 
     With fewer than three seeds, that number of seeds stands in place of the interval.
     """
