@@ -6,11 +6,13 @@ followed.
 """
 
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from sphinx.cmd.build import main as sphinx
+from sphinx.deprecation import RemovedInSphinx10Warning
 
 DOCS = Path(__file__).resolve().parent
 OPTIONS = ("-n", "-W", "--keep-going", "-q", "-E", "-b", "html")
@@ -62,6 +64,7 @@ def problems(root: Path) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0] if arguments else DOCS.parent / "build" / "docs").resolve()
+    warnings.simplefilter("ignore", RemovedInSphinx10Warning)  # of an extension
     status = sphinx([*OPTIONS, str(DOCS), str(folder)])
     found = problems(folder)
     print("\n".join(found), end="\n" if found else "")

@@ -1,11 +1,14 @@
 """Sphinx configuration of the documentation. `scripts/docs.sh` builds it."""
 
-import sys
-from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+import sphinx.ext.autosummary
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
-import moe_ext  # noqa: E402
+import moe_ext
 
 project = "moe_ext"
 author = "the moe_ext contributors"
@@ -13,15 +16,22 @@ version = release = moe_ext.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "myst_parser",
+    "sphinx_autodoc_typehints",
     "sphinx_copybutton",
-    "api_reference",
 ]
-exclude_patterns = ["extensions"]
-nitpicky = True
+templates_path = ["_templates"]
 default_role = "py:obj"  # `MoE` in a docstring is a link
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:class", r"'.*'"),  # the values of a Literal
+    ("py:obj", r"[a-z]\w*"),  # an argument in single backticks
+    ("py:obj", r"moe_ext\.lab\..*"),  # the lab's modules are listed without pages of their own
+    ("py:class", r".*\._\w+.*"),  # private types in signatures
+]
 
 # Markdown
 myst_heading_anchors = 4  # [a link](page.md#a-heading)
@@ -34,12 +44,16 @@ add_module_names = False
 autoclass_content = "both"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_format = "short"
+always_use_bars_union = True
+typehints_defaults = None
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"
+
+# A docstring's first sentence does not end at these.
+sphinx.ext.autosummary.WELL_KNOWN_ABBREVIATIONS += ("Eq.", "Eqs.", "Sec.", "App.")
 
 # torch's and Python's names, without a network.
 intersphinx_mapping = {
@@ -53,6 +67,31 @@ html_title = "moe_ext"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_show_copyright = False
-html_show_sphinx = False
 html_show_search_summary = False  # it needs a server: a file cannot fetch other files
+html_show_sphinx = False
+
+
+def resolve_short_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element
+) -> nodes.Node | None:
+    """Resolves `MoE` and `MoE.forward` from any module, where one public name ends so."""
+    if node.get("refdomain") != "py":
+        return None
+    domain = env.domains.python_domain
+    found = domain.find_obj(env, "", "", node["reftarget"], "obj", searchmode=1)
+    own = [name for name, entry in found if not entry.aliased]
+    if len(own) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", own[0], node, content)
+
+
+def skip_tuple_fields(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any
+) -> bool | None:
+    """Leaves out the fields of named tuples, which the section Attributes describes."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", resolve_short_name, priority=400)  # before intersphinx
+    app.connect("autodoc-skip-member", skip_tuple_fields)

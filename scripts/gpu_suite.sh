@@ -71,7 +71,7 @@ tests() {
     tests/ops/test_experts.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
   if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
-  for package in filelock jinja2 sacrebleu scipy sentencepiece tensorboard tqdm; do
+  for package in filelock sacrebleu scipy sentencepiece tensorboard tqdm; do
     has "$package" || echo "no $package: the tests that need it fail"
   done
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \

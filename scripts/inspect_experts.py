@@ -1,4 +1,4 @@
-"""Shows what the experts of a trained model specialise in (Table 9).
+"""Shows what the experts of a trained model specialise in (Table 9 of the paper).
 
 Run it with `--help` to see its commands and options.
 """

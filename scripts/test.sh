@@ -4,12 +4,14 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
-say "style and types"
+say "style, types and prose"
 find csrc tests/emulation -type f -exec "$venv/bin/clang-format" --dry-run -Werror {} +
 PYTHON=$python bash scripts/check_clang.sh
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
+"$venv/bin/codespell"
+"$python" docs/check_prose.py
 
 bash scripts/docs.sh
 

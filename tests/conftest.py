@@ -6,6 +6,7 @@ import random
 import emulated
 import pytest
 import torch
+from browser import chromium, prefer, resize
 from workers import Workers
 
 import moe_ext
@@ -73,6 +74,25 @@ def workers():
     processes = Workers()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def _chromium():
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def browser(_chromium):
+    """A selenium driver with an empty page of 1280x800 pixels, in light mode.
+
+    browser.py has functions for the size, the light or dark mode and the console.
+    """
+    _chromium.get("about:blank")
+    _chromium.get_log("browser")
+    resize(_chromium, 1280)
+    prefer(_chromium, "light")
+    return _chromium
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "check_prose.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "check_prose.py"
 TERMS = [{"not": r"\bfor ever\b", "say": "hang"}]
 LONG = " ".join(["The words of this sentence are counted and there are too many"] * 3)
 

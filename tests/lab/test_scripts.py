@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,7 @@ def assert_names_option(capsys, option):
         (inspect_experts, "--threads=-1"),
         (inspect_experts, "--positions=none"),
         (inspect_experts, "--contexts=0"),
+        (inspect_experts, "--sentences=-1"),
         (kneser_ney, "--order=0"),
         (compare, "--seeds=-1"),
         (kneser_ney, "--shares=1.5"),
@@ -249,13 +251,16 @@ def test_evaluate_measures_all_of_another_text(run, tmp_path, capsys):
 
 def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
     tmp_path = tmp_path / "a" / "new"
-    inspect_experts.main([str(run), "--output", str(tmp_path / "experts")])
+    inspect_experts.main([str(run), "--output", str(tmp_path / "experts"), "--sentences", "3"])
     out = capsys.readouterr().out
     text = (tmp_path / "experts.txt").read_text()
     page = (tmp_path / "experts.html").read_text()
     assert text in out and text.count("expert ") == 4
-    assert page.count("<section") == 4 and "&lt;/s&gt;" in page and "</s>" not in page
-    assert "http" not in page and "src=" not in page  # nothing from elsewhere
+    (data,) = re.findall('id="data">(.*)</script>', page)
+    data = json.loads(data)
+    assert len(data["experts"]) == 4 and len(data["sentences"]) == 3
+    assert "</s>" in data["words"] and "</s>" not in page
+    assert data["title"] == "run, step 8, layer 0: what each expert sees"
 
 
 def test_compare_reports_pairs(corpus, tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Training of translation models on parallel text (App. E): differences from language models."""
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,16 +403,21 @@ def test_evaluation_of_a_run(table, tmp_path, capsys):
 
 def test_what_the_experts_of_a_run_see(table, capsys):
     folder = train(merged(table, steps=2)).folder
-    pages = []
+    words = []
     for layer, mark in ((0, "<2fr>"), (1, "▁fr")):  # of sources, of targets
         inspect_experts.main([str(folder), "--layer", str(layer), "--part", "all"])
         text, page = ((folder / f"experts.{kind}").read_text() for kind in ("txt", "html"))
         assert text in capsys.readouterr().out and text.count("expert ") == 4
         used = 4 - text.count(" 0.00% of the tokens")  # as the thresholds are, not all may be
         assert mark in text and text.count("language pairs (of all tokens), ") == used > 0
-        assert page.count("<td>en-de</td>") == used and "Words are wordpieces" in page
-        pages.append(page)
-    assert "&lt;2fr&gt;" in pages[0] and "2fr" not in pages[1]
+        (data,) = re.findall('id="data">(.*)</script>', page)
+        data = json.loads(data)
+        names = [[pair[0] for pair in expert["pairs"]] for expert in data["experts"]]
+        assert names.count(["en-fr", "en-de"]) == used and names.count([]) == 4 - used
+        assert {sentence["pair"] for sentence in data["sentences"]} == {"en-fr", "en-de"}
+        assert data["pieces"] and data["pairs"]
+        words.append(data["words"])
+    assert "<2fr>" in words[0] and "<2fr>" not in words[1]
 
 
 def test_trained_and_tested_once(table, monkeypatch):

@@ -1,81 +1,23 @@
-"""What the experts see, as text and as a page (Table 9)."""
+"""The expert reports as text and as a page, the expert explorer (Table 9)."""
 
-from collections.abc import Sequence
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from moe_ext.lab.analysis.experts import ExpertReport
+from moe_ext.lab.analysis.routed_text import RoutedText
 from moe_ext.lab.data import AnyVocabulary, Wordpieces
-from moe_ext.lab.packages import require_package
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
-section { border-top: 1px solid #ccc; padding: .6em 0; display: grid; gap: 2em; }
-section { grid-template-columns: 22em 1fr; }
-h2 { font-size: 1.1em; margin: 0 0 .3em; }
-table { border-collapse: collapse; }
-td, th { padding: 0 .5em; text-align: left; font-weight: normal; }
-th, .n, p.note { color: #777; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-td.left { text-align: right; }
-td.word { font-weight: 600; background: #fff3c4; text-align: center; }
-@media (max-width: 50em) { section { grid-template-columns: 1fr; } }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p class="note">{{ legend }}</p>
-{% for e in reports %}
-<section id="expert-{{ e.expert }}">
-<div><h2>Expert {{ e.expert }}</h2>
-<p>{{ "%.2f%%"|format(100 * e.share) }} of the tokens; information
-{{ "%.2f"|format(e.information) }} nats; purity {{ "%.2f"|format(e.purity) }}</p>
-<table><tr><th>word</th><th class="n">times</th><th class="n">of all its</th></tr>
-{% for w in e.words %}
-<tr><td>{{ w.word }}</td><td class="n">{{ "{:,}".format(w.times) }}</td>
-<td class="n">{{ "%.0f%%"|format(100 * w.share) }}</td></tr>
-{% endfor %}
-</table>{% if e.pairs %}
-<p>Language pair: {{ "%.2f"|format(e.pair_information) }} nats</p>
-<table><tr><th>pair</th><th class="n">of its tokens</th><th class="n">of all tokens</th></tr>
-{% for p in e.pairs %}
-<tr><td>{{ p.name }}</td><td class="n">{{ "%.1f%%"|format(100 * p.share) }}</td>
-<td class="n">{{ "%.1f%%"|format(100 * p.expected) }}</td></tr>
-{% endfor %}
-</table>{% endif %}</div>
-<table><tr><th class="n">gate</th><th></th><th></th><th></th></tr>
-{% for c in e.contexts %}
-<tr><td class="n">{{ "%.2f"|format(c.gate) }}</td>
-<td class="left">{{ c.before }}</td>
-<td class="word">{{ c.word }}</td>
-<td>{{ c.after }}</td></tr>
-{% endfor %}
-</table>
-</section>
-{% endfor %}
-</body></html>
-"""
-
-_LEGEND = (
-    "Share: tokens that go through the expert. Information: how much the current word tells "
-    "the expert's tokens from all tokens (Kullback-Leibler divergence in nats, less its value for "
-    "shuffled words). Purity: share of the most frequent word among the 50 highest gates. Words: "
-    "those that contribute most to the information, and the part of all their occurrences that "
-    "the expert gets."
-)
-_PIECES = ' Words are wordpieces: where "▁" stands a word begins.'
-_PAIRS = (
-    " Language pairs: what each has of the expert's tokens and of all tokens, and how much it "
-    "tells the ones from the others (Kullback-Leibler divergence in nats)."
-)
-
-
-def _legend_of(reports: Sequence[ExpertReport], vocabulary: AnyVocabulary) -> str:
-    """What the words and numbers are."""
-    pieces = _PIECES if isinstance(vocabulary, Wordpieces) else ""
-    return _LEGEND + pieces + (_PAIRS if any(report.pairs for report in reports) else "")
+_TEMPLATE = Path(__file__).with_name("explorer.html")
+_GATE_BINS = 20  # of the histograms, from 0 to 1
 
 
 def as_text(reports: Sequence[ExpertReport]) -> str:
-    """The reports as plain text, one paragraph for each expert."""
+    """Format the reports as plain text, one paragraph for each expert."""
     lines = []
     for report in reports:
         lines.append(
@@ -96,9 +38,91 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
     return "\n".join(lines)
 
 
-def as_html(reports: Sequence[ExpertReport], vocabulary: AnyVocabulary, title: str) -> str:
-    """The reports as one HTML page that needs no other file; vocabulary is the model's."""
-    jinja2 = require_package("as_html", "jinja2", "train")
-    template = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    legend = _legend_of(reports, vocabulary)
-    return template.render(title=title, legend=legend, reports=reports)
+def as_html(
+    routed: RoutedText,
+    reports: Sequence[ExpertReport],
+    vocabulary: AnyVocabulary,
+    title: str,
+    *,
+    num_sentences: int = 200,
+) -> str:
+    """Build the expert explorer: one HTML page that loads no other file.
+
+    Args:
+        routed: the text that the reports describe.
+        reports: from `expert_reports`, in any order.
+        vocabulary: the model's.
+        title: the heading of the page.
+        num_sentences: the number of sentences on the page, chosen at random.
+    """
+    data = _explorer_data(routed, reports, vocabulary, num_sentences)
+    text = json.dumps({"title": title, **data}, separators=(",", ":"))
+    for character in "<>&":  # no word of the corpus can end the script element
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)
+
+
+def _explorer_data(
+    routed: RoutedText, reports: Sequence[ExpertReport], vocabulary: AnyVocabulary, number: int
+) -> dict[str, Any]:
+    """The data of the page. A word is an index into "words", which holds each spelling once."""
+    index: dict[str, int] = {}
+
+    def index_of(word: str) -> int:
+        return index.setdefault(word, len(index))
+
+    bins = (routed.gate * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)
+    cells = torch.bincount(
+        routed.expert * _GATE_BINS + bins, minlength=routed.num_experts * _GATE_BINS
+    )
+    gates = cells.view(-1, _GATE_BINS).tolist()
+    experts = [
+        {
+            "number": report.expert,
+            "share": round(report.share, 6),
+            "information": round(report.information, 4),
+            "purity": round(report.purity, 4),
+            "words": [[index_of(w.word), w.times, round(w.share, 4)] for w in report.words],
+            "contexts": [[round(c.gate, 4), *map(index_of, c.words)] for c in report.contexts],
+            "gates": gates[report.expert],
+            "pairs": [[p.name, round(p.share, 6), round(p.expected, 6)] for p in report.pairs],
+            "pair_information": round(report.pair_information, 4),
+        }
+        for report in reports
+    ]
+    return {
+        "tokens": len(routed.windows),
+        "experts_per_token": len(routed.expert) / len(routed.windows),
+        "pieces": isinstance(vocabulary, Wordpieces),
+        "pairs": bool(routed.pair_names),
+        "experts": experts,
+        "sentences": _sentences(routed, vocabulary, number, index_of),
+        "words": list(index),
+    }
+
+
+def _sentences(
+    routed: RoutedText,
+    vocabulary: AnyVocabulary,
+    number: int,
+    index_of: Callable[[str], int],
+) -> list[dict[str, Any]]:
+    """Random sentences. A token is [word, expert, gate, expert, gate, ...], highest gate first."""
+    order, count = routed.slots_by_position()
+    experts, gates = routed.expert[order].tolist(), routed.gate[order].tolist()
+    begins, ends = (count.cumsum(0) - count).tolist(), count.cumsum(0).tolist()
+    words, spelling = routed.words.tolist(), vocabulary.words
+
+    def token(position: int) -> list[float]:
+        slots = range(begins[position], ends[position])
+        choices = (value for slot in slots for value in (experts[slot], round(gates[slot], 4)))
+        return [index_of(spelling[words[position]]), *choices]
+
+    sentences = routed.sentences()
+    return [
+        {
+            "pair": "" if routed.pair is None else routed.pair_names[routed.pair[positions.start]],
+            "tokens": list(map(token, positions)),
+        }
+        for positions in random.Random(0).sample(sentences, min(number, len(sentences)))
+    ]

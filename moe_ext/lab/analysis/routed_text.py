@@ -56,9 +56,19 @@ class RoutedText:
         Returns:
             The order [R] of the slots, and the number of slots of each expert [E].
         """
+        return self._sorted_slots(self.expert, self.num_experts)
+
+    def slots_by_position(self) -> tuple[Tensor, Tensor]:
+        """Sorts the slots by position, then by decreasing gate.
+
+        Returns:
+            The order [R] of the slots, and the number of slots of each position [N].
+        """
+        return self._sorted_slots(self.position, len(self.windows))
+
+    def _sorted_slots(self, key: Tensor, number: int) -> tuple[Tensor, Tensor]:
         order = self.gate.argsort(descending=True, stable=True)
-        order = order[self.expert[order].argsort(stable=True)]
-        return order, torch.bincount(self.expert, minlength=self.num_experts)
+        return order[key[order].argsort(stable=True)], torch.bincount(key, minlength=number)
 
     def highest(self, number: int) -> Tensor:
         """Returns each expert's positions with the highest gates, [E, number], padded with -1."""
@@ -72,10 +82,14 @@ class RoutedText:
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
         """Returns the positions that have an expert, and the expert with the highest gate there."""
-        order = self.gate.argsort(descending=True, stable=True)
-        order = order[self.position[order].argsort(stable=True)]
+        order, _ = self.slots_by_position()
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
         return self.position[order[first]], self.expert[order[first]]
+
+    def sentences(self) -> list[range]:
+        """Returns the positions of each sentence."""
+        begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
+        return list(map(range, begins, [*begins[1:], len(self.windows)]))
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:

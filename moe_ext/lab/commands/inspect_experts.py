@@ -1,14 +1,21 @@
-"""Shows what the experts of a trained model specialise in (Table 9).
+"""Shows what the experts of a trained model specialise in (Table 9 of the paper).
 
     python scripts/inspect_experts.py runs/moe-32
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
     python scripts/inspect_experts.py runs/en-fr --part dev
 
-Prints for each expert its share of the tokens, its most characteristic words, and the contexts with
-the highest gates. The most specialised experts come first. Writes the same to RUN/experts.txt and
-to the HTML page RUN/experts.html. In a translation model, layer 0 is the encoder's MoE and shows
-source wordpieces; layer 1 is the decoder's. With two or more language pairs, it also prints their
-shares of each expert's tokens.
+Prints for each expert its share of the tokens, its most characteristic words and the contexts with
+the highest gates. The experts with the most information come first. Writes two files:
+
+    RUN/experts.txt    the same text
+    RUN/experts.html   the expert explorer: open it in a browser
+
+The explorer is one file, which loads nothing else. It sorts the experts, searches them by word,
+and colours the words of some sentences by expert.
+
+A translation model has two MoE layers. Layer 0 is in the encoder and sees the wordpieces of the
+sources. Layer 1 is in the decoder and sees the wordpieces of the targets. With several language
+pairs, each expert also gets the share of each pair in its tokens.
 """
 
 from collections.abc import Sequence
@@ -27,16 +34,28 @@ from moe_ext.lab.training.text import load_part
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     parser = make_parser(__doc__)
-    parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")
+    parser.add_argument("run", help="folder of a training run")
     parser.add_argument(
-        "--positions", type=at_least(1), default=200_000, help="how many words to look at"
+        "--part", choices=PARTS_AND_ALL, default="train", help="part of the corpus to read"
     )
-    parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
-    parser.add_argument("--contexts", type=at_least(1), default=10, help="how many for each expert")
-    parser.add_argument("--output", help="where the .txt and .html go; RUN/experts if not given")
+    parser.add_argument(
+        "--positions",
+        type=at_least(1),
+        default=200_000,
+        help="approximate number of tokens to read",
+    )
+    parser.add_argument("--layer", type=int, default=0, help="index among the model's MoE layers")
+    parser.add_argument(
+        "--contexts", type=at_least(1), default=10, help="number of contexts for each expert"
+    )
+    parser.add_argument(
+        "--sentences", type=at_least(0), default=200, help="number of sentences in the explorer"
+    )
+    parser.add_argument(
+        "--output", help="path of the output files without .txt and .html (default: RUN/experts)"
+    )
     add_threads(parser)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="device that runs the model")
     options = parser.parse_args(arguments)
     set_up_torch(options.device, options.threads)
 
@@ -53,9 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reports = expert_reports(routed, trained.vocabulary, num_contexts=options.contexts)
     reports = by_specialisation(reports)
     text = as_text(reports)
-    title = f"{Path(options.run).name}, step {trained.step}: what each expert sees"
-    page = as_html(reports, trained.vocabulary, title)
+    name = Path(options.run).resolve().name
+    title = f"{name}, step {trained.step:,}, layer {options.layer}: what each expert sees"
+    page = as_html(routed, reports, trained.vocabulary, title, num_sentences=options.sentences)
     write_text(output.with_name(f"{output.name}.txt"), text)
     write_text(output.with_name(f"{output.name}.html"), page)
     print(text)
-    print(f"also in {output}.txt and {output}.html")
+    print(f"written: {output}.txt and {output}.html")

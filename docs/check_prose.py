@@ -1,10 +1,10 @@
 """Checks the prose of documents, docstrings, comments and messages.
 
-    python scripts/check_prose.py                 # the whole repository
-    python scripts/check_prose.py docs README.md  # these files and folders
+    python docs/check_prose.py                 # the whole repository
+    python docs/check_prose.py docs README.md  # these files and folders
 
 A sentence of a document, docstring or comment has at most 25 words. Code, numbers and formulas do
-not count as words. No text uses a term that scripts/prose.toml rejects; that file also lists the
+not count as words. No text uses a term that docs/prose.toml rejects; that file also lists the
 exceptions and their reasons. Prints each finding with FILE:LINE and exits with 1 if there are any.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
-RULES = ROOT / "scripts" / "prose.toml"
+RULES = ROOT / "docs" / "prose.toml"
 MAX_WORDS = 25
 CPP = {".cpp", ".h", ".cu", ".cuh"}
 HASH_COMMENTS = {".toml", ".sh"}
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not paths:
         for exception in unused:
             found += 1
-            print(f"scripts/prose.toml: unused exception: {exception}")
+            print(f"docs/prose.toml: unused exception: {exception}")
     return int(found > 0)
 
 

@@ -1,0 +1,58 @@
+"""Debian's chromium, headless, for tests that open a page in a real browser."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def chromium():
+    """A selenium driver with console logging on; skips the test if something is not installed."""
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed: pip install selenium"
+    )
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.skip("no chromium or chromedriver: apt-get install chromium chromium-driver")
+    with tempfile.TemporaryDirectory() as profile:
+        options = webdriver.ChromeOptions()
+        options.binary_location = programs[0]
+        arguments = ["--headless=new", "--disable-dev-shm-usage", "--disable-background-networking"]
+        arguments += ["--no-first-run", f"--user-data-dir={profile}"]
+        if os.geteuid() == 0:
+            arguments.append("--no-sandbox")  # chromium's sandbox does not start as root
+        for argument in arguments:
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def resize(browser, width, height=800):
+    """Set the size of the page in pixels. A window has a minimum width; this has none."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def prefer(browser, scheme):
+    """Set the user's preference, "light" or "dark"."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def console(browser):
+    """What the page wrote to the console since the last call, errors of the page included."""
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def overflow(browser):
+    """By how many pixels the page is wider than the window."""
+    return browser.execute_script(
+        "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+    )
