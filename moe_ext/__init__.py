@@ -1,23 +1,25 @@
 """Sparsely-gated mixtures of experts (Shazeer et al., 2017) for PyTorch.
 
-gates        x to k experts per token                Sec. 2.1     moe_ext/gates/
-losses       importance, load, CV², the losses       Sec. 4, A    moe_ext/losses.py
-experts      what the rows of each expert go through Sec. 3.2     moe_ext/experts.py
-MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
-             with a gate of two levels               App. B       moe_ext/hierarchical.py
-MoELSTM      an LSTM whose matrices are a MoE        Sec. 3.1     moe_ext/recurrent/
-ops          the operators below them                             moe_ext/ops/
-optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
-distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
-info         what was built, and a self-test                      moe_ext/info.py
-lab          the paper's models, training, studies                moe_ext/lab/
+Contents, with the paper's section and the file::
+
+    gates        select k experts for each token         Sec. 2.1     moe_ext/gates/
+    losses       importance loss, load loss, CV²         Sec. 4, A    moe_ext/losses.py
+    experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
+    MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
+                 with a two-level gate                   App. B       moe_ext/hierarchical.py
+    MoELSTM      an LSTM with a MoE as its weight matrix Sec. 3.1     moe_ext/recurrent/
+    ops          the operators                                        moe_ext/ops/
+    optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
+    distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    info         build configuration and a self-test                  moe_ext/info.py
+    lab          the paper's models, training, studies                moe_ext/lab/
 """
 
 from moe_ext import _build
 
 _build.load()
 
-# The operators are registered by the line above.
+# The imports below need the operators, which load() registers.
 from moe_ext import ops  # noqa: E402
 from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
@@ -69,5 +71,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names alone, for tab completion."""
+    """Lists only the public names, for tab completion."""
     return [*__all__, "__version__"]

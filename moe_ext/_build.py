@@ -1,4 +1,4 @@
-"""Loads the compiled module, or says in one sentence why it cannot be."""
+"""Loads the compiled module and explains failures."""
 
 import importlib.metadata
 import importlib.util
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-REINSTALL = "run `pip install --no-build-isolation .` in its source tree"
+REINSTALL = "run `pip install --no-build-isolation .` in the source tree of moe_ext"
 
 
 def release(version: str) -> str:
-    """The major and minor version: what the C++ interface of torch depends on."""
+    """Returns "major.minor"; torch's C++ ABI may change between minor versions."""
     return ".".join(version.split(".")[:2])
 
 
@@ -22,38 +22,38 @@ def load() -> None:
     """Imports moe_ext._C, which registers the operators.
 
     Raises:
-        ImportError: the module was not built, or was built for another torch or CUDA.
+        ImportError: the module is missing, or was built for a different version of torch or CUDA.
     """
     if importlib.util.find_spec("moe_ext._C") is None:
         raise ImportError(
-            f"moe_ext was imported from {Path(__file__).parent}, where its compiled module was not "
-            "built: run `pip install --no-build-isolation -e .` there, or leave that folder if "
-            "moe_ext is installed elsewhere"
+            f"moe_ext was imported from {Path(__file__).parent}, which has no compiled module: "
+            "run `pip install --no-build-isolation -e .` there. If moe_ext is installed elsewhere, "
+            "run Python from another folder"
         )
     try:
         import moe_ext._C as _C
     except ImportError as error:
         raise ImportError(
-            f"moe_ext's compiled module does not load with torch {torch.__version__}, most likely "
-            f"because it was built for another one: {REINSTALL} ({error})"
+            f"moe_ext: the compiled module does not load with torch {torch.__version__}. It was "
+            f"probably built for a different version: {REINSTALL} ({error})"
         ) from None
     if _C.cxx11_abi != torch.compiled_with_cxx11_abi():
-        raise ImportError(f"moe_ext was built with another C++ ABI than torch's: {REINSTALL}")
+        raise ImportError(f"moe_ext was built with a different C++ ABI than torch: {REINSTALL}")
     if release(_C.torch_version) != release(torch.__version__):
         raise ImportError(
-            f"moe_ext was built for torch {_C.torch_version}, "
-            f"running {torch.__version__}: {REINSTALL}"
+            f"moe_ext was built for torch {_C.torch_version}, but torch {torch.__version__} is "
+            f"installed: {REINSTALL}"
         )
-    # As in setup.py, the major version has to be the same.
+    # As in setup.py, the major versions must agree.
     if _C.cuda_version and major(_C.cuda_version) != major(torch.version.cuda or "none"):
         raise ImportError(
-            f"moe_ext was built for CUDA {_C.cuda_version}, torch's is {torch.version.cuda}: "
+            f"moe_ext was built for CUDA {_C.cuda_version}, but torch has {torch.version.cuda}: "
             f"{REINSTALL}"
         )
 
 
 def version() -> str:
-    """The installed version, or "unknown" in a source tree that is not installed."""
+    """Returns the installed version, or "unknown" in a source tree that is not installed."""
     try:
         return importlib.metadata.version("moe_ext")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The mixture of the chosen experts' outputs, Eq. 1, as one operator or in three steps."""
+"""Eq. 1 after the gate: one fused operator, or dispatch, experts and combine in sequence."""
 
 from collections.abc import Callable
 
@@ -19,17 +19,17 @@ def mixture(
     equal_load: bool = False,
     recompute: bool = False,
 ) -> Tensor:
-    """Σ_i G(x)_i E_i(x) of the tokens' chosen experts (Eq. 1), [T, d_output].
+    """Computes Σ_i G(x)_i E_i(x) over the chosen experts (Eq. 1), [T, d_output].
 
     Args:
-        experts: see `Experts`; or some of them, as its `split` returns them.
+        experts: an `Experts`, or a part of it that its `split` returned.
         x: [T, D].
         gates: [T, K], or [R] with token_offsets.
-        plan: of the chosen experts.
+        plan: the dispatch plan of the routing decision.
         token_offsets: see `moe_ext.ops.combine`.
-        fused: whether experts take the gates and the plan too, see `Experts`.
-        equal_load: every expert has R / E rows, so that the counts need not be read.
-        recompute: keep nothing of the experts for the backward pass.
+        fused: whether experts take the gates and the plan; see `Experts`.
+        equal_load: every expert has R / E rows; the offsets are not needed.
+        recompute: recompute the experts in the backward pass and save no activations.
     """
     if fused:
         return experts(
@@ -43,7 +43,7 @@ def mixture(
 
     def in_steps(x: Tensor, gates: Tensor) -> Tensor:
         rows = experts(ops.dispatch(x, plan.inverse, token_offsets), plan.offsets)
-        # What other ranks make of theirs is of that type, too.
+        # Experts may return any dtype. The outputs of all ranks must have the same one.
         return ops.combine(rows.to(x.dtype), gates, plan.inverse, token_offsets)
 
     if recompute:

@@ -1,4 +1,4 @@
-"""The form that all rules share."""
+"""Argument checks with one common form of error message."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ __all__ = [
 
 
 def require(holds: bool, name: str, rule: str, value: object) -> None:
-    """Says what is wrong with an option.
+    """Raises ValueError unless a rule holds.
 
     Args:
-        holds: whether the rule is kept; if so, nothing happens.
-        name: the option, after "<class>: " for a module's argument.
-        rule: what it must, such as "be at least 1".
-        value: what it is.
+        holds: whether the rule holds.
+        name: the option, or "<class or function>: <argument>".
+        rule: the rule, such as "be at least 1".
+        value: the value that was given.
 
     Raises:
         ValueError: "<name> must <rule>, got <value>".
@@ -35,12 +35,12 @@ def require(holds: bool, name: str, rule: str, value: object) -> None:
 
 
 def require_at_least(minimum: float, owner: str = "", **values: float | None) -> None:
-    """Every value is at least so much, or None.
+    """Requires that every value is None or at least a minimum.
 
     Args:
-        minimum: the least.
-        owner: the class or function whose arguments the values are; "" for options.
-        values: by name.
+        minimum: the smallest allowed value.
+        owner: the class or function that takes the arguments; "" for options.
+        values: the arguments, by name.
 
     Raises:
         ValueError: "<owner>: <name> must be at least <minimum>, got <value>".
@@ -51,17 +51,17 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
 
 
 def is_whole(value: object) -> bool:
-    """True for an int; False for a bool, NumPy's integers and tensors."""
+    """Returns True for an int; False for a bool, a NumPy integer or a tensor."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
-    """Every value is a whole number of at least `minimum`.
+    """Requires that every value is a whole number and at least `minimum`.
 
     Args:
-        owner: the class whose arguments the values are.
-        minimum: the least.
-        values: by name.
+        owner: the class or function that takes the arguments.
+        minimum: the smallest allowed value.
+        values: the arguments, by name.
 
     Raises:
         ValueError: "<owner>: <name> must be <rule>, got <value>".
@@ -84,7 +84,7 @@ def require_k_of_levels(
     num_groups: int,
     experts_per_group: int,
 ) -> tuple[int, int]:
-    """Checks the sizes of a gate of two levels and returns (k1, k2); one number is both.
+    """Checks the sizes of a two-level gate and returns (k1, k2). A single number k means (k, k).
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and num_groups, or k2 not between 1 and
@@ -104,20 +104,20 @@ def require_k_of_levels(
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
-    """Raises ValueError if a tensor, given by name, is of another shape."""
+    """Raises ValueError if a tensor does not have the shape; tensors are given by name."""
     for name, value in values.items():
         found = tuple(value.shape)
         require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
 
 
 def require_floating(owner: str, x: Tensor) -> None:
-    """Raises TypeError if x is not of a floating type."""
+    """Raises TypeError if x is not floating point."""
     if not x.is_floating_point():
-        raise TypeError(f"{owner}: x must be of a floating type, got {x.dtype}")
+        raise TypeError(f"{owner}: x must have a floating-point dtype, got {x.dtype}")
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError or ValueError if a mask is not of type bool or of another shape."""
+    """Raises TypeError if a mask is not bool, ValueError if it does not have the shape."""
     if mask.dtype != torch.bool:
-        raise TypeError(f"{owner}: mask must be of type torch.bool, got {mask.dtype}")
+        raise TypeError(f"{owner}: mask must have dtype torch.bool, got {mask.dtype}")
     require_shape(owner, shape, mask=mask)

@@ -1,4 +1,4 @@
-"""The experts, Sections 2 and 3.2: feed-forward networks with stacked weights, or any modules."""
+"""Experts (Sections 2 and 3.2): feed-forward networks with stacked weights, or any modules."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moe_ext.ops import ACTIVATIONS, GATED_ACTIVATIONS, Activation
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
 
-_Part = Callable[..., Tensor]  # some of the experts, called as all of them are
+_Part = Callable[..., Tensor]  # a subset of the experts, with the arguments of Experts.forward
 
 
 def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = None) -> None:
-    """Fills a weight with uniform draws of variance 1 / fan_in."""
+    """Fills a weight with uniform random values of mean 0 and variance 1 / fan_in."""
     bound = math.sqrt(3 / fan_in)
     nn.init.uniform_(weight, -bound, bound, generator=generator)
 
 
 class Experts(nn.Module):
-    """Networks that each process their own rows: what `MoE` asks of experts.
+    """Defines the interface between `MoE` and its experts; each expert maps its own rows.
 
-    Derive experts of your own from this class. Call ``super().__init__(num_experts, d_model,
+    Derive custom experts from this class. Call ``super().__init__(num_experts, d_model,
     d_output)`` and define `forward`:
 
         >>> class ScaleExperts(Experts):
@@ -43,19 +43,25 @@ class Experts(nn.Module):
         ...         rows = torch.repeat_interleave(offsets.diff(), output_size=len(x))
         ...         return x * self.scale[rows]
 
-    Several ranks share such experts when every parameter and buffer has a row for each expert.
+    Custom experts can be sharded over ranks if the first dimension of every parameter and buffer
+    is the expert.
 
     Args:
-        num_experts: E; on several ranks the number of this rank's experts, which may be 0.
-        d_model: D, the width of a row; None: any.
+        num_experts: E, the number of experts on this rank; may be 0.
+        d_model: D, the width of an input row; None: any width.
         d_output: the width of an output row; None: d_model.
 
     Attributes:
-        num_experts, d_model, d_output: as given.
-        fused: whether `forward` also takes tokens, gates and the plan, and returns the mixture, as
-            `FeedForwardExperts.forward` does.
-        can_split: whether `split` works, which an exchange in chunks needs. What it returns is
-            fused if the experts are.
+        num_experts: the constructor argument.
+        d_model: the constructor argument.
+        d_output: the width of an output row.
+        fused: whether `forward` also accepts tokens, gates and the dispatch plan and returns the
+            mixture, as `FeedForwardExperts.forward` does.
+        can_split: whether `split` is defined. ``ExpertParallel(num_chunks=...)`` needs it for more
+            than one chunk. The parts are fused if the experts are.
+
+    Raises:
+        ValueError: a size is out of range.
     """
 
     fused: ClassVar[bool] = False
@@ -76,9 +82,9 @@ class Experts(nn.Module):
         """Maps rows to output rows.
 
         Args:
-            x: [R, D], grouped by expert.
-            offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1]. With
-                fused = True also None: every expert has R / E rows.
+            x: [R, D], sorted by expert.
+            offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1]. Fused
+                experts must also accept None, which means R / E rows for every expert.
 
         Returns:
             [R, d_output].
@@ -89,35 +95,42 @@ class Experts(nn.Module):
         __call__: _Part  # fused experts take more arguments
 
     def split(self, sizes: Sequence[int]) -> Sequence[_Part]:
-        """The first sizes[0] experts, the next sizes[1], …; each is called as the whole is."""
+        """Splits the experts into the first sizes[0], the next sizes[1], …
+
+        Returns:
+            Callables with the arguments of `forward`, one for each size.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define split(sizes)")
 
 
 class FeedForwardExperts(Experts):
-    """E feed-forward networks of one architecture, the weights of each layer in one tensor.
+    """Implements E feed-forward networks of equal shape with the weights of a layer in one tensor.
 
-    Weights are uniform with variance 1 / fan_in, biases zero. Every expert is drawn by itself, from
-    a seed that one draw of torch's generator and the expert's number make: experts that are spread
-    over ranks start as they would in one. `hidden_sizes=()` makes each expert a single matrix;
-    `num_experts=1` is a dense feed-forward network.
+    Initial weights are uniform with variance 1 / fan_in; biases are zero. The seed of each expert
+    is one random number from torch's global CPU generator plus the expert's global index. So ranks
+    with equal RNG state start with the weights of a single process.
+
+    ``hidden_sizes=()`` makes each expert a single matrix. ``num_experts=1`` is a dense feed-forward
+    network.
 
     Args:
-        num_experts: E, which may be 0 for a rank without a share of the experts.
-        d_model: D, the width of a row.
-        hidden_sizes: the widths of the hidden layers.
-        activation: one of `moe_ext.ops.ACTIVATIONS`; gated ones ("swiglu", …) take a matrix of
-            twice the width.
-        bias: whether the layers have biases (the paper's have none).
-        d_output: width of an output row; None is d_model.
-        dtype: of weights and biases, and so of what goes in; None is torch's default.
-        first_expert: the number of the first of these experts among those of all ranks.
+        num_experts: E, the number of experts on this rank; may be 0.
+        d_model: D, the width of an input row.
+        hidden_sizes: widths of the hidden layers.
+        activation: one of `moe_ext.ops.ACTIVATIONS`. A gated activation ("swiglu", …) doubles the
+            width of the matrix before it.
+        bias: whether the layers have biases. The paper's experts have none.
+        d_output: width of an output row; None: d_model.
+        dtype: dtype of weights, biases and input rows; None: torch's default dtype.
+        first_expert: global index of the first expert on this rank.
 
     Attributes:
-        weight_0, weight_1, …: [E, fan_in, width] parameters; `weights` is all of them.
-        bias_0, bias_1, …: [E, width] parameters, with bias=True; `biases` is all of them, or None.
+        weight_0: [E, D, width] parameter of the first layer. weight_1 and the next are
+            [E, fan_in, width].
+        bias_0: [E, width] parameter of the first layer, with bias=True; bias_1 and so on follow.
 
     Raises:
-        ValueError: a size is out of range, or there is no such activation.
+        ValueError: a size is out of range, or the activation is unknown.
     """
 
     fused: ClassVar[bool] = True
@@ -140,7 +153,7 @@ class FeedForwardExperts(Experts):
             isinstance(hidden_sizes, Sequence)
             and all(is_whole(width) and width >= 1 for width in hidden_sizes),
             "FeedForwardExperts: hidden_sizes",
-            "be a sequence of whole numbers of at least 1",
+            "be a sequence of whole numbers, each at least 1",
             hidden_sizes,
         )
         require_sizes("FeedForwardExperts", 0, first_expert=first_expert)
@@ -171,18 +184,18 @@ class FeedForwardExperts(Experts):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        """The matrices of all layers, [E, fan_in, width] each."""
+        """The weights [E, fan_in, width] of all layers."""
         return tuple(getattr(self, f"weight_{i}") for i in range(self.num_layers))
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...] | None:
-        """The biases of all layers, [E, width] each; None: there are none."""
+        """The biases [E, width] of all layers; None with bias=False."""
         if not self.has_bias:
             return None
         return tuple(getattr(self, f"bias_{i}") for i in range(self.num_layers))
 
     def reset_parameters(self) -> None:
-        """Draws the weights and sets the biases to zero, as in new experts."""
+        """Reinitializes the weights and sets the biases to zero."""
         weights = self.weights
         device = weights[0].device
         if device.type == "meta" or is_fake(weights[0]):
@@ -206,10 +219,10 @@ class FeedForwardExperts(Experts):
         token_offsets: Tensor | None = None,
         recompute: bool = False,
     ) -> Tensor:
-        """Rows x [R, D] grouped by expert, offsets [E + 1], to [R, d_output].
+        """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
-        Or, with the further arguments of `moe_ext.ops.experts`, tokens x [T, D] to the mixture
-        [T, d_output].
+        With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. The arguments are
+        those of `moe_ext.ops.experts`.
         """
         return ops.experts(
             x,
@@ -248,45 +261,47 @@ class FeedForwardExperts(Experts):
 
 
 def _take_former_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets a module load the state_dict of a former version."""
+    """Renames the parameters in a state_dict of an earlier version."""
     wanted = [prefix + name for name, _ in module.named_parameters()]
     for former, name in current_names(state_dict, wanted).items():
         state_dict[name] = state_dict.pop(former)
 
 
 class ModuleExperts(Experts):
-    """Any modules as experts, one after the other; they may differ in kind.
+    """Runs arbitrary modules as experts, sequentially. The modules may have different types.
 
-    Every module maps [n, D] to [n, d_output], of any floating type: the mixture is of x's. It is
-    called in each forward pass, with n = 0 when no token chose it: so its parameters always have
-    gradients. The split into experts needs the counts on the host, so that on CUDA the host waits
-    for the device, and torch.compile breaks the graph.
+    Every module maps [n, D] to [n, d_output]. It may return any floating-point dtype; `MoE` casts
+    the result to the dtype of x. Every forward pass calls every module, with n = 0 if it has no
+    tokens. So its parameters always have gradients.
+
+    The host needs the number of rows of each expert. So on CUDA the host synchronizes with the
+    device, and torch.compile breaks the graph.
 
     Args:
         modules: one module for each expert.
 
     Raises:
-        ValueError: there is no module; in the forward pass, two modules return different widths.
+        ValueError: modules is empty. In the forward pass: the outputs differ in width.
     """
 
     can_split: ClassVar[bool] = True
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         experts = nn.ModuleList(modules)
-        require(len(experts) >= 1, "ModuleExperts: modules", "be at least one", "none")
+        require(len(experts) >= 1, "ModuleExperts: modules", "contain at least one module", "none")
         super().__init__(len(experts), None)
         self.experts = experts
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Maps rows x [R, D], grouped by expert with offsets [E + 1], to [R, d_output]."""
+        """Maps rows x [R, D], sorted by expert with offsets [E + 1], to [R, d_output]."""
         bounds = pairwise(offsets.tolist())
         parts = [expert(x[a:b]) for expert, (a, b) in zip(self.experts, bounds, strict=True)]
         shapes = [tuple(part.shape[1:]) for part in parts]
-        rule = "return rows of one width"
+        rule = "all return the same width"
         require(len(set(shapes)) == 1, "ModuleExperts: experts", rule, shapes)
         return torch.cat(parts)
 
     def split(self, sizes: Sequence[int]) -> list[ModuleExperts]:
-        """The first sizes[0] experts, the next sizes[1], …; none may be 0."""
+        """Splits the experts into the first sizes[0], the next sizes[1], …; each size is >= 1."""
         modules = iter(self.experts)
         return [ModuleExperts(islice(modules, size)) for size in sizes]

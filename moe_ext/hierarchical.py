@@ -1,4 +1,4 @@
-"""The hierarchical mixture of experts, Appendix B."""
+"""The hierarchical mixture of experts (Appendix B)."""
 
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
@@ -34,23 +34,23 @@ class _Options(TypedDict, total=False):
 
 
 class HierarchicalMoE(MoE):
-    """y_H = Σ_i Σ_j G_primary(x)_i · G_i(x)_j · E_ij(x) (Eq. 12): `MoE` with a gate of two levels.
+    """Implements `MoE` with a two-level gate (Eq. 12).
 
-    Its num_experts is a · b, its k is k1 · k2; expert E_ij has the index i · b + j, in the losses
-    and in what `MoEAux` reports too.
+    The output is y_H = Σ_i Σ_j G_primary(x)_i · G_i(x)_j · E_ij(x). The layer has
+    num_experts = a · b and k = k1 · k2. Expert E_ij has the index i · b + j, also in `MoEAux`.
 
     Args:
         d_model: D, the width of x.
         num_groups: a.
         experts_per_group: b.
-        k: (k1, k2), groups per token and experts per chosen group; a number is both.
-        gate: a `Gate` over the a · b experts; None is
-            `HierarchicalNoisyTopKGate`, with noise_epsilon and generator.
+        k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
+        gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
+            noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        options: the others of `MoE`, by name.
+        options: the other keyword arguments of `MoE`.
 
     Raises:
-        ValueError: as `HierarchicalNoisyTopKGate` and `MoE`.
+        ValueError, TypeError: see `HierarchicalNoisyTopKGate` and `MoE`.
 
     Example:
         >>> layer = HierarchicalMoE(512, num_groups=16, experts_per_group=16, k=2)

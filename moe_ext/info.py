@@ -1,4 +1,4 @@
-"""``python -m moe_ext.info``: what was built, what it runs with, and whether the operators work."""
+"""``python -m moe_ext.info`` prints the build configuration and runs a self-test."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ __all__ = ["blas_name", "cpu_name", "cuda_version", "isa", "products"]
 
 
 def cpu_name() -> str:
-    """The processor's name and the vector instruction sets that matter here."""
+    """Returns the processor's name and those of its vector instruction sets that kernels use."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -27,43 +27,49 @@ def cpu_name() -> str:
 
 
 def blas_name() -> str:
-    """The BLAS that torch was built with, such as "BLAS mkl"."""
+    """Returns the BLAS that torch was built with, such as "BLAS mkl"."""
     found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return f"BLAS {found[1] if found else 'unknown'}"
 
 
 def isa() -> str:
-    """The instruction set of the CPU kernels, such as "avx512_bf16"; MOE_EXT_ISA lowers it."""
+    """Returns the instruction set of the CPU kernels, such as "avx512_bf16".
+
+    The environment variable MOE_EXT_ISA selects a lower one.
+    """
     return _C.isa()
 
 
 def cuda_version() -> str | None:
-    """The CUDA version that the operators were built with; None: they have no CUDA kernels."""
+    """Returns the CUDA version that moe_ext was built with; None without CUDA kernels."""
     return _C.cuda_version
 
 
 def products() -> str:
-    """What multiplies the experts' matrices, such as "AVX-512 (float32), AMX (bfloat16)"."""
+    """Returns the GEMM implementation for each dtype, such as "AVX-512 (float32), AMX (bfloat16)".
+
+    The experts use these GEMMs on the CPU.
+    """
     return ", ".join(f"{name} ({dtype})" for dtype, name in _C.products().items())
 
 
 def _operators() -> list[str]:
-    """The names of the registered operators."""
+    """Returns the names of the registered operators."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
     return sorted({name for name in names if name.startswith("moe_ext::")})
 
 
 def _self_test(device: str) -> str:
-    """Runs the layer forward and backward and checks Eq. 1 on it."""
+    """Runs a layer forward and backward and checks Eq. 1."""
     torch.manual_seed(0)
     layer = MoE(8, 4, 2, experts=[torch.nn.Identity() for _ in range(4)]).to(device)
     x = torch.randn(16, 8, device=device, requires_grad=True)
     y, aux = layer(x)
     (y.sum() + aux.loss).backward()
-    # Identity experts: y = x · (sum of the gates) = x, whose gradient is 1.
+    # With identity experts, y = x · (sum of the gates) = x.
     gradients = [parameter.grad for parameter in layer.parameters()]
     ok = torch.allclose(y, x) and all(bool(g is not None and g.isfinite().all()) for g in gradients)
-    return "passed" if ok else "FAILED: identity experts do not return their input"
+    return "passed" if ok else "FAILED: y differs from x, or a gradient is missing or not finite"
 
 
 def _main() -> int:
@@ -78,7 +84,7 @@ def _main() -> int:
         f"Python {platform.python_version()}",
         "processor": cpu_name(),
         "CPU kernels": f"{isa()} (MOE_EXT_ISA={os.environ.get('MOE_EXT_ISA', 'unset')})",
-        "expert products": products(),
+        "expert GEMMs": products(),
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "NCCL": nccl,

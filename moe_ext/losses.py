@@ -1,4 +1,4 @@
-"""The balancing losses, Section 4 and Appendix A, and that of the thresholds, Appendix F."""
+"""The balancing losses (Section 4, Appendix A) and the threshold loss (Appendix F)."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ __all__ = ["batchwise_loss", "cv_squared", "importance_loss", "load_loss"]
 
 
 def cv_squared(values: Tensor) -> Tensor:
-    """The squared coefficient of variation, population variance over squared mean; a scalar.
+    """Computes the squared coefficient of variation: population variance / mean².
 
-    It does not change when all values are scaled, lies between 0 and E - 1, and is 0 when all
-    values are 0. No epsilon takes part: the only zero mean of non-negative values is all zeros.
+    The result is a scalar between 0 and E - 1. It does not depend on the scale of the values. It is
+    0 if all values are 0. No epsilon is needed: non-negative values have mean 0 only if all are 0.
 
     Args:
         values: [E], non-negative.
 
     Raises:
-        ValueError: it is not [E], or empty.
+        ValueError: values is empty or does not have one dimension.
     """
     shape = tuple(values.shape)
     require(len(shape) == 1 and shape[0] > 0, "cv_squared: values", "have shape [E], E > 0", shape)
@@ -30,38 +30,42 @@ def cv_squared(values: Tensor) -> Tensor:
 
 
 def importance_loss(importance: Tensor, weight: float) -> Tensor:
-    """L_importance = weight · CV(Importance(X))² (Eq. 7).
+    """Computes L_importance = weight · CV(Importance(X))² (Eq. 7), a scalar.
 
     Args:
-        importance: [E], of the whole batch.
+        importance: [E], summed over the whole batch.
         weight: w_importance.
     """
     return _weighted(importance, weight)
 
 
 def load_loss(load: Tensor, weight: float) -> Tensor:
-    """L_load = weight · CV(Load(X))² (Appendix A).
+    """Computes L_load = weight · CV(Load(X))² (Appendix A), a scalar.
 
     Args:
-        load: [E], of the whole batch.
+        load: [E], summed over the whole batch.
         weight: w_load.
     """
     return _weighted(load, weight)
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
-    """L_batchwise = Σ_j Σ_i (M_threshold(X_j, T)_i - M_batchwise(X)_ji) (X_ji - T_i)  (Appendix F).
+    """Computes L_batchwise, the loss that trains the thresholds (Appendix F), a scalar.
 
-    No term is negative, and all are 0 where the masks agree. ∂L/∂T_i is the number of tokens that
-    the batchwise mask gives to expert i less the number of those that pass its threshold.
+    It sums over the tokens j and the experts i::
+
+        L_batchwise = Σ_j Σ_i (M_threshold(X_j, T)_i - M_batchwise(X)_ji) (X_ji - T_i)
+
+    No term is negative. A term is 0 where the two masks agree. The derivative ∂L/∂T_i is the number
+    of tokens of expert i in the batchwise mask, minus the number of tokens above its threshold.
 
     Args:
         scores: X, [..., T, E].
         threshold: T, [..., E].
-        mask: M_batchwise(X), of the scores' shape, bool.
+        mask: M_batchwise(X), bool, in the shape of scores.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     shape = tuple(scores.shape)
     require_shape("batchwise_loss", shape[:-2] + shape[-1:], threshold=threshold)
@@ -71,7 +75,7 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted(values: Tensor, weight: float) -> Tensor:
-    """weight · CV(values)², which costs nothing if the weight is 0."""
+    """Computes weight · CV(values)²; skips the computation if the weight is 0."""
     if weight == 0:
         return values.new_zeros((), dtype=accumulation_dtype(values))
     return weight * cv_squared(values)

@@ -31,22 +31,24 @@ __all__ = ["MoE", "MoEAux"]
 
 
 class MoEAux(NamedTuple):
-    """What a MoE layer returns beside its output; T counts the tokens that the mask left.
+    """Holds the losses, statistics and routing decision that a MoE layer returns with y.
 
-    With a process_group, loss, importance, load, load_factors and gate_metrics are those of all
-    ranks (balance="global"), the others are of this one's tokens.
+    T is the number of tokens that are not masked out. With a process_group and balance="global",
+    loss, importance, load, load_factors and gate_metrics cover the tokens of all ranks. The other
+    attributes always cover the tokens of this rank.
 
     Attributes:
-        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² and the gate's own, to be
-            added to the mean loss per token in nats. Losses of several layers add up.
-        importance: [E], the sum of each expert's gates.
-        load: [E], the smooth number of tokens of each expert.
+        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the gate's own loss.
+            Add it to the task loss (mean per token, in nats). Add up the losses of several layers.
+        importance: [E], the sum of the gates of each expert (Eq. 6).
+        load: [E], the smooth estimate of the number of tokens per expert (Appendix A).
         gates: [T, K], or [R] with token_offsets.
-        expert_index: int64, the expert of each gate.
-        tokens_per_expert: [E] int64, the true number of tokens of each expert.
-        token_offsets: [T + 1] int64, where each token's gates begin and end; None: K each.
+        expert_index: int64, in the shape of gates. The expert of each gate.
+        tokens_per_expert: [E] int64, the exact number of tokens per expert.
+        token_offsets: [T + 1] int64; token t has the gates token_offsets[t] to
+            token_offsets[t + 1] - 1. None: each token has K gates.
         gate_metrics: scalars that the gate reports.
-        load_factors: the factors of load in a hierarchical gate; see `Routing`.
+        load_factors: the factors of load for a hierarchical gate; see `Routing`.
     """
 
     loss: Tensor
@@ -60,10 +62,10 @@ class MoEAux(NamedTuple):
     load_factors: tuple[Tensor, ...] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The columns of Table 6: CV(Importance), CV(Load), max(Load) / mean(Load).
+        """Returns the balance metrics of Table 6 as Python numbers.
 
-        Beside them the CV of the numbers of tokens that the experts got, of which Load is the
-        smooth form, and what the gate reports. Reads the values, so that a GPU is waited for.
+        The keys are cv_importance, cv_load and max_over_mean_load. The key cv_tokens is the CV of
+        tokens_per_expert. The entries of gate_metrics follow. The call synchronizes with the GPU.
         """
         with torch.no_grad():
             load = self.load.double()
@@ -75,61 +77,65 @@ class MoEAux(NamedTuple):
             } | {name: value.item() for name, value in self.gate_metrics.items()}
 
 
-# So that torch.export can save a layer.
+# torch.export needs this to save a layer.
 _register_namedtuple(MoEAux, serialized_type_name="moe_ext.MoEAux")
 
 
 class MoE(nn.Module):
-    """y = Σ_i G(x)_i E_i(x) (Eq. 1), with only the k chosen experts of each token evaluated.
+    """Computes y = Σ_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 
-    1. gate: x [T, D] to k experts and gates per token
-    2. plan: the T·k routed rows sorted by expert
-    3. dispatch: every token copied to its rows
-    4. experts: each on its rows
-    5. combine: each token's outputs summed with its gates
+    1. gate: selects k experts for each token of x [T, D] and weights them by its gates
+    2. plan: sorts the T·k routed rows by expert
+    3. dispatch: copies each token to its rows
+    4. experts: each expert maps its rows
+    5. combine: sums the outputs of each token, weighted by its gates
 
-    With feed-forward experts steps 3 to 5 are one operator, which keeps x and the hidden layers for
-    the backward pass; with recompute, x alone (App. D).
+    With feed-forward experts, steps 3 to 5 are one operator. It saves x and the hidden layers for
+    backward. With recompute it saves only x (App. D).
 
-    With a process_group its ranks share the experts (Sec. 3): each has a copy of the gate, a block
-    of the experts and tokens of its own, any number of them, and calls the layer together with the
-    others, forward and backward. The result is that of one process with all tokens, in the order of
-    the ranks. Gradients are those of the mean of the ranks' losses: of the experts as they are, of
-    all else once averaged over the ranks (`moe_ext.distributed.parallelize`).
+    With a process_group, its ranks share the experts (Sec. 3). Each rank has a replica of the gate,
+    a contiguous shard of the experts, and its own tokens, whose number may differ between ranks.
+    All ranks must call the layer together, forward and backward. The output equals that of a single
+    process that has the tokens of all ranks, concatenated in rank order.
+
+    Gradients are those of the mean of the ranks' losses. Expert gradients are complete after
+    backward. All other gradients must be averaged over the ranks, which
+    `moe_ext.distributed.parallelize` does.
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per token.
-        hidden_sizes: widths of the experts' hidden layers; None is (4 · d_model,).
+        hidden_sizes: widths of the hidden layers of each expert. None: (4 · d_model,).
         activation, bias: see `FeedForwardExperts`.
-        gate: a `Gate`; None is NoisyTopKGate, with noise_epsilon and generator.
-        experts: an `Experts`, or a sequence of any modules, one for each expert; None is
-            FeedForwardExperts, with hidden_sizes, activation, bias and expert_dtype. With several
-            ranks, those of this rank alone (`moe_ext.distributed.ExpertPlacement`).
-        recompute: compute the experts again in the backward pass instead of saving their
-            activations: one more GEMM for each hidden layer, bitwise identical results. (Running
-            statistics of experts given, as BatchNorm's, are updated twice.)
-        expert_dtype: the type of the experts' weights. Tokens are cast to it for the experts, the
-            gate sees them as they are, and y comes back in x's type. After ``layer.to(dtype)``
-            tokens are cast to the new type. None: torch's default type, and no cast: x must be of
-            the experts' type unless autocast is on.
-        w_importance, w_load: the weights of the two losses.
+        gate: a `Gate`. None: a NoisyTopKGate with noise_epsilon and generator.
+        experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
+            FeedForwardExperts with hidden_sizes, activation, bias and expert_dtype. With several
+            ranks, pass only this rank's experts (`moe_ext.distributed.ExpertPlacement`).
+        recompute: recompute the experts in the backward pass instead of saving their activations.
+            Costs one extra GEMM for each hidden layer. Results are bitwise identical. Custom
+            experts update running statistics, such as those of BatchNorm, twice.
+        expert_dtype: dtype of the expert weights. Tokens are cast to it for the experts but not for
+            the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
+            dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
+            experts, unless autocast is on.
+        w_importance, w_load: weights of the two balancing losses.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        process_group: the ranks that share the experts; short for
-            parallel=ExpertParallel(process_group).
-        parallel: how ranks share the experts, see `moe_ext.distributed.ExpertParallel`; None: this
+        process_group: the ranks that share the experts; a short form of
+            ``parallel=ExpertParallel(process_group)``.
+        parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None: this
             process has all experts.
 
     Attributes:
-        gate, experts: the modules.
-        sharding: which rank has which experts, `moe_ext.distributed.ExpertSharding`; None without
-            process_group and parallel.
+        gate: the gate module.
+        experts: the experts of this rank.
+        sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
+            without process_group and parallel.
 
     Raises:
-        ValueError: an argument is out of range, would have no effect beside a gate or experts
-            given, or these are for other sizes.
-        TypeError: gate or experts are of a kind that the layer cannot call.
+        ValueError: an argument is out of range, has no effect because gate or experts are given, or
+            differs from the sizes of gate or experts.
+        TypeError: gate, experts or parallel has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -138,7 +144,7 @@ class MoE(nn.Module):
         torch.Size([8, 20, 512])
         >>> loss = y.square().mean() + aux.loss
 
-        In `torch.nn.Sequential` a module around the layer passes y on and keeps aux:
+        In `torch.nn.Sequential`, wrap the layer in a module that returns y and stores aux:
 
         >>> class KeepAux(torch.nn.Module):
         ...     def __init__(self, layer):
@@ -217,17 +223,22 @@ class MoE(nn.Module):
         self._fused = self.experts.fused
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
-        """x [..., D] to y [..., d_output] in x's type, and what came with it.
+        """Maps x [..., D] to y [..., d_output].
 
         Args:
-            x: [..., D]; the leading dimensions are free, as in the paper's "convolutional" use
-                (Sec. 3.1). Or a nested tensor [B, j, D] of the jagged layout: so is y then.
-            mask: [...] bool, True at real tokens. The others never reach the gate, the experts or
-                the losses, and their outputs are 0. On CUDA the host waits for the device to count
-                them; the layer never waits without a mask.
+            x: [..., D] with any leading dimensions (Sec. 3.1, "convolutional" use), or a nested
+                tensor [B, j, D] in the jagged layout. Floating point.
+            mask: [...] bool, True at real tokens. Masked-out tokens never reach the gate, the
+                experts or the losses; their outputs are 0. On CUDA, a mask makes the host
+                synchronize with the device to count the tokens.
+
+        Returns:
+            y, in the dtype and layout of x, and a `MoEAux`.
 
         Raises:
-            ValueError, TypeError: the shape of x or mask, or the type of mask, does not fit.
+            ValueError: x or mask has the wrong shape, or x is nested and mask is given.
+            TypeError: x is not floating point, mask is not bool, or the gate does not return a
+                `Routing`.
         """
         if x.is_nested:
             return self._jagged(x, mask)
@@ -270,17 +281,17 @@ class MoE(nn.Module):
             dict(routing.metrics),
             routing.load_factors,
         )
-        # As matmul does: no view in the eyes of autograd, so that it may be changed in place.
+        # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
     if TYPE_CHECKING:
         __call__ = forward
 
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
-        """The tokens of all rows of a nested tensor, one after the other."""
+        """Applies the layer to the values [ΣT, D] of a nested tensor."""
         if mask is not None:
-            raise ValueError(f"MoE: mask must be None with a nested x, got {tuple(mask.shape)}")
-        rule = "be a nested tensor [B, j, D] of the jagged layout without gaps"
+            raise ValueError(f"MoE: mask must be None if x is nested, got {tuple(mask.shape)}")
+        rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
         y, aux = self.forward(x.values())
@@ -288,7 +299,7 @@ class MoE(nn.Module):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Σ_i G(x)_i E_i(x) of the tokens' chosen experts, [T, d_output]; and tokens_per_expert."""
+        """Returns Σ_i G(x)_i E_i(x) [T, d_output] and tokens_per_expert [E]."""
         if self.sharding is not None and self.sharding.exchange is not None:
             return self.sharding.exchange(
                 tokens,
@@ -311,7 +322,7 @@ class MoE(nn.Module):
         return y, plan.tokens_per_expert
 
     def _experts_are_fused(self) -> bool:
-        """An adapter puts a module in the experts' place that has their forward and no more."""
+        # An adapter may replace the experts by a module with only their forward.
         return getattr(self.experts, "fused", self._fused)
 
     def extra_repr(self) -> str:
@@ -329,7 +340,7 @@ class MoE(nn.Module):
 
 
 def _checked_gate(gate: object, **sizes: int) -> Gate:
-    # torch.compile's wrapper is called, and what is in it checked.
+    # Check the module inside torch.compile's wrapper, but return the wrapper.
     inner = getattr(gate, "_orig_mod", gate)
     if not isinstance(inner, Gate):
         raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
@@ -352,7 +363,7 @@ def _sharding(
     if process_group is None and parallel is None:
         return None
     if process_group is not None:
-        require(parallel is None, "MoE: parallel", "be left out with a process_group", parallel)
+        require(parallel is None, "MoE: parallel", "be None when process_group is given", parallel)
         parallel = ExpertParallel(process_group)
     if not isinstance(parallel, ExpertParallel):
         kind = type(parallel).__name__
@@ -371,6 +382,6 @@ def _checked_experts(experts: object, **sizes: int) -> Experts:
         )
     for name, expected in sizes.items():
         given = getattr(inner, name)
-        rule = f"be {expected}" + (", this rank's share" if name == "num_experts" else "")
+        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
         require(given in (None, expected), f"MoE: experts.{name}", rule, given)
     return cast(Experts, experts)

@@ -1,4 +1,4 @@
-"""The assertions, and what they observe, that all test files share."""
+"""Assertions and recorders that all test files share."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def assert_same_bits(actual, expected):
-    """Equal to the last bit: NaN equals itself, -0 differs from 0."""
+    """Asserts bitwise equality. NaN equals itself; -0 differs from 0."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if actual.numel():
         a = actual.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -20,8 +20,10 @@ def assert_same_bits(actual, expected):
 
 
 def assert_same_products(actual, expected):
-    """The same bits by the CPU's kernels; by CUDA's, where products of equal factors need not be
-    added in one order, nearly the same numbers."""
+    """Asserts bitwise equality for the CPU kernels, and nearly equal values for CUDA.
+
+    GEMMs on CUDA may sum in another order.
+    """
     if (actual.is_cuda or emulated.active) and actual.is_floating_point():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     else:
@@ -29,18 +31,21 @@ def assert_same_products(actual, expected):
 
 
 def assert_exact(actual, expected, nan=False):
-    """Float64: 1e-12 is about 5000 roundings, far above what sums of this size leave behind, and
-    far below any error in a formula."""
+    """Asserts a tolerance of 1e-12 for float64.
+
+    This is about 5000 rounding errors: far above those of such sums, far below any error in a
+    formula.
+    """
     torch.testing.assert_close(
         actual.cpu(), torch.as_tensor(expected).cpu(), rtol=1e-12, atol=1e-12, equal_nan=nan
     )
 
 
 def assert_as_accurate(actual, plain, exact):
-    """No further from the float64 result than twice plain torch at the same precision.
+    """Asserts an error of at most twice that of plain torch at the same precision.
 
-    Plain torch can be right by luck where a result has few roundings, so two units in the last
-    place of the largest value are allowed on top: rounding an exact result costs half of one.
+    Both errors are against the float64 result. Plain torch can be exact by chance if a result has
+    few roundings. So two units in the last place of the largest value are allowed in addition.
     """
     assert actual.dtype == plain.dtype and actual.shape == plain.shape == exact.shape
     if not exact.numel():
@@ -53,12 +58,12 @@ def assert_as_accurate(actual, plain, exact):
 
 
 def tensors_of(aux):
-    """The tensors of a layer's report, without what this gate leaves out."""
+    """Returns the tensors of a `MoEAux`, without those that the gate does not set."""
     return [leaf for leaf in tree_leaves(aux) if isinstance(leaf, torch.Tensor)]
 
 
 def gradients(outputs, inputs, cotangents, **options):
-    """Gradients of sum(output · cotangent); zeros where nothing flows."""
+    """Returns the gradients of sum(output · cotangent); zeros where there is no gradient."""
     pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
     found = [None] * len(inputs)
     if pairs:
@@ -68,9 +73,10 @@ def gradients(outputs, inputs, cotangents, **options):
 
 
 def raises(exception, operator, argument="", got=None):
-    """Within it the operator must refuse the argument, as "<op>: <argument> must <rule>, got
-    <value>": whatever the rule's words are, it is named, and the value where `got` is given. An
-    argument of "" may be any."""
+    """Expects the error "<op>: <argument> must <rule>, got <value>" for any rule.
+
+    An empty argument matches any argument. The value is checked only if `got` is given.
+    """
     name = rf"\b{argument}" if argument[:1].isalpha() else argument
     value = "" if got is None else rf"{re.escape(str(got))}"
     return pytest.raises(exception, match=rf"^{operator}: (.*{name}.*) must .*, got .*{value}")
@@ -88,7 +94,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recorded_ops(namespace="moe_ext"):
-    """The calls below autograd, backward ones included: a list of (name, op, args, kwargs)."""
+    """Records the calls below autograd, also of backward, as (name, op, args, kwargs) tuples."""
     calls = []
     with _Recorder() as recorder:
         yield calls
@@ -99,8 +105,10 @@ def recorded_ops(namespace="moe_ext"):
 
 
 def opcheck_all(function, expected_names):
-    """opcheck every op that `function` (a forward and a backward) calls; these must be the expected
-    ones. Forward ops are checked with gradients required."""
+    """Runs opcheck on every op that `function` calls in forward and backward.
+
+    The ops must be the expected ones. Forward ops are checked with gradients required.
+    """
     with recorded_ops() as calls:
         function()
     assert {name for name, *_ in calls} == set(expected_names)
@@ -119,7 +127,7 @@ def opcheck_all(function, expected_names):
 
 
 def assert_deterministic(function, threads, runs=20):
-    """`function` returns tensors; the same bits at 1 and 2 threads and in every run."""
+    """Asserts that the tensors of `function` are bitwise equal for 1 and 2 threads in all runs."""
     threads(1)
     first = function()
     for number in (1, 2):
@@ -130,15 +138,17 @@ def assert_deterministic(function, threads, runs=20):
 
 
 def assert_second_derivative_refused(function, inputs):
-    """A loud error: a missing term would go unnoticed."""
+    """Asserts that a second derivative raises an error instead of missing a term."""
     with pytest.raises(RuntimeError, match="(?i)not implemented|second|twice"):
         first = torch.autograd.grad(function(*inputs).pow(2).sum(), inputs, create_graph=True)
         torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
 
 
 def poison_freed_memory(*sizes, device="cpu", count=64):
-    """Leave NaN in the allocator's free blocks, where an uninitialised buffer would pick it up.
-    NaN of the widest type is NaN in the narrower ones too: all its bytes are 0xFF."""
+    """Leaves NaN in the allocator's free blocks, where an uninitialized buffer would pick it up.
+
+    All bytes are 0xFF, which is NaN in every floating-point dtype.
+    """
     blocks = []
     for size in sizes:
         for width in (2, 4, 8):

@@ -12,8 +12,8 @@ from workers import Workers
 import moe_ext
 from moe_ext.lab.training.device import avoid_missing_amx
 
-pytest.register_assert_rewrite("assertions")  # so that a failure shows its values
-avoid_missing_amx()  # before the first matrix product
+pytest.register_assert_rewrite("assertions")  # a failing assertion shows its values
+avoid_missing_amx()  # before the first GEMM
 
 
 def pytest_addoption(parser):
@@ -29,7 +29,7 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Tests of a `device` run on every one that is there."""
+    """Parametrizes tests of a `device` over all devices that exist."""
     if "device" in metafunc.fixturenames:
         has_gpu = moe_ext._C.cuda_version is not None and torch.cuda.is_available()
         gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves the tests of --equation."""
+    """Keeps only the tests of the option --equation."""
     wanted = config.getoption("--equation")
     if wanted:
         others = [item for item in items if wanted not in equations_of(item)]
@@ -53,7 +53,7 @@ def equations_of(item):
 
 @pytest.fixture
 def device(request):
-    """Where a test's tensors are; the CPU if CUDA's kernels are emulated."""
+    """Yields the device of a test's tensors: the CPU if CUDA kernels are emulated."""
     if request.param == "emulated":
         with emulated.kernels():
             yield "cpu"
@@ -63,14 +63,14 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Every test starts from the same random state, whichever tests ran before it."""
+    """Seeds every test, independently of the tests before it."""
     torch.manual_seed(20170123)
     return 20170123
 
 
 @pytest.fixture(scope="session")
 def workers():
-    """The processes of the distributed tests."""
+    """Provides the worker processes of the distributed tests."""
     processes = Workers()
     yield processes
     processes.close()
@@ -97,7 +97,7 @@ def browser(_chromium):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with train.txt, dev.txt and test.txt; the words follow by a rule."""
+    """Makes a folder with train.txt, dev.txt and test.txt; the words follow a rule."""
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(5)
     for part, count in (("train", 300), ("dev", 40), ("test", 70)):
@@ -115,8 +115,10 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def parallel_corpus(tmp_path_factory):
-    """English syllables into French ones, and into German ones in the opposite order; of the latter
-    half as many. One French line has no translation."""
+    """Makes a parallel corpus of syllables: English to French, and English to reversed German.
+
+    German has half the lines. One French line has no translation.
+    """
     folder = tmp_path_factory.mktemp("parallel")
     draw = random.Random(6)
     syllables = [consonant + vowel for consonant in "bcgkm" for vowel in "aio"]
@@ -138,14 +140,14 @@ def parallel_corpus(tmp_path_factory):
 
 @pytest.fixture
 def children():
-    """Calling it gives the processes started since the test began: not those of `workers`."""
+    """Returns a function that lists the processes started by the test, without `workers`."""
     before = set(multiprocessing.active_children())
     return lambda: [each for each in multiprocessing.active_children() if each not in before]
 
 
 @pytest.fixture
 def threads():
-    """torch.set_num_threads for one test."""
+    """Provides torch.set_num_threads and restores the number of threads after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -153,5 +155,5 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """All tests of a file that says so by `pytestmark`."""
+    """Runs a test with one thread; a file selects it by `pytestmark`."""
     threads(1)

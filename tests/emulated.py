@@ -1,8 +1,8 @@
-"""The operators' CUDA kernels on the CPU: so they are tested where there is no GPU.
+"""Runs the CUDA kernels of the operators on the CPU, to test them without a GPU.
 
-csrc/cuda is compiled as C++ with what emulation/ has in the place of CUDA, into operators of CPU
-tensors, moe_ext_emulated::noisy_topk_gating and so on. It shows whether the kernels compute what
-they should, whoever is first: not how fast, and nothing of streams, graphs and waiting.
+csrc/cuda is compiled as C++. The folder emulation/ replaces the CUDA headers. The result is the
+operators moe_ext_emulated::noisy_topk_gating, ... on CPU tensors. This tests the arithmetic of the
+kernels for any order of threads. It does not test speed, streams, graphs or synchronization.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
 BUILD = ROOT / "build" / "emulation"
 
-# What is no C++, and where the kernels are registered.
+# Replacements for what is not C++, and for the registration of the kernels.
 CHANGES = [
     (r"kernel<<<(.*)>>>\(", r"emulation::launch<Parameters...>(kernel, \1, "),
     (
@@ -33,8 +33,10 @@ CHANGES = [
 
 
 def write_sources():
-    """Writes csrc/cuda with the changes, and what it includes, into BUILD; returns the files to be
-    compiled. One that is there already is left alone, so that it is not compiled again."""
+    """Writes the changed csrc/cuda and its headers to BUILD; returns the files to compile.
+
+    Files that are up to date are not written, so that they are not recompiled.
+    """
     sources, used = [], set()
     for path in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/cuda/*.cu*")]:
         instead = EMULATION / path.name
@@ -56,7 +58,7 @@ def write_sources():
 
 
 def operators_of_the_cpu():
-    """The names of the operators that have a CPU kernel, without moe_ext::."""
+    """Returns the names of the operators with a CPU kernel, without moe_ext::."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_ext::")]
     return sorted(name.removeprefix("moe_ext::") for name in names if has_kernel(name, "CPU"))
@@ -64,8 +66,8 @@ def operators_of_the_cpu():
 
 @functools.cache
 def operators():
-    """The names of the operators, once their kernels are there."""
-    from torch.utils.cpp_extension import load  # not for tests that need no compiler
+    """Builds the emulated kernels and returns the names of the operators."""
+    from torch.utils.cpp_extension import load  # imported here: other tests need no compiler
 
     names = operators_of_the_cpu()
     library = torch.library.Library("moe_ext_emulated", "DEF")
@@ -73,16 +75,16 @@ def operators():
         schema = str(getattr(torch.ops.moe_ext, name).default._schema)
         library.define(schema.removeprefix("moe_ext::"))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    operators.library = library  # they are there as long as it is
+    operators.library = library  # the operators exist as long as this object
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with mock.patch.dict(os.environ, PATH=path):  # ninja is beside this Python
+    with mock.patch.dict(os.environ, PATH=path):  # ninja is installed next to this Python
         load(
             "moe_ext_emulated",
             [*write_sources(), str(EMULATION / "operators.cpp")],
             extra_cflags=[
                 *("-std=c++20", "-O2", "-g0", "-ffp-contract=off", "-Wno-unknown-pragmas"),
-                "-U_FORTIFY_SOURCE",  # whose longjmp may not lead to another stack
+                "-U_FORTIFY_SOURCE",  # the fortified longjmp must not jump to another stack
                 *("-include", str(EMULATION / "emulation.h")),
             ],
             extra_include_paths=[str(EMULATION), str(EMULATION / "include")],
@@ -92,17 +94,17 @@ def operators():
     return names
 
 
-active = False  # within kernels()
+active = False  # True within kernels()
 
 
 @contextlib.contextmanager
 def kernels(major=8):
-    """The operators of CPU tensors run their CUDA kernels, as on a device of this architecture."""
+    """Makes CPU tensors use the CUDA kernels, as on a device of this major architecture."""
     global active
     names = operators()
     torch.ops.moe_ext_emulated.set_device(major)
     with torch.library._scoped_library("moe_ext", "IMPL") as library:
-        with warnings.catch_warnings(action="ignore"):  # that there are kernels already
+        with warnings.catch_warnings(action="ignore"):  # the warning that kernels exist already
             for name in names:
                 kernel = getattr(torch.ops.moe_ext_emulated, name).default
                 library.impl(name, kernel, "CPU", allow_override=True)

@@ -1,4 +1,4 @@
-"""What the processor is."""
+"""The processor that the tests run on."""
 
 import itertools
 import pathlib
@@ -6,7 +6,7 @@ import re
 
 
 def cpu_info(name):
-    """A line of what the system says about the processor; "" where it says nothing."""
+    """Returns a line of the system's description of the processor; "" if there is none."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     found = re.search(rf"^{name}\s*:(.*)$", text, re.M)
@@ -14,7 +14,7 @@ def cpu_info(name):
 
 
 def instruction_sets():
-    """The values of MOE_EXT_ISA for this processor, each with what those before it have."""
+    """Returns the values of MOE_EXT_ISA that this processor supports, from lowest to highest."""
     flags = set(cpu_info("flags").split())
     needed = {
         "default": set(),

@@ -1,9 +1,8 @@
-"""The table of operators: ops/test_operators.py holds every row against every generic property.
+"""The table of operators. ops/test_operators.py checks every generic property for every row.
 
-A row says what an operator's arguments are, what the paper's equations make of them
-(reference.py), and which properties the operator lacks, with the reason. Arguments are drawn on the
-CPU from torch's generator, which conftest.py seeds. The backward operators have no arguments of
-their own: they are taken from what autograd calls for their forward operator.
+A row defines the arguments of an operator, the expected results from reference.py, and the
+properties that it lacks, with the reason. Arguments come from torch's CPU generator, which
+conftest.py seeds. The arguments of a backward operator are those that autograd passes to it.
 
 `python operators.py` prints a hash of each operator's results, to compare instruction sets.
 """
@@ -31,31 +30,31 @@ ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", *GATED]
 class Operator:
     """One row of the table."""
 
-    function: Callable  # of arguments by name, as users call it
-    make: Callable  # the arguments of one sample: make(dtype, **sizes)
-    reference: Callable  # float64 arguments to the outputs by reference.py
-    samples: list[dict]  # sizes for the reference and the gradients, the edges included
-    typical: list[dict]  # the few sizes for what costs more; the first is that of the errors
-    large: list[dict]  # sizes that threads share
-    limits: list[dict] = field(default_factory=list)  # at which narrow counters would fail
-    precise: list[dict]  # sizes whose rounding is measured
-    plain: Callable | None = None  # the same in plain torch, at the precision of its arguments
+    function: Callable  # Takes the arguments by name, as users call it.
+    make: Callable  # Maps (dtype, **sizes) to the arguments of one sample.
+    reference: Callable  # Maps float64 arguments to the outputs of reference.py.
+    samples: list[dict]  # Sizes for the reference and the gradients, including edge cases.
+    typical: list[dict]  # Few sizes for expensive checks. The first one is used for the errors.
+    large: list[dict]  # Sizes that several threads share.
+    limits: list[dict] = field(default_factory=list)  # Sizes that overflow narrow counters.
+    precise: list[dict]  # Sizes for the measurement of rounding errors.
+    plain: Callable | None = None  # The same in plain torch, in the dtype of the arguments.
     differentiable: tuple[str, ...] = ()
-    backward: str | None = None  # the operator of the gradients
-    autocast: torch.dtype | None = None  # the type that floating arguments take under autocast
-    products: bool = False  # of matrices: their bits differ with the instruction set and device
+    backward: str | None = None  # The operator that computes the gradients.
+    autocast: torch.dtype | None = None  # The dtype of floating-point arguments under autocast.
+    products: bool = False  # Uses GEMMs: bits depend on instruction set and device.
     equations: tuple[str, ...] = ()
-    lacks: dict[str, str] = field(default_factory=dict)  # a property, and why
-    # What is refused, beside wrong types, devices and numbers of dimensions of every tensor:
-    # (exception, argument named, changed arguments or a function of the valid ones, value named or
-    # a function of the changed arguments)
+    lacks: dict[str, str] = field(default_factory=dict)  # Property -> why it is lacking.
+    # Errors apart from wrong dtypes, devices and numbers of dimensions of every tensor:
+    # (exception, argument in the message, changed arguments or a function that changes valid ones,
+    # value in the message or a function of the changed arguments)
     bad: list[tuple] = field(default_factory=list)
     backward_bad: list[tuple] = field(default_factory=list)
-    free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type", "dimensions"
+    free: dict[str, tuple] = field(default_factory=dict)  # arguments of any "type" or "dimensions"
 
 
 def moved(values, device=None, dtype=None):
-    """Copies of all tensors; those of floating type in `dtype`."""
+    """Copies all tensors; converts those of floating-point dtypes to `dtype`."""
 
     def move(x):
         return x.to(device, dtype if x.is_floating_point() else None, copy=True)
@@ -64,7 +63,7 @@ def moved(values, device=None, dtype=None):
 
 
 def changed(function, values):
-    """The values with `function` of every tensor in its place."""
+    """Applies `function` to every tensor in the values."""
     return tree_map_only(torch.Tensor, function, values)
 
 
@@ -73,7 +72,7 @@ def tensors_in(values):
 
 
 def sample(name, device="cpu", dtype=torch.float64, **sizes):
-    """The arguments of one sample."""
+    """Makes the arguments of one sample."""
     return moved(ROWS[name].make(dtype, **sizes), device)
 
 
@@ -82,8 +81,10 @@ def as_tuple(outputs):
 
 
 def with_leaves(arguments, names, needed=None):
-    """The arguments with leaves for the floating tensors of these names, and the leaves; `needed`
-    is the numbers of those that require a gradient, None all."""
+    """Replaces the named floating-point tensors by leaves; returns the arguments and the leaves.
+
+    `needed` lists the indices of the leaves that require a gradient; None means all.
+    """
     leaves = []
 
     def leaf(x):
@@ -95,7 +96,7 @@ def with_leaves(arguments, names, needed=None):
 
 
 def upstream_of(outputs):
-    """A gradient for each floating output, the same in every call."""
+    """Makes a gradient for each floating-point output, the same in every call."""
     draw = torch.Generator().manual_seed(5)
     return [
         torch.randn(y.shape, dtype=torch.float64, generator=draw).to(y.device, y.dtype)
@@ -105,7 +106,7 @@ def upstream_of(outputs):
 
 
 def evaluate(row, arguments, function=None, upstream=None):
-    """The outputs, and the gradients of the differentiable arguments for `upstream`."""
+    """Returns the outputs, and the gradients of the differentiable arguments for `upstream`."""
     arguments, leaves = with_leaves(arguments, row.differentiable)
     outputs = as_tuple((function or row.function)(**arguments))
     floats = [y for y in outputs if y.is_floating_point()]
@@ -114,7 +115,7 @@ def evaluate(row, arguments, function=None, upstream=None):
 
 
 def call_of(name, arguments):
-    """The operator `name` and the arguments with which it is called, forward or backward."""
+    """Returns the operator `name` and the arguments of its call, in forward or backward."""
     row = ROWS[name]
     with recorded_ops() as calls:
         evaluate(row, arguments)
@@ -125,17 +126,17 @@ def call_of(name, arguments):
 
 
 def written(op):
-    """For each argument whether the operator writes into it."""
+    """Returns for each argument whether the operator writes to it."""
     return [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
 
 
 def run(op, args):
-    """The results of a call, as tensors; what it writes into is copied before and a result too."""
+    """Returns the results of a call as tensors, including copies of arguments that it writes to."""
     args = [x.clone() if w else x for x, w in zip(args, written(op), strict=False)]
     return tensors_in(op(*args)) + [x for x, w in zip(args, written(op), strict=False) if w]
 
 
-# Drawing
+# Random arguments
 
 
 def normal(*shape, device="cpu", dtype=torch.float64):
@@ -151,7 +152,7 @@ def wide(dtype):
 
 
 def shapes(*values):
-    """Sizes of T tokens with k of E experts each."""
+    """Makes the sizes of T tokens with k of E experts each."""
     return [dict(T=T, E=E, k=k) for T, E, k in values]
 
 
@@ -160,14 +161,16 @@ EDGES = shapes(
     (0, 4, 2),
 )  # fmt: skip
 TYPICAL = shapes((4, 5, 2), (5, 6, 6), (0, 4, 2))
-# The experts of each token, in the order of its slots.
+# The experts of each token, in slot order.
 ROUTES = [[[2], [], [0, 4, 1], [0], [4, 2], []], [[], [], []], []]
 RAGGED = [dict(routes=routes, E=5) for routes in ROUTES]
 
 
 def draw_routing(T=0, E=1, k=1, routes=None, all_to=None, skewed=0):
-    """expert_index, inverse and offsets as dispatch_plan has them, token_offsets, and gates. Of
-    `skewed` tokens one expert has all, one has half, one a single token and the others none."""
+    """Makes expert_index, inverse, offsets, token_offsets and gates, as dispatch_plan returns them.
+
+    Of `skewed` tokens, one expert has all, one has half, one has a single token, others have none.
+    """
     token_offsets = None
     if skewed:
         routes = [[3, 1], *([0, 3] if t % 2 else [3] for t in range(1, skewed))]
@@ -191,18 +194,18 @@ def only(values, *names):
     return {name: values[name] for name in names}
 
 
-# What the slots of dispatch and combine are: (token, number of the slot), token by token
+# The slots of dispatch and combine are (token, slot number) pairs, sorted by token.
 
 
 def per_token(values, token_offsets):
-    """The values of each token's slots, token by token."""
+    """Splits the values of the slots by token."""
     if token_offsets is None:
         return values
     return values.split(token_offsets.diff().tolist())
 
 
 def pairs_by_row(inverse, token_offsets):
-    """(token, number of its slot) of every row."""
+    """Returns the (token, slot number) pair of every row."""
     rows = {}
     for t, slots in enumerate(per_token(inverse, token_offsets)):
         rows |= {int(row): (t, j) for j, row in enumerate(slots)}
@@ -228,7 +231,7 @@ def make_gating(dtype, T, E, k, noisy=True, ties=False):
 
 
 def reference_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-2):
-    """The five outputs."""
+    """Computes the five outputs."""
     T, E = clean_logits.shape
     if noise is None:
         H_X, stddev = clean_logits, clean_logits.new_empty(0, E)
@@ -241,7 +244,7 @@ def reference_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-
     for h, chosen in zip(H_X, index, strict=True):
         order = ref.top_k(h, E)
         gates.append(ref.G(h, k)[chosen])
-        # What an expert outside and one inside must exceed: kth_excluding of any of each kind.
+        # kth_excluding of any expert outside the top k, and of any expert inside.
         outside = ref.kth_excluding(h, k, order[-1]) if k < E else h[order[k - 1]]
         threshold.append(torch.stack([outside, ref.kth_excluding(h, k, order[0])]))
         threshold_index.append([order[k - 1], order[k] if k < E else -1])
@@ -288,7 +291,7 @@ def make_load(dtype, T, E, k, groups=None, detach=False):
 def plain_load(
     clean_logits, noise_stddev, threshold, expert_index, detach_threshold=False, group_offsets=None
 ):
-    """With the thresholds given; test_load.py holds them and P(x, i) against ref.Load."""
+    """Uses the given thresholds. test_load.py compares these and P(x, i) with ref.Load."""
     threshold = threshold.detach() if detach_threshold else threshold
     inside = torch.zeros_like(clean_logits, dtype=torch.bool).scatter(1, expert_index, True)
     bound = torch.where(inside, threshold[:, 1:], threshold[:, :1])
@@ -304,7 +307,7 @@ def plain_load(
 
 
 def tie_break(column, row):
-    """What decides between equal scores of batchwise_topm: the larger of these."""
+    """Breaks ties of batchwise_topm: among equal scores, the larger value wins."""
     hash = (column * 0x9E3779B9 + row) % 2**32
     hash = (hash ^ (hash >> 16)) * 0x7FEB352D % 2**32
     hash = (hash ^ (hash >> 15)) * 0x846CA68B % 2**32
@@ -327,7 +330,7 @@ def make_topm(dtype, G, N, E, m, draw="normal"):
 
 
 def reference_topm(scores, m, first_expert=0, num_experts=None):
-    """M_batchwise of each batch; among equals the larger tie_break first."""
+    """Computes M_batchwise of each batch; among equal scores, the larger tie_break wins."""
     batches = scores if scores.dim() == 3 else scores[None]
     G, N, E = batches.shape
     rows, mth = torch.empty(G, E, m, dtype=torch.int64), scores.new_full((G, E), math.inf)
@@ -343,13 +346,13 @@ def reference_topm(scores, m, first_expert=0, num_experts=None):
 
 
 def plain_topm(scores, m):
-    """Where no scores are equal."""
+    """Computes batchwise_topm for scores without ties."""
     best = scores.topk(m, dim=-2)
     return best.indices.sort(-2).values.mT, best.values[..., -1, :]
 
 
 def make_selection(dtype, T, E, p=0.5):
-    """A random mask with tokens that have no expert, and its slots."""
+    """Makes a random mask, in which some tokens have no expert, and its slots."""
     mask = torch.rand(T, E) < p
     mask[3::4] = False
     return dict(
@@ -360,7 +363,7 @@ def make_selection(dtype, T, E, p=0.5):
 
 
 def reference_selection(logits, expert_index, token_offsets):
-    gates = [logits.new_zeros(0) + 0 * logits.sum()]  # differentiable if empty, too
+    gates = [logits.new_zeros(0) + 0 * logits.sum()]  # differentiable even if empty
     for x, chosen in zip(logits, per_token(expert_index, token_offsets), strict=True):
         M = torch.zeros(len(x)).scatter(0, chosen, 1)
         gates.append(ref.G_strict(ref.Softmax(x), M.to(x))[chosen])
@@ -368,7 +371,7 @@ def reference_selection(logits, expert_index, token_offsets):
 
 
 def plain_selection(logits, expert_index, token_offsets):
-    """With the softmax over all experts."""
+    """Computes the gates from the softmax over all experts."""
     token = token_of_slot(expert_index, token_offsets)
     p = torch.softmax(logits, 1)[token, expert_index]
     return p / p.new_zeros(len(logits)).index_add(0, token, p)[token]
@@ -434,12 +437,12 @@ def make_combine(dtype, D=3, gates_dtype=None, **sizes):
 
 
 def reference_combine(expert_output, gates, inverse, token_offsets=None):
-    """As if one expert had all rows."""
+    """Uses ref.combine with a single expert that has all rows."""
     pairs, D = pairs_by_row(inverse, token_offsets), expert_output.shape[1]
     by_token = list(per_token(gates, token_offsets))
     padded = torch.nn.utils.rnn.pad_sequence(by_token, True) if by_token else gates.view(0, 1)
     y = ref.combine([expert_output], [pairs], padded, D)
-    return y + 0 * (expert_output.sum() + gates.sum())  # differentiable if empty, too
+    return y + 0 * (expert_output.sum() + gates.sum())  # differentiable even if empty
 
 
 def plain_combine(expert_output, gates, inverse, token_offsets=None):
@@ -452,7 +455,7 @@ def plain_combine(expert_output, gates, inverse, token_offsets=None):
 
 
 def make_linear(counts, D, F, device="cpu", dtype=torch.float64, bias=True):
-    """rows, weight and bias of one linear layer for each expert"""
+    """Makes rows, and the weight and bias of one linear layer for each expert."""
     tensors = [
         normal(sum(counts), D, device=device, dtype=dtype),
         normal(len(counts), D, F, device=device, dtype=dtype) / math.sqrt(max(D, 1)),
@@ -461,7 +464,7 @@ def make_linear(counts, D, F, device="cpu", dtype=torch.float64, bias=True):
 
 
 def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
-    """rows, weights and biases of experts with hidden layers"""
+    """Makes rows, and the weights and biases of experts with hidden layers."""
     weights, biases = [], []
     for i, (d_in, d_out) in enumerate(pairwise(widths)):
         d_out *= 2 if activation in GATED and i < len(widths) - 2 else 1
@@ -482,7 +485,7 @@ def make_layer(
     recompute=False,
     **sizes,
 ):
-    """Rows for `counts`, or the tokens of a routing, with gates unless not `gated`."""
+    """Makes rows for `counts`, or the tokens of a routing, with gates if `gated`."""
     routing = {} if counts else draw_routing(**sizes)
     x, weights, biases = make_experts(counts or [0] * sizes["E"], widths, activation, dtype=dtype)
     arguments = dict(
@@ -502,7 +505,7 @@ def make_layer(
 
 
 def layer_by(expert, combine):
-    """Eq. 1 by a function of one expert's rows and one that combines them."""
+    """Builds Eq. 1 from a function of one expert's rows and a function that combines them."""
 
     def layer(
         x,
@@ -551,7 +554,7 @@ def plain_expert(rows, W, b, activation):
 
 
 def factored_step(**arguments):
-    """The changed tensors, as a function."""
+    """Runs the operator on copies; returns the changed tensors."""
     arguments |= {name: arguments[name].clone() for name in ("param", "row", "column")}
     torch.ops.moe_ext.factored_step_(**arguments)
     return arguments["param"], arguments["row"], arguments["column"]
@@ -561,7 +564,7 @@ def make_step(dtype, shape, rule="adam"):
     grad = normal(*shape, dtype=dtype)
     grad[..., :1, :] = 0
     if len(shape) > 2:
-        grad[:1] = 0  # an expert without rows
+        grad[:1] = 0  # an expert without tokens
     beta2, t = 0.9, 2
     decay, gain, correction = (1, 1, 1) if rule == "adagrad" else (beta2, 1 - beta2, 1 - beta2**t)
     return dict(
@@ -600,7 +603,7 @@ def reference_step(param, grad, row, column, lr, decay, mean_of_roots, **rest):
 
 
 def last(name, value):
-    """A change of the valid arguments: the last number of this one."""
+    """Changes the last element of an argument."""
 
     def change(arguments):
         x = arguments[name].clone()
@@ -621,7 +624,7 @@ def shape_of(name):
 
 
 def too_short(*names):
-    """Rows for arguments of which either axis must fit."""
+    """Makes rows for arguments whose two axes must both have the right size."""
     return [
         (ValueError, name, shorter(name, axis), shape_of(name)) for name in names for axis in (0, 1)
     ]
@@ -640,7 +643,7 @@ def vectors(name, *values):
 
 
 def token_offsets(num_tokens):
-    """Of any number of slots, which must run from 0 to all R of them."""
+    """Makes rows for token_offsets, which must ascend from 0 to R."""
     bad = [0, *[2] * (num_tokens - 2), 5, R + 1], [0, 5, *[4] * (num_tokens - 2), R], [1] * 4 + [R]
 
     def change(arguments, bad):
@@ -651,7 +654,7 @@ def token_offsets(num_tokens):
 
 
 def first(name, function):
-    """The first tensor of a list is another one."""
+    """Replaces the first tensor of a list."""
     return lambda arguments: {name: [function(arguments[name][0]), *arguments[name][1:]]}
 
 
@@ -664,7 +667,7 @@ NO_GRADIENT = {
     for each in ("gradients", "gradcheck", "needed", "second_derivative", "accuracy")
 }
 MANY, EXPERTS = [65_535, 65_536, 200_000], [1, 2, 3, 254, 255, 256, 257, 1000, 4096]
-T, E, K, R = 4, 5, 2, 8  # of TYPICAL[0], which bad arguments are changes of
+T, E, K, R = 4, 5, 2, 8  # the sizes of TYPICAL[0], which the bad arguments change
 
 # fmt: off
 TABLE = {
@@ -929,7 +932,7 @@ TABLE = {
                     (TypeError, torch.ones(3, 7, 3).double()),
                 ]
             ),
-            (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns are not an even number
+            (ValueError, r"weights\[0\]", lambda a: dict(  # 7 columns cannot be halved
                 weights=[*a["weights"], torch.ones(3, 7, 3)], biases=None, activation="glu")),
             (ValueError, "weights and biases", lambda a: dict(biases=a["biases"] * 2)),
             (ValueError, "weights and biases", dict(weights=[], biases=None)),
@@ -972,7 +975,7 @@ TABLE = {
         ],
         typical=[dict(shape=(3, 5, 4)), dict(shape=(6, 7), rule="diet"), dict(shape=(0, 4, 3)),
                  dict(shape=(2, 0, 3)), dict(shape=(2, 3, 0))],
-        # Few matrices are shared by the threads, many are spread over them.
+        # Threads share few matrices; each of many matrices has one thread.
         large=[dict(shape=shape, rule=rule) for shape, rule in [
             ((1, 200, 130), "adam"), ((2, 130, 70), "diet"),
             ((40, 65, 20), "diet"), ((1, 3, 4096), "adam"),
@@ -992,12 +995,12 @@ TABLE = {
     ),
 }
 # fmt: on
-# Every operator, the backward ones too, with its row.
+# Every operator, including backward operators, and its row.
 ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
 
 
 def results(dtype):
-    """What the operators compute of their precise samples, by name and sample."""
+    """Yields the results of the operators for their precise samples, by name and sample."""
     for name, row in TABLE.items():
         for number, sizes in enumerate(row.precise):
             torch.manual_seed(number)

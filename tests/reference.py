@@ -1,13 +1,15 @@
-"""The paper's equations, one function each, in plain loops, with the paper's symbols as names.
+"""The paper's equations, one function each, as plain loops with the paper's symbols as names.
 
-The tests hold the package against this file, so it shares nothing with it: no import, no
-vectorised shortcut. Numbers are float64 torch scalars, so that autograd differentiates every
+The tests compare the package with this file, so it shares nothing with it: no import and no
+vectorized shortcut. Numbers are float64 torch scalars, so that autograd differentiates every
 equation as it is written.
 
-n experts, k of them chosen; x is one row of the batch X, c = x·W_g its clean logits, r = x·W_noise,
-s = Softplus(r) + nu the standard deviation of its noise, and h = H(x). Ties go to the lower index.
-A hierarchy has a groups of b experts: i is a group, j an expert of it, and X^(i) the rows that
-chose group i. Flattened, expert (i, j) is number i·b + j.
+There are n experts, of which k are selected. A row of the batch X is x, its clean logits are
+c = x·W_g, and h = H(x). With r = x·W_noise, its noise has the standard deviation Softplus(r) + nu,
+or s. The lower index wins a tie.
+
+A hierarchy has a groups of b experts. The rows X^(i) are those that selected group i. Expert j of
+group i has the flat index i·b + j.
 """
 
 import functools
@@ -17,12 +19,12 @@ import torch
 
 
 def Softplus(v):
-    """log(1 + exp(v)), the form that neither overflows nor switches to a line far from 0."""
+    """log(1 + exp(v)) in a form that neither overflows nor approximates far from 0."""
     return torch.logaddexp(v, torch.zeros_like(v))
 
 
 def Phi(z):
-    """Cumulative distribution of the standard normal, exact in the lower tail too."""
+    """Cumulative distribution function of the standard normal, accurate in the lower tail too."""
     return torch.special.erfc(-z / math.sqrt(2)) / 2
 
 
@@ -40,12 +42,12 @@ def G_sigma(x, W_g):
 def top_k(v, k, priority=None):
     """Indices of the k highest components, highest first; NaN ranks below every number.
 
-    Ties go to the smaller priority, if there is one, then to the lower index.
+    The smaller priority, if given, wins a tie, then the lower index.
     """
     v = [float(torch.as_tensor(v_i).detach()) for v_i in v]
     first = [0] * len(v) if priority is None else priority.tolist()
     is_nan = [math.isnan(v_i) for v_i in v]
-    v = [0 if nan else v_i for v_i, nan in zip(v, is_nan, strict=True)]  # equal among themselves
+    v = [0 if nan else v_i for v_i, nan in zip(v, is_nan, strict=True)]  # equal to each other
     return sorted(range(len(v)), key=lambda i: (is_nan[i], -v[i], first[i], i))[:k]
 
 
@@ -66,7 +68,7 @@ def G(h, k):
 
 
 def kth_excluding(v, k, i):
-    """App. A: the k-th highest component of v, excluding component i; -inf where there is none."""
+    """App. A: the k-th highest component of v without component i; -inf if there is none."""
     others = [v[j] for j in range(len(v)) if j != i]
     if k > len(others):
         return torch.full_like(v[i], -math.inf)
@@ -74,9 +76,9 @@ def kth_excluding(v, k, i):
 
 
 def P(c, s, h, k, i):
-    """App. A, Eq. 8-9: the probability that i is in the top k under fresh noise on i only."""
+    """App. A, Eq. 8-9: the probability that i is in the top k when only its noise is redrawn."""
     if k == len(c):
-        return torch.ones_like(c[i])  # whatever is drawn, all n are in the top n
+        return torch.ones_like(c[i])  # all n are always in the top n
     return Phi((c[i] - kth_excluding(h, k, i)) / s[i])
 
 
@@ -147,7 +149,7 @@ GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
 
 
 def activate(v, activation):
-    """An activation; the gated ones multiply the activated first half of v by its second half."""
+    """An activation. Gated ones multiply the activated first half of v by its second half."""
     if activation not in GATED:
         return ACTIVATIONS[activation](v)
     half = len(v) // 2
@@ -155,7 +157,7 @@ def activate(v, activation):
 
 
 def E_i(x, W, b=None, activation="relu"):
-    """Sec. 3.2: one feed-forward expert; W its matrices, an activation between each two of them."""
+    """Sec. 3.2: one feed-forward expert with the matrices W and an activation between them."""
     for layer, matrix in enumerate(W):
         x = sum((x[d] * matrix[d] for d in range(len(x))), matrix.new_zeros(matrix.shape[1]))
         if b is not None:
@@ -166,7 +168,7 @@ def E_i(x, W, b=None, activation="relu"):
 
 
 def noisy_logits(X, W_g, W_noise, noise, nu):
-    """C, S and H(X) of a batch; noise None: H = C, and there is no S."""
+    """C, S and H(X) of a batch. With noise None, H = C and there is no S."""
     C = X @ W_g
     if noise is None:
         return C, None, C
@@ -176,12 +178,15 @@ def noisy_logits(X, W_g, W_noise, noise, nu):
 
 
 def MoE(X, W_g, W_noise, noise, k, experts, nu=1e-2):
-    """Eq. 1: y = sum_i G(x)_i E_i(x), and the batch's G, Importance and Load; noise None: H = c."""
+    """Eq.
+
+    1: y = sum_i G(x)_i E_i(x), and G, Importance and Load of the batch. Noise None: H = c.
+    """
     C, S, H_X = noisy_logits(X, W_g, W_noise, noise, nu)
     G_X = torch.stack([G(h, k) for h in H_X])
     Y = []
     for x, g, h in zip(X, G_X, H_X, strict=True):
-        Y.append(sum(g[i] * experts[i](x) for i in top_k(h, k)))  # the others are not computed
+        Y.append(sum(g[i] * experts[i](x) for i in top_k(h, k)))  # skips the other experts
     load = None if noise is None else Load(C, S, H_X, k)
     return torch.stack(Y), G_X, Importance(G_X), load
 
@@ -196,7 +201,10 @@ def G_H(g_primary, g_secondary):
 
 
 def y_H(x, g_primary, g_secondary, experts):
-    """App. B, Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); 0 gates need no expert."""
+    """App.
+
+    B, Eq. 12: sum_i sum_j G_primary(x)_i · G_i(x)_j · E_ij(x); skips experts with gate 0.
+    """
     y = 0
     for i in range(len(g_primary)):
         for j in range(len(g_secondary[i])):
@@ -219,8 +227,8 @@ def Importance_H(G_primary_X, G_secondary_X):
 def Load_H(load_primary, load_secondary, sizes):
     """App. B: Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|; 0 for an empty group.
 
-    sizes[i] = |X^(i)| counts rows: it has no gradient. Load_i(X^(i))_j alone would have none to the
-    primary gate.
+    sizes[i] = |X^(i)| counts rows and has no gradient. Load_i(X^(i))_j alone would have no gradient
+    for the primary gate.
     """
     a, b = len(load_secondary), len(load_secondary[0])
     load = load_primary.new_zeros(a, b)
@@ -243,10 +251,11 @@ def hierarchical_gates(
     k2,
     nu=1e-2,
 ):
-    """App. B: G_primary(X) [T, a] and G_i(X) [T, a, b], 0 for the groups that x did not choose.
+    """App. B: G_primary(X) [T, a] and G_i(X) [T, a, b], 0 for the groups that x did not select.
 
-    Then the parts of Load_H: Load_primary(X), all Load_i(X^(i)) and all |X^(i)|. noise_secondary is
-    [T, k1, b]: slot s of a row is for the group that has its s-th highest primary H.
+    Also returns the factors of Load_H: Load_primary(X), all Load_i(X^(i)) and all |X^(i)|.
+    noise_secondary is [T, k1, b]: slot s of a row belongs to the group with its s-th highest
+    primary H.
     """
     a, b = len(W_g_secondary), W_g_secondary[0].shape[1]
     C, S, H_X = noisy_logits(X, W_g_primary, W_noise_primary, noise_primary, nu)
@@ -283,9 +292,9 @@ def HierarchicalMoE(
     experts,
     nu=1e-2,
 ):
-    """App. B: Y, the dense gates [T, a·b], Importance_H and Load_H [a, b], the latter if noisy.
+    """App. B: Y, the dense gates [T, a·b], Importance_H, and Load_H if noisy, both [a, b].
 
-    W_g_secondary and W_noise_secondary hold a matrix [d, b] for each group, experts[i][j] is E_ij.
+    W_g_secondary and W_noise_secondary hold one matrix [d, b] per group; experts[i][j] is E_ij.
     """
     G_primary_X, G_secondary_X, load_primary, load_secondary, sizes = hierarchical_gates(
         X,
@@ -306,7 +315,7 @@ def HierarchicalMoE(
     return Y, G_X, Importance_H(G_primary_X, G_secondary_X), load
 
 
-# Appendix F: strictly balanced gating. There X is the batch of softmax gates, G_sigma(x) its rows.
+# Appendix F: strictly balanced gating. X is the batch of softmax gates, G_sigma(x) its rows.
 
 
 def M_topk(X, k):
@@ -319,7 +328,7 @@ def M_topk(X, k):
 
 
 def M_batchwise(X, m, priority=None):
-    """App. F: 1 for the top m rows of each expert; among equals the smaller priority [T, n]."""
+    """App. F: 1 for the top m rows of each expert; the smaller priority [T, n] wins a tie."""
     M = torch.zeros_like(X)
     for i in range(X.shape[1]):
         for t in top_k(X[:, i], m, None if priority is None else priority[:, i]):
@@ -337,12 +346,12 @@ def M_threshold(X, T):
 
 
 def rows_per_expert(k, size, n):
-    """App. F: m = k|X| / n, the nearest integer, a half rounded up; at least 1, at most |X|."""
+    """App. F: m = k|X| / n, rounded to the nearest integer (half up); at least 1, at most |X|."""
     return min(max((2 * k * size + n) // (2 * n), 1), size)
 
 
 def G_strict(g_sigma, M):
-    """App. F: G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j; 0 for a row that no expert chose."""
+    """App. F: G_sigma(x)_i M_i / sum_j G_sigma(x)_j M_j; 0 for a row that no expert selected."""
     n = len(g_sigma)
     if not any(M):
         return torch.zeros_like(g_sigma)
@@ -361,9 +370,9 @@ def L_batchwise(X, T, m, priority=None):
 
 
 def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
-    """App. F, for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
+    """App. F for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
 
-    Training chooses by M_batchwise, evaluation by M_threshold. L_batchwise trains only T.
+    Training selects by M_batchwise, evaluation by M_threshold. L_batchwise trains only T.
     """
     n = W_g.shape[1]
     G_sigma_X = [G_sigma(x, W_g) for x in X]
@@ -383,7 +392,7 @@ def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
 def BalancedMoE(X, W_g, k, experts, d_output, T=None, priority=None, training=True):
     """App. F: Y, G(X), Importance and, in training with T, L_batchwise."""
     G_X, M, L = balanced_gates(X, W_g, k, T, priority, training)
-    Y = X.new_zeros(len(X), d_output)  # 0 for a row that no expert chose
+    Y = X.new_zeros(len(X), d_output)  # 0 for a row that no expert selected
     for t, x in enumerate(X):
         for i in range(len(experts)):
             if M[t, i]:
@@ -407,9 +416,9 @@ def HierarchicalBalancedMoE(
 ):
     """App. B with the gates of App. F: Y, the dense gates [T, a·b], Importance_H [a, b], L.
 
-    Each group takes m1 = k1|X| / a rows of the batch, each of its experts m2 = k2·m1 / b of those.
-    L is the sum of the L_batchwise of all a + 1 gates. priority_secondary[i] is [|X^(i)|, b], its
-    rows those of X^(i) in the order of the batch.
+    Each group selects m1 = k1|X| / a rows of the batch; each of its experts selects m2 = k2·m1 / b
+    of these. L is the sum of the L_batchwise of all a + 1 gates. priority_secondary[i] is [|X^(i)|,
+    b], with the rows of X^(i) in batch order.
     """
     a, b = len(W_g_secondary), W_g_secondary[0].shape[1]
     G_primary_X, M, L = balanced_gates(X, W_g_primary, k1, T_primary, priority_primary, training)
@@ -435,34 +444,34 @@ def HierarchicalBalancedMoE(
     return Y, G_X, Importance_H(G_primary_X, G_secondary_X), L
 
 
-# Appendix D: optimisers of the experts. w and g are one matrix and its gradient; the new w and the
-# new state are returned.
+# Appendix D: optimizers of the experts. w is one matrix and g its gradient; the functions return
+# the new w and the new state.
 
 
 def Adam(w, g, v, t, lr, beta2, eps):
-    """Adam with beta1 = 0, step t = 1, 2, ...: the rule that App. D factors; w of any shape."""
+    """Adam with beta1 = 0 in step t = 1, 2, ...: the rule that App. D factors; w has any shape."""
     v = beta2 * v + (1 - beta2) * g**2
     return w - lr * g / (torch.sqrt(v / (1 - beta2**t)) + eps), v
 
 
 def Adagrad(w, g, v, lr, eps):
-    """Adagrad: v is the sum of all g² so far; w of any shape."""
+    """Adagrad: v is the sum of all previous g²; w has any shape."""
     v = v + g**2
     return w - lr * g / (torch.sqrt(v) + eps), v
 
 
 def row_means(A):
-    """The average of each row."""
+    """The mean of each row."""
     return torch.stack([sum(row) / len(row) for row in A])
 
 
 def column_means(A):
-    """The average of each column."""
+    """The mean of each column."""
     return row_means(A.T)
 
 
 def V_factored(vr, vc):
-    """App. D: outer product of the row and column averages, divided by the mean of either."""
+    """App. D: outer product of the row and column means, divided by their common mean."""
     mean = sum(vr) / len(vr)
     if mean == 0:
         return vr.new_zeros(len(vr), len(vc))
@@ -472,11 +481,11 @@ def V_factored(vr, vc):
 def FactoredAdam(w, g, vr, vc, t, lr, beta2, eps, denominator="paper"):
     """App. D: Adam with beta1 = 0 and a factored second moment; step t = 1, 2, ...
 
-    denominator "diet" divides by the mean of the square roots instead of the root of the mean.
+    With denominator "diet", divides by the mean of the square roots, not the root of the mean.
     """
     vr = beta2 * vr + (1 - beta2) * row_means(g**2)
     vc = beta2 * vc + (1 - beta2) * column_means(g**2)
-    correction = 1 - beta2**t  # of V once: it is in vr, in vc and in their mean
+    correction = 1 - beta2**t  # V lacks this factor once: vr, vc and their mean each lack it once
     if denominator == "paper":
         d = torch.sqrt(V_factored(vr, vc) / correction) + eps
     else:
@@ -488,7 +497,7 @@ def FactoredAdam(w, g, vr, vc, t, lr, beta2, eps, denominator="paper"):
 
 
 def FactoredAdagrad(w, g, vr, vc, lr, eps):
-    """App. D: the same for Adagrad, whose averages are summed over time."""
+    """App. D: the same for Adagrad, which sums over time."""
     vr = vr + row_means(g**2)
     vc = vc + column_means(g**2)
     return w - lr * g / (torch.sqrt(V_factored(vr, vc)) + eps), vr, vc
@@ -500,8 +509,8 @@ def FactoredAdagrad(w, g, vr, vc, lr, eps):
 def MoELSTM_step(x, h, c, W_g, W_noise, noise, k, experts, b, nu=1e-2):
     """Sec. 3.1: h', c' of an LSTM whose weight matrix is a MoE of matrices [d_in + d_rec, 4u].
 
-    One step of a batch, its inputs [x, h]; b [4u] is the bias and i, f, j, o the order of the
-    gates. Then G, Importance and Load of the MoE.
+    One step of a batch with inputs [x, h]. b [4u] is the bias; i, f, j, o is the order of the
+    gates. Also returns G, Importance and Load of the MoE.
     """
     z, G_X, importance, load = MoE(torch.cat([x, h], 1), W_g, W_noise, noise, k, experts, nu)
     sigmoid = ACTIVATIONS["sigmoid"]
@@ -512,10 +521,10 @@ def MoELSTM_step(x, h, c, W_g, W_noise, noise, k, experts, b, nu=1e-2):
 
 @functools.cache
 def C(t, m):
-    """Gruslys et al. 2016: fewest forward steps to backpropagate through t with m stored states.
+    """Gruslys et al. 2016: minimum number of forward steps for backward over t steps with m states.
 
-    Run y steps, store the state, solve the t - y steps on the right with m - 1 states, then the y
-    steps on the left with m. The first state is one of the m.
+    Run y steps and store the state. Solve the t - y steps on the right with m - 1 states, then the
+    y steps on the left with m. The first state is one of the m.
     """
     if m == 1:
         return t * (t + 1) // 2

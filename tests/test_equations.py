@@ -1,4 +1,4 @@
-"""docs/equations.md against what is there: its tests and their tags, its files and its names."""
+"""Compares docs/equations.md with the tests and their tags, the files and the names."""
 
 import functools
 import pkgutil
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TAGGED = ["ops", "layer", "distributed", "test_reference.py"]  # the laboratory's have no tags
+TAGGED = ["ops", "layer", "distributed", "test_reference.py"]  # tests of the lab have no tags
 
 COLLECT = """
 import sys, pytest
@@ -26,7 +26,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.arg
 
 @functools.cache
 def tags():
-    """(test file, equation) of all tests that pytest collects."""
+    """Returns (test file, equation) of all tests that pytest collects."""
     paths = [str(ROOT / "tests" / name) for name in TAGGED]
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, *paths],
@@ -44,7 +44,7 @@ def file_of(path):
 
 
 def rows():
-    """The cells of the first table."""
+    """Returns the cells of the first table."""
     text = (ROOT / "docs" / "equations.md").read_text().split("\n## ")[0]
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
     found = [[cell.strip() for cell in line] for line in lines[2:]]
@@ -57,7 +57,7 @@ def names(cell):
 
 
 def documented():
-    """(test file, equation) of all rows."""
+    """Returns (test file, equation) of all rows."""
     return {
         (test, equation)
         for paper, *_, tests in rows()
@@ -67,7 +67,7 @@ def documented():
 
 
 def test_every_row_has_its_tests():
-    """The files exist, and have a test with the equation's tag."""
+    """The files exist and have a test with the equation's tag."""
     missing = [test for test, _ in documented() if not (ROOT / "tests" / f"{test}.py").exists()]
     assert missing == []
     expected = {(test, equation) for test, equation in documented() if not test.startswith("lab/")}
@@ -83,7 +83,7 @@ def test_every_file_and_name_exists():
     missing = []
     for _, _, modules, operators, sources, _ in rows():
         for name in names(modules):
-            if "." in name:  # others are options
+            if "." in name:  # other names are options
                 pkgutil.resolve_name(f"moe_ext.{name}")
         missing += [name for name in names(sources) if not (ROOT / "csrc" / name).exists()]
         called = set(names(operators)) - {"group_offsets"}

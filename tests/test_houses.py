@@ -1,4 +1,4 @@
-"""Two houses: the layer, and the laboratory on top of it, which uses the layer's public names."""
+"""The two houses: the layer, and the lab, which uses only public names of the layer."""
 
 import ast
 import importlib
@@ -27,12 +27,12 @@ PUBLIC = {
 
 
 def name_of(file):
-    """A module's name by its file."""
+    """Returns the name of a module from its file."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports_of(file):
-    """(module, name) of each import of moe_ext, wherever it stands; name is "" for all of it."""
+    """Returns (module, name) of each import of moe_ext; name is "" for a whole module."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if is_ours(alias.name))
@@ -51,7 +51,7 @@ def in_lab(module, name=""):
 
 
 def is_public(module, name):
-    """Whether it is a public module of the layer, or a name that one exports."""
+    """Returns whether it is a public module of the layer, or a name that such a module exports."""
     if not name:
         return module in PUBLIC
     if f"{module}.{name}" in PUBLIC:
@@ -61,7 +61,7 @@ def is_public(module, name):
 
 
 def run(code):
-    """The code in a fresh process, from the package that is tested."""
+    """Runs the code in a new process with the tested package."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -95,7 +95,7 @@ def test_scripts_import_public_names_of_the_laboratory(file):
 
 @pytest.mark.parametrize("file", LAYER, ids=name_of)
 def test_the_layer_does_not_mention_the_repository(file):
-    """The index of moe_ext/__init__.py may name the laboratory."""
+    """Only the index in moe_ext/__init__.py may name the lab."""
     constants = [
         node.value
         for node in ast.walk(ast.parse(file.read_text()))
@@ -125,7 +125,7 @@ def test_what_a_package_exports_is_there_and_hides_no_module(package):
 
 
 def optional_packages():
-    """The modules of the packages in pyproject.toml's extras."""
+    """Returns the modules of the packages in the extras of pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     packages = [re.match(r"[\w-]+", each)[0] for extra in extras.values() for each in extra]
@@ -153,5 +153,5 @@ assert x.grad.isfinite().all() and all(p.grad is not None for p in layer.paramet
 
 
 def test_the_packages_of_the_laboratory_load_without_optional_packages():
-    """What needs one imports it when it is used."""
+    """Modules import an optional package only when they use it."""
     run_without_optional_packages(f"import {', '.join(PACKAGES)}")

@@ -1,4 +1,4 @@
-"""What a user meets before the first tensor: building, importing, and the report on both."""
+"""Building and importing moe_ext, and its report on both."""
 
 import importlib.util
 import os
@@ -38,8 +38,8 @@ def test_building_without_torch_is_one_sentence(tmp_path):
 def test_unknown_choice_of_cuda_is_one_sentence():
     result = run_setup(MOE_EXT_CUDA="yes")
     assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]  # torch may have warned before
-    assert last == "moe_ext: MOE_EXT_CUDA must be 0 or 1, got yes"
+    last = result.stderr.strip().splitlines()[-1]  # torch may print a warning before
+    assert last == "moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got yes"
 
 
 ARCHITECTURES = """
@@ -52,7 +52,7 @@ print(os.environ["TORCH_CUDA_ARCH_LIST"])
 
 @pytest.fixture
 def toolkit(tmp_path):
-    """Makes a CUDA toolkit of some version; without one a folder that has none."""
+    """Makes a CUDA toolkit of a version; without a version, an empty folder."""
 
     def make(version=None, architectures="80 90 100 120"):
         if version is not None:
@@ -77,7 +77,7 @@ def test_another_cuda_than_torchs_names_both(toolkit):
     result = run_setup(CUDA_HOME=toolkit("9.2"), MOE_EXT_CUDA="1")
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (
-        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit is CUDA 9.2 and torch's {torch.version.cuda}"
+        f"moe_ext: MOE_EXT_CUDA=1, but the toolkit has CUDA 9.2 and torch has {torch.version.cuda}"
     )
 
 
@@ -92,7 +92,7 @@ def test_without_a_toolkit(toolkit):
     for choice in ("0", "auto"):
         result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
         assert result.returncode == 0, result.stderr
-        assert ("building for the CPU alone" in result.stdout) == (choice == "auto")
+        assert ("building only for the CPU" in result.stdout) == (choice == "auto")
 
 
 def run_with_toolkit(home, **given):
@@ -126,7 +126,7 @@ def test_a_toolkit_without_the_architectures(toolkit):
     result = run_with_toolkit(toolkit(torch.version.cuda, "35 70"))
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (
-        "moe_ext: MOE_EXT_CUDA=1, but the toolkit has none of the architectures "
+        "moe_ext: MOE_EXT_CUDA=1, but the toolkit supports none of the architectures "
         "8.0, 9.0, 10.0, 12.0"
     )
 
@@ -148,10 +148,10 @@ def test_import_with_another_torch_names_both(monkeypatch):
 def test_import_with_another_cuda_names_both(monkeypatch, version):
     monkeypatch.setattr(moe_ext._C, "cuda_version", "9.2")
     monkeypatch.setattr(torch.version, "cuda", version)
-    with pytest.raises(ImportError, match=f"built for CUDA 9.2, torch's is {version}") as raised:
+    with pytest.raises(ImportError, match=f"built for CUDA 9.2, but torch has {version}") as raised:
         _build.load()
     assert "--no-build-isolation" in str(raised.value)
-    for same in ("12.8", None):  # the same major version; built for the CPU alone
+    for same in ("12.8", None):  # the same major version; built without CUDA
         monkeypatch.setattr(moe_ext._C, "cuda_version", same)
         monkeypatch.setattr(torch.version, "cuda", "12.1")
         _build.load()
@@ -159,7 +159,7 @@ def test_import_with_another_cuda_names_both(monkeypatch, version):
 
 def test_import_with_another_abi_says_so(monkeypatch):
     monkeypatch.setattr(moe_ext._C, "cxx11_abi", not moe_ext._C.cxx11_abi)
-    with pytest.raises(ImportError, match=r"built with another C\+\+ ABI than torch's: run `pip"):
+    with pytest.raises(ImportError, match=r"built with a different C\+\+ ABI than torch: run `pip"):
         _build.load()
 
 
@@ -173,7 +173,7 @@ def test_import_of_a_module_that_does_not_load_says_why(monkeypatch):
 
 def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="compiled module was not built") as raised:
+    with pytest.raises(ImportError, match="has no compiled module") as raised:
         _build.load()
     assert str(ROOT / "moe_ext") in str(raised.value)
     assert "--no-build-isolation" in str(raised.value)
@@ -225,15 +225,15 @@ print(len(before), runtimes() == before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_are_of_torchs_openmp_alone():
-    """Two runtimes in one process would spin against each other."""
+    """Two OpenMP runtimes in one process would compete for cores."""
     number, same = lines_of(OPENMP)[-1].split()
     assert int(number) <= 1 and same == "True"
 
 
 # The instruction set
 
-# Linux grants no tiles to a process with a signal stack that is too small for them: here AMX is
-# missing, on any processor.
+# Linux grants no AMX tiles to a process whose signal stack is too small for them. Such a process
+# has no AMX on any processor.
 WITHOUT_AMX = """
 import ctypes, os
 
@@ -268,7 +268,7 @@ def lines_of(code):
 
 
 def preferred_instruction_sets():
-    """avx512_bf16 multiplies faster than avx512 where AMD made it only."""
+    """avx512_bf16 multiplies faster than avx512 only on AMD processors."""
     amd = "amd" in cpu_info("vendor_id").lower()
     return [isa for isa in instruction_sets() if isa != "avx512_bf16" or amd]
 
@@ -312,7 +312,7 @@ reveal_type(MoELSTM(8, 4, 2, 2)(torch.randn(2, 3, 8))[2])
 
 
 def test_a_type_checker_finds_the_installed_package(tmp_path):
-    """From another folder, as an editor does: what a call returns has a type."""
+    """A type checker in another folder finds the types, as an editor needs them."""
     pytest.importorskip("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
     result = subprocess.run(

@@ -36,8 +36,8 @@ def public_modules():
 
 def referenced():
     """The full names that the pages of docs/api document, in the order of the pages."""
-    listing = r"\.\. (?:current)?module:: (\S+)\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
-    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+    listing = r"\.\. (?:current)?module:: (\S+)\n\n.*\n\n\.\. autosummary::\n((?:   .*\n|\n)+)"
+    for page in sorted((ROOT / "docs" / "api").glob("*.rst")):
         for module, names in re.findall(listing, page.read_text()):
             yield from (f"{module}.{name}" for name in re.findall(r"^   (\w+)$", names, re.M))
 

@@ -1,4 +1,4 @@
-"""The reference itself, against numbers worked by hand and, for P(x, i), against sampling."""
+"""Compares the reference with numbers computed by hand and, for P(x, i), with sampling."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_kth_excluding(k, expected):
 
 @pytest.mark.equation("App. A")
 def test_kth_excluding_is_a_neighbour_in_the_order():
-    """H_(k+1) for the members of the top k, H_(k) for the rest."""
+    """Returns H_(k+1) for experts in the top k, and H_(k) for the others."""
     h = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     order = ref.top_k(h, 9)
     for k in range(1, 9):
@@ -85,8 +85,11 @@ def test_probability_by_hand():
 @pytest.mark.equation("Eq. 8")
 @pytest.mark.parametrize("n, k", [(5, 1), (5, 2), (5, 4), (8, 2), (8, 7)])
 def test_probability_by_sampling(n, k):
-    """4 sigma on n components: a right P fails with probability 5e-4 for n = 8; the seed is fixed.
-    The 2 / draws covers probabilities so small that a count is far from normal."""
+    """Allows 4 sigma on n components.
+
+    A correct P fails with probability 5e-4 for n = 8; the seed is fixed. The term 2 / draws covers
+    probabilities so small that a count is far from normal.
+    """
     draws = 20_000
     generator = torch.Generator().manual_seed(k)
     c, r, noise = torch.randn(3, n, dtype=torch.float64, generator=generator)
@@ -175,7 +178,7 @@ def test_moe_by_hand():
     noisy = ref.MoE(X, W_g, torch.zeros_like(W_g), torch.zeros(2, 3).double(), 2, experts)
     torch.testing.assert_close(noisy[0], Y)
     s = math.log(2) + 0.01
-    # the threshold of a member is the third logit, that of the others the second
+    # the threshold of an expert in the top 2 is the third logit, that of the others the second
     ln3 = math.log(3)
     z = [[(ln3 + 1) / s, 1 / s, -1 / s], [-ln3 / s, ln3 / s, (1 + ln3) / s]]
     phi = [[0.5 * math.erfc(-z_i / math.sqrt(2)) for z_i in row] for row in z]
@@ -187,7 +190,7 @@ def matrix(generator, *shape):
 
 
 def hierarchy(generator, T, d, a, b, k1):
-    """Inputs, weights and noise of a hierarchical mixture, and experts that scale their input."""
+    """Makes inputs, weights and noise of a hierarchical mixture; experts scale their input."""
     return {
         "X": matrix(generator, T, d),
         "W_g_primary": matrix(generator, d, a),
@@ -216,7 +219,7 @@ def test_hierarchy_by_hand():
     torch.testing.assert_close(Y[:, 0], vec(0.15 + 1.2 + 0.875, -0.2 - 0.1 - 2.625))
     torch.testing.assert_close(importance, torch.stack([vec(0.35, 0.65), vec(0.5, 0.5)]))
     assert load is None
-    # k = 1 + 1: one gate of 1; row 0 takes expert (0, 1), row 1 the first of the tie in group 1
+    # k = 1 + 1: one gate of 1; row 0 selects expert (0, 1), row 1 the first of the tie in group 1
     Y, G_X, importance, load = ref.HierarchicalMoE(*gates, 1, 1, scaling_experts(2, 2))
     assert G_X.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
     assert Y.tolist() == [[2], [-3]]
@@ -236,7 +239,7 @@ def test_hierarchy_evaluates_only_the_experts_of_its_gates():
 
     experts = [[expert(i, j) for j in range(3)] for i in range(4)]
     Y, G_X, importance, _ = ref.HierarchicalMoE(**p, k1=2, k2=2, experts=experts)
-    torch.testing.assert_close(Y, p["X"])  # each is the identity, and the gates of a row sum to 1
+    torch.testing.assert_close(Y, p["X"])  # identity experts, and the gates of a row sum to 1
     assert (G_X > 0).sum(1).tolist() == [4] * 6
     assert torch.tensor(calls).equal((G_X > 0).sum(0).view(4, 3))
     torch.testing.assert_close(importance, G_X.sum(0).view(4, 3))
@@ -244,14 +247,14 @@ def test_hierarchy_evaluates_only_the_experts_of_its_gates():
 
 @pytest.mark.equation("App. B")
 def test_secondary_noise_belongs_to_the_slot():
-    """The order of a row's slots is that of its primary H, the highest first."""
+    """The slots of a row are ordered by decreasing primary H."""
     X = torch.tensor([[1.0], [-1.0]]).double()
     zeros = torch.zeros(1, 2).double()
     noise = torch.zeros(2, 2, 2).double()
     noise[:, 0, 1] = 1
     gates = X, vec(1, 0)[None], zeros, [zeros] * 2, [zeros] * 2, torch.zeros(2, 2).double(), noise
     _, G_X, _, _ = ref.HierarchicalMoE(*gates, 2, 1, scaling_experts(2, 2))
-    # the noise lifts expert 1 of the first slot's group: group 0 for row 0, group 1 for row 1
+    # the noise raises expert 1 of the first slot's group: group 0 for row 0, group 1 for row 1
     assert (G_X > 0).tolist() == [[False, True, True, False], [True, False, False, True]]
 
 
@@ -264,7 +267,7 @@ def test_load_h_by_hand():
 
 @pytest.mark.equation("App. B")
 def test_load_h_of_one_row():
-    """The group without rows has load 0 in all its experts, and no NaN in any gradient."""
+    """In a group without rows, every expert has load 0, and no gradient is NaN."""
     zeros = torch.zeros(1, 2).double()
     primary = vec(1, 0)[None].requires_grad_()
     secondary = [vec(0, 2)[None].requires_grad_(), vec(1, 1)[None].requires_grad_()]
@@ -281,7 +284,7 @@ def test_load_h_of_one_row():
 
 @pytest.mark.equation("App. B")
 def test_load_h_with_all_experts_of_a_group():
-    """k2 = b: Load_i(X^(i))_j = |X^(i)|, so that every expert has the load of its group."""
+    """With k2 = b, Load_i(X^(i))_j = |X^(i)|: every expert has the load of its group."""
     p = hierarchy(torch.Generator().manual_seed(5), T=8, d=3, a=4, b=2, k1=1)
     _, _, load_primary, load_secondary, sizes = ref.hierarchical_gates(**p, k1=1, k2=2)
     assert sum(sizes) == 8
@@ -312,7 +315,7 @@ def test_hierarchy_gradients_are_those_of_finite_differences():
 @pytest.mark.equation("App. B")
 @pytest.mark.parametrize("level", ["primary", "secondary"])
 def test_hierarchy_of_one_group_or_of_groups_of_one(level):
-    """a = 1 or b = 1: the flat mixture."""
+    """With a = 1 or b = 1, the result is that of the flat mixture."""
     generator = torch.Generator().manual_seed(2)
     T, d, n, k = 7, 3, 5, 2
     a, b, k1, k2 = (n, 1, k, 1) if level == "primary" else (1, n, 1, k)
@@ -330,7 +333,7 @@ def test_hierarchy_of_one_group_or_of_groups_of_one(level):
 
 @pytest.mark.equation("App. B")
 def test_load_h_has_a_gradient_to_the_primary_gate():
-    """The naive form Load_i(X^(i))_j has none: the paper's reason for the definition."""
+    """The naive Load_i(X^(i))_j has no gradient for it, which is the paper's reason for Load_H."""
     p = hierarchy(torch.Generator().manual_seed(3), T=9, d=4, a=3, b=4, k1=2)
     primary = [p["W_g_primary"].requires_grad_(), p["W_noise_primary"].requires_grad_()]
     secondary = [w.requires_grad_() for w in p["W_g_secondary"] + p["W_noise_secondary"]]
@@ -363,7 +366,7 @@ def test_ties_go_by_priority():
     priority = torch.tensor([[2, 1], [0, 1], [1, 0]])
     assert ref.M_batchwise(X, 1, priority).tolist() == [[0, 0], [1, 0], [0, 1]]
     assert ref.M_batchwise(X, 2, priority).tolist() == [[0, 1], [1, 0], [1, 1]]
-    X[0, 0] += 1e-9  # not a tie: the priority has no say
+    X[0, 0] += 1e-9  # no tie: the priority has no effect
     assert ref.M_batchwise(X, 1, priority)[:, 0].tolist() == [1, 0, 0]
 
 
@@ -403,7 +406,7 @@ def test_strict_gates_of_the_top_k_mask_are_those_of_top_k_gating():
 
 @pytest.mark.equation("App. F")
 def test_strict_gates_have_the_gradient_of_a_softmax_over_the_mask():
-    """dL/dc_i = G_i (v_i - sum_a G_a v_a): the experts outside the mask get none."""
+    """dL/dc_i = G_i (v_i - sum_a G_a v_a); experts outside the mask have gradient 0."""
     c, v = matrix(torch.Generator().manual_seed(8), 2, 5)
     M = vec(1, 0, 1, 1, 0)
     c.requires_grad_()
@@ -415,10 +418,10 @@ def test_strict_gates_have_the_gradient_of_a_softmax_over_the_mask():
 @pytest.mark.equation("App. F")
 def test_l_batchwise_by_hand():
     X = vec(0.9, 0.6, 0.5, 0.1)[:, None]
-    # m = 2; T = 0.4 lets 0.5 pass too: 0.1; T = 0.8 shuts 0.6 out: -(0.6 - 0.8)
+    # m = 2; T = 0.4 also selects 0.5: 0.1; T = 0.8 does not select 0.6: -(0.6 - 0.8)
     for threshold, expected in [(0.4, 0.1), (0.5, 0), (0.55, 0), (0.6, 0), (0.8, 0.2)]:
         assert float(ref.L_batchwise(X, vec(threshold), 2)) == pytest.approx(expected, abs=1e-15)
-    two = torch.cat([X, 1 - X], 1)  # the sum over the experts; the second has m = 2 in 0.9 and 0.5
+    two = torch.cat([X, 1 - X], 1)  # sums over the experts; the second has m = 2 with 0.9 and 0.5
     assert float(ref.L_batchwise(two, vec(0.4, 0.45), 2)) == pytest.approx(0.1)
     assert float(ref.L_batchwise(two, vec(0.4, 0.3), 2)) == pytest.approx(0.1 + 0.1)
 
@@ -458,7 +461,7 @@ def test_balanced_moe_by_hand():
     assert G_X.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
     torch.testing.assert_close(Y, torch.cat([X[:2], 10 * X[2:]]))
     assert importance.tolist() == [2, 2] and float(L) == 0
-    # evaluation: gates 3/4, 1/4; 4/5, 1/5; 2/3, 1/3; 1/3, 2/3 against the thresholds
+    # evaluation: compares the gates 3/4, 1/4; 4/5, 1/5; 2/3, 1/3; 1/3, 2/3 with the thresholds
     _, G_X, _, _ = ref.BalancedMoE(X, W_g, 1, experts, 1, T=vec(0.7, 0.24), training=False)
     expected = torch.stack([vec(0.75, 0.25), vec(1, 0), vec(0, 1), vec(0, 1)])
     torch.testing.assert_close(G_X, expected)
@@ -476,7 +479,7 @@ def test_balanced_moe_gives_every_expert_m_rows():
     Y, G_X, importance, L = ref.BalancedMoE(X, W_g, 1, experts, 3)
     assert (G_X > 0).sum(0).tolist() == [3] * 4  # 11 / 4 = 2.75
     chosen = (G_X > 0).any(1).double()
-    assert 0 < chosen.sum() < 11  # some rows are chosen by nobody: their output is 0
+    assert 0 < chosen.sum() < 11  # no expert selects some rows: their output is 0
     torch.testing.assert_close(G_X.sum(1), chosen)
     torch.testing.assert_close(Y, X * chosen[:, None])
     assert float(importance.sum()) == pytest.approx(float(chosen.sum())) and L is None
@@ -493,7 +496,7 @@ def test_thresholds_between_the_ranks_give_the_gates_of_training():
     evaluated, mask, _ = ref.balanced_gates(X, W_g, 2, T, training=False)
     assert mask.equal(M) and evaluated.equal(G_X)
     alone, _, _ = ref.balanced_gates(X[3:4], W_g, 2, T, training=False)
-    torch.testing.assert_close(alone[0], G_X[3], rtol=1e-14, atol=0)  # whatever the rest is
+    torch.testing.assert_close(alone[0], G_X[3], rtol=1e-14, atol=0)  # for any other gates
 
 
 @pytest.mark.equation("App. F")
@@ -537,7 +540,7 @@ def test_balanced_hierarchy_of_one_group_or_of_groups_of_one(level, training):
     assert G_X.equal(expected[1])
     torch.testing.assert_close(Y, expected[0])
     torch.testing.assert_close(importance.flatten(), expected[2])
-    # the gate of one expert chooses all its rows by either mask: its loss is 0
+    # a gate with a single expert selects all its rows by both masks: its loss is 0
     assert expected[3] == L
 
 
@@ -563,7 +566,7 @@ def test_balanced_hierarchy_gives_every_expert_m2_rows():
         assert int(rows.sum()) == m1
         inside = torch.softmax(X[rows] @ secondary[i], 1)
         expected = expected + ref.L_batchwise(inside, T[1][i], m2)
-        # both levels select: the group its rows, and of those each expert its top m2
+        # both levels select: a group its rows, and each of its experts the top m2 of these
         both = ref.M_batchwise(inside, m2)
         assert (G_X[rows][:, 2 * i : 2 * i + 2] > 0).equal(both == 1)
         assert not G_X[~rows][:, 2 * i : 2 * i + 2].any()
@@ -572,7 +575,7 @@ def test_balanced_hierarchy_gives_every_expert_m2_rows():
 
 @pytest.mark.equation("App. F", "App. B")
 def test_balanced_hierarchy_breaks_ties_by_priority():
-    """At the symmetric start all is a tie; the secondary priority has the rows of the group."""
+    """At the symmetric start, all scores tie; the secondary priority has the rows of the group."""
     X = torch.ones(4, 1).double()
     primary = torch.tensor([[3, 0], [1, 1], [0, 2], [2, 3]])
     secondary = [torch.tensor([[0, 1], [1, 0]])] * 2
@@ -587,7 +590,7 @@ def test_balanced_hierarchy_breaks_ties_by_priority():
         priority_primary=primary,
         priority_secondary=secondary,
     )
-    # group 0 takes rows 1, 2, group 1 rows 0, 1, and of its two rows each expert one
+    # group 0 selects rows 1, 2, group 1 selects rows 0, 1; each expert selects one of the two rows
     assert G_X.tolist() == [[0, 0, 1, 0], [0.5, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 0, 0]]
 
 
@@ -595,21 +598,21 @@ def test_balanced_hierarchy_breaks_ties_by_priority():
 def test_factored_adam_by_hand():
     w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
     state = torch.zeros(2).double(), torch.zeros(2).double()
-    # averages of g²: rows 2.5, 4.5, columns 5, 2, mean 3.5; the first correction undoes 1 - beta2
+    # means of g²: rows 2.5, 4.5, columns 5, 2, all 3.5; the first correction cancels 1 - beta2
     w, vr, vc = ref.FactoredAdam(w, g, *state, 1, lr=0.1, beta2=0.98, eps=0)
     torch.testing.assert_close(vr, 0.02 * vec(2.5, 4.5))
     torch.testing.assert_close(vc, 0.02 * vec(5, 2))
     V = torch.stack([vec(12.5, 5), vec(22.5, 9)]) / 3.5
     torch.testing.assert_close(w, -0.1 * g / V.sqrt())
     again, vr, vc = ref.FactoredAdam(w, 2 * g, vr, vc, 2, lr=0.1, beta2=0.98, eps=1e-3)
-    # second averages (0.98·1 + 4) / (0.98 + 1) times the first
+    # the second means are (0.98·1 + 4) / (0.98 + 1) times the first
     torch.testing.assert_close(vr, 0.02 * 4.98 * vec(2.5, 4.5))
     expected = w - 0.2 * g / ((V * 4.98 / 1.98).sqrt() + 1e-3)
     torch.testing.assert_close(again, expected)
 
 
 def rank_one_gradients(steps):
-    """Matrices whose squares are multiples of one outer product, their signs random."""
+    """Makes matrices with random signs whose squares are multiples of one outer product."""
     generator = torch.Generator().manual_seed(15)
     u, v = matrix(generator, 3), matrix(generator, 5)
     for _ in range(steps):
@@ -635,7 +638,7 @@ def test_factoring_is_exact_for_squares_of_rank_one():
 
 @pytest.mark.equation("App. D")
 def test_factors_keep_the_averages():
-    """For any gradients the rows and columns of V average to those of the squares."""
+    """For any gradients, the row and column means of V are those of the squares."""
     generator = torch.Generator().manual_seed(16)
     w, v = torch.zeros(2, 3, 5).double()
     vr, vc = torch.zeros(3).double(), torch.zeros(5).double()
@@ -651,7 +654,7 @@ def test_factors_keep_the_averages():
 
 @pytest.mark.equation("App. D")
 def test_diet_denominator():
-    """Larger than the paper's by sqrt(mean vc) / mean sqrt(vc), one constant per matrix."""
+    """The denominator is the paper's times sqrt(mean vc) / mean sqrt(vc), one factor per matrix."""
     w, g = torch.zeros(2, 2).double(), torch.stack([vec(1, 2), vec(3, 0)])
     step = {"w": w, "g": g, "vr": w[0], "vc": w[0], "t": 1, "lr": 0.1, "beta2": 0.98}
     paper, vr, vc = ref.FactoredAdam(**step, eps=0)
@@ -660,7 +663,7 @@ def test_diet_denominator():
     constant = math.sqrt(3.5) / ((math.sqrt(5) + math.sqrt(2)) / 2)
     assert constant > 1
     torch.testing.assert_close(diet * constant, paper)
-    # eps = 1 goes to each root: (sqrt(2.5) + 1)(sqrt(5) + 1) / (mean sqrt(vc) + 1) for g_00
+    # eps = 1 is added to each root: (sqrt(2.5) + 1)(sqrt(5) + 1) / (mean sqrt(vc) + 1) for g_00
     diet, _, _ = ref.FactoredAdam(**step, eps=1, denominator="diet")
     d = (math.sqrt(2.5) + 1) * (math.sqrt(5) + 1) / ((math.sqrt(5) + math.sqrt(2)) / 2 + 1)
     assert float(diet[0, 0]) == pytest.approx(-0.1 / d)
@@ -669,7 +672,7 @@ def test_diet_denominator():
 @pytest.mark.equation("App. D")
 @pytest.mark.parametrize("denominator", ["paper", "diet"])
 def test_a_matrix_without_gradient_stays(denominator):
-    """No 0 / 0 before the first gradient; later the averages decay."""
+    """No 0 / 0 occurs before the first gradient; later the moments decay."""
     w, zero = torch.ones(2, 3).double(), torch.zeros(3).double()
     step = {"g": 0 * w, "lr": 0.1, "beta2": 0.5, "eps": 1e-8, "denominator": denominator}
     same, vr, vc = ref.FactoredAdam(w, vr=zero[:2], vc=zero, t=1, **step)
@@ -703,7 +706,7 @@ def test_unfactored_rules_are_those_of_torch():
 
 @pytest.mark.equation("Sec. 3.1")
 def test_recurrent_mixture_by_hand():
-    """Units of 1: every gate's pre-activation is the bias, the mixture's own 0 or not."""
+    """Uses a single unit: each gate's preactivation is the bias; the mixture adds 0 or not."""
     X, h, c = vec(2)[None], vec(3)[None], vec(0.5)[None]
     b = vec(
         math.log(3), -math.log(3), math.atanh(0.5), 0
@@ -755,7 +758,7 @@ def test_forward_steps_are_those_of_optimal_checkpointing():
 
 @pytest.mark.equation("App. G")
 def test_attention_by_hand():
-    """tanh(artanh a) = a, and tanh(artanh a + artanh b) = (a + b) / (1 + a b)."""
+    """Uses tanh(artanh a) = a and tanh(artanh a + artanh b) = (a + b) / (1 + a b)."""
     U, W, V = vec(1, 0)[None], vec(1, 2)[None], vec(10, 7)  # the second column of x U is 0
     x, y = vec(math.atanh(0.5)), vec(math.atanh(0.2))
     assert float(ref.A(x, y, U, W, V)) == pytest.approx(10 * 0.5 * 0.2, rel=1e-15)

@@ -1,4 +1,7 @@
-"""Processes that the distributed tests share: started once, they run one function after another."""
+"""Worker processes that the distributed tests share.
+
+They start once and run functions in sequence.
+"""
 
 import itertools
 import multiprocessing
@@ -15,7 +18,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class NotConnected(AssertionError):
-    """The processes did not find each other."""
+    """Raised if the workers cannot connect."""
 
 
 def _serve(rank, folder, pipe):
@@ -44,7 +47,7 @@ def _serve(rank, folder, pipe):
 
 
 class Workers:
-    """`run` calls a function of a test module in the first `world` of the processes at once."""
+    """A pool of processes; `run` calls a function of a test module in the first `world` of them."""
 
     def __init__(self):
         self._pipes, self._processes = [], []
@@ -62,14 +65,14 @@ class Workers:
             self._processes.append(process)
 
     def run(self, world, function, *arguments):
-        """function(group, rank, *arguments) in each process; the results by rank.
+        """Calls function(group, rank, *arguments) on each rank; returns the results by rank.
 
-        When one fails, all are ended, because the others may wait for it; the next run starts new
-        ones.
+        If one rank fails, the pool is terminated, because the other ranks may wait for it. The
+        next run starts new processes.
         """
         try:
             return self._run(world, function, *arguments)
-        except NotConnected:  # now and then Gloo loses a connection that it is making
+        except NotConnected:  # Gloo sometimes loses a connection while it connects
             return self._run(world, function, *arguments)
 
     def _run(self, world, function, *arguments):

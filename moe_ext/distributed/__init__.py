@@ -1,23 +1,24 @@
 """Training with experts that are sharded over the ranks of a process group (Sec. 3).
 
-`MoE(..., process_group=group)` is all that a layer needs. This package has its options, what a
-model around it needs, and the parts below.
+A single layer needs only ``MoE(..., process_group=group)``. This package has its options and the
+tools for the model that contains it::
 
-init_process_group  as torch's, after a restart by torchrun too
-ExpertParallel      the options: balance, exchange, num_chunks, a mesh with replicas
-parallelize         averages the dense gradients, leaves the experts where they are
-clip_grad_norm_     clips by the norm of all gradients, on whatever rank they are
-GradScaler          skips a step on all ranks when one of them overflows
-expert_parameters   the parameters that are sharded, and how
-Checkpoints         written by any number of ranks, read by any other number
-full_state_dict     the state_dict of a single process, and load_full_state_dict
+    init_process_group  initializes torch.distributed, also after a restart by torchrun
+    ExpertParallel      the options: balance, exchange, num_chunks, a mesh with replicas
+    parallelize         averages the gradients of the dense parameters; keeps experts sharded
+    clip_grad_norm_     clips by the norm of the gradients of all ranks
+    GradScaler          skips a step on all ranks if one of them overflows
+    expert_parameters   the sharded parameters and their shards
+    Checkpoints         written by any number of ranks, read by any other number
+    full_state_dict     gathers the state_dict of a single process
+    load_full_state_dict  loads each rank's part of the state_dict of a single process
 
-Below them:
+Building blocks::
 
-Ranks, AllToAll     the ranks of a group and the differentiable collectives between them
-ExpertPlacement     which rank owns which experts
-ExpertSharding      a layer's experts, divided over ranks
-Exchange            sends tokens to the owners of their experts, and the outputs back
+    Ranks, AllToAll     the ranks of a group and the differentiable collectives between them
+    ExpertPlacement     assigns experts to ranks
+    ExpertSharding      the experts of a layer, sharded over ranks
+    Exchange            sends tokens to the owners of their experts and returns the outputs
 """
 
 from importlib import import_module
@@ -52,9 +53,10 @@ __all__ = [  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules when the first name is used.
+    """Imports a public name on its first use.
 
-    They import `moe_ext.MoE`, and its module imports modules of this package.
+    An import at the top would be circular: these modules import the module of `moe_ext.MoE`, which
+    imports modules of this package.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

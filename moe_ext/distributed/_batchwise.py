@@ -1,4 +1,4 @@
-"""The batchwise mask of a batch that is spread over ranks (Appendix F)."""
+"""The batchwise mask of a batch that is sharded over ranks (Appendix F)."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from moe_ext.gates import rows_per_expert
 def mask_over_ranks(
     scores: Tensor, k: int, group_sizes: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor | None]:
-    """M_batchwise(X, m) of the rows of all ranks, each of which decides for some experts.
+    """Computes M_batchwise(X, m) over the rows of all ranks; each rank computes some experts.
 
     Args:
-        scores: [R, E], the rows here, by group.
-        k: experts per row, on average.
-        group_sizes: [G], the rows of each group here; of all ranks they are equally many.
-        ranks: which call this together.
+        scores: [R, E], this rank's rows, sorted by group.
+        k: mean number of experts per row.
+        group_sizes: [G], this rank's number of rows in each group. Summed over the ranks, all
+            groups have the same size.
+        ranks: the ranks that call this together.
 
     Returns:
-        mask: [R, E] bool, of the rows here.
-        mth_score: [G, E], as of `moe_ext.ops.batchwise_topm`; None if no rank has a row.
+        mask [R, E] bool for this rank's rows, and mth_score [G, E] as in
+        `moe_ext.ops.batchwise_topm`. mth_score is None if no rank has a row.
     """
     (num_rows, num_experts), num_groups = scores.shape, len(group_sizes)
     sizes = ranks.gather(group_sizes)
@@ -36,7 +37,7 @@ def mask_over_ranks(
 
     sent = torch.cat([part.reshape(-1) for part in scores.split(columns, 1)])
     received = AllToAll(sent, ranks, num_sent, num_received).wait().view(sum(rows_of), mine)
-    # They came by rank, then group.
+    # Received rows are sorted by rank, then group.
     plan = ops.dispatch_plan(columns_of(sizes, len(received)), num_groups)
     by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
     m = rows_per_expert(k, by_group.shape[1], num_experts)

@@ -1,10 +1,12 @@
-"""A folder of checkpoints; a crash at any moment leaves those that are there whole.
+"""A folder of checkpoints that are written atomically and verified by checksum.
 
-latest                            the name of the newest
-step-00000042/
-    .metadata  __0_0.distcp  …    tensors, as torch.distributed.checkpoint writes them
-    state.pt  rank-0.pt  …        the rest, and that of single processes
-    SHA256SUMS                    of all these, for `sha256sum --check` too
+Contents::
+
+    latest                            the name of the newest checkpoint
+    step-00000042/
+        .metadata  __0_0.distcp  …    tensors, in the format of torch.distributed.checkpoint
+        state.pt  rank-0.pt  …        the other state: common to all ranks, and of each rank
+        SHA256SUMS                    checksums of these files, in the format of sha256sum
 """
 
 import hashlib
@@ -21,18 +23,18 @@ SUMS = "SHA256SUMS"
 
 
 class CheckpointFolder:
-    """Which checkpoints there are, and how one becomes one.
+    """Lists checkpoints and writes new ones atomically.
 
-    1. `begin` makes a hidden folder, in which files are written
-    2. `publish` adds their sums, renames the folder, step-00000042, and then replaces `latest` by a
-       file with that name: from now on it is a checkpoint
-    3. all but the newest are deleted, and what interrupted saves left
+    1. `begin` makes a hidden folder for the files.
+    2. `publish` adds their checksums, renames the folder to step-00000042, and replaces `latest` by
+       a file with that name. The checkpoint is now valid.
+    3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
-    Steps beyond the one that was saved last belong to a run that was given up: they do not count.
+    Steps later than the one in `latest` belong to an abandoned run and are ignored.
 
     Args:
-        path: made when the first is written.
-        keep: how many stay.
+        path: the folder; the first save creates it.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -40,8 +42,9 @@ class CheckpointFolder:
         self.keep = keep
 
     def checkpoints(self) -> dict[int, Path]:
-        """The folders by step, in order."""
-        paths = sorted(self.path.glob("step-*"), reverse=True)  # a new one after its .old
+        """Returns the folders by step, in ascending order."""
+        # In reverse order, step-N comes after step-N.old and replaces it in `found`.
+        paths = sorted(self.path.glob("step-*"), reverse=True)
         found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
         latest = self.path / "latest"
         match = STEP.fullmatch(latest.read_text().strip()) if latest.exists() else None
@@ -49,27 +52,28 @@ class CheckpointFolder:
         return {step: found[step] for step in sorted(found) if step <= last}
 
     def temporary(self, step: int) -> Path:
-        """Where the files of a checkpoint are written."""
+        """Returns the hidden folder for the files of a new checkpoint."""
         return self.path / f".step-{step:08d}"
 
     def begin(self, step: int) -> None:
-        """Makes room."""
+        """Makes the hidden folder and deletes the files of interrupted saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear()
         self.temporary(step).mkdir()
 
     def publish(self, step: int, sums: Mapping[str, str]) -> None:
-        """Makes a checkpoint of the files, all of which are on the disk.
+        """Turns the files of the hidden folder into a checkpoint; they must be synced to disk.
 
         Args:
-            sums: of `sums_of`, of all files.
+            step: the number of the checkpoint.
+            sums: the checksums of all files, from `sums_of`.
         """
         temporary = self.temporary(step)
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
         write_text(temporary / SUMS, "".join(lines))
         path = self.path / temporary.name[1:]
         if path.exists():
-            path.rename(path.with_suffix(".old"))  # it counts until the new one has its name
+            path.rename(path.with_suffix(".old"))  # valid until the new folder has its name
         temporary.rename(path)
         sync_folder(self.path)
         write_text(self.path / "latest", f"{path.name}\n")
@@ -78,11 +82,11 @@ class CheckpointFolder:
         self._clear()
 
     def abandon(self, step: int) -> None:
-        """Deletes what was written."""
+        """Deletes the hidden folder of a failed save."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def _clear(self) -> None:
-        """Deletes what is no checkpoint: of an interrupted save, replaced, or given up."""
+        """Deletes interrupted saves, replaced checkpoints and those of abandoned runs."""
         counting = self.checkpoints().values()
         for path in self.path.glob("step-*"):
             if STEP.fullmatch(path.name) and path not in counting:
@@ -94,26 +98,28 @@ class CheckpointFolder:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 sums of some files by their names."""
+    """Returns the SHA-256 checksums of the named files."""
     return {name: _sum(folder / name) for name in names}
 
 
 def verify(folder: Path, share: int, shares: int) -> None:
-    """Compares the sums of one of several shares of a checkpoint's files.
+    """Verifies the checksums of every `shares`-th file of a checkpoint, starting at `share`.
 
     Raises:
-        OSError: a file is missing, or cannot be read.
-        ValueError: a file is not what was written.
+        OSError: a file is missing or cannot be read.
+        ValueError: a file is corrupted.
     """
     lines = (folder / SUMS).read_text().splitlines()
     written = {".metadata", *(p.name for p in folder.iterdir() if p.suffix in (".distcp", ".pt"))}
     missing = written - {line.partition("  ")[2] for line in lines}
     if missing:
-        raise ValueError(f"{folder / SUMS} is damaged: it has no sum of {', '.join(missing)}")
+        raise ValueError(
+            f"{folder / SUMS} is corrupted: it has no checksum of {', '.join(missing)}"
+        )
     for line in lines[share::shares]:
         expected, _, name = line.partition("  ")
         if _sum(folder / name) != expected:
-            raise ValueError(f"{folder / name} is damaged: its sum is not that of {SUMS}")
+            raise ValueError(f"{folder / name} is corrupted: its checksum differs from {SUMS}")
 
 
 def _sum(path: Path) -> str:
@@ -122,5 +128,5 @@ def _sum(path: Path) -> str:
 
 
 def _hide(path: Path) -> None:
-    """From now on it is no checkpoint, and may be deleted file by file."""
+    """Renames a checkpoint: an interrupted deletion leaves no partial checkpoint."""
     path.rename(path.with_name(f".{path.name}.deleted"))

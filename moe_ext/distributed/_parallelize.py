@@ -1,4 +1,4 @@
-"""The model around the experts: replicas that average their gradients (Sec. 3.1)."""
+"""Data parallelism for the dense part of a model with sharded experts (Sec. 3.1)."""
 
 from itertools import chain
 from typing import Literal, get_args
@@ -29,29 +29,30 @@ def parallelize(
     dense: _Dense = "ddp",
     find_unused_parameters: bool = False,
 ) -> nn.Module:
-    """Makes `model` one of the replicas that train together, each with its block of the experts.
+    """Makes a model train data-parallel while its experts stay sharded.
 
-    The gradients of the dense parameters are averaged over all ranks, beginning with rank 0's
-    values; the experts' stay where they are, for they already have the rows of all. Where a layer's
-    mesh has copies of its experts, their gradients are averaged over these.
+    Broadcasts the dense parameters from rank 0 and averages their gradients over all ranks. Expert
+    gradients already include the rows of all ranks and are not communicated. If the mesh of a layer
+    has replicas of the experts, their gradients are averaged over the replicas.
 
     Args:
-        model: its MoE layers each made with a process_group, or a mesh, of the same ranks.
-        process_group: all ranks that train, or their mesh; None is this one alone.
-        dense: "ddp", copies of the dense parameters (`DistributedDataParallel`), or "fsdp", shards
-            of them too (`fully_shard`), but for the thresholds of strictly balanced gates.
-        find_unused_parameters: see `DistributedDataParallel`: to be True where a dense parameter
-            has no gradient in some step, such as W_noise in evaluation mode.
+        model: the model of this rank. Each of its MoE layers must be made with a process_group or a
+            mesh of the same ranks.
+        process_group: all ranks that train, or their mesh; None: only this rank.
+        dense: "ddp" replicates the dense parameters with ``DistributedDataParallel``. "fsdp" shards
+            them with ``fully_shard``, except the thresholds of strictly balanced gates.
+        find_unused_parameters: see `torch.nn.parallel.DistributedDataParallel`. Must be True if a
+            dense parameter has no gradient in some step, such as W_noise in evaluation mode.
 
     Returns:
-        For "ddp" the wrapped model, which is to be called instead of `model`; for "fsdp", or where
-            there is one rank or nothing dense is trained, `model` itself.
+        The wrapped model for "ddp"; call it instead of `model`. Returns `model` itself for "fsdp",
+        for a single rank, and if no dense parameter is trained.
 
     Raises:
-        ValueError: `dense` is something else, or a parameter or buffer of experts that are one
-            module has no row for each.
+        ValueError: `dense` is unknown, or a parameter or buffer of custom experts does not have one
+            row for each expert.
     """
-    require(dense in get_args(_Dense), "parallelize: dense", "be ddp or fsdp", dense)
+    require(dense in get_args(_Dense), "parallelize: dense", 'be "ddp" or "fsdp"', dense)
     world = Layout.of(process_group).world
     if world.size == 1:
         return model
@@ -63,11 +64,11 @@ def parallelize(
         mesh = process_group
         if not isinstance(mesh, DeviceMesh):
             kind = next(model.parameters()).device.type
-            assert world.group is not None  # there are several
+            assert world.group is not None  # there are several ranks
             mesh = DeviceMesh.from_group(world.group, kind)
         elif mesh.ndim == 2:
             mesh = mesh._flatten()
-        # The forward pass that starts the thresholds writes to them: to the parameters themselves.
+        # The first forward pass writes the thresholds in place, which FSDP would lose.
         thresholds = split_parameters(model).thresholds
         for param in thresholds:
             _average(param, world)
@@ -86,7 +87,7 @@ def parallelize(
 
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
-    """All but the experts."""
+    """Broadcasts all parameters and buffers from rank 0, except those of the experts."""
     of_experts = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if name not in of_experts:
@@ -94,7 +95,7 @@ def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _average(param: nn.Parameter, copies: Ranks) -> None:
-    """From now on the gradient is the mean over the copies, which start from the first one's."""
+    """Broadcasts a parameter from the first replica; averages its gradient after every backward."""
     with torch.no_grad():
         dist.broadcast(param, group_src=0, group=copies.group)
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are spread over ranks."""
+"""The parameters of a model that are sharded over ranks."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from moe_ext.moe import MoE
 
 
 class ExpertParameter(NamedTuple):
-    """A parameter of experts of which other ranks have others.
+    """Describes a parameter of sharded experts.
 
     Attributes:
-        name: in the model of a single process, which numbers the experts of all.
-        param: of this rank's experts.
-        layout: of the layer.
-        bounds: (first, last, all): param is [last - first, ...], a block of the [all, ...] of a
-            single process; None: it is the parameter of one expert, whole.
+        name: the name in the model of a single process, which has the experts of all ranks.
+        param: the parameter of this rank.
+        layout: the layout of the layer.
+        bounds: (first, last, total), if param [last - first, ...] is a shard of a tensor
+            [total, ...] of a single process. None: param belongs to a single expert.
     """
 
     name: str
@@ -29,21 +29,20 @@ class ExpertParameter(NamedTuple):
 
 
 def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
-    """The parameters of the experts that are spread over ranks, by their names in `model`.
+    """Returns the sharded parameters of a model, by their name in `model`.
 
-    Those of `ModuleExperts` belong to one expert each; those of `FeedForwardExperts`, and of any
-    other module that is all experts at once, are blocks of a larger tensor. A model of a single
-    rank has none.
+    Each parameter of `ModuleExperts` belongs to one expert. Parameters of `FeedForwardExperts` and
+    of custom `Experts` are shards of a larger tensor. On a single rank, the result is empty.
 
     Raises:
-        ValueError: a parameter or buffer of such a module has no row for each expert.
+        ValueError: a parameter or buffer of such experts does not have one row for each expert.
     """
     state = expert_state(model)
     return {name: state[name] for name, _ in model.named_parameters() if name in state}
 
 
 def expert_tensors(model: nn.Module) -> set[str]:
-    """The names of all their parameters and buffers, those that no state_dict has too."""
+    """Returns the names of all sharded parameters and buffers, including non-persistent buffers."""
     names = set(expert_state(model))
     for prefix, layer in _spread_layers(model):
         names |= {prefix + name for name, _ in layer.experts.named_buffers()}
@@ -51,17 +50,17 @@ def expert_tensors(model: nn.Module) -> set[str]:
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
-    """The same of the state_dict: buffers as well, and all names of what has several."""
+    """Returns the sharded entries of the state_dict: parameters and buffers under all names."""
     found = {}
     for prefix, layer in _spread_layers(model):
-        assert layer.sharding is not None  # its experts are spread
+        assert layer.sharding is not None  # _spread_layers yields only sharded layers
         local, layout = layer.sharding.local_experts, layer.sharding.layout
         for name, value in layer.experts.state_dict(keep_vars=True).items():
             if isinstance(layer.experts, ModuleExperts):
                 container, number, rest = name.split(".", 2)
                 whole_name, bounds = f"{container}.{local.start + int(number)}.{rest}", None
             else:
-                rule = f"have a row for each of this rank's experts, {len(local)}"
+                rule = f"have one row for each of this rank's experts ({len(local)})"
                 shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
                 require(shape[:1] == (len(local),), f"{prefix}{name}", rule, shape)
                 whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
@@ -70,8 +69,7 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """The layers whose experts are spread over ranks, and what their experts' names begin with;
-    under all names of a layer that has several."""
+    """Yields the prefix of the expert names, and the layer, for all names of each sharded layer."""
     for path, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, MoE) or layer.sharding is None:
             continue

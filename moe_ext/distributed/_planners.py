@@ -1,4 +1,7 @@
-"""Blocks of experts for torch.distributed.checkpoint, whose own planners know even shards alone."""
+"""Planners that save and load blocks of expert tensors with torch.distributed.checkpoint.
+
+The planners of torch support only evenly sized shards.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +27,7 @@ from moe_ext.distributed._state import Key, Part
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans blocks of larger tensors, beside what the default one knows."""
+    """Extends the default planner by blocks of larger tensors."""
 
     def __init__(self, parts: Mapping[Key, Part]) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict = state_dict  # flat, as `flat` makes it
+        self.state_dict = state_dict  # already flat, see `flat`
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -61,7 +64,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans blocks of larger tensors, beside what the default one knows."""
+    """Extends the default planner by blocks of larger tensors."""
 
     def __init__(self, parts: Mapping[Key, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -83,7 +86,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, value in values.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if whole and found[name] < value.numel():
-                raise ValueError(f"not all of {name} was saved")
+                raise ValueError(f"the checkpoint does not have all elements of {name}")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

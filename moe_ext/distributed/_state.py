@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers by the names that it has in a single process."""
+"""The state of a model and its optimizers, under the names of a single process."""
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter,
 
 
 class Part(NamedTuple):
-    """What a rank has of a value.
+    """Describes a rank's part of a value.
 
     Attributes:
-        value: shares the memory of the model or the optimizer.
-        first, size: value[i] is number first + i of the `size` of the whole; None: value is the
-            whole, or a DTensor, which knows its place.
+        value: the part; it shares the memory of the model or the optimizer.
+        first: value[i] is row first + i of the full tensor.
+        size: number of rows of the full tensor. None: value is complete, or a DTensor.
     """
 
     value: Any
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the full tensor."""
         shape = self.value.shape
         return shape if self.size is None else torch.Size([self.size, *shape[1:]])
 
@@ -47,16 +47,16 @@ class Part(NamedTuple):
 def full_state_dict(
     model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """The state_dict that the model has in a single process, on the CPU.
+    """Gathers the state_dict that the model has in a single process, on the CPU.
 
-    All ranks call it together; the first gets all values, the others none.
+    All ranks must call it together. Rank 0 gets all values; the other ranks get an empty dict.
 
     Args:
-        model: with or without a wrapper of `parallelize`.
-        process_group: all that train.
+        model: the model, with or without the wrapper of `parallelize`.
+        process_group: all ranks that train, or their mesh.
 
     Raises:
-        ValueError: process_group is None, and experts are spread over ranks.
+        ValueError: process_group is None, but experts are sharded over ranks.
     """
     ranks = Layout.of(process_group).world
     require_ranks(model, ranks)
@@ -88,16 +88,17 @@ def load_full_state_dict(
     state: Mapping[str, Tensor],
     process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
-    """Each rank takes its part of the state_dict of a single process.
+    """Loads this rank's part of the state_dict of a single process. All ranks call it together.
 
     Args:
-        model: with or without a wrapper of `parallelize`.
-        state: in every rank; `torch.load(..., mmap=True)` reads what is taken alone.
-        process_group: all that train.
+        model: the model, with or without the wrapper of `parallelize`.
+        state: the full state_dict, on every rank. ``torch.load(..., mmap=True)`` reads only the
+            parts that are used.
+        process_group: all ranks that train, or their mesh.
 
     Raises:
-        ValueError: a name or a shape is not the model's, or process_group is None and experts are
-            spread over ranks; then nothing was changed.
+        ValueError: names or shapes do not match the model, or process_group is None but experts are
+            sharded over ranks. The model is not changed.
     """
     ranks = Layout.of(process_group).world
     require_ranks(model, ranks)
@@ -122,7 +123,7 @@ def load_full_state_dict(
 
 
 def whole_shapes(parts: Mapping[Key, Part], ranks: Ranks) -> dict[str, torch.Size]:
-    """The names and shapes of the model that the ranks have together."""
+    """Returns the names and full shapes of the model that all ranks hold together."""
     shapes = {path[1]: part.shape for path, part in parts.items() if path[0] == "model"}
     return dict(ChainMap(*ranks.gather_objects(shapes)))
 
@@ -130,46 +131,40 @@ def whole_shapes(parts: Mapping[Key, Part], ranks: Ranks) -> dict[str, torch.Siz
 def require_same_shapes(
     name: str, given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]
 ) -> None:
-    """What is to be loaded has the values of the model, and no others.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raises ValueError unless given has the names and shapes of the model."""
     wrong = [
-        f"{_text(given.get(key))} {key} instead of {_text(wanted.get(key))}"
+        f"{key}: {_text(given.get(key))} instead of {_text(wanted.get(key))}"
         for key in sorted({*given, *wanted})
         if given.get(key) != wanted.get(key)
     ]
     more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     if wrong:
-        raise ValueError(f"{name} must be the model's, got {'; '.join(wrong[:8])}{more}")
+        raise ValueError(
+            f"{name} must have the names and shapes of the model, got {'; '.join(wrong[:8])}{more}"
+        )
 
 
 def _text(shape: torch.Size | None) -> str:
-    return "no" if shape is None else str(list(shape))
+    return "nothing" if shape is None else str(list(shape))
 
 
 def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
-    """The values by one name each."""
+    """Returns the values, with each key joined to one name."""
     return {".".join(key): part.value for key, part in parts.items()}
 
 
 def require_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError if experts are spread over ranks, and `ranks` is this one alone."""
+    """Raises ValueError if experts are sharded over ranks, but `ranks` is a single rank."""
     require(
         ranks.size > 1 or not expert_state(unwrapped(model)),
         "process_group",
-        "be that of the model's experts, which are spread over ranks",
+        "be the process group of the model's experts, which are sharded over ranks",
         None,
     )
 
 
 def model_parts(model: nn.Module) -> dict[Key, Part]:
-    """The values of a model's state_dict.
-
-    Raises:
-        TypeError: one is no tensor.
-    """
+    """Returns the parts of a model's state_dict. Raises TypeError if a value is not a tensor."""
     model = unwrapped(model)
     experts = expert_state(model)
     parts: dict[Key, Part] = {}
@@ -182,11 +177,11 @@ def model_parts(model: nn.Module) -> dict[Key, Part]:
 
 
 def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Key, Part]:
-    """The values of the optimizers' states.
+    """Returns the parts of the optimizers' states.
 
     Raises:
-        ValueError: an optimizer has a parameter that is not of the model, or for a block of experts
-            a state that is neither a scalar nor a block of the same experts.
+        ValueError: a parameter does not belong to the model, or the state of a sharded parameter is
+            neither a scalar nor sharded in the same way.
     """
     parts: dict[Key, Part] = {}
     for name, param, entry, state in _parameters(model, optimizers):
@@ -195,7 +190,7 @@ def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[K
             require(
                 part.size is None or len(value) == len(param),
                 f"optimizer: {key} of {name}",
-                f"begin with the dimension of the experts, here {len(param)}",
+                f"have the expert dimension first, of size {len(param)} on this rank",
                 tuple(value.shape) if part.size is not None else None,
             )
             parts["optimizer", name, key] = part
@@ -205,7 +200,7 @@ def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[K
 def new_optimizer_parts(
     model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[Key, STORAGE_TYPES]
 ) -> dict[Key, Part]:
-    """Room for the values of the optimizers' states, as they were saved."""
+    """Allocates the optimizers' states with the shapes and dtypes that were saved."""
     keys: dict[str, list[str]] = {}
     for path in saved:
         if path[0] == "optimizer":
@@ -224,7 +219,7 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
     dtype = saved.properties.dtype
     if isinstance(param, DTensor) and saved.size == param.shape:
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    if not saved.size:  # the optimizer moves it where it wants it
+    if not saved.size:  # a scalar; the optimizer moves it to the right device
         return torch.empty((), dtype=dtype)
     size = list(saved.size)
     if entry is not None and entry.bounds is not None:
@@ -233,8 +228,8 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 
 
 def optimizer_options(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The kind of each optimizer, and the options of its groups of parameters."""
-    own = ("params", "param_names")  # of the rank
+    """Returns the class name of each optimizer and the options of its parameter groups."""
+    own = ("params", "param_names")  # differ between ranks
     return [
         (
             type(optimizer).__name__,
@@ -249,13 +244,9 @@ def require_same_optimizers(
     given: Sequence[tuple[str, list[dict[str, Any]]]],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """What is to be loaded is of as many groups of the same kinds, unless nothing is wanted.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raises ValueError unless the classes and numbers of groups agree, or optimizers is empty."""
     there, here = (
-        [f"{kind} of {len(groups)} groups" for kind, groups in options]
+        [f"{kind} with {len(groups)} group(s)" for kind, groups in options]
         for options in (given, optimizer_options(optimizers))
     )
     require(not here or there == here, name, f"be {here}", there)
@@ -267,7 +258,7 @@ def load_optimizers(
     values: Mapping[Key, Any],
     options: Sequence[tuple[str, list[dict[str, Any]]]],
 ) -> None:
-    """Gives the optimizers the values of their states, and what `optimizer_options` was."""
+    """Loads the states and the options from `optimizer_options` into the optimizers."""
     states: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key[0] == "optimizer":
@@ -289,7 +280,7 @@ def load_optimizers(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of `parallelize` and torch.compile."""
+    """Returns the model without the wrappers of `parallelize` and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -302,7 +293,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _parameters(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
-    """Name, parameter, its place among the experts and its state, in the optimizers' order."""
+    """Yields name, parameter, shard and state of each parameter, in the optimizers' order."""
     model = unwrapped(model)
     experts = expert_parameters(model)
     names = {param: name for name, param in model.named_parameters()}
@@ -310,8 +301,8 @@ def _parameters(
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if param not in names:
                 raise ValueError(
-                    f"{type(optimizer).__name__}: params must be of the model, "
-                    f"got another of shape {tuple(param.shape)}"
+                    f"{type(optimizer).__name__}: params must belong to the model, "
+                    f"got one of shape {tuple(param.shape)} that does not"
                 )
             entry = experts.get(names[param])
             name = names[param] if entry is None else entry.name
@@ -319,7 +310,7 @@ def _parameters(
 
 
 def _part(value: Any, entry: ExpertParameter | None) -> Part:
-    """Scalars, such as the number of steps, are not spread."""
+    """Returns the part of a value. Scalars, such as the step count, are not sharded."""
     if entry is None or entry.bounds is None or not isinstance(value, Tensor) or not value.dim():
         return Part(value)
     return Part(value, entry.bounds[0], entry.bounds[2])

@@ -1,7 +1,7 @@
-"""Checkpoints of models whose experts are spread over ranks, which any number of them can load.
+"""Checkpoints of models with sharded experts; any number of ranks can load them.
 
-The tensors have the names and shapes of the model of a single process. One of experts, [E, …], is
-written by several ranks, a block each, and each reads its block, whatever blocks were written.
+The tensors have the names and shapes of the model of a single process. Each rank writes its block
+of an expert tensor [E, …]. Each rank reads the block that it needs, even across written blocks.
 """
 
 import atexit
@@ -57,16 +57,16 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; all ranks raise the same."""
+    """Raised on all ranks with the same message if a checkpoint cannot be written or read."""
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds beside model and optimizers.
+    """Holds the contents of a checkpoint other than the model and the optimizers.
 
     Attributes:
-        step: its number.
-        state: as the first rank saved it.
-        rank_state: what this rank saved; None if it saved nothing.
+        step: the step of the checkpoint.
+        state: the state that rank 0 saved.
+        rank_state: the state that this rank saved; None if it saved none.
     """
 
     step: int
@@ -75,26 +75,26 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder; a crash at any moment leaves those that are there whole.
+    """Saves and loads the checkpoints in a folder, atomically and verified by checksum.
 
-    All ranks call a method together, and where one of them fails all raise the same error.
-    Steps beyond the one that was saved last belong to a run that was given up: the next save
-    deletes them. The folder is described in `moe_ext.distributed._checkpoint_folder`.
+    A crash at any moment leaves all existing checkpoints intact. All ranks must call a method
+    together. If one rank fails, all ranks raise the same error. A save deletes the checkpoints of
+    later steps, because they belong to an abandoned run.
 
     Args:
-        folder: one that all ranks see; the first save makes it.
-        process_group: all that train, or their mesh; None is this rank alone.
-        keep: how many checkpoints stay.
-        timeout: how long a rank waits for the others in `async_save`; None is torch's. In `save`
-            and `load` it is the process group's.
+        folder: a folder that all ranks can access; the first save creates it.
+        process_group: all ranks that train, or their mesh; None: only this rank.
+        keep: number of checkpoints to keep.
+        timeout: time that a rank waits for the others in `async_save`; None: torch's default.
+            `save` and `load` use the timeout of the process group.
 
     Raises:
-        ValueError: keep is no whole number of at least 1.
+        ValueError: keep is not a whole number of at least 1.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> checkpoints = Checkpoints("checkpoints")  # and the process group, where there is one
+        >>> checkpoints = Checkpoints("checkpoints")  # several ranks: pass the process group
         >>> checkpoints.async_save(1, model, [optimizer], {"tokens": 100})
         >>> checkpoints.wait()
         >>> checkpoints.load(model, [optimizer])
@@ -117,7 +117,7 @@ class Checkpoints:
         self._under_way: Future[None] | None = None
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first."""
+        """Returns the steps of the checkpoints in ascending order."""
         return list(self._folder.checkpoints())
 
     def save(
@@ -128,19 +128,19 @@ class Checkpoints:
         state: Any = None,
         rank_state: Any = None,
     ) -> None:
-        """Writes a checkpoint; one of the same step is replaced.
+        """Writes a checkpoint; replaces an existing one of the same step.
 
         Args:
-            step: its number.
-            model: with or without a wrapper of `parallelize`.
-            optimizers: of the model's parameters.
-            state: anything that can be pickled; the first rank's is saved.
-            rank_state: the same, of every rank.
+            step: the number of the checkpoint.
+            model: the model, with or without the wrapper of `parallelize`.
+            optimizers: the optimizers of the model's parameters.
+            state: any object that can be pickled. Only that of rank 0 is saved.
+            rank_state: any object that can be pickled. That of every rank is saved.
 
         Raises:
-            ValueError: step is no whole number of at least 0.
-            CheckpointError: a rank failed, now or in the `async_save` before; the other
-                checkpoints are as they were.
+            ValueError: step is not a whole number of at least 0.
+            CheckpointError: a rank failed in this save or in the preceding `async_save`. Existing
+                checkpoints do not change.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state)
@@ -154,29 +154,29 @@ class Checkpoints:
         state: Any = None,
         rank_state: Any = None,
     ) -> None:
-        """`save` that returns with a copy in memory, which a thread writes.
+        """Copies the state to memory and returns; a thread writes the checkpoint.
 
-        At most one is under way: the next save or load waits for it and raises its error. So does
-        `wait`, which the last one needs before the process group is destroyed. An error that is
-        found only when the process ends is printed.
+        The arguments are those of `save`. At most one save runs in the background: the next save or
+        load waits for it and raises its error. Call `wait` before you destroy the process group.
+        If no call raises the error, it is printed at exit.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
         if self._background is None:
-            # A group of its own: what the thread sends never meets what the training sends.
+            # A separate group keeps the thread's collectives apart from those of the training.
             self._background = (
                 ThreadPoolExecutor(1),
                 _same_ranks(self._ranks, self._timeout),
             )
         thread, ranks = self._background
         self._under_way = thread.submit(self._write, ranks, step, parts, files)
-        atexit.register(self.wait)  # or nobody might hear that it failed
+        atexit.register(self.wait)  # reports an error that no later call raises
 
     def wait(self) -> None:
-        """Until no save is under way.
+        """Blocks until no save runs in the background.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         atexit.unregister(self.wait)
         under_way, self._under_way = self._under_way, None
@@ -191,19 +191,25 @@ class Checkpoints:
         step: int | None = None,
         fallback: bool = False,
     ) -> Loaded:
-        """Reads a checkpoint into model and optimizers, however many ranks wrote it.
+        """Loads a checkpoint, which any number of ranks may have written.
 
-        `state` and `rank_state` are unpickled: only load what comes from those you trust.
+        Loading unpickles `state` and `rank_state`, which can execute code. Load only checkpoints
+        that you trust.
 
         Args:
-            model: with or without a wrapper of `parallelize`; None reads the states alone.
-            optimizers: of the same kinds and number of groups as those saved; () reads none.
-            step: None is the newest.
-            fallback: where it is damaged warn, and take the one before.
+            model: the model, with or without the wrapper of `parallelize`. None: load only state
+                and rank_state.
+            optimizers: optimizers with the classes and numbers of groups that were saved; (): load
+                no optimizer.
+            step: the step to load; None: the newest.
+            fallback: whether to warn and load the preceding checkpoint if this one is corrupted.
+
+        Returns:
+            The step and the two states, a `Loaded`.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or not of such a model or optimizers.
-                Then nothing was changed.
+            CheckpointError: the checkpoint is missing or corrupted, or does not match the model or
+                the optimizers. The model and the optimizers are not changed.
         """
         self.wait()
         optimizers = tuple(optimizers)
@@ -225,7 +231,7 @@ class Checkpoints:
         rank_state: Any,
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
-        """The tensors of this rank, and the contents of its other files."""
+        """Returns this rank's tensors and the contents of its other files."""
         require_sizes("Checkpoints", 0, step=step)
         optimizers = tuple(optimizers)
 
@@ -274,14 +280,14 @@ class Checkpoints:
             raise
 
     def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
-        """The checkpoint that is to be loaded, after its sums were compared."""
+        """Verifies checksums and returns the step and the folder of the checkpoint to load."""
         ranks = self._ranks
         doing = f"loading from {self._folder.path}"
         there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
         if not there or step not in (None, *there):
             wanted = "a checkpoint" if step is None else f"step {step}"
             found = ", ".join(map(str, there)) or "none"
-            raise CheckpointError(f"{self._folder.path} must have {wanted}, got {found}")
+            raise CheckpointError(f"{self._folder.path} must contain {wanted}, got {found}")
         candidates = [item for item in there.items() if step is None or item[0] <= step]
         while True:
             number, path = candidates.pop()
@@ -292,7 +298,7 @@ class Checkpoints:
                 if not (fallback and candidates):
                     raise
                 instead = candidates[-1][1]
-                warnings.warn(f"{error}; {instead} is taken instead", stacklevel=3)
+                warnings.warn(f"{error}; loading {instead} instead", stacklevel=3)
             else:
                 return number, path
 
@@ -304,7 +310,7 @@ class Checkpoints:
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
     ) -> tuple[Any, Any]:
-        """What `Loaded` has; the rest into the model's parts and the optimizers."""
+        """Returns state and rank_state; loads the rest into the model and the optimizers."""
         state, options, version = _unpickled(path / "state.pt")
         own = path / f"rank-{self._ranks.rank}.pt"
         states = state, _unpickled(own) if own.exists() else None
@@ -315,7 +321,7 @@ class Checkpoints:
             metadata = reader.read_metadata()
         except Exception as error:
             raise CheckpointError(
-                f"torch {torch.__version__} cannot read what {version} wrote"
+                f"torch {torch.__version__} cannot read a checkpoint written by torch {version}"
             ) from error
         saved = {
             metadata.planner_data[name]: entry
@@ -337,7 +343,7 @@ class Checkpoints:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads what former versions wrote by the names of today."""
+    """Reads checkpoints of earlier versions under the current parameter names."""
 
     def __init__(self, path: Path, wanted: Iterable[str]) -> None:
         super().__init__(path)
@@ -362,18 +368,18 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
-    """The same in a new group, which is on the CPU."""
+    """Returns the same ranks in a new gloo group."""
     if ranks.size == 1:
         return ranks
-    some = ranks.size < dist.get_world_size()  # then the others do not call this
+    some = ranks.size < dist.get_world_size()  # then only these ranks call this
     members = dist.get_process_group_ranks(ranks.group)
     group = dist.new_group(members, timeout, "gloo", use_local_synchronization=some)
-    assert isinstance(group, ProcessGroup)  # this rank is one of them
+    assert isinstance(group, ProcessGroup)  # this rank is a member
     return Ranks(group)
 
 
 def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
-    """function(); where it fails in one rank, all raise the same error."""
+    """Returns function(); if it fails on one rank, all ranks raise the same error."""
     reason = cause = None
     try:
         result = function()
@@ -381,7 +387,7 @@ def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
         known = isinstance(error, CheckpointError | ValueError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         cause = error
-    failed: dict[str, list[str]] = {}  # the ranks by their reason
+    failed: dict[str, list[str]] = {}  # reason -> ranks
     for rank, text in enumerate(ranks.gather_objects(reason)):
         if text is not None:
             failed.setdefault(text, []).append(str(rank))
@@ -404,13 +410,13 @@ def _write_tensors(ranks: Ranks, folder: Path, parts: Mapping[Key, Part]) -> Non
                 process_group=ranks.group,
                 no_dist=ranks.size == 1,
             )
-    except RuntimeError as error:  # torch's, of a write that failed, does not say why
+    except RuntimeError as error:  # torch does not report why a write failed
         free = shutil.disk_usage(folder).free
-        raise OSError(f"{error} ({free:,} bytes are free on its disk)") from error
+        raise OSError(f"{error} (the disk has {free:,} bytes free)") from error
 
 
 def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:
-    """And the sums of all that this rank wrote."""
+    """Writes the files and returns the checksums of all files that this rank wrote."""
     for name, content in files.items():
         with atomic_file(folder / name) as file:
             file.write(content)
@@ -420,7 +426,7 @@ def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[st
 
 @contextmanager
 def _errors_of(rank: int) -> Iterator[None]:
-    """The errors of one rank alone, and no warning where there are no others."""
+    """Reraises the error of one rank; ignores torch's warning for a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:

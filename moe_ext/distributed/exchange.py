@@ -1,8 +1,8 @@
-"""Experts on several ranks: which are where, and the way of the tokens there and back (Sec. 3).
+"""Expert parallelism: the all-to-all of tokens to their experts and of the outputs back (Sec. 3).
 
-Every rank is a replica of the gate and owner of some experts. A token's copies go to the owners
-of its experts, each of which so gets the rows of all ranks, and the experts' outputs come back
-to be summed. Only rows travel, never weights (Sec. 3.2).
+Every rank has a replica of the gate and owns some experts. An all-to-all sends each routed token to
+the owners of its experts. A second all-to-all returns the outputs, which are then summed. Weights
+are never sent (Sec. 3.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +27,17 @@ __all__ = ["Exchange", "ExchangeUnit"]
 
 ExchangeUnit = Literal["rows", "tokens"]
 _HOST = torch.device("cpu")
-_Sender = Callable[[int], AllToAll]  # of a chunk
+_Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
 
 
 class _Copies(NamedTuple):
-    """What is sent of the tokens, ordered by destination.
+    """Plans which token rows are sent, sorted by destination. A copy is one sent row.
 
     Attributes:
-        inverse, token_offsets: where each token's copies are, as for `moe_ext.ops.dispatch`.
-        num_copies: [destinations] int64.
-        of_row: [R] int64, the copy that each row needs, counted from its destination's first; None:
-            each row has a copy of its own.
+        inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
+        num_copies: [destinations] int64, the number of copies for each destination.
+        of_row: [R] int64, the copy that each row needs, counted from the first of its destination.
+            None: each row has its own copy.
     """
 
     inverse: Tensor
@@ -47,14 +47,14 @@ class _Copies(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Where the rows of all experts go: sorted by destination, a pair (chunk, rank).
+    """Orders the experts by destination. A destination is a (chunk, rank) pair.
 
     Attributes:
-        position: [E], of each expert among all.
-        bounds: [destinations + 1], the positions of each destination.
-        destination: [E], by position.
-        message: what to tell each rank: the counts of its experts, then, numbered from E on, the
-            numbers of copies for its chunks.
+        position: [E], the position of each expert in this order.
+        bounds: [destinations + 1], the first position of each destination, and E.
+        destination: [E], the destination at each position.
+        message: indices of the counts to send to each rank. Indices below E are token counts of its
+            experts; E + d is the number of copies for destination d.
     """
 
     position: Tensor
@@ -64,28 +64,28 @@ class _Order(NamedTuple):
 
 
 class Exchange:
-    """The mixture of experts that several ranks share.
+    """Computes the mixture of experts that are sharded over ranks.
 
-    1. plan: the rows sorted by expert, and so by owner; the ranks tell each other how many come
-    2. dispatch: the rows to the owners
-    3. experts: what came, sorted by expert, then rank, then token: the rows that a rank with
-       all tokens would have, in its order
-    4. the outputs back again
-    5. combine: each token's outputs, weighted by its gates
+    1. plan: sort the rows by expert and so by owner; an all-to-all of the row counts
+    2. dispatch: an all-to-all of the rows to the owners
+    3. experts: sort the received rows by expert, then rank, then token. This is the order of a
+       single process with all tokens. Apply the experts.
+    4. an all-to-all of the outputs back
+    5. combine: sum the outputs of each token, weighted by its gates
 
-    With several chunks the experts of every rank are computed one chunk after the other, while
-    the rows of others travel. The gradients of the experts are those of the mean of the losses of
-    all ranks, as DistributedDataParallel makes those of the other parameters.
+    With several chunks, each rank computes its experts in sequential chunks and overlaps this with
+    the transfer of other chunks. Expert gradients are those of the mean of the ranks' losses, as
+    DistributedDataParallel computes those of the other parameters.
 
     Args:
-        placement: which experts each rank has.
-        ranks: all of them call this together, forward and backward.
-        unit: "rows": every row travels by itself. Its output is weighted and summed at home, so
-            that results are bitwise identical to a single process. The outputs are saved for
-            backward. "tokens": a token travels at most once to each rank, with its gates, and comes
-            back as one sum: fewer bytes where k > 1, and no outputs are saved. The summation order
+        placement: the assignment of experts to ranks.
+        ranks: the ranks; all must call this together, forward and backward.
+        unit: "rows" sends every routed row. Its output is weighted and summed on the token's own
+            rank. Results are bitwise identical to a single process. The outputs are saved for
+            backward. "tokens" sends each token at most once to each rank, with its gates, and
+            returns one sum. It sends fewer bytes if k > 1 and saves no outputs. The summation order
             differs, so outputs agree to rounding.
-        num_chunks: into how many the experts of each rank are divided, at least 1.
+        num_chunks: number of chunks of each rank's experts, at least 1.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Exchange:
             for rank in range(size)
         ]
         self.message_sizes = [len(part) for part in message]
-        with _HOST:  # a layer can be made on the meta device
+        with _HOST:  # even if the layer is made on the meta device
             sizes = torch.tensor([len(experts) for experts in destinations])
-            # Constants: neither buffers, which `to_empty` would leave undefined, nor in the state.
+            # Not buffers: `to_empty` would leave buffers undefined.
             self._order = {
                 _HOST: _Order(
                     torch.tensor([*chain(*destinations)]).argsort(),
@@ -130,17 +130,17 @@ class Exchange:
         fused: bool,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """y [T, d_output] of this rank's tokens, and their tokens_per_expert [E].
+        """Computes y [T, d_output] and tokens_per_expert [E] of this rank's tokens.
 
         Args:
-            x: [T, D]; with or without a gradient in all ranks alike.
-            routing: of x, to the experts of all ranks.
-            experts: of this rank.
+            x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
+            routing: the routing decision of this rank's tokens, over the experts of all ranks.
+            experts: the experts of this rank.
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
         """
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            # The products' type is what travels.
+            # Send the dtype of the GEMMs.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         gates, expert_index, token_offsets = (
             routing.gates,
@@ -150,7 +150,7 @@ class Exchange:
         order = self._order_on(x.device)
         size, num_chunks = self.ranks.size, self.num_chunks
         num_local = sum(self.chunk_sizes)
-        # Between here and y gradients are those of the mean of the losses, as the experts need.
+        # From here to y, gradients are those of the mean of the ranks' losses, for the experts.
         x, gates = _scale_grad(x, size), _scale_grad(gates, size)
 
         plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
@@ -166,7 +166,7 @@ class Exchange:
         received = numbers.wait().view(size, num_local + num_chunks)
         received_by_chunk = received[:, :num_local].split(self.chunk_sizes, dim=1)
 
-        # Here the host waits for the numbers: [chunks, ranks] of each.
+        # The host synchronizes to read these counts, each [chunks, ranks].
         host = [
             copies.num_copies,
             received[:, num_local:].T.reshape(-1),
@@ -178,7 +178,7 @@ class Exchange:
         )
 
         def sender(values: Tensor, out: list[list[int]], into: list[list[int]]) -> _Sender:
-            # The split of a single chunk would be copied in the backward pass.
+            # Backward of a split into one chunk would copy the gradient.
             parts = [values] if num_chunks == 1 else values.split([sum(n) for n in out])
             return lambda c: AllToAll(parts[c], self.ranks, out[c], into[c])
 
@@ -191,12 +191,13 @@ class Exchange:
             ]
         parts: Sequence[Callable[..., Tensor]] = [experts]
         if num_chunks > 1:
-            rule = "be 1 where a module without split(sizes) is in the experts' place"
+            rule = "be 1 if the experts are replaced by a module without split(sizes)"
             if not isinstance(experts, Experts):
                 raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {num_chunks}")
             parts = experts.split(self.chunk_sizes)
-        # One chunk ahead: more at once would share the link, so that the first arrives no sooner.
-        # Every wait lies where the backward pass, in the reverse order, has to start as soon.
+        # Send one chunk ahead. More transfers at once would share the link and delay the first.
+        # The backward pass starts a transfer where forward waits, so the place of each wait matters
+        # for both directions.
         coming = [send(0) for send in senders]
         going: AllToAll | None = None
         returned = []
@@ -216,11 +217,11 @@ class Exchange:
                 recompute=recompute,
             )
             if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
-                y.requires_grad_()  # of frozen experts too: all go back together
+                y.requires_grad_()  # for frozen experts too: all ranks must run backward together
             if going is not None:
                 returned.append(going.wait())
             going = AllToAll(y, self.ranks, copies_in[c], copies_out[c])
-        assert going is not None  # there is a chunk
+        assert going is not None  # there is at least one chunk
         y = going.wait()
         if returned:
             y = torch.cat([*returned, y])
@@ -251,9 +252,9 @@ class Exchange:
             num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
         )
         needed[token, destination] = True
-        # Copies are numbered by token, then destination; and sorted by destination they are sent.
+        # Copies are numbered by token, then destination, and sent sorted by destination.
         number = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
-        # The host waits to know how many they are.
+        # nonzero synchronizes: the host needs the number of copies.
         by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
         place = by_destination.inverse[number] - by_destination.offsets[destination]
         return _Copies(
@@ -267,14 +268,14 @@ class Exchange:
 def _slots(
     counts: Tensor, num_copies: Tensor, total: int, slots: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The expert and the gate of each slot of the copies that arrived, and where theirs begin.
+    """Returns the expert and the gate of each slot of the received copies, and the slot offsets.
 
     Args:
-        counts: [ranks, experts], the rows that came; by rank, each sorted by expert.
-        num_copies: [ranks], those of each.
-        total: their sum.
-        slots: nothing, where each row has a copy of its own, whose gate stayed at home; or the
-            rows' gates [R, 1], and the copies that they need, counted from their rank's first.
+        counts: [ranks, experts], the number of received rows from each rank for each expert.
+        num_copies: [ranks], the number of received copies from each rank.
+        total: the sum of num_copies.
+        slots: the gates [R, 1] of the rows and the copy of each row, counted from the first of its
+            rank. Empty if each row has its own copy; then the gates stay on the token's rank.
     """
     if not slots:
         index = columns_of(counts, total)[:, None]
@@ -289,7 +290,7 @@ def _slots(
 
 
 def _scale_grad(x: Tensor, factor: float) -> Tensor:
-    """x, with a gradient that is multiplied by `factor`."""
+    """Returns x and multiplies its gradient by `factor` in the backward pass."""
     return _ScaleGrad.apply(x, factor)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 import os
 import tempfile
@@ -12,11 +12,12 @@ __all__ = ["atomic_file", "sync_folder", "write_text"]
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path` at the end of the block: temporary, fsync, rename.
+    """Opens a temporary file that atomically replaces `path` at the end of the block.
 
-    Another process, or this one after a crash, sees the old file or the new one, whole. If the
-    block raises, the old file stays and the temporary one is removed. Of a link what it leads to is
-    replaced. What is there and is no file, as a pipe, is written to.
+    A reader always sees either the complete old file or the complete new file, even after a crash.
+    If the block raises, the old file stays and the temporary file is deleted. If path is a symbolic
+    link, its target is replaced. If path is not a regular file, such as a pipe, it is opened
+    directly.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
@@ -29,22 +30,22 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's files are private
+        os.chmod(temporary, 0o644)  # mkstemp creates files with mode 0600
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)  # the rename itself
+    sync_folder(path.parent)  # makes the rename durable
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text by `atomic_file`."""
+    """Writes a text atomically."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk, as fsync does for a file's content."""
+    """Calls fsync on a folder, which makes renames in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

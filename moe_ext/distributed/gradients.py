@@ -1,4 +1,4 @@
-"""Gradients that are sharded over several ranks: their common norm, and their common overflow."""
+"""Gradient clipping and loss scaling for gradients that are sharded over ranks."""
 
 import math
 from typing import Any
@@ -26,22 +26,23 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that their common norm is at most `max_norm`; returns the norm.
+    """Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling.
 
-    As `torch.nn.utils.clip_grad_norm_` of a single process with all experts: the norm is that of
-    the dense gradients, once, and of the experts' in all ranks. All of these call it together.
+    Equals `torch.nn.utils.clip_grad_norm_` in a single process with all experts. The total norm
+    covers the dense gradients once and the expert gradients of all ranks. All ranks must call it
+    together.
 
     Args:
-        model: after the backward pass; with or without a wrapper of `parallelize`.
-        max_norm: of the gradients, together.
+        model: the model after backward, with or without the wrapper of `parallelize`.
+        max_norm: the maximum total norm.
         norm_type: p of the p-norm, above 0; may be infinity.
-        error_if_nonfinite: raise where the norm is infinite or NaN, in all ranks alike.
+        error_if_nonfinite: whether to raise if the norm is infinite or NaN, on all ranks.
 
     Raises:
         ValueError: norm_type is not above 0.
-        RuntimeError: see error_if_nonfinite.
+        RuntimeError: error_if_nonfinite is set and the norm is infinite or NaN.
     """
-    norm_type = float(norm_type)  # "inf" is one
+    norm_type = float(norm_type)  # accepts "inf"
     require(norm_type > 0, "clip_grad_norm_: norm_type", "be above 0", norm_type)
     shares = {e.param: e.layout.expert_parallel.group for e in expert_parameters(model).values()}
     dense = [param for param in model.parameters() if param not in shares]
@@ -71,23 +72,23 @@ def clip_grad_norm_(
 
 
 def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
-    """Of their gradients, where there are any; of whole ones, if they are shards."""
-    # Of no elements there is no largest.
+    """Returns the norm of the gradients of some parameters; gathers DTensor shards."""
+    # The maximum norm fails for a tensor without elements.
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
     norm = get_total_norm(grads, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # A power of it would overflow in a half type; all ranks have the same one, with gradients
-    # or without.
+    # norm ** p would overflow in half precision. The dtype must agree on all ranks, including those
+    # without gradients.
     return norm.to(params[0].device, accumulation_dtype(params[0])) if params else norm
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for ranks that step together: one finds inf or NaN, all skip.
+    """Scales losses as `torch.amp.GradScaler` does; all ranks skip a step if one rank overflows.
 
     Args:
-        device: as torch's.
-        process_group: all of them, or their mesh; None is this one alone.
-        options: the others of torch's, by name.
+        device: see `torch.amp.GradScaler`.
+        process_group: all ranks that train, or their mesh; None: only this rank.
+        options: the other keyword arguments of `torch.amp.GradScaler`.
     """
 
     def __init__(

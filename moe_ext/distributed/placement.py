@@ -1,4 +1,4 @@
-"""Which rank owns which experts."""
+"""The assignment of experts to ranks."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,16 @@ __all__ = ["ExpertPlacement"]
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which rank owns which experts: contiguous blocks, as even as whole groups allow.
+    """Assigns contiguous blocks of experts to ranks, as evenly as whole groups allow.
 
     Attributes:
-        num_experts: of all ranks.
-        num_ranks: which share them.
-        experts_per_group: those of a group stay together (a hierarchical mixture's, App. B).
+        num_experts: total number of experts.
+        num_ranks: number of ranks that share them.
+        experts_per_group: size of a group; a rank gets only complete groups (hierarchical mixture,
+            App. B).
+
+    Raises:
+        ValueError: num_ranks is below 1, or experts_per_group does not divide num_experts.
     """
 
     num_experts: int
@@ -32,7 +36,7 @@ class ExpertPlacement:
         )
 
     def experts_of(self, rank: int) -> range:
-        """The experts of one rank; if there are fewer than ranks, some have none."""
+        """Returns the experts of a rank; empty for the last ranks if there are too few groups."""
         rule = f"be in [0, {self.num_ranks})"
         require(0 <= rank < self.num_ranks, "ExpertPlacement.experts_of: rank", rule, rank)
         size = self.experts_per_group
@@ -45,7 +49,7 @@ class ExpertPlacement:
         return [len(self.experts_of(rank)) for rank in range(self.num_ranks)]
 
     def owner(self, expert: int) -> int:
-        """The rank that owns an expert."""
+        """Returns the rank that owns an expert."""
         rule = f"be in [0, {self.num_experts})"
         require(0 <= expert < self.num_experts, "ExpertPlacement.owner: expert", rule, expert)
         return next(r for r in range(self.num_ranks) if expert in self.experts_of(r))

@@ -14,18 +14,19 @@ __all__ = ["AllToAll", "Ranks", "blocks"]
 
 
 class Ranks:
-    """The ranks of a group, or this one alone: then nothing is communicated.
+    """Provides differentiable collectives between the ranks of a process group.
 
-    The gradient of everything that crosses between them is that of the sum of the losses of all
-    ranks. Each collective has to be entered by all of them, in the same order; so has its
-    backward pass.
+    Gradients through a collective are those of the sum of the ranks' losses. All ranks must call
+    each collective in the same order, forward and backward; otherwise they deadlock. A single rank
+    communicates nothing.
 
     Args:
-        group: None is this rank alone.
+        group: the process group; None: only this rank.
 
     Attributes:
-        group: as given.
-        size, rank: of the group; 1 and 0 without one.
+        group: the constructor argument.
+        size: the world size of the group; 1 without a group.
+        rank: this rank within the group; 0 without a group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -34,23 +35,23 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
-        return self  # a copy of a module trains with the same ranks
+        return self  # a process group cannot be copied
 
     def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Each of some tensors summed over the ranks, in one collective.
+        """Sums each tensor over the ranks, with one all-reduce for all of them.
 
         Args:
-            values: of one type, and of the same shapes on every rank.
+            values: tensors of one dtype, with the same shapes on every rank.
         """
         if self.size == 1 or not values:
             return values
         total = _Sum.apply(torch.cat([value.reshape(-1) for value in values]), self)
         parts = total.split([value.numel() for value in values])
-        # No views: wrappers such as FSDP2 warn of those in a module's outputs.
+        # Clone: wrappers such as FSDP2 warn about views in a module's outputs.
         return tuple(p.view_as(value).clone() for p, value in zip(parts, values, strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values of every rank, [size, ...]; no gradient."""
+        """Gathers the values of every rank, [size, ...]. Has no gradient."""
         if self.size == 1:
             return values.unsqueeze(0)
         gathered = values.new_empty(self.size * values.numel())
@@ -58,7 +59,7 @@ class Ranks:
         return gathered.view(self.size, *values.shape)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank has, by rank; anything that can be pickled."""
+        """Gathers one object from each rank; it must be picklable. Returns them in rank order."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -67,7 +68,7 @@ class Ranks:
 
 
 def blocks(whole: range, number: int) -> list[range]:
-    """Divides a range into contiguous blocks; the first are longer by one if it does not divide."""
+    """Divides a range into contiguous blocks whose lengths differ by at most 1, longest first."""
     share, rest = divmod(len(whole), number)
     bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
@@ -90,16 +91,17 @@ class _Sum(Function):
 
 
 class AllToAll:
-    """A differentiable, asynchronous all-to-all of rows.
+    """Runs a differentiable, asynchronous all-to-all of rows.
 
-    The transfer starts in the constructor. `wait` returns the received rows; work can be done in
-    between. The gradients go the other way and overlap likewise: the backward pass starts them
-    where the forward pass waited, and waits where that began.
+    The constructor starts the transfer and `wait` returns the received rows. Computation in between
+    overlaps with the transfer. The backward pass sends the gradients back: it starts the transfer
+    at the backward of `wait` and waits at the backward of the constructor.
 
     Args:
-        rows: [sum(num_sent), ...], those for the first rank, for the second, …
-        ranks: between which.
-        num_sent, num_received: the number of rows to and from each rank.
+        rows: [sum(num_sent), ...], sorted by destination rank.
+        ranks: the ranks that take part.
+        num_sent: number of rows to each rank.
+        num_received: number of rows from each rank.
     """
 
     def __init__(
@@ -112,19 +114,19 @@ class AllToAll:
         self._group = ranks.group
         self._num_sent = list(num_sent)
         self._num_received = list(num_received)
-        # Has no elements: it ties the two ends together in the graph.
+        # An empty tensor that connects start and wait in the autograd graph.
         self._token: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """What arrived, [sum(num_received), ...], by rank; to be called once."""
-        token, self._token = self._token, None  # or the graph would hold itself
+        """Returns the received rows [sum(num_received), ...] in rank order. Call it only once."""
+        token, self._token = self._token, None  # avoids a reference cycle with the graph
         return _Wait.apply(token, self)
 
     def start(self, rows: Tensor, back: bool = False) -> None:
         sent, received = self._num_sent, self._num_received
         if back:
             sent, received = received, sent
-        rows = rows.contiguous()  # kept until it has been sent
+        rows = rows.contiguous()  # _under_way keeps it alive until the transfer ends
         buffer = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
             buffer, rows, received, sent, group=self._group, async_op=True

@@ -21,12 +21,12 @@ Balance = Literal["global", "local"]
 
 
 class Layout(NamedTuple):
-    """How the ranks that train together divide a layer.
+    """Describes how the ranks that train together divide a layer.
 
     Attributes:
-        world: all of them, each with tokens of its own.
-        expert_parallel: those that share the experts; the exchange is among them.
-        replicas: those that have the same experts as this one.
+        world: all ranks; each has its own tokens.
+        expert_parallel: the ranks that share one set of experts and exchange tokens.
+        replicas: the ranks that have the same experts as this rank.
     """
 
     world: Ranks
@@ -35,11 +35,12 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, group: ProcessGroup | DeviceMesh | None) -> "Layout":
-        """Of a process group, all of which share the experts, or of a mesh of
-        [replicas, expert_parallel].
+        """Makes the layout of a process group, or of a mesh [replicas, expert_parallel].
+
+        All ranks of a process group or a one-dimensional mesh share one set of experts.
 
         Raises:
-            ValueError: the mesh has more than two dimensions, or two without names.
+            ValueError: the mesh has more than two dimensions, or two dimensions without names.
         """
         if not isinstance(group, DeviceMesh):
             ranks = Ranks(group)
@@ -56,21 +57,22 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The options of a layer whose experts are shared by ranks: `MoE(..., parallel=...)`.
+    """Holds the options for experts that are sharded over ranks: ``MoE(..., parallel=...)``.
 
     Args:
-        process_group: the ranks that share the experts; None: this process alone. A DeviceMesh of
-            two dimensions has replicas of the experts along the first and shards them along the
-            second; one of one dimension is its group.
-        balance: "global": importance and load are summed over the ranks before the losses;
-            "local": every rank balances its own tokens. A strictly balanced gate needs "global",
-            because its thresholds would differ between the ranks.
-        exchange: what is sent between ranks, "rows" or "tokens"; see `Exchange`.
-        num_chunks: how many chunks of experts each rank computes one after the other, while the
-            rows of other chunks are on their way; see `Exchange`.
+        process_group: the ranks that share the experts; None: only this rank. A two-dimensional
+            DeviceMesh replicates the experts along its first dimension and shards them along its
+            second. A one-dimensional DeviceMesh stands for its process group.
+        balance: "global" sums importance and load over the ranks before the losses. "local" lets
+            every rank balance its own tokens. A strictly balanced gate requires "global"; otherwise
+            its thresholds would differ between ranks.
+        exchange: the unit that is sent between ranks, "rows" or "tokens"; see `Exchange`.
+        num_chunks: number of chunks of each rank's experts. Each chunk is computed while rows of
+            other chunks are sent; see `Exchange`.
 
     Raises:
         ValueError: an option is out of range.
+        TypeError: process_group has the wrong type.
     """
 
     process_group: ProcessGroup | DeviceMesh | None
@@ -92,25 +94,25 @@ class ExpertParallel:
 
 
 class ExpertSharding:
-    """The experts of one layer, divided over ranks.
+    """Shards the experts of one layer over ranks.
 
     Args:
-        options: how they are divided.
-        gate: of the layer.
+        options: the options of the layer.
+        gate: the gate of the layer.
 
     Attributes:
-        layout: the ranks, by what they share.
-        placement: which experts each rank has.
-        local_experts: the experts of this rank.
-        balanced: the ranks whose tokens are balanced together; None: this rank alone.
+        layout: the ranks, by their role.
+        placement: the assignment of experts to ranks.
+        local_experts: the indices of this rank's experts.
+        balanced: the ranks that balance their tokens together; None: only this rank.
         exchange: sends tokens to their experts; None: this rank has all experts.
 
     Raises:
-        ValueError: the gate does not work with the balance.
+        ValueError: the gate does not support the balance option.
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate) -> None:
-        # As text, for the repr: a layer is copied, and a process group cannot be.
+        # Text for the repr. A layer can be copied; a process group cannot.
         self._options = (
             f"balance={options.balance!r}, exchange={options.exchange!r}, "
             f"num_chunks={options.num_chunks}"
@@ -133,7 +135,7 @@ class ExpertSharding:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
 
     def require_experts(self, experts: object) -> None:
-        """Checks, alike on all ranks, that these experts can be divided as the options say.
+        """Checks that the experts support the options; the result is the same on all ranks.
 
         Raises:
             ValueError: a chunk of some rank would have no module, or the experts cannot be split.
@@ -146,14 +148,14 @@ class ExpertSharding:
             require(
                 min(self.placement.counts) >= num_chunks,
                 "MoE: num_experts",
-                f"be at least {least} where experts are modules, one for each chunk of each rank",
+                f"be at least {least} (one expert for each chunk of each rank)",
                 self.placement.num_experts,
             )
         elif isinstance(experts, Experts):
             require(
                 num_chunks == 1 or experts.can_split,
                 "ExpertParallel: num_chunks",
-                "be 1 for experts that have no split(sizes)",
+                "be 1 for experts without split(sizes)",
                 num_chunks,
             )
 

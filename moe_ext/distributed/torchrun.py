@@ -1,4 +1,4 @@
-"""The ranks that torchrun starts, and starts again."""
+"""Initialization of ranks that torchrun starts and restarts."""
 
 import os
 from datetime import timedelta
@@ -13,17 +13,17 @@ __all__ = ["init_process_group"]
 def init_process_group(
     backend: str | None = None, *, timeout: timedelta | None = None, **options: Any
 ) -> ProcessGroup | None:
-    """`torch.distributed.init_process_group` that also works after torchrun has restarted.
+    """Calls `torch.distributed.init_process_group`; also works after a restart by torchrun.
 
-    After a restart torchrun reuses its store, which still holds the addresses of dead ranks. A
-    prefix for each restart hides them.
+    After a restart, the store of torchrun still has the addresses of dead ranks. A store prefix for
+    each restart hides them.
 
     Args:
-        backend, timeout: as torch's.
-        options: the others of torch's, by name, but for those that torchrun decides.
+        backend, timeout: see `torch.distributed.init_process_group`.
+        options: its other keyword arguments, except store, rank and world_size.
 
     Returns:
-        The group of all ranks; None where torchrun did not start this one: it is alone.
+        The process group of all ranks, or None if torchrun did not start this process.
     """
     if not dist.is_torchelastic_launched():
         return None

@@ -1,12 +1,14 @@
-"""Gates: which experts each token goes to, and with what weights (Section 2.1).
+"""Gates: they select the experts of each token and weight them (Section 2.1).
 
-Gate, Routing                the contract between a gate and `MoE`
-SoftmaxGate                  every expert for every token                 Eq. 2
-TopKGate                     the k experts with the largest logits        App. F
-NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
-HierarchicalNoisyTopKGate    groups first, then the experts of a group    App. B
-BalancedGate                 experts choose equally many tokens           App. F
-HierarchicalBalancedGate     the same on two levels                       App. B, F
+Contents, with the paper's equation or section::
+
+    Gate, Routing                the interface between a gate and `MoE`
+    SoftmaxGate                  every expert for every token                 Eq. 2
+    TopKGate                     the k experts with the largest logits        App. F
+    NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
+    HierarchicalNoisyTopKGate    selects groups, then experts within them     App. B
+    BalancedGate                 every expert gets the same number of tokens  App. F
+    HierarchicalBalancedGate     the same on two levels                       App. B, F
 """
 
 from moe_ext.gates.balanced import (

@@ -1,4 +1,4 @@
-"""What gates share: their logits, and their start."""
+"""Logits and initialization, shared by all gates."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,23 +11,28 @@ from moe_ext import ops
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weight, each row by itself: its bits do not depend on the other rows of the batch. (On
-    CUDA they may: torch chooses another kernel for another number of rows.)"""
+    """Computes x · weight. On the CPU, a row's result does not depend on the other rows.
+
+    On CUDA it may: torch selects a GEMM kernel by the number of rows.
+    """
     return ops.experts(x, [weight.unsqueeze(0)])
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 at least: converted once for all matrices of a gate."""
+    """Converts x to at least float32, once for all matrices of a gate."""
     return x.to(ops.accumulation_dtype(x))
 
 
 def logits(
     x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = matmul
 ) -> Tensor:
-    """x · weight in float32 at least, under autocast too: a threshold minus a logit cancels."""
+    """Computes x · weight in at least float32, also under autocast.
+
+    The load subtracts a threshold from a logit, which cancels in lower precision.
+    """
     x = widened(x)
     wide = torch.promote_types(x.dtype, weight.dtype)
-    # The meta device has no autocast and raises an error when asked for it.
+    # The meta device does not support autocast.
     meta = x.device.type == "meta"
     with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
         return product(x.to(wide), weight.to(wide))

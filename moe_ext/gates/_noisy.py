@@ -1,4 +1,4 @@
-"""What the flat and the hierarchical noisy gate share: a level's selection and its load."""
+"""Selection and load of one level, shared by the flat and the hierarchical noisy gate."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from moe_ext.gates.gate import Gate
 
 
 class NoisyGate(Gate):
-    """A gate that adds noise to its logits in training.
+    """Adds noise to the logits in training mode; the base class of both noisy gates.
 
     Args:
         d_model, num_experts, k: see `Gate`.
@@ -33,7 +33,7 @@ class NoisyGate(Gate):
         self.generator = generator
 
     def reset_parameters(self) -> None:
-        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        """Sets all parameters and buffers to zero, their initial values."""
         zero_(self)
 
     def _select(
@@ -44,9 +44,9 @@ class NoisyGate(Gate):
         k: int,
         plan: ops.DispatchPlan | None = None,
     ) -> tuple[Tensor, ops.TopKSelection]:
-        """The clean logits of each token of x, and the k gates that are kept.
+        """Returns the clean logits of each token and the selection of its top k.
 
-        With a plan, those of each of its rows, by the matrices of the row's group.
+        With a plan, returns them for each row of the plan, with the weights of the row's group.
         """
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class NoisyGate(Gate):
         if self.training:
             raw_noise_stddev, noise = logits(x, w_noise, product), self.draw_noise(clean_logits)
             if plan is not None:
-                # Drawn by slots: a token's noise does not depend on the groups of the others.
+                # Noise is drawn in slot order: it does not depend on other tokens' groups.
                 noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
         kept = ops.noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, self.noise_epsilon)
         return clean_logits, kept
@@ -67,7 +67,7 @@ class NoisyGate(Gate):
     def _load(
         self, clean_logits: Tensor, kept: ops.TopKSelection, group_offsets: Tensor | None = None
     ) -> Tensor:
-        """Load(X) of a selection made in training; see `moe_ext.ops.load`."""
+        """Computes Load(X) of a selection in training mode; see `moe_ext.ops.load`."""
         return ops.load(
             clean_logits,
             kept.noise_stddev,

@@ -1,4 +1,4 @@
-"""Strictly balanced gating, Appendix F: in training every expert gets equally many tokens."""
+"""Strictly balanced gating (App. F): in training, every expert gets the same number of tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class _Agreement(NamedTuple):
-    """How the threshold mask compares with the batchwise one.
+    """Compares the threshold mask with the batchwise mask.
 
     Attributes:
         loss: L_batchwise.
-        num_differing: how many pairs of a token and an expert only one of the masks selects.
-        num_selected: how many the one selects and how many the other, together.
+        num_differing: number of (token, expert) pairs that only one of the masks selects.
+        num_selected: number of pairs that the two masks select, added up.
     """
 
     loss: Tensor
@@ -42,12 +42,12 @@ class _Agreement(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """What a mask selects of N rows and E experts.
+    """Holds a mask over N rows and E experts as a list of (row, expert) pairs.
 
     Attributes:
-        expert_index: [R] int64, the experts of the first row, ascending, of the second, …
-        row_offsets: [N + 1] int64, where each row's begin and end.
-        agreement: with the other mask, where the batchwise one has been computed.
+        expert_index: [R] int64, the selected experts, sorted by row, then by expert.
+        row_offsets: [N + 1] int64; row n has the entries row_offsets[n] to row_offsets[n + 1] - 1.
+        agreement: how the threshold and batchwise masks compare; None for a threshold mask.
     """
 
     expert_index: Tensor
@@ -56,36 +56,38 @@ class _Mask(NamedTuple):
 
 
 def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
-    """m = k·T/E: the nearest whole number, a half rounded up; at least 1, but 0 of no rows.
+    """Computes m = k·T/E, rounded to the nearest whole number (half up).
+
+    The result is at least 1 if T > 0, and 0 if T = 0.
 
     Args:
-        k: experts per row, on average.
-        num_rows: T, or the size of a group of a hierarchical mixture.
-        num_experts: E.
+        k: mean number of experts per row.
+        num_rows: T, or the number of rows of a group in a hierarchical mixture.
+        num_experts: E, the number of experts.
     """
     return max(min(1, num_rows), (2 * k * num_rows + num_experts) // (2 * num_experts))
 
 
 def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
-    """M_threshold(x, T)_i = 1 where x_i > T_i, for scores [N, E]; waits for the device to count.
+    """Selects the experts with scores [N, E] above the threshold; synchronizes with the device.
 
-    And where x_i is NaN: a row without an expert would be 0.
+    NaN scores are selected too: otherwise NaN rows would silently get the output 0.
     """
     return _Mask(*_experts_of_rows(~(scores <= threshold)))
 
 
 def _several(ranks: Ranks | None) -> Ranks | None:
-    """None where there is nothing to communicate."""
+    """Returns None for a single rank."""
     return None if ranks is None or ranks.size == 1 else ranks
 
 
 def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """expert_index and row_offsets of `_Mask`, for a mask [N, E]."""
+    """Returns expert_index and row_offsets of `_Mask` for a bool mask [N, E]."""
     return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
 
 
 def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
-    """Of the batchwise mask with that of the thresholds; shapes as in `batchwise_loss`."""
+    """Compares the batchwise mask with the threshold mask; shapes as in `batchwise_loss`."""
     passes = scores > threshold.unsqueeze(-2)
     return _Agreement(
         batchwise_loss(scores, threshold, mask),
@@ -96,24 +98,23 @@ def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
 
 @torch.no_grad()
 def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> None:
-    """Thresholds just below the first batch's m-th scores, where the two masks agree: by some
-    roundings, as on CUDA another product than training's makes the scores of evaluation.
+    """Sets the thresholds just below the m-th scores of the first batch with finite scores.
 
-    Of a batch whose scores are not finite they stay as they are, and wait for the next. The flag's
-    value is not waited for: every batch writes, the same thresholds after the first.
+    There the two masks agree. The margin of 16 eps covers rounding: on CUDA, the GEMM of evaluation
+    may round differently. Later batches write the old values: reading the flag would synchronize.
     """
     finite = mth_score.isfinite().all()
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
-    start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # below 0, too
+    start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
     threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
     initialized.logical_or_(finite)
 
 
 class StrictlyBalancedGate(Gate):
-    """What the flat and the hierarchical gate share: the batchwise mask and its thresholds.
+    """Implements the batchwise mask and its thresholds for the flat and the hierarchical gate.
 
     Attributes:
-        batchwise: choose by the batchwise mask in evaluation, too.
+        batchwise: whether to select by the batchwise mask in evaluation mode too.
     """
 
     routes_by_batch: ClassVar[bool] = True
@@ -124,14 +125,14 @@ class StrictlyBalancedGate(Gate):
         self.batchwise = False
 
     def reset_parameters(self) -> None:
-        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        """Sets all parameters and buffers to zero, their initial values."""
         zero_(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """G_σ, what the masks look at."""
+        """Computes G_σ, the scores that the masks compare."""
         return torch.softmax(logits.detach() if self.detach_scores else logits, dim=-1)
 
     def _by_batch(
@@ -143,10 +144,10 @@ class StrictlyBalancedGate(Gate):
         ranks: Ranks | None,
         group_sizes: Tensor | None = None,
     ) -> _Mask:
-        """M_batchwise(X, m) of the rows [R, E] of G groups of equally many, one after the other.
+        """Computes M_batchwise(X, m) for scores [R, E] of G equally large groups of rows.
 
-        Over several ranks a group's size is its share of the rows here, and group_sizes [G]
-        says what it is; None is one group.
+        With several ranks, group_sizes [G] is the number of this rank's rows in each group. None
+        means a single group.
         """
         num_rows, num_experts = scores.shape
         num_groups = threshold.numel() // num_experts
@@ -172,8 +173,8 @@ class StrictlyBalancedGate(Gate):
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
         bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         agreement = _agreement(scores, bound, mask)
-        # From the rows of each expert to the experts of each row, by the counting sort that
-        # otherwise goes the other way. An entry's place is (g·E + e)·m + i.
+        # row_index lists the rows of each expert. The counting sort of dispatch_plan turns it into
+        # the experts of each row. An entry has the position (g·E + e)·m + i.
         first_row = num_rows * torch.arange(num_groups, device=scores.device)
         row = row_index + first_row[:, None, None]
         plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
@@ -188,7 +189,7 @@ class StrictlyBalancedGate(Gate):
         masks: list[_Mask],
         ranks: Ranks | None,
     ) -> Routing:
-        """The result, with what the masks of all levels report."""
+        """Makes the `Routing`, with the loss and the metrics of the masks of all levels."""
         slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
         agreements = [mask.agreement for mask in masks if mask.agreement is not None]
         parts = [
@@ -221,41 +222,48 @@ class StrictlyBalancedGate(Gate):
 
 
 class BalancedGate(StrictlyBalancedGate):
-    """A softmax gate without noise whose experts choose their tokens (Appendix F).
+    """Lets each expert select its tokens: a softmax gate without noise (Appendix F).
+
+    The gates are the softmax scores, masked and renormalized::
 
         G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
 
-    Training masks by M_batchwise: expert i gets the m = k·T/E tokens of the batch with the largest
-    G_σ(x)_i (`rows_per_expert`), so that a token has k experts on average, of 0 … E. One that has
-    none has no gate, and its output is 0. Load is then a constant: w_load has nothing to act on.
+    Training mode uses M_batchwise: expert i gets the m = k·T/E tokens of the batch with the largest
+    G_σ(x)_i (`rows_per_expert`). A token has k experts on average, and 0 to E in an extreme case.
+    The output of a token without experts is 0. Load is constant, so w_load has no effect.
 
-    Evaluation masks by M_threshold: the experts with G_σ(x)_i > threshold_i, whatever else is in
-    the batch; that takes reading how many they are from the device. The thresholds are trained by
-    L_batchwise / T, which the result carries as its loss, from the first training batch on, whose
-    m-th scores they start at. Before it they are 0: an untrained gate is the softmax gate of Eq. 2,
-    all experts for every token. They live on the scale of a softmax over E experts: give them a
-    learning rate of their own, well below 1 / E.
+    Evaluation mode uses M_threshold: it selects the experts with G_σ(x)_i > threshold_i,
+    independently of the other tokens. This synchronizes with the device to count the selected
+    experts.
 
-    That first batch writes the parameter in place: where another tensor stands for it, as under
-    `torch.func.functional_call` and `fully_shard`, the start is lost. Each rank starts at its
-    own batch unless the layer has a process_group: DistributedDataParallel, which averages
-    gradients alone, keeps that difference. `moe_ext.distributed.parallelize` sees to both.
+    The thresholds are trained by L_batchwise / T, the gate's own loss. They are 0 until the first
+    training batch sets them just below its m-th scores. An untrained gate in evaluation mode
+    therefore selects all experts (Eq. 2). Thresholds have the scale of a softmax over E experts:
+    train them with a separate learning rate well below 1 / E.
 
-    W_g starts at zero. Then all scores are equal, and each expert gets tokens of its own by a fixed
-    pseudo-random choice (`moe_ext.ops.batchwise_topm`).
+    The first batch writes the threshold parameter in place. `torch.func.functional_call` and
+    `fully_shard` substitute another tensor and lose this initialization. Without a process_group,
+    each rank initializes from its own batch; DistributedDataParallel does not remove the
+    difference. Layers with a process_group under `moe_ext.distributed.parallelize` have neither
+    problem.
 
-    The metrics: mask_disagreement, |M_threshold xor M_batchwise| / (|M_threshold| + |M_batchwise|),
-    where the batchwise mask is in use, and share_without_expert, of the tokens.
+    W_g starts at zero, so all scores are equal. A fixed pseudo-random function then assigns tokens
+    to experts (`moe_ext.ops.batchwise_topm`).
+
+    The metric share_without_expert is the fraction of tokens without experts. With the batchwise
+    mask, mask_disagreement is
+    ``|M_threshold xor M_batchwise| / (|M_threshold| + |M_batchwise|)``.
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
-        k: experts per token on average, 1 <= k <= E.
-        detach_scores: L_batchwise trains the thresholds alone, not W_g and what is below it.
+        num_experts: E, the number of experts.
+        k: mean number of experts per token, 1 <= k <= E.
+        detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
 
     Attributes:
+        w_gate: [D, E] parameter.
         threshold: [E] parameter.
-        batchwise: choose by M_batchwise in evaluation, too (`batchwise_masks`).
+        batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
@@ -272,7 +280,7 @@ class BalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        """Routes x [T, D]; the slots of each token are in order of expert index."""
         ranks = _several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
@@ -285,27 +293,32 @@ class BalancedGate(StrictlyBalancedGate):
 
 
 class HierarchicalBalancedGate(StrictlyBalancedGate):
-    """Strictly balanced gating on two levels: of a groups, then of each one's b experts.
+    """Applies strictly balanced gating on two levels: a groups of b experts each (App. B, F).
 
-    G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `BalancedGate`, for the a · b experts
-    numbered i · b + j. In training each group takes m1 = k1·T/a tokens of the batch, X^(i), and
-    each of its experts m2 = k2·m1/b of those. The gates of a token whose group has no expert for it
-    sum to less than 1. A secondary gate sees X^(i) alone, so that T · (a + k1 · b) logits are made.
+    Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
+    factor is a `BalancedGate`.
 
-    In evaluation thresholds choose on both levels. What `BalancedGate` says of the thresholds, the
-    start and the metrics holds for the two levels together.
+    In training mode, each group selects m1 = k1·T/a tokens X^(i) of the batch. Each of its experts
+    selects m2 = k2·m1/b of these. The gates of a token sum to less than 1 if no expert of a chosen
+    group selects it. A secondary gate sees only X^(i); T · (a + k1 · b) logits are computed.
+
+    In evaluation mode, thresholds select on both levels. See `BalancedGate` for their
+    initialization and training. The metrics cover both levels together.
 
     Args:
         d_model: D, the width of x.
         num_groups: a.
         experts_per_group: b.
-        k: (k1, k2), groups per token and experts per chosen group, on average; a number is both.
+        k: (k1, k2), the mean number of groups per token and of experts per chosen group. A single
+            number k means (k, k).
         detach_scores: see `BalancedGate`.
 
     Attributes:
+        w_gate: [D, a] parameter.
+        w_gate_secondary: [a, D, b] parameter.
         threshold: [a] parameter.
         threshold_secondary: [a, b] parameter.
-        batchwise: choose by M_batchwise in evaluation, too (`batchwise_masks`).
+        batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, or k2 not between 1 and b.
@@ -337,7 +350,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized_secondary", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the gates [R] of the chosen experts of each token, in the experts' order."""
+        """Routes x [T, D]; the slots of each token are in order of expert index."""
         ranks = _several(ranks)
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels
@@ -350,7 +363,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         else:
             groups = _by_threshold(scores, self.threshold)
 
-        # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
+        # The rows of X^(1), X^(2), …: one for each slot (token, chosen group).
         plan = ops.dispatch_plan(groups.expert_index, a)
 
         equal = batchwise and ranks is None
@@ -385,7 +398,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         secondary_gates = ops.selected_softmax(
             secondary_logits, experts.expert_index, experts.row_offsets
         )
-        # From the order of the rows to that of the slots, each slot with its row's experts.
+        # Reorder from rows to slots; each slot has the experts of its row.
         first = experts.row_offsets[:-1].index_select(0, plan.inverse)
         num_experts = experts.row_offsets.diff().index_select(0, plan.inverse)
         slot_offsets = F.pad(num_experts.cumsum(0), (1, 0))
@@ -408,19 +421,19 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
 
 
 def balanced_gates(model: nn.Module) -> list[StrictlyBalancedGate]:
-    """The strictly balanced gates in a model, flat or hierarchical."""
+    """Returns the strictly balanced gates of a model, flat and hierarchical."""
     return [module for module in model.modules() if isinstance(module, StrictlyBalancedGate)]
 
 
 @contextmanager
 def batchwise_masks(model: nn.Module) -> Iterator[None]:
-    """Makes the strictly balanced gates of a model select by the batchwise mask in the context.
+    """Makes the strictly balanced gates of a model use the batchwise mask within the context.
 
-    In evaluation the other tokens of the batch then have a say in what a token's experts are: to
-    see what the thresholds cost.
+    In evaluation mode, the experts of a token then depend on the other tokens of the batch. Use it
+    to measure the effect of the thresholds.
 
     Args:
-        model: any module with such gates in it.
+        model: any module that contains such gates.
     """
     gates = balanced_gates(model)
     before = [gate.batchwise for gate in gates]

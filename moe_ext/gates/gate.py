@@ -1,4 +1,4 @@
-"""The contract between a gate and the layer: `Gate` and what it returns, `Routing`."""
+"""The interface between a gate and `MoE`: `Gate` and its result, `Routing`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Gate", "Routing"]
 
 
 class Routing(NamedTuple):
-    """A gate's routing decision for T tokens.
+    """Holds a gate's routing decision for T tokens.
 
     A slot is a (token, expert) assignment. Slots are ordered by token.
 
@@ -24,15 +24,16 @@ class Routing(NamedTuple):
         gates: [T, K], or [R] with token_offsets; float32 or float64. The weight of each slot.
         expert_index: int64, in the shape of gates. The expert of each slot.
         importance: [E], the sum of each expert's gates (Eq. 6).
-        load: [E], the expected number of tokens of each expert (Appendix A). Without noise it is
-            the number of routed tokens, which has no gradient.
-        token_offsets: [T + 1] int64, where each token's slots begin and end. None: K slots each.
-        equal_load: every expert has R / E tokens, so that the layer need not read the counts.
-        loss: scalar, the gate's own loss, which the layer adds to its own. None: there is none.
+        load: [E], the expected number of tokens per expert (Appendix A). Without noise, it is the
+            number of routed tokens, which has no gradient.
+        token_offsets: [T + 1] int64; token t has the slots token_offsets[t] to
+            token_offsets[t + 1] - 1. None: each token has K slots.
+        equal_load: whether every expert has exactly R / E tokens. The layer then needs no counts.
+        loss: scalar, the gate's own loss, which the layer adds to its loss. None: no loss.
         metrics: scalars that describe the routing, for `MoEAux.metrics`.
-        load_factors: the factors of the load of a hierarchical noisy gate: Load_primary(X) [a],
-            Load_i(X^(i)) [a, b] and |X^(i)| [a] (`hierarchical_load`). Each is a sum over tokens;
-            their product is not.
+        load_factors: the factors of `hierarchical_load`: Load_primary(X) [a], Load_i(X^(i)) [a, b]
+            and ``|X^(i)|`` [a]. Only a hierarchical noisy gate sets them. Each factor is a sum over
+            tokens; their product is not.
     """
 
     gates: Tensor
@@ -47,10 +48,10 @@ class Routing(NamedTuple):
 
 
 class Gate(nn.Module):
-    """Routes tokens to experts: what `MoE` asks of a gate.
+    """Routes tokens to experts; the base class of all gates.
 
-    Derive a gate of your own from this class. Call ``super().__init__(d_model, num_experts, k)``
-    and define `forward`; its result is easiest to make with `make_routing`:
+    Derive a custom gate from this class. Call ``super().__init__(d_model, num_experts, k)`` and
+    define `forward`. The method `make_routing` builds its result:
 
         >>> class RoundRobinGate(Gate):
         ...     def forward(self, x, ranks=None):
@@ -61,16 +62,17 @@ class Gate(nn.Module):
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
-        k: experts per token, 1 <= k <= E; the average where tokens differ.
+        num_experts: E, the number of experts.
+        k: experts per token, 1 <= k <= E; the mean if it differs between tokens.
 
     Attributes:
-        d_model, num_experts, k: as given.
-        generator: source of the noise; None is torch's global one.
-        experts_per_group: experts that have to stay on one rank; they are numbered one after
-            another.
-        routes_by_batch: whether a token's experts depend on the other tokens of the batch. Ranks
-            that balance only their own tokens would then train different gates.
+        d_model: the constructor argument.
+        num_experts: the constructor argument.
+        k: the constructor argument.
+        generator: source of the noise; None: torch's global generator.
+        experts_per_group: number of consecutive experts that must stay on one rank.
+        routes_by_batch: whether a token's experts depend on the other tokens of the batch. Several
+            ranks then require ``balance="global"``; otherwise their gates would diverge.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
@@ -93,9 +95,12 @@ class Gate(nn.Module):
         """Routes the tokens x [T, D].
 
         Args:
-            x: [T, D], T may be 0.
-            ranks: the ranks whose tokens are balanced together: importance, load, loss and metrics
-                are then sums over all of them. None: this rank alone.
+            x: [T, D]; T may be 0.
+            ranks: the ranks that balance their tokens together. Importance, load, loss and metrics
+                must then cover the tokens of all of them. None: only this rank.
+
+        Returns:
+            The `Routing` of this rank's tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, ranks=None)")
 
@@ -103,21 +108,22 @@ class Gate(nn.Module):
         __call__ = forward
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x · weight in float32 at least, also under autocast.
+        """Computes x · weight in at least float32, also under autocast.
 
         Args:
             x: [T, D].
             weight: [D, E].
 
         Returns:
-            [T, E]. A row's bits do not depend on the other rows (on CUDA they may).
+            [T, E]. On the CPU, a row is bitwise independent of the other rows. On CUDA it may not
+            be.
         """
         return logits(x, weight)
 
     def draw_noise(self, like: Tensor) -> Tensor:
-        """Draws standard normal noise of the shape and type of `like`, from `generator`.
+        """Draws standard normal noise in the shape and dtype of `like` from `generator`.
 
-        Every gate of moe_ext that adds noise gets it from here. Override it to replay noise.
+        All noise of the gates in moe_ext comes from this method. Override it to replay noise.
         """
         if self.generator is None:
             return torch.randn_like(like)
@@ -131,12 +137,12 @@ class Gate(nn.Module):
         load: Tensor | None = None,
         ranks: Ranks | None = None,
     ) -> Routing:
-        """Makes the `Routing` of gates [T, K], with importance and load summed over the ranks.
+        """Makes a `Routing` from gates [T, K]; sums importance and load over the ranks.
 
         Args:
             gates: [T, K].
             expert_index: [T, K] int64, the expert of each gate.
-            load: [E], the load of this rank's tokens; None is the number of routed tokens.
+            load: [E], the load of this rank's tokens; None: the number of routed tokens.
             ranks: see `forward`.
         """
         if load is None:

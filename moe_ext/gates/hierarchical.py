@@ -1,4 +1,4 @@
-"""Noisy top-k gating on two levels, Appendix B."""
+"""Noisy top-k gating on two levels (Appendix B)."""
 
 from __future__ import annotations
 
@@ -16,41 +16,53 @@ __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 
 
 def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
-    """Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)| (Appendix B), [a · b].
+    """Computes the load of a hierarchical gate (Appendix B), [a · b].
+
+    The load of an empty group is 0. Otherwise::
+
+        Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
 
     Args:
-        load: Load_primary(X), [a].
-        load_of_group: Load_i(X^(i)) of all groups, [a, b]; 0 of an empty one.
-        group_size: |X^(i)|, [a].
+        load: [a], Load_primary(X).
+        load_of_group: [a, b], Load_i(X^(i)) of each group; 0 for an empty group.
+        group_size: [a], ``|X^(i)|``.
     """
     return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
 
 
 class HierarchicalNoisyTopKGate(NoisyGate):
-    """Noisy top-k gating on two levels (Appendix B): k1 of a groups, k2 of each one's b experts.
+    """Selects k1 of a groups, then k2 of the b experts in each, with noise (Appendix B).
 
-    G_H(x)_ij = G_primary(x)_i · G_i(x)_j, each factor as in `NoisyTopKGate`, for the a · b experts
-    numbered i · b + j. A secondary gate G_i sees X^(i) = {x : G_primary(x)_i > 0} alone. With
+    Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
+    factor is a `NoisyTopKGate`. A secondary gate G_i sees only X^(i) = {x : G_primary(x)_i > 0}.
+    The balancing losses use::
 
         Importance_H(X)_ij = Σ_x G_primary(x)_i · G_i(x)_j
         Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
 
-    and |X^(i)| a true count, without gradient, the losses balance all experts and train both
-    levels. An empty group has load 0, and nothing divides by its size.
+    The group size ``|X^(i)|`` is an exact count without gradient. An empty group has load 0. The
+    losses balance all experts and train both levels.
 
-    It costs T · (a + k1 · b) logits. All four matrices start at zero; what `NoisyTopKGate` says of
-    evaluation and of k = 1 holds on each level. A level with one choice draws no noise and changes
-    nothing: with a = 1 or b = 1 this is a `NoisyTopKGate`, to the last bit from the same seed.
+    The gate computes T · (a + k1 · b) logits. All four matrices start at zero. The notes of
+    `NoisyTopKGate` on evaluation mode and on k = 1 apply to each level. A level with a single
+    choice draws no noise. With a = 1 or b = 1, results are therefore bitwise identical to a
+    `NoisyTopKGate` with the same seed.
 
     Args:
         d_model: D, the width of x.
         num_groups: a.
         experts_per_group: b.
-        k: (k1, k2), groups per token and experts per chosen group; a number is both.
+        k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
         noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
 
+    Attributes:
+        w_gate: [D, a] parameter.
+        w_noise: [D, a] parameter.
+        w_gate_secondary: [a, D, b] parameter.
+        w_noise_secondary: [a, D, b] parameter.
+
     Raises:
-        ValueError: a size is below 1, k1 is not between 1 and a, k2 not between 1 and b, or
+        ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or
             noise_epsilon is negative.
     """
 
@@ -79,16 +91,19 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         self.w_noise_secondary = nn.Parameter(torch.zeros(secondary))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the k1 · k2 gates of each token: by group, each in order of falling logit."""
+        """Routes x [T, D] to k1 · k2 experts per token.
+
+        Slots are ordered by decreasing noisy logit of the group, then of the expert.
+        """
         k1, k2 = self.k_of_levels
         x = widened(x)
         clean, primary = self._select(x, self.w_gate, self.w_noise, k1)
-        # The rows of X^(1), X^(2), …, one for each slot (token, chosen group).
+        # The rows of X^(1), X^(2), …: one for each slot (token, chosen group).
         plan = ops.dispatch_plan(primary.expert_index, self.num_groups)
         secondary_weights = self.w_gate_secondary, self.w_noise_secondary
         clean_rows, secondary = self._select(x, *secondary_weights, k2, plan)
 
-        # As in combine a row's output by its gate, here its secondary gates by the primary one.
+        # combine multiplies the secondary gates of each row by its primary gate.
         row_of_slot = plan.inverse.reshape(-1, 1)
         gates = ops.combine(secondary.gates, primary.gates.reshape(-1, 1), row_of_slot)
         expert_index = secondary.expert_index.index_select(0, plan.inverse.reshape(-1))
@@ -111,7 +126,7 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         return Routing(gates, expert_index, importance, load, load_factors=tuple(factors))
 
     def draw_noise(self, like: Tensor) -> Tensor:
-        """As `Gate.draw_noise`; for a level with a single choice, zeros."""
+        """Draws noise as `Gate.draw_noise` does; returns zeros for a level with a single choice."""
         return torch.zeros_like(like) if like.shape[1] == 1 else super().draw_noise(like)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Noisy top-k gating, Section 2.1, with the smooth load of Appendix A."""
+"""Noisy top-k gating (Section 2.1) with the smooth load of Appendix A."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ __all__ = ["NoisyTopKGate"]
 
 
 class NoisyTopKGate(NoisyGate):
-    """Noisy top-k gating (Eqs. 3-5), with noise in training mode only.
+    """Selects the top k of noisy logits (Eqs. 3-5); adds noise only in training mode.
 
-    Both matrices start at zero ("no signal and some noise"): training begins with uniformly random
-    routing; in evaluation mode the untrained gate ties everywhere and picks the lowest indices.
+    Both matrices start at zero ("no signal and some noise"). Training begins with uniformly random
+    routing. In evaluation mode, all logits of an untrained gate tie and the lowest indices win.
 
-    With k = 1 the kept gate is 1 whatever the logits, so that the task's gradient to the gate is
-    zero: the balancing losses alone train it.
+    With k = 1, the gate is 1 for any logits. The task loss then has no gradient for the gate; only
+    the balancing losses train it.
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
-        k: experts kept per token, 1 <= k <= E.
-        noise_epsilon: floor of the noise's standard deviation.
-        detach_threshold: keep Load's gradient out of the thresholds (see `moe_ext.ops.load`).
-        generator: source of the noise; None is torch's global one, which torch.utils.checkpoint
-            replays. A generator of one's own is not replayed when a forward pass is recomputed,
-            torch.compile(fullgraph=True) does not take it, and a torch.cuda.CUDAGraph has to be
-            told of it by register_generator_state.
+        num_experts: E, the number of experts.
+        k: experts per token, 1 <= k <= E.
+        noise_epsilon: minimum standard deviation of the noise.
+        detach_threshold: whether to block the gradient of the load through the thresholds (see
+            `moe_ext.ops.load`).
+        generator: source of the noise. None: torch's global generator, which torch.utils.checkpoint
+            replays. It does not replay a custom generator. torch.compile(fullgraph=True) does not
+            support one. A torch.cuda.CUDAGraph needs register_generator_state for it.
+
+    Attributes:
+        w_gate: [D, E] parameter.
+        w_noise: [D, E] parameter.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
@@ -53,7 +57,7 @@ class NoisyTopKGate(NoisyGate):
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the k kept gates of each token, in order of decreasing (noisy) logit."""
+        """Routes x [T, D] to k experts per token, in order of decreasing (noisy) logit."""
         clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, self.k)
         load = self._load(clean_logits, kept) if self.training else None
         return self.make_routing(kept.gates, kept.expert_index, load=load, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Gates without noise: the softmax over all experts, and over the top k."""
+"""Gates without noise: the softmax over all experts, and the softmax over the top k."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ __all__ = ["SoftmaxGate", "TopKGate"]
 
 
 class SoftmaxGate(Gate):
-    """G(x) = softmax(x·W_g) (Eq. 2): every token goes to every expert.
+    """Routes every token to every expert with the gates G(x) = softmax(x·W_g) (Eq. 2).
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
+        num_experts: E, the number of experts.
+
+    Attributes:
+        w_gate: [D, E] parameter.
 
     Raises:
         ValueError: d_model or num_experts is below 1.
@@ -29,11 +32,11 @@ class SoftmaxGate(Gate):
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def reset_parameters(self) -> None:
-        """Sets all parameters and buffers to zero, as they are in a new gate."""
+        """Sets all parameters and buffers to zero, their initial values."""
         zero_(self)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the gates of all E experts, in the experts' order."""
+        """Routes x [T, D] to all E experts, in order of their index."""
         gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
         return self.make_routing(gates, expert_index, ranks=ranks)
@@ -43,18 +46,23 @@ class SoftmaxGate(Gate):
 
 
 class TopKGate(Gate):
-    """A softmax gate masked by its top k, without noise (Appendix F with M = TopK).
+    """Routes each token to its top k experts without noise (Appendix F with M = TopK).
+
+    The gates are the softmax scores, masked and renormalized::
 
         G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
 
-    W_g starts small and random, with a standard deviation of 0.1 · D^-1/2: from zero every token
-    would go to the same experts. Load is the number of tokens routed, which has no gradient: the
-    importance loss alone balances.
+    W_g starts with normal random values of standard deviation 0.1 · D^-1/2. From zero, every token
+    would be routed to the same experts. Load is the number of routed tokens, which has no gradient.
+    Only the importance loss balances the experts.
 
     Args:
         d_model: D, the width of x.
-        num_experts: E.
-        k: experts kept per token, 1 <= k <= E.
+        num_experts: E, the number of experts.
+        k: experts per token, 1 <= k <= E.
+
+    Attributes:
+        w_gate: [D, E] parameter.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
@@ -66,9 +74,10 @@ class TopKGate(Gate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Reinitializes W_g."""
         nn.init.normal_(self.w_gate, std=0.1 * len(self.w_gate) ** -0.5)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """x [T, D] to the k kept gates of each token, in order of decreasing logit."""
+        """Routes x [T, D] to k experts per token, in order of decreasing logit."""
         kept = ops.noisy_topk_gating(self.logits(x, self.w_gate), None, None, self.k)
         return self.make_routing(kept.gates, kept.expert_index, ranks=ranks)

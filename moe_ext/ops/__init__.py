@@ -1,14 +1,15 @@
-"""The operators: typed functions over ``torch.ops.moe_ext``, one page each.
+"""The operators: typed functions over ``torch.ops.moe_ext``, one file each.
 
-T tokens, D model width, E experts, K = k experts per token, R = T·K routed rows. All are pure
-functions of tensors with C++ autograd; their sums have a fixed order, so that results do not depend
-on the number of threads. A second derivative is refused with a RuntimeError (importance, which is
-linear, has one), and so are the gradients of torch.func, by torch itself.
+Shapes: T tokens, D model width, E experts, K = k experts per token, R = T·K routed rows.
 
-Indices and offsets are int64; int32 ones are taken too, at the cost of a conversion.
+All operators are pure functions of tensors with C++ autograd. Sums have a fixed order: results do
+not depend on the number of threads. Second derivatives raise RuntimeError, except for the linear
+operator importance. Gradients with torch.func are not supported: torch raises an error.
+
+Indices and offsets are int64. int32 is accepted but converted, which costs time.
 """
 
-from moe_ext.ops import _flops as _flops  # registers the formulas
+from moe_ext.ops import _flops as _flops  # registers the FLOP formulas
 from moe_ext.ops._balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops._combine import combine
 from moe_ext.ops._dispatch import DispatchPlan, dispatch, dispatch_plan, token_index

@@ -1,4 +1,4 @@
-"""Where each token's copies go, and taking them there: x [T, D] to rows [R, D] by expert."""
+"""Dispatch: the tokens x [T, D] to rows [R, D] that are sorted by expert."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class DispatchPlan(NamedTuple):
-    """The (token, expert) pairs in two orders.
+    """Maps between the two orders of the (token, expert) assignments.
 
-    Slots are the pairs ordered by token, as the gate gives them: with K for every token, slot
-    t·K + j is the j-th choice of token t. Rows are the same pairs ordered by expert, then by slot.
+    Slots are the assignments in the gate's order, sorted by token. With K per token, slot t·K + j
+    is the j-th expert of token t. Rows are the same assignments, sorted by expert, then by slot.
 
     Attributes:
-        permutation: [R] int64, from row to slot.
-        inverse: [T, K] or [R] int64 as expert_index, from slot to row.
+        permutation: [R] int64, the slot of each row.
+        inverse: [T, K] or [R] int64 like expert_index, the row of each slot.
         tokens_per_expert: [E] int64.
-        offsets: [E + 1] int64; expert e's rows are offsets[e] <= r < offsets[e + 1].
+        offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1].
     """
 
     permutation: Tensor
@@ -26,39 +26,44 @@ class DispatchPlan(NamedTuple):
 
 
 def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
-    """Sorts the slots by expert: a stable counting sort, O(R + E).
+    """Sorts the slots by expert with a stable counting sort in O(R + E).
 
     Args:
         expert_index: [T, K] or [R] int64, the expert of each slot, in [0, num_experts).
-        num_experts: E.
+        num_experts: E, the number of experts.
 
     Raises:
-        ValueError, TypeError, IndexError: an argument's shape, type or value does not fit.
+        ValueError, TypeError, IndexError: an argument has a wrong shape, dtype or value.
     """
     return DispatchPlan(*torch.ops.moe_ext.dispatch_plan(expert_index, num_experts))
 
 
 def dispatch(x: Tensor, inverse: Tensor, token_offsets: Tensor | None = None) -> Tensor:
-    """Copies every token to its rows, rows[inverse[s]] = x[t] for its slots s; returns [R, D].
+    """Copies each token to its rows: rows[inverse[s]] = x[t] for the slots s of token t.
 
     Args:
         x: [T, D].
-        inverse: [T, K] int64, or [R] with token_offsets: a permutation of 0 … R - 1 as
-            `dispatch_plan` makes it.
-        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
+        inverse: [T, K] int64, or [R] with token_offsets. The row of each slot, from
+            `dispatch_plan`: a permutation of 0, …, R - 1.
+        token_offsets: [T + 1] int64; token t has the slots
+            token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
+
+    Returns:
+        [R, D], in the dtype of x.
 
     Raises:
-        ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
+        ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     return torch.ops.moe_ext.dispatch(x, inverse, token_offsets)
 
 
 def token_index(expert_index: Tensor, token_offsets: Tensor | None = None) -> Tensor:
-    """The token of each slot, [R] int64.
+    """Returns the token of each slot, [R] int64.
 
     Args:
-        expert_index: [T, K], or [R] with token_offsets, the expert of each slot.
-        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
+        expert_index: [T, K], or [R] with token_offsets. The expert of each slot.
+        token_offsets: [T + 1] int64; token t has the slots
+            token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
     """
     if token_offsets is None:
         num_tokens, k = expert_index.shape

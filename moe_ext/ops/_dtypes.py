@@ -1,9 +1,9 @@
-"""Floating types."""
+"""Floating-point dtypes."""
 
 import torch
 from torch import Tensor
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The type in which sums of x's elements are kept: float32 for half types, else x's own."""
+    """Returns the dtype that accumulates sums of x: float32 for half precision, else x.dtype."""
     return torch.promote_types(x.dtype, torch.float32)

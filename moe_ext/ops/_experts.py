@@ -1,4 +1,4 @@
-"""The experts' computation, Sections 2 and 3.2: feed-forward networks, each on its own rows."""
+"""Feed-forward experts, each applied to its own rows (Sections 2 and 3.2)."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -11,7 +11,7 @@ Activation = Literal[
 ]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
-# act(a) · b, of an input whose last dimension holds a and b side by side.
+# act(a) · b; the last dimension of the input is the concatenation of a and b.
 GATED_ACTIVATIONS: tuple[Activation, ...] = ("geglu", "glu", "reglu", "swiglu")
 
 
@@ -27,38 +27,41 @@ def experts(
     token_offsets: Tensor | None = None,
     recompute: bool = False,
 ) -> Tensor:
-    """E_e(x), linear layers with an activation between them, of the experts e that x is for.
+    """Applies each expert to its rows: linear layers with an activation between them.
 
-    Three forms, of which the last is the whole of Eq. 1 as one operator:
+    There are three forms. The last one computes all of Eq. 1 in one operator:
 
-    - without inverse and gates, x are rows grouped by expert, and so is what comes out;
-    - with inverse, x are tokens, copied to their rows as `dispatch` does;
-    - with inverse and gates, y_t = Σ_s gates[s] · E_s(x_t), summed as `combine` does.
+    - Without inverse and gates, x and the result are rows sorted by expert.
+    - With inverse, x are tokens. The operator copies them to their rows as `dispatch` does.
+    - With inverse and gates, it also sums y_t = Σ_s gates[s] · E_s(x_t) as `combine` does.
 
-    Products of float32 are of float32 on CUDA too, where torch's own may be of TF32 (`allow_tf32`).
+    On CUDA, float32 inputs are multiplied in float32, never in TF32; `allow_tf32` has no effect.
 
-    For the backward pass it keeps x and the hidden layers before their activation, not the copies
-    of the tokens, nor the experts' outputs: ∂L/∂gate = ⟨∂L/∂A, A⟩ with A the last layer's input.
+    The operator saves x and the hidden layers before their activation for backward. It saves
+    neither the dispatched rows nor the expert outputs, because ∂L/∂gate = ⟨∂L/∂A, A⟩, where A is
+    the input of the last layer.
 
     Args:
         x: [R, D], or [T, D] with inverse.
-        weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]; before a gated activation the
-            matrix is twice as wide as the layer. A single one makes a linear layer for each expert.
+        weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]. A single weight makes each expert
+            a linear layer. Before a gated activation, the weight has twice the layer's width.
         biases: one [E, width] for each of `weights`, or None.
         activation: one of `ACTIVATIONS`.
-        offsets: [E + 1] int64, where each expert's rows begin and end; None: R / E rows each.
-        inverse: [T, K] int64, or [R] with token_offsets, the rows of each token's slots, as
-            `dispatch_plan` makes it.
-        gates: of inverse's shape, of any floating type.
-        token_offsets: [T + 1] int64, where each token's slots begin and end; None: K slots each.
-        recompute: keep x only, and compute the hidden layers again in the backward pass (App. D):
-            the same bits in less memory.
+        offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1]. None: R / E
+            rows for every expert.
+        inverse: [T, K] int64, or [R] with token_offsets. The row of each slot, from
+            `dispatch_plan`.
+        gates: the weight of each slot, in the shape of inverse and any floating-point dtype.
+        token_offsets: [T + 1] int64; token t has the slots
+            token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
+        recompute: whether to save only x and recompute the hidden layers in the backward pass
+            (App. D). Uses less memory. Results are bitwise identical.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
 
     Raises:
-        ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
+        ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     inputs = [x, *weights, *(biases or []), *([] if gates is None else [gates])]
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)

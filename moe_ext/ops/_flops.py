@@ -1,4 +1,4 @@
-"""How many operations the experts' products are, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""FLOPs of the experts' GEMMs, for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from collections.abc import Sequence
 from math import prod
@@ -11,7 +11,7 @@ Shape = Sequence[int]
 
 
 def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
-    """Each row times its expert's matrices, a multiplication and an addition for each number."""
+    """Counts the multiplications and additions of each row with the matrices of its expert."""
     num_rows = x[0] if inverse is None else prod(inverse)
     return 2 * num_rows * sum(fan_in * width for _, fan_in, width in weights)
 
@@ -47,7 +47,7 @@ def _experts_backward(
     **out: Any,
 ) -> int:
     last = len(weights) - 1
-    passed = [  # which layers' gradients go on to their inputs
+    passed = [  # the weights of the layers that compute a gradient of their input
         weight
         for layer, weight in enumerate(weights)
         if needs_x or (needs_parameters and layer > 0) or (gates is not None and layer == last)

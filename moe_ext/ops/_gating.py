@@ -1,4 +1,4 @@
-"""Noisy top-k gating, Section 2.1."""
+"""Noisy top-k gating (Section 2.1)."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class TopKSelection(NamedTuple):
-    """What `noisy_topk_gating` returns.
+    """Holds the result of `noisy_topk_gating`.
 
     Attributes:
-        gates: [T, K], the kept gates G(x), in order of decreasing noisy logit; rows sum to 1.
-        expert_index: [T, K] int64, the experts they belong to.
-        threshold: [T, 2], kth_excluding(H, k, i) of Appendix A: column 0, the k-th largest noisy
-            logit, is what an expert outside the top k must exceed; column 1, the (k+1)-th, is what
-            an expert inside must exceed (-inf where k = E).
-        threshold_index: [T, 2] int64, where the two are (-1 where k = E).
+        gates: [T, K], the gates G(x) in order of decreasing noisy logit; each row sums to 1.
+        expert_index: [T, K] int64, the expert of each gate.
+        threshold: [T, 2], the thresholds kth_excluding(H, k, i) of Appendix A. Column 0 is the k-th
+            largest noisy logit; an expert outside the top k must exceed it. Column 1 is the
+            (k+1)-th largest; an expert in the top k must exceed it. It is -inf if k = E.
+        threshold_index: [T, 2] int64, the experts of the two thresholds; -1 if k = E.
         noise_stddev: [T, E], softplus(raw_noise_stddev) + noise_epsilon; [0, E] without noise.
     """
 
@@ -33,25 +33,29 @@ def noisy_topk_gating(
     k: int,
     noise_epsilon: float = 1e-2,
 ) -> TopKSelection:
-    """Keeps the k largest noisy logits of each token and turns them into gates (Eqs. 3-5).
+    """Computes the gates of the k largest noisy logits of each token (Eqs. 3-5).
 
-    H = clean_logits + noise · (softplus(raw_noise_stddev) + noise_epsilon);
-    G = softmax(KeepTopK(H, k)). Ties go to the lower index. NaN ranks below every number; where a
-    kept logit is NaN or the largest is infinite the token's gates are NaN. The indices are distinct
-    and in range whatever the logits.
+    The noisy logits H and the gates G are::
 
-    `gates`, `threshold` and `noise_stddev` are differentiable in the first two arguments. For half
-    types they come in float32, and gradients go back in the half type.
+        H = clean_logits + noise · (softplus(raw_noise_stddev) + noise_epsilon)
+        G = softmax(KeepTopK(H, k))
+
+    The lower index wins a tie. NaN ranks below every number. The gates of a token are NaN if a
+    selected logit is NaN or the largest logit is infinite. For any logits, the indices are distinct
+    and in range.
+
+    `gates`, `threshold` and `noise_stddev` are differentiable with respect to the first two
+    arguments. For half-precision inputs they are float32; gradients have the dtype of the input.
 
     Args:
         clean_logits: [T, E], x·W_g.
-        raw_noise_stddev: [T, E], x·W_noise, or None for gating without noise.
-        noise: [T, E], drawn from the standard normal distribution; None without noise.
-        k: experts kept per token, 1 <= k <= E.
-        noise_epsilon: floor of the noise's standard deviation.
+        raw_noise_stddev: [T, E], x·W_noise; None: no noise.
+        noise: [T, E], standard normal random values; None: no noise.
+        k: experts per token, 1 <= k <= E.
+        noise_epsilon: minimum standard deviation of the noise.
 
     Raises:
-        ValueError, TypeError: an argument's shape, type, device or value does not fit.
+        ValueError, TypeError: an argument has a wrong shape, dtype, device or value.
     """
     return TopKSelection(
         *torch.ops.moe_ext.noisy_topk_gating(

@@ -1,4 +1,4 @@
-"""The smooth load estimator, Appendix A."""
+"""The smooth load estimator (Appendix A)."""
 
 import torch
 from torch import Tensor
@@ -12,25 +12,28 @@ def load(
     detach_threshold: bool = False,
     group_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Load(X)_i = Σ_x P(x, i), the expected number of tokens of expert i; returns [E].
+    """Estimates the number of tokens of each expert, Load(X)_i = Σ_x P(x, i) (Appendix A).
 
-    With group_offsets, the same sum over each group of rows: Load_g(X^(g))_i of a hierarchical
-    mixture's secondary gates (Appendix B); returns [G, E].
+    P(x, i) is the probability that expert i is in the top k when only its own noise is redrawn::
 
-    P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i): the probability that
-    i is in the top k under a new draw of its own noise. The gradient goes to the logits, to the
-    standard deviations and to the thresholds, through which it reaches the k-th and (k+1)-th noisy
-    logits.
+        P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i)
+
+    The gradient flows to the logits, the standard deviations and the thresholds. Through the
+    thresholds it reaches the k-th and (k+1)-th largest noisy logits.
 
     Args:
         clean_logits: [T, E].
-        noise_stddev, threshold, expert_index: as `noisy_topk_gating` returns them.
-        detach_threshold: treat the thresholds as constants.
-        group_offsets: [G + 1] int64, ascending from 0 to T: group g has the rows
-            group_offsets[g] <= t < group_offsets[g + 1], which may be none.
+        noise_stddev, threshold, expert_index: see `TopKSelection`.
+        detach_threshold: whether to treat the thresholds as constants.
+        group_offsets: [G + 1] int64, ascending from 0 to T. Group g has the rows
+            group_offsets[g] <= t < group_offsets[g + 1]; it may be empty.
+
+    Returns:
+        [E], or [G, E] with group_offsets. Row g is then the sum over the rows of group g, the load
+        Load_g(X^(g)) of a secondary gate (Appendix B).
 
     Raises:
-        ValueError, TypeError, IndexError: an argument's shape, type, device or value does not fit.
+        ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     if detach_threshold:
         threshold = threshold.detach()

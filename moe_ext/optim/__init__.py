@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules and groups of parameters, Appendices C, D and E."""
+"""Optimizers, learning-rate schedules and parameter groups (Appendices C, D and E)."""
 
 from moe_ext.optim.factored import FactoredAdagrad, FactoredAdam
 from moe_ext.optim.groups import ParameterSplit, split_parameters

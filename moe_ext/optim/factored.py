@@ -1,4 +1,4 @@
-"""Adam and Adagrad with a factored second moment, Appendix D."""
+"""Adam and Adagrad with a factored second moment (Appendix D)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +15,23 @@ __all__ = ["FactoredAdagrad", "FactoredAdam"]
 
 
 class _Factored(Optimizer):
-    """What the two optimizers share: all but the coefficients of their averages.
+    """Implements both optimizers, except for the coefficients of the moments.
 
-    A weight matrix [R, C] keeps the average of g² of each row, `row` [R], and of each column,
-    `column` [C], in place of its second moment V [R, C]:
+    For a weight matrix [R, C], the state has two vectors instead of the second moment V [R, C]:
+    `row` [R] averages g² over each row, `column` [C] averages it over each column::
 
         row <- decay · row + gain · mean_j(g²)        column <- decay · column + gain · mean_i(g²)
         V = correction · row · columnᵀ / mean(row)    weight <- weight - lr · g / (sqrt(V) + eps)
 
-    The last two dimensions of a parameter are the matrix, the ones before them number the experts:
-    [E, R, C] has row [E, R] and column [E, C]. Parameters of fewer dimensions, and the groups with
-    `factored=False`, keep V itself.
+    The last two dimensions of a parameter form the matrix; the dimensions before them are batch
+    dimensions. So [E, R, C] has row [E, R] and column [E, C]. V itself is stored for parameters
+    with fewer than two dimensions and for groups with ``factored=False``.
     """
 
     def _coefficients(
         self, group: dict[str, Any], step: Tensor
     ) -> tuple[float | Tensor, float, float]:
-        """correction, decay and gain of the step with this number, which counts from 1."""
+        """Returns correction, decay and gain of a step; step counts from 1."""
         raise NotImplementedError
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -39,20 +39,22 @@ class _Factored(Optimizer):
         lr = options["lr"]
         if isinstance(lr, Tensor):
             require(lr.numel() == 1, f"{name}: lr", "have one element", tuple(lr.shape))
-        # A rate on a GPU is not read.
+        # Reading a learning rate on a GPU would synchronize.
         if not isinstance(lr, Tensor) or lr.device.type == "cpu":
             require(bool(lr >= 0), f"{name}: lr", "be at least 0", lr)
         require(options["eps"] > 0, f"{name}: eps", "be positive", options["eps"])
-        for other in ("weight_decay", "maximize"):  # of torch's: a group brought along may have it
+        for other in ("weight_decay", "maximize"):  # a group of a torch optimizer may have them
             value = options.get(other, 0)
-            require(not value, f"{name}: {other}", "be left out, as there is none", value)
+            require(
+                not value, f"{name}: {other}", "be left out, because it is not supported", value
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters with options of its own.
+        """Adds a group of parameters with its own options.
 
         Raises:
             ValueError: an option is out of range.
-            TypeError: a parameter is not of a floating type.
+            TypeError: a parameter is not floating point.
         """
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -60,25 +62,25 @@ class _Factored(Optimizer):
             if not param.is_floating_point():
                 del self.param_groups[-1]
                 raise TypeError(
-                    f"{type(self).__name__}: params must be of a floating type, got {param.dtype}"
+                    f"{type(self).__name__}: params must be floating point, got {param.dtype}"
                 )
 
-    # torch declares the two ways of calling it as overloads.
+    # torch declares step() and step(closure) as overloads.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of all parameters that have a gradient.
+        """Updates all parameters that have a gradient.
 
-        A gradient of zero counts: the averages decay, the weights stay as they are. So does that of
-        an expert to which no token went.
+        A zero gradient decays the second moment and leaves the weight unchanged. This includes the
+        gradient of an expert without tokens.
 
         Args:
-            closure: evaluates the model anew and returns the loss.
+            closure: reevaluates the model and returns the loss.
 
         Returns:
-            What the closure returned, or None.
+            The loss that closure returned, or None.
 
         Raises:
-            TypeError: a gradient is sparse; then nothing was changed.
+            TypeError: a gradient is sparse. No parameter is changed.
         """
         loss = None
         if closure is not None:
@@ -103,7 +105,7 @@ class _Factored(Optimizer):
         return loss
 
     def _init_state(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-        # As in torch.optim: on the host, unless the step is to be captured in a graph.
+        # As in torch.optim, the step is on the host unless a CUDA graph captures it.
         device = param.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         dtype = accumulation_dtype(param)
@@ -134,9 +136,9 @@ class _Factored(Optimizer):
             param.sub_(lr * grad / ((second_moment * correction).sqrt_() + eps))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every torch optimizer, but the averages of half-precision weights stay float32."""
+        """Loads a state_dict; the second moments of half-precision weights stay float32."""
         given: dict[str, Any] = {}
-        # The last hook sees the state as all others, which may change it, have left it.
+        # Registered last, this hook sees the changes of all other hooks.
         hook = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
         try:
             super().load_state_dict(state_dict)
@@ -146,50 +148,52 @@ class _Factored(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(ids, params, strict=True):
             for key, value in given["state"].get(index, {}).items():
-                if key != "step":  # torch cast it to the parameter's type
+                if key != "step":  # torch has cast the value to the parameter's dtype
                     self.state[param][key] = value.to(param.device, accumulation_dtype(param))
 
 
 def _number(value: float | Tensor) -> Tensor:
-    """A scalar as the operator takes it: on the host, or on a device where it is there already."""
+    """Converts a scalar to a float64 tensor on its own device; a number goes to the host."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()).double()
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 class FactoredAdam(_Factored):
-    """Adam with β1 = 0 and a second moment factored into averages of rows and columns (App. D).
+    """Implements Adam with β1 = 0 and a factored second moment (Appendix D).
 
-    For a weight matrix [R, C] with gradient g, in step t:
+    The update of a weight matrix [R, C] with gradient g in step t is::
 
         row    <- β2 · row    + (1 - β2) · mean over the columns of g²
         column <- β2 · column + (1 - β2) · mean over the rows of g²
         V = row · columnᵀ / mean(row) / (1 - β2^t)
         weight <- weight - lr · g / (sqrt(V) + eps)
 
-    V is Adam's where g² has rank one. R + C numbers are kept in place of Adam's 2 · R · C: for the
-    expert weights [E, D, F] `row` [E, D] and `column` [E, F]. So the last two dimensions of a
-    parameter are taken as a matrix; one of fewer dimensions keeps its whole second moment, as do
-    those of a group with `factored=False`. An expert without tokens has a gradient of zero: its
-    averages decay, its weights stay.
+    V equals Adam's second moment if g² has rank one. The state of a matrix has R + C elements;
+    Adam's has 2 · R · C. Expert weights [E, D, F] have row [E, D] and column [E, F].
 
-    The averages are float32 for half-precision weights. Groups may have options of their own.
+    The last two dimensions of a parameter form the matrix. The full second moment is stored for
+    parameters with fewer than two dimensions and for groups with ``factored=False``. For an expert
+    without tokens, the gradient is zero: its second moment decays and its weights do not change.
+
+    The second moments of half-precision weights are float32. Each parameter group can override the
+    options. FactoredAdam does not support weight_decay and maximize.
 
     Args:
-        params: parameters, or dicts of groups, as of every torch optimizer.
-        lr: learning rate; a number or a tensor of one element.
-        beta2: decay of the averages.
-        eps: added to the root.
+        params: parameters or parameter groups, as for every torch optimizer.
+        lr: learning rate, a number or a tensor with one element.
+        beta2: decay of the second moment.
+        eps: added to sqrt(V).
         mean_of_roots: divide by (sqrt(row) + eps) · (sqrt(column) + eps) / mean(sqrt(column) + eps)
-            instead, with corrected averages. By Jensen's inequality its steps are the smaller ones,
-            by a factor for each matrix.
-        capturable: keep the number of steps on the parameter's device and never read it on the
-            host, so that a step can be captured in a CUDA graph (with lr a tensor there).
-        factored: False keeps the whole second moment.
+            instead of sqrt(V) + eps, with bias-corrected moments. By Jensen's inequality the steps
+            are smaller, by one factor per matrix.
+        capturable: keep the step count on the device of the parameter and never read it on the
+            host. A CUDA graph can then capture the step; lr must be a tensor on that device.
+        factored: whether to factor the second moment. False stores all of it.
 
     Raises:
-        ValueError: an option is out of range.
-        TypeError: a parameter is not of a floating type.
+        ValueError: an option is out of range or not supported.
+        TypeError: a parameter is not floating point.
 
     Example:
         >>> split = split_parameters(MoE(8, num_experts=4, k=2))
@@ -229,29 +233,29 @@ class FactoredAdam(_Factored):
     ) -> tuple[float | Tensor, float, float]:
         beta2 = group["beta2"]
         number = step.double() if group["capturable"] else step.item()
-        # row, column and their mean all lack the factor 1 - β2^t, so V lacks it once.
+        # row, column and mean(row) are each too small by 1 - β2^t. Hence V is too small by it once.
         return 1 / (1 - beta2**number), beta2, 1 - beta2
 
 
 class FactoredAdagrad(_Factored):
-    """Adagrad with its sums of squares factored as in `FactoredAdam` (App. D).
+    """Implements Adagrad with a factored sum of squares, as in `FactoredAdam` (Appendix D).
 
-    For a weight matrix [R, C] with gradient g:
+    The update of a weight matrix [R, C] with gradient g is::
 
         row    <- row    + mean over the columns of g²
         column <- column + mean over the rows of g²
         weight <- weight - lr · g / (sqrt(row · columnᵀ / mean(row)) + eps)
 
     Args:
-        params: parameters, or dicts of groups, as of every torch optimizer.
-        lr: learning rate; a number or a tensor of one element.
-        initial_accumulator_value: where the sums of squares start.
-        eps: added to the root.
+        params: parameters or parameter groups, as for every torch optimizer.
+        lr: learning rate, a number or a tensor with one element.
+        initial_accumulator_value: initial value of the sums of squares.
+        eps: added to the square root.
         capturable, factored: see `FactoredAdam`.
 
     Raises:
-        ValueError: an option is out of range.
-        TypeError: a parameter is not of a floating type.
+        ValueError: an option is out of range or not supported.
+        TypeError: a parameter is not floating point.
     """
 
     def __init__(

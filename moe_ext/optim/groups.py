@@ -1,4 +1,4 @@
-"""A model's parameters by the optimizer that suits them."""
+"""Splits the parameters of a model by the optimizer that suits them."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,14 @@ __all__ = ["ParameterSplit", "split_parameters"]
 
 
 class ParameterSplit(NamedTuple):
-    """The parameters of a model, each in one of the lists, in the model's order.
+    """Holds the parameters of a model in three disjoint lists, each in the model's order.
 
     Attributes:
-        experts: the experts' matrices [E, D, F], which App. D factors: the `weights` of every
-            FeedForwardExperts. Their biases belong to the rest: [E, F] is no matrix.
-        thresholds: of the strictly balanced gates (App. F): their parameters whose name begins with
-            "threshold". They are on the scale of a softmax over the experts, and may want a rate of
-            their own.
-        rest: all others.
+        experts: the weight matrices [E, D, F] of every `FeedForwardExperts`, which Appendix D
+            factors. Biases [E, F] are in rest, because they are not matrices.
+        thresholds: the thresholds of strictly balanced gates (App. F). They have the scale of a
+            softmax over the experts and may need a separate learning rate.
+        rest: all other parameters.
     """
 
     experts: list[nn.Parameter]
@@ -28,17 +27,17 @@ class ParameterSplit(NamedTuple):
 
 
 def split_parameters(model: nn.Module) -> ParameterSplit:
-    """The experts' matrices, the gates' thresholds and the rest of a model's parameters.
+    """Splits a model's parameters into expert matrices, gate thresholds and the rest.
 
     Example:
         >>> split = split_parameters(MoE(8, num_experts=4, k=2))
-        >>> [len(part) for part in split]  # two matrices of all experts, W_g and W_noise
+        >>> [len(part) for part in split]  # weight_0 and weight_1; none; W_g and W_noise
         [2, 0, 2]
     """
     experts, thresholds = set(), set()
     for module in model.modules():
         if isinstance(module, FeedForwardExperts):
-            # Not module.weights: a parametrized weight is computed from a parameter.
+            # Not module.weights: a parametrized weight is not itself a parameter.
             experts |= {param for param in module.parameters() if param.dim() == 3}
     for gate in balanced_gates(model):
         for name, param in gate.named_parameters():

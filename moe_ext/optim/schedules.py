@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the paper, as factors of a peak rate."""
+"""Learning-rate schedules of the paper, as factors of the peak learning rate."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -9,15 +9,15 @@ __all__ = ["warmup_inverse_sqrt", "warmup_schedule"]
 
 
 def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
-    """min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).
+    """Returns the factor min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).
 
-    Linear warm-up to 1, constant, then proportional to step^-1/2; continuous at the joints. App.
-    C.1, "Training" (nothing held), and App. E.
+    The factor rises linearly to 1, stays there, then decays as step^-1/2. It is continuous.
+    Appendix C.1 ("Training") uses no hold steps; Appendix E does.
 
     Args:
-        step: counts from 1.
-        warmup_steps: where the factor first is 1.
-        hold_steps: for how long it stays there.
+        step: the number of the step; counts from 1.
+        warmup_steps: number of steps until the factor is 1.
+        hold_steps: number of steps for which the factor stays 1.
 
     Raises:
         ValueError: step or warmup_steps is below 1, or hold_steps below 0.
@@ -30,9 +30,9 @@ def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> fl
 def warmup_schedule(
     optimizer: Optimizer, warmup_steps: int = 1_000, hold_steps: int = 0
 ) -> LambdaLR:
-    """The optimizer's rate by `warmup_inverse_sqrt`, to be stepped after the optimizer.
+    """Makes a scheduler that scales the optimizer's learning rate by `warmup_inverse_sqrt`.
 
-    The language models' is the default (App. C.1); the translation models' has 2,000 steps of
-    warm-up and holds the rate for 8,000 (App. E).
+    Call its step() after that of the optimizer. The defaults are those of the language models
+    (App. C.1). The translation models use warmup_steps=2000 and hold_steps=8000 (App. E).
     """
     return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps, hold_steps))

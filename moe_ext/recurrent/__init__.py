@@ -1,9 +1,11 @@
 """Recurrent mixtures of experts, and back-propagation through time in bounded memory (Sec. 3.1).
 
-MoELSTM, MoELSTMCell   an LSTM whose matrices are a mixture of experts
-lstm_state             the LSTM's equations after its matrix
-unroll                 any recurrent step over a sequence, with a bounded number of saved states
-num_evaluations        how many evaluations of the step that costs
+Contents::
+
+    MoELSTM, MoELSTMCell   an LSTM with a mixture of experts as its weight matrix
+    lstm_state             the LSTM equations after the weight matrix
+    unroll                 runs a recurrent step over a sequence; bounds the saved states
+    num_evaluations        the number of step evaluations that this costs
 """
 
 from moe_ext.recurrent.bptt import Step, num_evaluations, unroll

@@ -1,13 +1,13 @@
-"""Back-propagation through time in bounded memory (Gruslys et al. 2016), which Sec. 3.1 proposes.
+"""Back-propagation through time in bounded memory (Gruslys et al. 2016), proposed in Sec. 3.1.
 
-Plain back-propagation keeps what every step computed. Here m hidden states are kept ("BPTT-HSM"),
-and the steps between them are evaluated again in the backward pass. The fewest evaluations with
-which t steps can be gone through backwards are
+Plain back-propagation saves the activations of every step. This module saves m hidden states
+("BPTT-HSM") and recomputes the steps between them in the backward pass. The minimum number of
+evaluations for t steps is::
 
     C(1, m) = 1        C(t, m) = min over 0 < y < t of  y + C(t - y, m - 1) + C(y, m)
 
-run y steps, store the state, solve the steps to its right with one slot less, free it, solve the
-steps to its left. The first state is one of the m.
+The recursion runs y steps, stores the state, and processes the steps to its right with one slot
+less. Then it frees the state and processes the steps to its left. The first state uses a slot.
 """
 
 import contextlib
@@ -35,38 +35,43 @@ def unroll(
     memory_slots: int | None = None,
     generators: Sequence[torch.Generator] = (),
 ) -> tuple[_Tensors, _Tensors]:
-    """state, output[t] = step(parameters, inputs[t], state) for t = 0, 1, ...
+    """Runs state, output[t] = step(parameters, inputs[t], state) for t = 0, 1, …
 
-    With memory_slots, m states are kept for the backward pass, and that of the step in progress,
-    instead of all that the steps compute. The outputs and all gradients have the same bits as
-    without; the step is evaluated t times in the forward pass and C(t, m) + 1 times in all, as the
-    last step's output is needed before its gradient is there; random generators are left as if
-    nothing had been evaluated again; autocast is as it was. Second derivatives are refused.
-    torch.compile takes the plain loop, as a graph as long as the sequence, and leaves the one with
-    memory_slots to eager mode (a graph break).
+    With memory_slots, m states and the state of the current step are saved for backward instead of
+    all activations. Outputs and gradients are bitwise identical. The step is evaluated t times in
+    the forward pass and C(t, m) + 1 times in total (`num_evaluations`). The extra evaluation is
+    that of the last step: its output is needed before its gradient exists.
+
+    Recomputation restores the RNG state and the autocast state of the forward pass. Afterwards, the
+    random generators have the same state as without recomputation. Second derivatives raise
+    RuntimeError.
+
+    torch.compile compiles the plain loop into one graph that grows with the sequence. With
+    memory_slots, the loop runs in eager mode after a graph break.
 
     Args:
-        step: a function of nothing but its arguments and random numbers, which returns the new
-            state and outputs. Each call may use an argument any number of times.
-        parameters: all tensors that the step uses in every call, frozen ones too; it must not
-            change them.
-        inputs: each with a leading dimension of time.
-        state: before the first step.
-        memory_slots: m, the number of states kept, the first one included; None keeps everything.
-        generators: those that the step draws from, besides torch's default ones.
+        step: a function that returns the new state and the outputs. It must depend only on its
+            arguments and on random numbers. It may use an argument several times.
+        parameters: all tensors that every step uses, including frozen ones. The step must not
+            modify them.
+        inputs: tensors with a leading time dimension.
+        state: the state before the first step.
+        memory_slots: m, the number of saved states including the first. None: save all activations.
+        generators: the generators that the step uses, apart from torch's default generators.
 
     Returns:
         The outputs of all steps, each stacked along a new leading dimension, and the last state.
 
     Raises:
-        ValueError: memory_slots is below 1, there is no step, or the inputs differ in length.
-        RuntimeError: the step changed a parameter in place (with memory_slots).
+        ValueError: memory_slots is below 1, there are no time steps, or the inputs differ in
+            length.
+        RuntimeError: the step modified a parameter in place (only with memory_slots).
     """
     lengths = {len(x) for x in inputs}
     require(
         len(lengths) == 1 and min(lengths) >= 1,
         "unroll: inputs",
-        "have one number of time steps, at least 1",
+        "all have the same number of time steps, at least 1",
         [tuple(x.shape) for x in inputs],
     )
     tensors = (*parameters, *inputs, *state)
@@ -76,13 +81,15 @@ def unroll(
             sizes = (len(parameters), len(inputs), len(state))
             run = _unroll_stored
             if torch.compiler.is_compiling():
-                run = torch.compiler.disable(run)  # a decorator would import the compiler always
+                run = torch.compiler.disable(run)  # a decorator would always import the compiler
             return run(_Plan(step, memory_slots, tuple(generators), sizes), tensors)
     return _run(step, _views(parameters), tuple(inputs), tuple(state))
 
 
 def num_evaluations(steps: int, slots: int) -> int:
-    """C(t, m) in closed form (Griewank and Walther 2000, there without the t graph evaluations).
+    """Computes C(t, m), the minimum number of evaluations for backward over t steps with m slots.
+
+    Griewank and Walther (2000) give the closed form without the t evaluations that build the graph.
 
     Args:
         steps: t >= 1.
@@ -93,7 +100,10 @@ def num_evaluations(steps: int, slots: int) -> int:
 
 
 def _repetitions(steps: int, slots: int) -> int:
-    """How often the step is repeated that is repeated most: binom(m + r, m) >= t, the least r."""
+    """Returns the maximum number of repetitions of a step: the least r with C(m + r, m) >= t.
+
+    Here C is the binomial coefficient, t is steps and m is slots.
+    """
     r = 0
     while comb(slots + r, slots) < steps:
         r += 1
@@ -101,9 +111,9 @@ def _repetitions(steps: int, slots: int) -> int:
 
 
 def _stored_positions(start: int, stop: int, slots: int) -> list[int]:
-    """Where to store on the way from start to the last step before stop; start holds one slot.
+    """Returns the positions between start and stop to store; start itself uses one slot.
 
-    The largest of the y at which the minimum is attained, again and again to the right.
+    Each position is the largest y that attains the minimum, applied repeatedly to the right part.
     """
     positions = []
     while slots > 1 and stop - start > 1:
@@ -116,16 +126,16 @@ def _stored_positions(start: int, stop: int, slots: int) -> list[int]:
 
 
 def _views(tensors: Sequence[Tensor]) -> _Tensors:
-    """A view collects the gradients of its uses, and hands on one sum."""
+    """Returns views; each view accumulates the gradients of its uses and passes on one sum."""
     return tuple(x.view_as(x) if x.requires_grad else x for x in tensors)
 
 
 def _call(step: Step, parameters: _Tensors, inputs: _Tensors, state: _Tensors) -> Any:
-    """One step, on views of what it has in common with other steps.
+    """Runs one step on views of the parameters and the state.
 
-    So gradients add up within the steps first, then from step to step, whether a graph spans one
-    step or all. Besides, autocast keeps no copies of views, whose gradients over all steps would be
-    summed in half precision.
+    Gradients are then summed within each step first, then over the steps. This order is the same
+    for one graph per step and for one graph over all steps. Also, autocast does not cache casts of
+    views. A cached cast would sum the gradients of all steps in half precision.
     """
     return step(_views(parameters), inputs, _views(state))
 
@@ -137,7 +147,7 @@ def _run(
     state: _Tensors,
     visit: Callable[[int, _Tensors], None] = lambda t, state: None,
 ) -> tuple[_Tensors, _Tensors]:
-    """All steps; `visit` sees each one's number and the state before it."""
+    """Runs all steps; calls `visit` with the number of each step and the state before it."""
     outputs: list[_Tensors] = []
     stacks: _Tensors = ()
     for t, inputs_t in enumerate(zip(*(x.unbind() for x in inputs), strict=True)):
@@ -146,18 +156,21 @@ def _run(
         if torch.is_grad_enabled():
             outputs.append(output)
             continue
-        # Straight to its place: they never exist twice.
+        # Write each output directly into its stack. Stacking at the end would double the memory.
         stacks = stacks or tuple(x.new_empty(len(inputs[0]), *x.shape) for x in output)
         for x, stack in zip(output, stacks, strict=True):
             shape = tuple(stack.shape[1:])
             require(x.shape == shape, "unroll: outputs", f"have shape {shape}", tuple(x.shape))
             stack[t] = x
-    state = _views(state)  # as the next step would use it
+    state = _views(state)  # as _call would do in the next step
     return stacks or tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
 
 
 class _Plan(NamedTuple):
-    """What of the arguments of `unroll` is no tensor, and how many tensors the others have."""
+    """Holds the non-tensor arguments of `unroll` and the numbers of its tensors.
+
+    sizes counts the parameters, the inputs and the tensors of the state.
+    """
 
     step: Step
     slots: int
@@ -165,13 +178,13 @@ class _Plan(NamedTuple):
     sizes: tuple[int, int, int]
 
     def split(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
-        """Parameters, inputs, state."""
+        """Splits a flat sequence into parameters, inputs and state."""
         p, x, _ = self.sizes
         return tuple(tensors[:p]), tuple(tensors[p : p + x]), tuple(tensors[p + x :])
 
 
 class _Stored(NamedTuple):
-    """A state, and what is needed to go on from it as before."""
+    """Holds what is needed to recompute from a position: the state and the RNG states."""
 
     position: int
     state: _Tensors
@@ -190,8 +203,8 @@ class _StoredStates(torch.autograd.Function):
         parameters, inputs, state = plan.split(tensors)
         generators = _all_generators(plan, tensors)
         num_steps = len(inputs[0])
-        # The last step's state, from which the backward pass begins, takes no slot: there, too, a
-        # step is evaluated from a state that is not stored.
+        # Backward begins with the last step, so its input state is saved too. It uses no slot: the
+        # backward pass also holds the state of the current step in addition to the m slots.
         positions = {0, *_stored_positions(0, num_steps, plan.slots), num_steps - 1}
         stored = []
 
@@ -203,14 +216,14 @@ class _StoredStates(torch.autograd.Function):
         outputs, state = _run(plan.step, parameters, inputs, state, visit)
         if versions != [parameter._version for parameter in parameters]:
             raise RuntimeError(
-                "unroll: step must not change a parameter or buffer in place with memory_slots"
+                "unroll: step must not modify a parameter or buffer in place with memory_slots"
             )
         ctx.plan = plan
         ctx.generators = generators
         ctx.autocast = _autocast_options(tensors)
         ctx.save_for_backward(*tensors)
-        # The first state is an input, saved above. The others are freed one after the other in the
-        # backward pass, which saved tensors would not be.
+        # The first state is an input, which is saved above. The backward pass frees each of the
+        # others after its last use, which is impossible with saved tensors.
         ctx.random_state = stored[0].random_state
         ctx.stored = stored[1:]
         ctx.set_materialize_grads(False)
@@ -219,21 +232,21 @@ class _StoredStates(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        # once_differentiable would not tell where it does not lie on the way to what is asked for.
+        # once_differentiable would raise only when a second derivative passes through this node.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "unroll: second derivatives are not implemented with memory_slots; leave it out, "
-                "or create_graph"
+                "unroll: second derivatives are not supported with memory_slots; remove "
+                "memory_slots or create_graph=True"
             )
         plan: _Plan = ctx.plan
-        tensors = ctx.saved_tensors  # once: a hook may allow no second time
+        tensors = ctx.saved_tensors  # read once: a hook may not allow a second read
         parameters, inputs, state = plan.split(tensors)
         needed = plan.split(ctx.needs_input_grad[1:])
         parameters = _leaves(parameters, needed[0])
-        # Going back a second time (retain_graph) starts from the first state alone.
+        # A second backward pass (retain_graph) has only the first state.
         stored = [_Stored(0, state, ctx.random_state), *ctx.stored]
         ctx.stored = []
-        # Set around the evaluations alone: gradients are computed as they are elsewhere.
+        # Restore autocast only for the evaluations. Gradients use the autocast state of backward.
         autocast = [
             then
             for then, now in zip(ctx.autocast, _autocast_options(tensors), strict=True)
@@ -276,7 +289,7 @@ class _StoredStates(torch.autograd.Function):
 
 
 def _leaves(tensors: _Tensors, needed: Sequence[bool]) -> _Tensors:
-    """Starts of a graph of their own."""
+    """Detaches the tensors and makes those that need a gradient leaves of a new graph."""
     return tuple(
         x.detach().requires_grad_(n and x.is_floating_point())
         for x, n in zip(tensors, needed, strict=True)
@@ -292,12 +305,11 @@ def _step_backward(
     grads: Sequence[Tensor | None],
     grad_parameters: list[Tensor | None],
 ) -> tuple[tuple, tuple]:
-    """One step's gradients to its inputs and state, None where nothing flows; those to the
-    parameters are added to what is there.
+    """Returns the gradients of one step's inputs and state; None where there is no gradient.
 
-    grads are those of the new state and the outputs. A tensor may be among these several times: its
-    gradients are added in the order in which autograd would come across them if the graph went on,
-    the last use first.
+    Adds the gradients of the parameters to grad_parameters. grads are the gradients of the new
+    state and the outputs. If a tensor occurs there several times, its gradients are summed in the
+    order that autograd uses in one graph: the last use first.
     """
     with torch.enable_grad(), _autocast(autocast):
         new_state, outputs = _call(plan.step, parameters, inputs, state)
@@ -321,14 +333,14 @@ def _step_backward(
     found_parameters, found_inputs, found_state = plan.split(found)
     for i, grad in enumerate(found_parameters):
         if grad is not None:
-            # A copy at first, as what is found may be part of something else.
+            # Clone the first gradient: its memory may be shared with another tensor.
             total = grad_parameters[i]
             grad_parameters[i] = grad.clone() if total is None else total.add_(grad)
     return found_inputs, found_state
 
 
 def _all_generators(plan: _Plan, tensors: _Tensors) -> list[torch.Generator]:
-    """The default ones of the devices in use, and the step's own."""
+    """Returns the default generators of the devices in use, and those of the step."""
     devices = sorted({x.get_device() for x in tensors if x.is_cuda})
     return [
         torch.default_generator,
@@ -338,7 +350,7 @@ def _all_generators(plan: _Plan, tensors: _Tensors) -> list[torch.Generator]:
 
 
 def _autocast_options(tensors: _Tensors) -> list[dict[str, Any]]:
-    """Arguments with which torch.autocast sets what is set now."""
+    """Returns the arguments of torch.autocast that restore the current state."""
     devices = {"cpu", *(x.device.type for x in tensors)}
     return [
         {
@@ -362,7 +374,7 @@ def _autocast(options: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """In the end the generators are as they are now."""
+    """Restores the state of the generators on exit."""
     states = [generator.get_state() for generator in generators]
     try:
         yield

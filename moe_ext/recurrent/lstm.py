@@ -1,4 +1,4 @@
-"""A recurrent network whose weight matrices are a mixture of experts, Section 3.1."""
+"""An LSTM with a mixture of experts as its weight matrix (Section 3.1)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ _State = tuple[Tensor, Tensor]
 
 
 def lstm_state(gates: Tensor, c: Tensor) -> _State:
-    """h_t = sigmoid(o) tanh(c_t) and c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j).
+    """Computes c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j) and h_t = sigmoid(o) tanh(c_t).
 
     Args:
-        gates: [B, 4 · U], i, f, j and o.
-        c: c_{t-1}, [B, U].
+        gates: [B, 4 · U], the concatenation of i, f, j and o.
+        c: [B, U], c_{t-1}.
+
+    Returns:
+        The tuple (h_t, c_t), each [B, U].
     """
     i, f, j, o = gates.chunk(4, 1)
     c = f.sigmoid() * c + i.sigmoid() * j.tanh()
@@ -46,26 +49,31 @@ def lstm_state(gates: Tensor, c: Tensor) -> _State:
 
 
 class MoELSTMCell(nn.Module):
-    """One step of an LSTM with a mixture of E matrices in place of its one.
+    """Computes one step of an LSTM whose weight matrix is a mixture of E matrices.
+
+    The equations are::
 
         z = MoE([x_t, h_{t-1}]) + b = [i, f, j, o]
         c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)        h_t = sigmoid(o) tanh(c_t)
 
-    The gate reads the input and the state, each expert is a matrix [D + U, 4 · U]. b is common to
-    all, 1 for the forget gate at first and 0 for the others.
+    The gate sees the concatenation of x_t and h_{t-1}. Each expert is a matrix [D + U, 4 · U]. All
+    experts share the bias b. It starts at 1 for the forget gate f and at 0 for i, j and o.
 
     Args:
         d_input: D, the width of x_t.
         d_hidden: U, the width of h and c.
-        num_experts: E.
+        num_experts: E, the number of experts.
         k: experts per row.
-        dropout: probability, on x_t (not on h).
-        gate: a `Gate` of width D + U; None is NoisyTopKGate, with noise_epsilon and
-            generator.
+        dropout: dropout probability of x_t. The state h has no dropout.
+        gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
+    Attributes:
+        moe: the `MoE` of the matrices.
+        bias: [4 · U] parameter b.
+
     Raises:
-        ValueError: an argument is out of range, or `MoE` refuses it.
+        ValueError, TypeError: an argument is invalid; see also `MoE`.
     """
 
     def __init__(
@@ -102,25 +110,26 @@ class MoELSTMCell(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The bias as at first; gate and experts have a method of this name of their own."""
+        """Resets only the bias. The gate and the experts have their own reset_parameters."""
         with torch.no_grad():
             self.bias.zero_()
             self.bias[self.d_hidden : 2 * self.d_hidden] = 1
 
     def initial_state(self, x: Tensor, batch_size: int) -> _State:
-        """Zeros, h and c [B, U], of the type that the cell computes in for such x."""
+        """Returns h and c [B, U] as zeros, in the promoted dtype of x and the bias."""
         dtype = torch.promote_types(x.dtype, self.bias.dtype)
         zeros = torch.zeros(batch_size, self.d_hidden, dtype=dtype, device=x.device)
         return zeros, zeros
 
     def forward(self, x: Tensor, state: _State | None = None) -> tuple[_State, MoEAux]:
-        """x [B, D] and the state (h, c), each [B, U], to the new state and the MoE's report.
+        """Computes the next state from x [B, D] and the state (h, c), each [B, U].
 
-        The balancing losses are of whole sequences, importance and load summed over the steps, so
-        that the report's loss holds nothing but the gate's own, if it has one.
+        Returns:
+            The new state (h, c) and the `MoEAux` of this step. Its loss is only the gate's own
+            loss. `MoELSTM` computes the balancing losses, over whole sequences.
 
         Raises:
-            ValueError: the shape of x or of the state does not fit.
+            ValueError: x or the state has the wrong shape.
         """
         if x.dim() != 2 or x.shape[1] != self.d_input:
             raise ValueError(
@@ -141,31 +150,31 @@ class MoELSTMCell(nn.Module):
 
 
 class MoELSTM(nn.Module):
-    """An LSTM of `MoELSTMCell`s over whole sequences.
+    """Applies an `MoELSTMCell` to whole sequences.
 
-    Unlike elsewhere (Sec. 3.1), the experts meet only one time step of the batch at once, as a step
-    needs the one before it. To afford a large batch instead, memory_slots bounds what is kept for
-    the backward pass to that many states (h, c), and evaluates steps again: about 4.2 times each
-    with 5 slots for 100 steps, see `moe_ext.recurrent.unroll`. Noise and dropout are drawn again as
-    they were; all outputs and gradients have the bits that they have without.
+    Each step depends on the step before it. So the experts see only one time step of the batch at
+    once (Sec. 3.1), and a large batch is needed. To fit it in memory, memory_slots limits the
+    number of states (h, c) saved for backward and recomputes steps (`moe_ext.recurrent.unroll`).
+    With 5 slots, each of 100 steps is evaluated about 4.2 times. Recomputation replays noise and
+    dropout. Outputs and gradients are bitwise identical.
 
     Args:
         d_input: D, the width of x.
         d_hidden: U, the width of y and of the state.
-        num_experts, k, dropout, gate, noise_epsilon, generator: see `MoELSTMCell`. A gate of one's
-            own must choose k experts for every row, draw random numbers from torch's generators or
-            one in its attribute `generator`, and change its buffers in place only; with
-            memory_slots, not at all, and nothing but its own parameters gets a gradient through it.
-        w_importance, w_load: the weights of the two losses.
-        memory_slots: how many states to keep, the initial one included; None keeps all that the
-            steps compute.
-        batch_first: x, mask and y begin with [B, S]; otherwise with [S, B].
-        process_group: the ranks whose sequences are balanced together, each with some of its
-            own, or none; they call the layer together. The experts are whole in each of them, and
-            their gradients to be averaged as all others (`moe_ext.distributed.parallelize`).
+        num_experts, k, dropout, noise_epsilon, generator: see `MoELSTMCell`.
+        gate: see `MoELSTMCell`. A custom gate must select k experts for every row. Its random
+            numbers must come from torch's generators or its attribute `generator`. It may modify
+            its buffers only in place. With memory_slots, it must not modify them, and it passes
+            gradients only to x and to its own parameters.
+        w_importance, w_load: weights of the two balancing losses.
+        memory_slots: number of saved states, including the initial one. None: save all activations.
+        batch_first: whether x, mask and y begin with [B, S]; otherwise they begin with [S, B].
+        process_group: the ranks that balance their sequences together. They must call the layer
+            together; a rank may have no sequences. Each rank has all experts. Their gradients must
+            be averaged like all others (`moe_ext.distributed.parallelize`).
 
     Raises:
-        ValueError: an argument is out of range, or `MoE` refuses it.
+        ValueError, TypeError: an argument is invalid; see also `MoE`.
 
     Example:
         >>> layer = MoELSTM(64, 128, num_experts=8, k=2, memory_slots=5)
@@ -218,31 +227,33 @@ class MoELSTM(nn.Module):
     def forward(
         self, x: Tensor, state: _State | None = None, *, mask: Tensor | None = None
     ) -> tuple[Tensor, _State, MoEAux]:
-        """x [B, S, D] to y [B, S, U] in x's type, the last state, and what came with them.
+        """Maps x [B, S, D] to y [B, S, U].
 
         Args:
-            x: [B, S, D].
-            state: (h, c), each [B, U], before the first step; None is zeros.
-            mask: [B, S] bool, True at real tokens. At the others, usually at the end, nothing is
-                computed: the state stays, y is 0, gate, experts and losses do not see them.
+            x: [B, S, D], floating point, S >= 1.
+            state: (h, c), each [B, U], before the first step; None: zeros.
+            mask: [B, S] bool, True at real tokens. Masked-out tokens do not change the state and
+                never reach the gate, the experts or the losses; their y is 0.
 
         Returns:
-            y, the state (h, c) after the last real token of each sequence, and the report with the
-            sums over all steps, of all ranks where `MoEAux` says so; the gate's own loss is
-            such a sum, and Load_H (App. B) is made of the sums of its factors. Its gates and
-            experts are those of the real tokens in the order in which x, flattened, has them;
-            gate_metrics is empty.
+            - y [B, S, U], in the dtype of x
+            - the state (h, c) after the last real token of each sequence
+            - a `MoEAux`, summed over the steps and, where `MoEAux` says so, over the ranks. The
+              gate's own loss is summed too. Load_H (App. B) is computed from the sums of its
+              factors. The attributes gates and expert_index list the real tokens in the order of
+              flattened x. The dictionary gate_metrics is empty.
 
         Raises:
-            ValueError, TypeError: a shape, or the type of mask, does not fit.
-            RuntimeError: the gate changed a buffer, or the module changed between training and
-                evaluation mode before the backward pass (with memory_slots).
+            ValueError: x, state or mask has the wrong shape.
+            TypeError: x is not floating point, or mask is not bool.
+            RuntimeError: with memory_slots, the gate modified a buffer, or the training mode
+                changed between forward and backward.
         """
         self._check(x, mask)
         cell = self.cell
 
         def swap(tensor: Tensor) -> Tensor:
-            """From the caller's order of batch and time to time first, and back."""
+            """Swaps batch and time if batch_first: to time first, and back."""
             return tensor.transpose(0, 1) if self.batch_first else tensor
 
         inputs = [swap(tensor) for tensor in (x, mask) if tensor is not None]
@@ -301,7 +312,7 @@ class MoELSTM(nn.Module):
 
 
 class _CellStep:
-    """A cell as a function of its parameters and buffers, as `unroll` takes it."""
+    """Wraps a cell as a function of its parameters and buffers, as `unroll` needs it."""
 
     def __init__(self, cell: MoELSTMCell) -> None:
         tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
@@ -316,7 +327,7 @@ class _CellStep:
     ) -> tuple[_Tensors, _Tensors]:
         if self.cell.training != self.training:
             raise RuntimeError(
-                "MoELSTM: training mode must be the same in the forward and backward pass"
+                "MoELSTM: the training mode must be the same in the forward and backward pass"
             )
         x, *mask = inputs
         if mask:
@@ -334,7 +345,7 @@ class _CellStep:
         require(
             aux.token_offsets is None,
             "MoELSTM: gate",
-            "choose the same number of experts for every row",
+            "select the same number of experts for every row",
             self.cell.moe.gate,
         )
         return state, aux
@@ -342,11 +353,11 @@ class _CellStep:
     def _masked_call(
         self, tensors: _Tensors, x: Tensor, mask: Tensor, state: _Tensors
     ) -> tuple[Tensor, _Tensors, MoEAux]:
-        """On the rows that the mask leaves; the others have output 0 and keep their state."""
+        """Runs the rows that are not masked out; the other rows output 0 and keep their state."""
         rows = mask.nonzero().squeeze(1)
 
         def spread(values: Tensor) -> Tensor:
-            """One row for each of the batch, so that all steps have the same shape."""
+            """Scatters values to the full batch, to give all steps the same shape."""
             zeros = values.new_zeros(mask.shape[0], *values.shape[1:])
             return zeros.index_copy(0, rows, values)
 

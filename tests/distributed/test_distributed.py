@@ -1,4 +1,4 @@
-"""Experts spread over processes: the layout does not change the result (Sec. 3)."""
+"""Experts sharded over ranks: the sharding does not change the result (Sec. 3)."""
 
 import math
 
@@ -36,7 +36,7 @@ D = 6
 
 
 def sharing(process_group, options):
-    """The options of a layer, of which balance, exchange and num_chunks are `ExpertParallel`'s."""
+    """Moves balance, exchange and num_chunks from the layer's options to `ExpertParallel`."""
     if process_group is None:
         return options
     names = {"balance", "exchange", "num_chunks"} & options.keys()
@@ -64,7 +64,7 @@ KINDS = {
 
 
 def layer_of(kind, process_group=None, **options):
-    """A layer in float64 whose gate is away from its start, the same in every process."""
+    """Makes a float64 layer with a random gate; it is the same on every rank."""
     torch.manual_seed(1)
     options = sharing(process_group, {"hidden_sizes": (7,)} | options)
     layer = KINDS[kind](**options)
@@ -77,14 +77,17 @@ def layer_of(kind, process_group=None, **options):
 
 
 def fix_noise(layer, counts, rank=None, levels=2):
-    """The gates' noise becomes a table by token: a rank reads the rows of its own."""
+    """Replaces the gates' noise by a table with one row per token.
+
+    A rank reads the rows of its own tokens.
+    """
     first = sum(counts[:rank]) if rank is not None else 0
     number = counts[rank] if rank is not None else sum(counts)
     calls = iter(range(100))
 
     def draw_noise(like):
         call = next(calls)
-        per_token = 2 if call % levels == 1 else 1  # on the second level, one for each group
+        per_token = 2 if call % levels == 1 else 1  # second level: one row per chosen group
         table = torch.Generator().manual_seed(call)
         noise = torch.randn(
             sum(counts) * per_token, like.shape[1], dtype=like.dtype, generator=table
@@ -107,7 +110,7 @@ def rank_weight(rank):
 
 
 def step_of_process(group, rank, kind, counts, options):
-    """y, aux and gradients of one process."""
+    """Returns y, aux and the gradients of one rank."""
     layer = layer_of(kind, group, **options)
     fix_noise(layer, counts, rank)
     x, weight = (t.split(counts)[rank] for t in tokens_of(counts))
@@ -181,7 +184,7 @@ S = 4
 
 
 def recurrent_layer(levels, process_group=None):
-    """The same in every process."""
+    """Makes a recurrent layer; it is the same on every rank."""
     torch.manual_seed(1)
     if levels == 2:
         gate = HierarchicalNoisyTopKGate(D + 3, 3, 2, (2, 1))
@@ -194,7 +197,7 @@ def recurrent_layer(levels, process_group=None):
 
 
 def sequences_of(counts, training):
-    """x [B, S, D] and the lengths; all S in training, for the noise to be a table."""
+    """Returns x [B, S, D] and the lengths. In training, all lengths are S: the noise is a table."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(sum(counts), S, D, dtype=torch.float64, generator=generator)
     lengths = torch.randint(1, S + 1, (sum(counts),), generator=generator)
@@ -202,7 +205,7 @@ def sequences_of(counts, training):
 
 
 def recurrent_step(layer, x, lengths):
-    """Each sequence's sum of outputs, and the report, of no more steps than there are."""
+    """Returns the weighted sum of each sequence's outputs, and the report."""
     num_steps = max(lengths.tolist(), default=1)
     mask = torch.arange(num_steps) < lengths[:, None]
     weight = torch.linspace(-1, 1, S * 3, dtype=torch.float64).view(S, 3)
@@ -232,7 +235,7 @@ def grads_of(layer):
 @pytest.mark.parametrize("counts", [[5, 8], [4, 0, 6]], ids=len)
 @pytest.mark.parametrize("levels", [1, 2])
 def test_recurrent_mixture_equals_one_process(workers, levels, counts, training):
-    """Balance is that of all sequences, though the processes have different numbers of steps."""
+    """Importance and load cover all ranks, which may run different numbers of steps."""
     layer = recurrent_layer(levels).train(training)
     fix_noise(layer, counts, levels=levels)
     values, aux = recurrent_step(layer, *sequences_of(counts, training))
@@ -250,7 +253,7 @@ def test_recurrent_mixture_equals_one_process(workers, levels, counts, training)
 
 
 def opposite_sequences(group, rank):
-    """All steps of the one process go to the one expert, all of the other to the other."""
+    """All steps of one rank go to one expert, all steps of the other rank to the other expert."""
     layer = MoELSTM(1, 1, 2, 1, w_importance=0.3, w_load=0.2, process_group=group).eval()
     with torch.no_grad():
         layer.cell.moe.gate.w_gate[0] = torch.tensor([9.0, -9.0])
@@ -261,12 +264,15 @@ def opposite_sequences(group, rank):
 def test_recurrent_mixture_is_balanced_together(workers):
     alone = [opposite_sequences(None, rank) for rank in (0, 1)]
     assert [importance for importance, _ in alone] == [[4, 0], [0, 4]]
-    assert [loss for _, loss in alone] == pytest.approx([0.5, 0.5])  # CV² of each is 1
+    assert [loss for _, loss in alone] == pytest.approx([0.5, 0.5])  # CV² of each rank is 1
     assert workers.run(2, opposite_sequences) == [([4, 4], 0)] * 2
 
 
 def outputs_of_process(group, rank, kind, counts, dtype, options):
-    """y of one process in evaluation mode; the gate as it starts: everything ties."""
+    """Returns y of one rank in evaluation mode.
+
+    With kind "all to the first process", all logits tie.
+    """
     torch.manual_seed(1)
     layer = MoE(D, 8, 2, hidden_sizes=(5,), **sharing(group, options)).to(dtype).eval()
     if kind == "spread":
@@ -282,7 +288,7 @@ def outputs_of_process(group, rank, kind, counts, dtype, options):
 @pytest.mark.parametrize("kind", ["spread", "all to the first process"])
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
 def test_outputs_in_every_type(workers, kind, dtype, exchange):
-    counts = [6, 0, 9, 3]  # multiples of 3, for the mask to be that of all
+    counts = [6, 0, 9, 3]  # multiples of 3: the mask of a rank is then part of the global mask
     y, tokens_per_expert = outputs_of_process(None, None, kind, counts, dtype, {})
     parts = workers.run(
         4, outputs_of_process, kind, counts, dtype, {"exchange": exchange, "num_chunks": 2}
@@ -290,7 +296,7 @@ def test_outputs_in_every_type(workers, kind, dtype, exchange):
     together = torch.cat([part[0] for part in parts])
     if exchange == "rows":
         assert_same_bits(together, y)
-    else:  # each part of a sum is rounded to the type it travels in
+    else:  # each part of a sum is rounded to the dtype that is sent
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(together, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
     assert torch.equal(sum(part[1] for part in parts), tokens_per_expert)
@@ -299,7 +305,7 @@ def test_outputs_in_every_type(workers, kind, dtype, exchange):
 
 
 class TwoLayers(nn.Module):
-    """Two mixtures that may be spread in different ways, between dense layers."""
+    """Two MoE layers between dense layers; the MoE layers may be sharded in different ways."""
 
     def __init__(self, first=None, second=None, recompute=False):
         super().__init__()
@@ -344,7 +350,7 @@ def optimizer_of(name, model):
 def train_process(group, rank, counts, optimizer, steps, layout, options):
     if layout == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
-        model = TwoLayers(group, mesh, **options)  # the second layer's experts have copies
+        model = TwoLayers(group, mesh, **options)  # the second layer's experts are replicated
         wrapped = parallelize(model, mesh)
     else:
         model = TwoLayers(group, group, **options)
@@ -396,7 +402,7 @@ def test_training_equals_one_process(workers, layout, counts, optimizer, steps, 
             assert_exact(norm, expected.detach())
         for name, expected in model.state_dict().items():
             if name not in params:
-                continue  # a buffer
+                continue  # buffer
             if name in bounds:
                 first, last, _ = bounds[name]
                 expected = expected[first:last]
@@ -404,7 +410,7 @@ def test_training_equals_one_process(workers, layout, counts, optimizer, steps, 
 
 
 def clip_in_process(group, rank, norm_type):
-    """Experts' gradients of norms sqrt(20) and sqrt(100)."""
+    """Makes expert gradients with norms sqrt(20) and sqrt(100)."""
     layer = MoE(D, 2, 1, hidden_sizes=(5,), process_group=group).double()
     for param in layer.parameters():
         param.grad = torch.zeros_like(param)
@@ -438,7 +444,7 @@ def test_clipping_refuses_infinity_everywhere(workers):
 
 
 def clip_few(group, rank, dtype):
-    """One expert for two processes, in half a type whose greatest number is 65,504."""
+    """Shards one expert over two ranks; the largest float16 number is 65,504."""
     layer = MoE(D, 1, 1, hidden_sizes=(5,), expert_dtype=dtype, process_group=group)
     for param in layer.experts.parameters():
         param.grad = torch.zeros_like(param)
@@ -521,7 +527,7 @@ def test_experts_start_the_same_wherever_they_are(workers):
 
 
 def calls_of_process(group, rank):
-    """The collectives of a step, forward and backward."""
+    """Records the collectives of a step, forward and backward."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"):
@@ -545,7 +551,7 @@ def test_one_process_communicates_nothing(workers):
 
 
 class OfRows(Experts):
-    """Experts with a parameter that has no row for each of them."""
+    """Experts with a parameter that does not have one row for each expert."""
 
     def __init__(self, num_experts):
         super().__init__(num_experts, D)
@@ -569,7 +575,7 @@ def options_refused(group, rank):
             ValueError,
             "ExpertParallel: balance must be \"global\" .*got 'local'",
         ),
-        ({"process_group": group}, {}, ValueError, "MoE: parallel must be left out"),
+        ({"process_group": group}, {}, ValueError, "MoE: parallel must be None"),
     ):
         with pytest.raises(error, match=words):
             MoE(D, 4, 2, parallel=ExpertParallel(group, **shared), **options)
@@ -577,7 +583,9 @@ def options_refused(group, rank):
         parallelize(MoE(D, 4, 2, process_group=group), group, dense="dp")
     with pytest.raises(ValueError, match="moe_ops: layer must .*got 4"):
         moe_ops(MoE(D, 4, 2, process_group=group))
-    with pytest.raises(ValueError, match=r"experts\.weight must have a row for each .* 1, got \(6"):
+    with pytest.raises(
+        ValueError, match=r"experts\.weight must have one row for each .*1.*, got \(6"
+    ):
         parallelize(MoE(D, 4, 2, experts=OfRows(1), process_group=group), group)
     with pytest.raises(ValueError, match="process_group must be a mesh with mesh_dim_names"):
         MoE(D, 4, 2, process_group=init_device_mesh("cpu", (2, 2)))
@@ -589,7 +597,7 @@ def test_options_out_of_range(workers):
 
 
 class Adapter(nn.Module):
-    """As adapters are: it has the forward of the module whose place it takes, and nothing else."""
+    """Has only the forward of the module that it replaces, as adapters do."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -600,7 +608,7 @@ class Adapter(nn.Module):
 
 
 def parts_on_ranks(group, rank):
-    """The layer writes nothing into its gate, and calls whatever is in the experts' place."""
+    """Checks that the layer does not modify its gate and calls whatever replaces its experts."""
     gate = TopKGate(D, 4, 2)
     before = dict(vars(gate))
     layer = MoE(D, 4, 2, gate=gate, w_load=0.0, process_group=group)
@@ -648,11 +656,12 @@ def test_any_modules_as_experts(workers, num_chunks):
     together = parts[0][1] | parts[1][1]
     assert together.keys() == grads.keys()
     for name, grad in grads.items():
-        assert_exact(2 * together[name], grad)  # the mean of two losses, there their sum
+        # The ranks compute the mean of two losses, the single process their sum.
+        assert_exact(2 * together[name], grad)
 
 
 class Scaled(nn.Linear):
-    """An expert with a buffer that no state_dict has."""
+    """An expert with a non-persistent buffer."""
 
     def __init__(self, number):
         super().__init__(D, D)
@@ -679,7 +688,7 @@ def test_experts_keep_all_their_buffers(workers, num_experts, dense):
 
 
 def some_frozen(group, rank):
-    """The experts of one process; the gate; everything that has copies."""
+    """Freezes the experts of one rank, then the gate, then the replicated experts."""
     experts = [nn.Linear(D, D).requires_grad_(rank > 0) for _ in range(2)]
     layer = MoE(D, 4, 2, experts=experts, process_group=group)
     y, aux = parallelize(layer, group)(torch.randn(4, D))
@@ -703,7 +712,7 @@ def test_parts_of_a_model_are_frozen(workers):
 
 
 def without_noise(group, rank):
-    """Gradients are averaged, though W_noise has none, step after step."""
+    """Averages gradients in every step although W_noise has none."""
     layer = MoE(D, 4, 2, process_group=group).eval()
     nn.init.constant_(layer.gate.w_gate, 0.1)
     model = parallelize(layer, group, find_unused_parameters=True)
@@ -729,7 +738,7 @@ def test_outputs_may_be_changed_in_place(workers):
 
 
 def compiled(group, rank):
-    """The graph breaks at what the processes send each other."""
+    """Compiles a layer; the graph breaks at the collectives."""
     layer = layer_of("topk", group)
     x = tokens_of([4, 5])[0].split([4, 5])[rank]
     (y, aux), (expected, aux_there) = torch.compile(layer, backend="eager")(x), layer(x)
@@ -745,7 +754,7 @@ def test_compiled(workers):
 def under_autocast(group, rank, kind, dtype):
     torch.manual_seed(4)
     if kind == "modules":
-        # Under autocast the first one's outputs are of another type than the second's.
+        # Under autocast, the two modules return different dtypes.
         modules = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)), nn.LayerNorm(D)]
         options = {"experts": modules if group is None else [modules[rank]]}
     else:
@@ -767,7 +776,7 @@ def test_autocast_equals_one_process(workers, kind, dtype):
 
 
 def copies_of_the_experts(group, rank):
-    """A mesh along which nothing is shared: the balanced gate's mask is of all tokens."""
+    """Uses a mesh with replicas only. The balanced gate's mask covers the tokens of all ranks."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shares"))
     y, aux = layer_of("balanced", mesh)(tokens_of([7, 8])[0].split([7, 8])[rank])
     return y.detach(), aux.tokens_per_expert
@@ -778,11 +787,11 @@ def test_balanced_gate_over_copies_of_the_experts(workers):
     parts = workers.run(2, copies_of_the_experts)
     assert_exact(torch.cat([y for y, _ in parts]), expected.detach())
     assert torch.equal(sum(counts for _, counts in parts), aux.tokens_per_expert)
-    assert len(parts[0][1].unique()) > 1  # equal only together
+    assert len(parts[0][1].unique()) > 1  # equal only when summed over the ranks
 
 
 def made_without_memory(group, rank):
-    """On the meta device, then given memory and values, as large models are."""
+    """Makes layers on the meta device, then allocates and fills them."""
     with torch.device("meta"):
         layers = [
             MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),

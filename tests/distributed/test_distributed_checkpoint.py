@@ -1,4 +1,4 @@
-"""Checkpoints of experts that are spread over processes: any number reads what any wrote."""
+"""Checkpoints of sharded experts: any number of ranks reads what any other number wrote."""
 
 import contextlib
 import itertools
@@ -50,7 +50,7 @@ class Expert(nn.Module):
 
 
 class Stacked(Experts):
-    """A module of one's own that is all experts of a rank at once."""
+    """Custom experts: one module holds all experts of a rank."""
 
     def __init__(self, numbers):
         super().__init__(len(numbers), D)
@@ -65,7 +65,7 @@ class Stacked(Experts):
 
 
 class Model(nn.Module):
-    """Layers of all kinds, whose experts no number of processes divides."""
+    """A model with all kinds of layers; no number of ranks divides its experts evenly."""
 
     def __init__(self, group=None, seed=1, num_experts=5):
         super().__init__()
@@ -84,7 +84,7 @@ class Model(nn.Module):
         for name, param in self.named_parameters():
             if ".gate." in name:
                 nn.init.normal_(param).requires_grad_("noise" not in name)
-        self.double().eval()  # no noise
+        self.double().eval()  # evaluation mode: no noise
 
     def _layer(self, num_experts, group, **options):
         gate = TopKGate(D, num_experts, 2)
@@ -132,7 +132,7 @@ def train_and_save(group, rank, folder, kind, steps):
 
 
 def load_and_save(group, rank, source, target, kind):
-    """From one checkpoint to another; returns what the layers of our own experts give."""
+    """Loads a checkpoint, saves it again, and returns the outputs of the custom expert layers."""
     model = Model(group, seed=rank + 2)
     optimizers = optimizers_of(kind, model)
     step, state, rank_state = Checkpoints(source, group).load(model, optimizers)
@@ -147,7 +147,7 @@ def load_and_save(group, rank, source, target, kind):
 
 
 def contents(folder, step=2):
-    """All tensors of a checkpoint, by torch's own means."""
+    """Reads all tensors of a checkpoint with torch's own functions."""
     whole = folder / "whole.pt"
     dcp_to_torch_save(folder / f"step-{step:08d}", whole)
     state = torch.load(whole)
@@ -233,11 +233,11 @@ def test_state_dict_of_one_process(workers, world, dense):
     for name in state:
         assert_same_bits(back[name], state[name])
     assert message == (
-        "load_full_state_dict: state must be the model's, got "
-        "[4, 4, 6] flat.experts.weight_0 instead of [5, 4, 6]; "
-        "no modules_layer.experts.experts.2.last.bias instead of [4]; "
-        "no modules_layer.experts.experts.2.last.weight instead of [4, 5]; "
-        "[] other instead of no"
+        "load_full_state_dict: state must have the names and shapes of the model, got "
+        "flat.experts.weight_0: [4, 4, 6] instead of [5, 4, 6]; "
+        "modules_layer.experts.experts.2.last.bias: nothing instead of [4]; "
+        "modules_layer.experts.experts.2.last.weight: nothing instead of [4, 5]; "
+        "other: [] instead of nothing"
     )
 
 
@@ -306,7 +306,7 @@ def flip_byte(path):
     path.write_bytes(data)
 
 
-def damaged(group, rank, folder):
+def corrupted(group, rank, folder):
     model = Model(group, seed=7)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(folder, group)
@@ -314,13 +314,13 @@ def damaged(group, rank, folder):
         checkpoints.load(model)
     for name, value in model.state_dict().items():
         assert_same_bits(value, before[name])
-    with pytest.warns(UserWarning, match="step-00000002/.*; .*step-00000001 is taken instead"):
+    with pytest.warns(UserWarning, match="step-00000002/.*; .*loading .*step-00000001 instead"):
         loaded = checkpoints.load(model, fallback=True)
     assert loaded.step == checkpoints.load(model, step=1).step == 1
     return str(raised.value)
 
 
-def test_damaged_files_are_named(workers, tmp_path):
+def test_corrupted_files_are_named(workers, tmp_path):
     model = Model()
     optimizers = optimizers_of("factored", model)
     checkpoints = Checkpoints(tmp_path / "good")
@@ -335,16 +335,16 @@ def test_damaged_files_are_named(workers, tmp_path):
         check=True,
     )
     for number, name in enumerate(sorted(names)):
-        for how, damage in (("damaged", flip_byte), ("No such file", os.unlink)):
+        for how, corrupt in (("corrupted", flip_byte), ("No such file", os.unlink)):
             folder = tmp_path / f"{number} {how}"
             shutil.copytree(tmp_path / "good", folder)
             path = folder / "step-00000002" / name
-            damage(path)
-            message = damaged(None, 0, folder)
+            corrupt(path)
+            message = corrupted(None, 0, folder)
             assert how in message and (str(path) in message or name == "SHA256SUMS")
             assert str(folder) in message
-    *_, message = workers.run(3, damaged, folder := tmp_path / "0 damaged")
-    assert f"{folder}/step-00000002/.metadata is damaged" in message and "(rank " in message
+    *_, message = workers.run(3, corrupted, folder := tmp_path / "0 corrupted")
+    assert f"{folder}/step-00000002/.metadata is corrupted" in message and "(rank " in message
 
 
 def test_sums_cut_short_are_noticed(tmp_path):
@@ -355,14 +355,14 @@ def test_sums_cut_short_are_noticed(tmp_path):
     lines = sums.read_text().splitlines(keepends=True)
     for count in range(len(lines)):
         sums.write_text("".join(lines[:count]))
-        with pytest.raises(CheckpointError, match="SHA256SUMS is damaged: it has no sum of "):
+        with pytest.raises(CheckpointError, match="SHA256SUMS is corrupted: it has no checksum of"):
             checkpoints.load(model)
 
 
 def without_its_group(group, rank, folder):
-    """Experts that are spread over processes, saved and loaded by one alone."""
+    """Saves and loads sharded experts without their process group."""
     model, alone = Model(group), Checkpoints(folder / f"of-{rank}")
-    message = "process_group must be that of the model's experts"
+    message = "process_group must be the process group of the model's experts"
     for call in (
         lambda: alone.save(1, model),
         lambda: alone.load(model),
@@ -373,7 +373,7 @@ def without_its_group(group, rank, folder):
         full_state_dict(model, None)
     with pytest.raises(ValueError, match=message):
         load_full_state_dict(model, Model().state_dict(), None)
-    if rank == 0:  # one that was written all the same
+    if rank == 0:  # writes a partial checkpoint anyway
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(moe_ext.distributed.checkpoint, "require_ranks", lambda *_: None)
             Checkpoints(folder / "part").save(1, model.flat)
@@ -383,12 +383,12 @@ def test_a_part_of_the_experts_is_no_checkpoint(workers, tmp_path):
     for rank in range(2):
         Checkpoints(tmp_path / f"of-{rank}").save(0, nn.Linear(1, 1))
     workers.run(2, without_its_group, tmp_path)
-    with pytest.raises(CheckpointError, match=r"not all of .*experts\..* was saved"):
+    with pytest.raises(CheckpointError, match=r"does not have all elements of .*experts\."):
         Checkpoints(tmp_path / "part").load(Model().flat)
 
 
 def test_states_that_are_no_tensors(tmp_path):
-    """Some optimizers count their steps in plain numbers."""
+    """Some optimizers store the step count as a Python number."""
     checkpoints = Checkpoints(tmp_path)
     embeddings = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
     optimizers = [torch.optim.SparseAdam(each.parameters()) for each in embeddings]
@@ -419,25 +419,25 @@ def test_what_does_not_fit_is_named(tmp_path):
     optimizers = optimizers_of("factored", model)
     train(model, optimizers, None, 0, [1])
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(CheckpointError, match="must have a checkpoint, got none"):
+    with pytest.raises(CheckpointError, match="must contain a checkpoint, got none"):
         checkpoints.load(model)
     checkpoints.save(1, model, optimizers)
-    with pytest.raises(CheckpointError, match="must have step 2, got 1"):
+    with pytest.raises(CheckpointError, match="must contain step 2, got 1"):
         checkpoints.load(model, step=2)
 
-    for number, experts in ((4, r"\[5, 4, 6\] .* instead of \[4, 4, 6\]"), (6, "no .*instead of")):
+    for number, experts in ((4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"), (6, "nothing instead of")):
         other = Model(num_experts=number)
         before = other.dense.weight.clone()
-        with pytest.raises(CheckpointError, match=f"state must be the model's, got .*{experts}"):
+        with pytest.raises(CheckpointError, match=f"state must have the names .*, got .*{experts}"):
             checkpoints.load(other)
         assert_same_bits(other.dense.weight, before)
     with pytest.raises(CheckpointError) as raised:
         checkpoints.load(model, optimizers_of("adam", model))
     assert str(raised.value) == (
-        f"loading {tmp_path}/step-00000001: the saved optimizers must be ['Adam of 1 groups'], "
-        "got ['FactoredAdam of 1 groups', 'Adam of 2 groups']"
+        f"loading {tmp_path}/step-00000001: the saved optimizers must be ['Adam with 1 group(s)'], "
+        "got ['FactoredAdam with 1 group(s)', 'Adam with 2 group(s)']"
     )
-    with pytest.raises(CheckpointError, match="params must be of the model, got another"):
+    with pytest.raises(CheckpointError, match="params must belong to the model, got one of"):
         checkpoints.save(2, model.dense, optimizers)
     assert checkpoints.steps() == [1]
     for keep, rule in ((0, "at least 1"), (None, "a whole number")):
@@ -454,7 +454,7 @@ def test_a_newer_torch_is_named(tmp_path, monkeypatch):
         raise ValueError("too many values to unpack")
 
     monkeypatch.setattr(FileSystemReader, "read_metadata", read_metadata)
-    message = f"step-00000001: torch .* cannot read what {re.escape(torch.__version__)} wrote"
+    message = f"torch .* cannot read a checkpoint written by torch {re.escape(torch.__version__)}"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(model)
     assert checkpoints.load().state == "state"
@@ -476,11 +476,11 @@ def test_which_checkpoints_there_are(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-00000003\n"
 
     nn.init.constant_(model.weight, 30)
-    checkpoints.save(3, model)  # again
+    checkpoints.save(3, model)  # replaces step 3
     checkpoints.load(model)
     assert model.weight[0, 0] == 30 and checkpoints.steps() == [2, 3]
 
-    # What a crash leaves: a folder that was not published, one that was replaced, a deleted one.
+    # A crash leaves an unpublished folder, a replaced one and a partly deleted one.
     shutil.copytree(tmp_path / "step-00000003", tmp_path / ".step-00000004")
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000004")
     (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.old")
@@ -492,7 +492,7 @@ def test_which_checkpoints_there_are(tmp_path):
     checkpoints.save(3, model)
     assert entries() == ["latest", "notes.txt", "step-00000002", "step-00000003"]
 
-    assert checkpoints.load(model, step=2).step == 2  # what follows is given up
+    assert checkpoints.load(model, step=2).step == 2  # later steps are now abandoned
     checkpoints.save(2, model)
     assert checkpoints.steps() == [2]
 
@@ -506,7 +506,7 @@ def test_saved_in_the_background(tmp_path):
     now.save(2, model, optimizers, state)
     later.async_save(2, model, optimizers, state)
     state["random"].zero_()
-    train(model, optimizers, None, 0, [3])  # while it is written
+    train(model, optimizers, None, 0, [3])  # while the thread writes
     later.async_save(3, model, optimizers)
     later.wait()
     assert later.steps() == [2, 3]
@@ -515,7 +515,7 @@ def test_saved_in_the_background(tmp_path):
 
 
 def no_room(group, rank, folder):
-    """Process 1 cannot write more than some bytes."""
+    """Rank 1 cannot write more than 1,000 bytes to a file."""
     model = Model(group)
     checkpoints = Checkpoints(folder, group)
     checkpoints.async_save(1, model, (), {"tokens": 1})
@@ -555,7 +555,7 @@ class Crash(BaseException):
 
 
 def crash_after(patch, number):
-    """This many changes of files and folders happen, and none from then on."""
+    """Raises `Crash` at every change of files and folders after the first `number` changes."""
     calls = itertools.count()
 
     def counted(change):
@@ -594,7 +594,7 @@ def test_a_crash_between_any_changes_of_the_folder(tmp_path, step):
 
 
 def small_model(group=None):
-    """A model and an optimizer that has a state."""
+    """Makes a model and an optimizer with state."""
     model = MoE(D, 5, 2, hidden_sizes=(3,), process_group=group)
     optimizer = torch.optim.Adam(model.parameters())
     for param in model.parameters():
@@ -609,9 +609,9 @@ def numbers_of(model, optimizer):
 
 
 def save_for_ever(group, folder, background, saved):
-    """Takes up the last checkpoint, and writes one after the other of nothing but their steps."""
+    """Loads the newest checkpoint, then saves new ones in a loop. All values equal the step."""
     model, optimizer = small_model(group)
-    # The other one may die while they make the group for the background.
+    # The other rank may die while the group for the background thread is made.
     checkpoints = Checkpoints(folder, group, keep=2, timeout=timedelta(seconds=20))
     step = checkpoints.load(model, [optimizer]).step if checkpoints.steps() else 0
     save = checkpoints.save
@@ -625,7 +625,7 @@ def save_for_ever(group, folder, background, saved):
 
 
 def kill_at_random(folder, moments, pipe):
-    """Of two processes that save one is killed; sends the steps that there are, all whole."""
+    """Kills one of two ranks that save; verifies the checkpoints that exist; sends their steps."""
     torch.set_num_threads(1)
     model, optimizer = small_model()
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -646,7 +646,7 @@ def kill_at_random(folder, moments, pipe):
         os.read(read, 1)
         time.sleep(moment)
         os.kill(children[number // 2 % 2], signal.SIGKILL)
-        for child in children:  # the other one ends by itself
+        for child in children:  # the other rank exits by itself
             os.waitpid(child, 0)
         steps = checkpoints.steps()
         for step in steps:
@@ -666,7 +666,7 @@ def test_killed_at_any_moment(tmp_path):
     for _ in moments:
         assert here.poll(120), "no answer"
         steps = here.recv()
-        assert len(steps) <= 3  # the third until the save that made the newest has deleted it
+        assert len(steps) <= 3  # a third one remains until the save of the newest deletes it
         assert steps[-1] > newest
         newest = steps[-1]
     process.join(10)
@@ -681,14 +681,14 @@ def documented_example(group, rank, folder):
     (code,) = re.findall(r"<!-- file: train.py -->\n```python\n(.*?)```", page.read_text(), re.S)
     names = {}
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        # `workers` has connected them
+        # `workers` has already initialized the process group
         patch.setattr(moe_ext.distributed, "init_process_group", lambda backend: group)
         exec(code, names)
     return names["step"]
 
 
 def test_the_documented_example(workers, tmp_path):
-    """Each run goes on where the one before ended, in another number of processes."""
+    """Each run continues where the previous one ended, with another number of ranks."""
     assert documented_example(None, 0, tmp_path) == 10
     assert workers.run(2, documented_example, tmp_path) == [20] * 2
     assert documented_example(None, 0, tmp_path) == 30
@@ -708,7 +708,7 @@ Checkpoints(sys.argv[1], group).async_save(1, torch.nn.Linear(2, 2))
 
 
 def test_restarted_by_torchrun(tmp_path):
-    """The processes meet again; what a save that nobody waits for met with is told at the end."""
+    """Restarted ranks connect again. The error of an unawaited save is printed at exit."""
     program, folder = tmp_path / "program.py", tmp_path / "no folder"
     program.write_text(RESTARTED)
     folder.touch()
@@ -726,11 +726,11 @@ def test_restarted_by_torchrun(tmp_path):
     assert f"CheckpointError: saving step 1 in {folder}" in done.stderr
 
 
-# What former versions wrote
+# Checkpoints of earlier versions
 
 
 class FormerExperts(nn.Module):
-    """Names of the parameters before version 0.2."""
+    """Experts with the parameter names from before version 0.1."""
 
     def __init__(self, experts):
         super().__init__()
@@ -750,7 +750,7 @@ def layer_with_biases(seed, group=None):
 
 
 def read_former(group, rank, folder):
-    """Weights and optimizer of a layer that begins with other values."""
+    """Loads the weights and optimizer into a layer with other initial values."""
     layer = layer_with_biases(2, group)
     optimizer = torch.optim.Adam(layer.parameters())
     Checkpoints(folder, group).load(layer, [optimizer])

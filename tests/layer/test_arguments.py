@@ -1,4 +1,4 @@
-"""What the modules say of arguments that they cannot take."""
+"""Errors of the modules for invalid arguments."""
 
 import numpy
 import pytest
@@ -63,7 +63,7 @@ def layer(**changes):
         (lambda: FeedForwardExperts(-1, D), r"num_experts.* must .*got -1"),
         (
             lambda: layer(hidden_sizes=8),
-            "^FeedForwardExperts: hidden_sizes must be a sequence of whole numbers .*, got 8$",
+            "^FeedForwardExperts: hidden_sizes must be a sequence of whole numbers, .*, got 8$",
         ),
         (lambda: FeedForwardExperts(E, D, (0,)), r"hidden_sizes.* must .*got \(0,\)"),
         (

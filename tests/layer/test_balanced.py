@@ -1,4 +1,4 @@
-"""BalancedGate, HierarchicalBalancedGate and TopKGate: the strictly balanced gating of App. F."""
+"""BalancedGate, HierarchicalBalancedGate and TopKGate: strictly balanced gating (App. F)."""
 
 import math
 
@@ -34,7 +34,7 @@ GATES = {
 
 
 def shake(gate):
-    """Weights away from the symmetric start; the thresholds are left to the first batch."""
+    """Randomizes the weights. The first batch sets the thresholds."""
     for name, parameter in gate.named_parameters():
         if "w_gate" in name:
             torch.nn.init.normal_(parameter)
@@ -62,16 +62,16 @@ def make_x(*shape, device="cpu", dtype=torch.float64):
 
 
 def move_thresholds(gate, by=0.02):
-    """Where the masks disagree."""
+    """Moves the thresholds to where the two masks disagree."""
     with torch.no_grad():
         for name, parameter in gate.named_parameters():
             if "threshold" in name:
-                shift = torch.randn(parameter.shape, dtype=parameter.dtype)  # of any device
+                shift = torch.randn(parameter.shape, dtype=parameter.dtype)  # on any device
                 parameter.add_(by * shift.to(parameter.device))
 
 
 def dense(gating, num_experts):
-    """[T, E] gates, 0 where there is none."""
+    """Returns gates [T, E]; 0 for experts that are not selected."""
     num = gating.token_offsets.diff()
     token = torch.repeat_interleave(num)
     gates = gating.gates.new_zeros(len(num), num_experts)
@@ -79,20 +79,23 @@ def dense(gating, num_experts):
 
 
 def total(y, aux):
-    """A loss whose gradient differs from token to token."""
+    """Computes a loss whose gradient differs between tokens."""
     weight = torch.linspace(-1, 1, y.numel()).to(y.device)
     return (y * weight.reshape(y.shape)).sum() + aux.loss
 
 
 def priority(num_rows, num_experts, first_column=0):
-    """The reference's order among equals, the smaller first, of the op's tie break."""
+    """Returns the tie-break priorities of the op for the reference, where the smaller one wins."""
     return torch.tensor(
         [[-tie_break(first_column + e, row) for e in range(num_experts)] for row in range(num_rows)]
     )
 
 
 def by_reference(layer, x):
-    """y, dense gates, importance, loss and the gradients of `total`; the thresholds as they are."""
+    """Returns y, dense gates, importance, loss and the gradients of `total`.
+
+    Thresholds stay as they are.
+    """
     gate, T = layer.gate, len(x)
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().clone().requires_grad_() for name, t in named.items()}
@@ -141,7 +144,7 @@ def assert_equals_reference(layer, x):
     assert_exact(y.detach(), y_ref)
     assert_exact(dense(aux, layer.num_experts).detach(), G_X)
     assert_exact(aux.importance.detach(), importance)
-    # Load is constant over the experts in training; in evaluation it has no gradient.
+    # Load is constant over the experts in training. In evaluation it has no gradient.
     load = (G_X > 0).double().sum(0)
     assert_exact(aux.load, load)
     assert_exact(aux.tokens_per_expert.double(), load)
@@ -160,9 +163,9 @@ def assert_equals_reference(layer, x):
 @pytest.mark.parametrize("T", [1, 2, 7, 16])
 @pytest.mark.parametrize("kind", GATES)
 def test_training_equals_reference(device, kind, T):
-    """Outputs, gates, losses and every gradient, the thresholds' among them."""
+    """Compares outputs, gates, losses and every gradient, including those of the thresholds."""
     layer, x = make_layer(kind, device), make_x(T, device=device)
-    layer(x)  # the thresholds start
+    layer(x)  # sets the thresholds
     move_thresholds(layer.gate)
     assert_equals_reference(layer, x)
 
@@ -180,7 +183,10 @@ def test_evaluation_equals_reference(device, kind):
 
 @pytest.mark.parametrize("E, k", [(6, 1), (6, 5), (6, 6), (1, 1), (7, 3), (40, 1)])
 def test_shapes(device, E, k):
-    """k = n is the softmax gate; of 40 experts and 16 tokens each gets 1 (0.4 by the formula)."""
+    """k = n gives the softmax gate.
+
+    With 40 experts and 16 tokens, each expert gets 1 (0.4 rounded up).
+    """
     layer = layer_of(shake(BalancedGate(D, E, k))).to(device, torch.float64)
     x = make_x(16, device=device)
     layer(x)
@@ -203,7 +209,7 @@ def test_hierarchical_shapes(device, a, b, k):
     [
         (2, 16, 8, 4),
         (2, 15, 8, 4),  # 3.75
-        (1, 12, 8, 2),  # a half, rounded up
+        (1, 12, 8, 2),  # a half is rounded up
         (1, 11, 8, 1),  # 1.375
         (1, 3, 8, 1),  # at least 1
         (1, 1, 1000, 1),
@@ -219,7 +225,7 @@ def test_rows_per_expert(k, T, n, m):
 
 
 def test_tokens_without_expert(device):
-    """Their output is 0, and so is their gradient."""
+    """Tokens without experts have output 0 and gradient 0."""
     layer = layer_of(shake(BalancedGate(D, E, 1))).double().to(device)
     x = make_x(40, device=device).requires_grad_()
     y, aux = layer(x)
@@ -233,7 +239,10 @@ def test_tokens_without_expert(device):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_sum_to_1(device, kind):
-    """Over all experts of a token; with groups, where each of its groups has one for it."""
+    """Gates sum to 1 over a token's experts.
+
+    With groups, each chosen group must have an expert for it.
+    """
     gating = make_gate(kind, device)(make_x(60, device=device))
     sums = dense(gating, 12 if kind == "hierarchical" else E).sum(1).detach()
     some = gating.token_offsets.diff() > 0
@@ -244,8 +253,7 @@ def test_gates_sum_to_1(device, kind):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_symmetric_start(device, kind):
-    """All scores are equal, every expert gets m tokens, all experts different ones, twice the
-    same."""
+    """All scores tie: every expert gets m different tokens, the same ones in two runs."""
     gate, x = GATES[kind]().to(device), make_x(120, device=device, dtype=torch.float32)
     assert all(torch.count_nonzero(p) == 0 for p in gate.parameters())
     first, second = gate(x), gate(x)
@@ -261,8 +269,10 @@ def test_symmetric_start(device, kind):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_thresholds_start_at_the_first_batch(device, kind):
-    """Just below its m-th scores: the masks agree on it, in evaluation the result is the same; no
-    later batch sets them again."""
+    """Thresholds start just below the m-th scores of the first batch, where both masks agree.
+
+    Evaluation then has the result of training. Later batches do not initialize them again.
+    """
     gate, x = make_gate(kind, device), make_x(30, device=device)
     first = gate(x)
     assert first.metrics["mask_disagreement"] == 0 and first.loss == 0
@@ -286,7 +296,10 @@ def test_thresholds_start_at_the_first_batch(device, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_batch_meets_the_thresholds_it_starts(device, dtype):
-    """Not those from before it: in half a type the thresholds are rounded, and so nearly agree."""
+    """The loss of the first batch uses the new thresholds, not those from before it.
+
+    In half precision the thresholds are rounded, so the masks only nearly agree.
+    """
     gate, x = make_gate("flat", device).to(dtype), make_x(400, device=device).to(dtype)
     disagreement = gate(x).metrics["mask_disagreement"]
     assert disagreement <= (0 if dtype == torch.float32 else 0.05)
@@ -304,7 +317,7 @@ def test_thresholds_do_not_start_at_a_batch_of_nan(device, kind):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_nan_is_seen_in_evaluation(device, kind):
-    """Its rows have all experts rather than none, which would be an output of 0."""
+    """A row with NaN scores selects all experts. With none, its output would be 0."""
     layer, x = make_layer(kind, device), make_x(20, device=device)
     layer(x)
     layer.eval()
@@ -317,7 +330,7 @@ def test_nan_is_seen_in_evaluation(device, kind):
 
 
 def test_evaluation_before_training(device):
-    """Thresholds of 0: every expert for every token, as the softmax gate. Nothing starts them."""
+    """Thresholds of 0 select every expert for every token. Evaluation does not initialize them."""
     gate, x = make_gate(device=device).eval(), make_x(9, device=device)
     softmax = SoftmaxGate(D, E).double().to(device)
     with torch.no_grad():
@@ -330,7 +343,7 @@ def test_evaluation_before_training(device):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_evaluation_of_a_token_is_its_own(device, kind):
-    """Alone, in any batch, in any place; and the same with the other tokens' masked out."""
+    """A token's experts do not depend on the batch, its position, or masked-out tokens."""
     layer, x = make_layer(kind, device), make_x(20, device=device)
     layer(x)
     move_thresholds(layer.gate)
@@ -346,7 +359,7 @@ def test_evaluation_of_a_token_is_its_own(device, kind):
 @pytest.mark.equation("App. F")
 @pytest.mark.parametrize("kind", GATES)
 def test_batchwise_masks(device, kind):
-    """In evaluation the result of training, for a while."""
+    """Within the context, evaluation has the result of training."""
     layer, x = make_layer(kind, device), make_x(20, device=device)
     y, aux = layer(x)
     move_thresholds(layer.gate)
@@ -364,7 +377,7 @@ def test_batchwise_masks(device, kind):
 
 
 def test_metrics(device):
-    """|M_thr xor M_batch| / (|M_thr| + |M_batch|), and the tokens without an expert."""
+    """Checks mask_disagreement and share_without_expert against their definitions."""
     gate, x = make_gate(device=device), make_x(30, device=device)
     gate(x)
     move_thresholds(gate, 0.1)
@@ -416,7 +429,7 @@ def test_batchwise_loss_refuses_other_shapes():
 
 
 def test_batchwise_loss_is_0_where_the_masks_agree():
-    """For thresholds from the (m+1)-th to just below the m-th score; and convex around."""
+    """The loss is 0 for thresholds from the (m+1)-th to just below the m-th score, and convex."""
     X = torch.rand(12, 1, dtype=torch.float64)
     mask = ref.M_batchwise(X, 4).bool()
     ordered = X[:, 0].sort(descending=True).values
@@ -432,7 +445,7 @@ def test_batchwise_loss_is_0_where_the_masks_agree():
 @pytest.mark.parametrize("detach_scores", [True, False])
 @pytest.mark.parametrize("kind", GATES)
 def test_detach_scores(device, kind, detach_scores):
-    """The loss trains the thresholds, and what the scores come from if it is asked to."""
+    """The loss trains the thresholds; it trains the scores only if detach_scores is False."""
     gate = make_gate(kind, device, detach_scores=detach_scores)
     x = make_x(30, device=device).requires_grad_()
     gate(x)
@@ -455,8 +468,10 @@ def test_detach_scores(device, kind, detach_scores):
 
 
 def test_thresholds_follow_by_sgd(device):
-    """On a fixed batch L_batchwise / T brings the masks together: its gradient is the excess share
-    of the tokens."""
+    """On a fixed batch, L_batchwise / T makes the masks agree.
+
+    Its gradient is the excess share of tokens.
+    """
     gate, x = make_gate(device=device), make_x(200, device=device)
     gate(x)
     with torch.no_grad():
@@ -470,11 +485,11 @@ def test_thresholds_follow_by_sgd(device):
     assert gate(x).metrics["mask_disagreement"] < 0.01
 
 
-# As a module
+# Module behavior
 
 
 class _NoReads(TorchDispatchMode):
-    """Refuses what would wait for a GPU: reading values, and shapes that depend on them."""
+    """Raises an error for ops that synchronize with a GPU: reads of values, dynamic shapes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
@@ -500,7 +515,7 @@ def test_training_reads_no_values(kind):
 @pytest.mark.parametrize("k", [1, 2, E])
 @pytest.mark.parametrize("training", [True, False])
 def test_topk_gate_equals_reference(device, k, training):
-    """G_σ masked by its top k, in evaluation as in training, and its gradients."""
+    """The gates are G_σ masked by its top k, in training and evaluation; compares gradients too."""
     gate, x = TopKGate(D, E, k).to(device, torch.float64).train(training), make_x(9, device=device)
     torch.nn.init.normal_(gate.w_gate)
     gating = gate(x)
@@ -519,7 +534,7 @@ def test_topk_gate_equals_reference(device, k, training):
 
 
 def test_topk_gate_starts_apart():
-    """Small random weights: nearly equal gates, and no expert in every token's top 2."""
+    """Small random weights give nearly equal gates, and no expert is in every token's top 2."""
     gating = TopKGate(64, 8, 2)(torch.randn(1000, 64))
     assert torch.all((gating.gates - 0.5).abs() < 0.15)
     assert torch.all((gating.load > 100) & (gating.load < 500))

@@ -14,8 +14,10 @@ B, D, U, S = 3, 2, 4, 7
 
 
 def step(parameters, inputs, state):
-    """Everything twice, to see in which order gradients are added: W, b, x and h within the step,
-    the new state among the outputs too. Dropout and noise; c is frozen, the last state has no use.
+    """Uses every tensor twice, to expose the order in which gradients are summed.
+
+    W, b, x and h occur twice within the step, and the new state occurs among the outputs. It uses
+    dropout and noise. c is frozen; the last state is unused.
     """
     W, V, b, c, unused = parameters
     x, mask = inputs
@@ -44,13 +46,13 @@ def arguments(device="cpu", dtype=torch.float32, length=S):
 
 
 def results(slots, args):
-    """Outputs, gradients of a function that uses them several times, and the generator's state."""
+    """Returns outputs, state, gradients of a loss that uses outputs twice, and the RNG state."""
     parameters, inputs, state = args
     leaves = [t for t in (*parameters, *inputs, *state) if t.requires_grad]
     torch.manual_seed(2)
     outputs, state = unroll(step, parameters, inputs, state, memory_slots=slots)
     differentiable = [x.float() for x in (*outputs, *state) if x.is_floating_point()]
-    # b also outside of the steps: its gradients from within them come as one sum.
+    # b is also used outside the steps: its gradients from within them arrive as one sum.
     loss = sum((x * (1 + i)).sin().sum() + x.square().sum() for i, x in enumerate(differentiable))
     loss = loss + (parameters[2] * 3).exp().sum()
     torch.rand(3)
@@ -74,7 +76,7 @@ def test_closed_form_is_the_dynamic_programme():
     for t in range(1, 41):
         for m in range(1, t + 3):
             assert num_evaluations(t, m) == ref.C(t, m)
-    for m in (2, 5, 30):  # the recursion, far out
+    for m in (2, 5, 30):  # the recursion for large t
         assert num_evaluations(1000, m) == min(
             y + num_evaluations(1000 - y, m - 1) + num_evaluations(y, m) for y in range(1, 1000)
         )
@@ -85,13 +87,16 @@ def test_closed_form_is_the_dynamic_programme():
     [(1, 1), (1, 3), (2, 1), (9, 1), (9, 2), (13, 3), (20, 4), (31, 5), (12, 12), (8, 9)],
 )
 def test_evaluations_and_live_states(t, m):
-    """C(t, m), and one for the last step's output; never more than m states beside the one that a
-    step is called with (which may be one of them), and m of them if there is a use for m."""
+    """Counts C(t, m) + 1 evaluations and at most m live states.
+
+    The count excludes the state that the current step is called with, which may be one of the m.
+    All m states are used if that saves evaluations.
+    """
     called = most = 0
     memory = []
 
     def tracked(state):
-        """The state in memory that tells when it is freed."""
+        """Copies the state to memory that reports when it is freed."""
         array = state.detach().numpy().copy()
         memory.append(weakref.ref(array))
         return torch.from_numpy(array)
@@ -114,7 +119,7 @@ def test_evaluations_and_live_states(t, m):
     assert most == min(m, t - 1)
 
 
-# The same bits
+# Bitwise identical results
 
 
 @pytest.mark.equation("Sec. 3.1")
@@ -148,7 +153,7 @@ def test_bits_where_few_gradients_are_needed(needed):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_bits_under_autocast(device, inside):
-    """The steps are evaluated again with the autocast of the forward pass, whatever holds then."""
+    """Recomputation uses the autocast state of the forward pass, not that of the backward pass."""
     args = arguments(device)
     types = []
 
@@ -172,7 +177,7 @@ def test_bits_under_autocast(device, inside):
 
 
 def test_unused_outputs_and_states():
-    """No gradient comes back for some, or for some steps."""
+    """Some outputs, or some steps, receive no gradient."""
     parameters, inputs, state = arguments()
     for choose in (
         lambda outputs, state: outputs[0][2],
@@ -194,7 +199,7 @@ def test_unused_outputs_and_states():
 
 
 def test_one_gradient_for_several():
-    """The sum passes it on to both, as one tensor, which must not be added to."""
+    """The addition passes one gradient tensor to both inputs; it must not be modified in place."""
     weight, first = torch.zeros(U, requires_grad=True), torch.zeros(U, requires_grad=True)
     _, (last,) = unroll(
         lambda parameters, inputs, state: ((state[0] + parameters[0],), ()),
@@ -296,7 +301,7 @@ def test_an_error_on_the_way_back_leaves_the_generator_as_it_was():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# What is kept, and errors
+# Memory and errors
 
 
 def test_nothing_is_kept_without_gradients():
@@ -317,7 +322,7 @@ def test_nothing_is_kept_without_gradients():
                 watched, parameters[1:2], inputs[:1], state[:1], memory_slots=slots
             )
         assert not output.requires_grad and not last.requires_grad
-    assert most <= 2  # the step's argument, and the result of the call before
+    assert most <= 2  # the step's argument, and the result of the previous call
 
 
 def test_changed_tensors_are_refused():
@@ -335,7 +340,7 @@ def test_changed_tensors_are_refused():
     weight, count = torch.zeros(U, requires_grad=True), torch.zeros(())
     unroll(counting, [weight, count], inputs[:1], state[:1])
     assert count == S
-    with pytest.raises(RuntimeError, match="step must not change a parameter or buffer in place"):
+    with pytest.raises(RuntimeError, match="step must not modify a parameter or buffer in place"):
         unroll(counting, [weight, count], inputs[:1], state[:1], memory_slots=2)
 
 
@@ -344,7 +349,9 @@ def test_errors():
     with pytest.raises(ValueError, match="memory_slots must be at least 1, got 0"):
         unroll(step, parameters, inputs, state, memory_slots=0)
     for bad in ([inputs[0], inputs[1][1:]], [inputs[0][:0], inputs[1][:0]], []):
-        with pytest.raises(ValueError, match=r"inputs must have one number of time steps.*, got"):
+        with pytest.raises(
+            ValueError, match=r"inputs must all have the same number of time steps.*, got"
+        ):
             unroll(step, parameters, bad, state)
 
 

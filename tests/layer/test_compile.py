@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: whole graphs, any number of tokens, any routing."""
+"""torch.compile and torch.export: full graphs, any number of tokens, any routing."""
 
 import io
 
@@ -35,8 +35,7 @@ def results(function, layer, x):
 
 
 def assert_close(actual, expected):
-    """The same kernels, with sums in an order of the compiler's choice around them: a few float32
-    roundings of the largest value."""
+    """Allows a few float32 rounding errors of the largest value: the compiler may reorder sums."""
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == e.dtype and a.shape == e.shape
         if a.is_floating_point():
@@ -48,7 +47,7 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_layer_equals_eager(device, training, dynamic):
-    """With the graph run by eager kernels even the noise is the same, seed for seed."""
+    """Runs the compiled graph with eager kernels: the noise is the same for the same seed."""
     layer = make_layer(device).train(training)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for T in (7, 12):
@@ -81,7 +80,7 @@ def test_gated_and_deep_experts_compile(device):
 
 
 def test_export_keeps_the_ops(device):
-    """torch.export with a free number of tokens: the ops stay as they are."""
+    """Exports with a dynamic number of tokens; the graph contains the ops."""
     layer = make_layer(device).eval()
     x = torch.randn(9, D, device=device)
     tokens = torch.export.Dim("tokens", min=2)
@@ -140,7 +139,7 @@ def test_compiled_autograd_equals_eager():
 
 @pytest.mark.parametrize("options", [{}, {"hidden_sizes": [8], "bias": True}], ids=str)
 def test_a_layer_compiled_ahead_of_time_equals_eager(options, tmp_path):
-    """AOTInductor, which calls the ops without Python, for any number of tokens."""
+    """Runs AOTInductor, which calls the ops without Python, for any number of tokens."""
     layer = MoE(16, 4, 2, **options).eval()
     torch.nn.init.normal_(layer.gate.w_gate)
     tokens = torch.export.Dim("tokens", min=2)

@@ -1,4 +1,4 @@
-"""What the layer asks of a gate and of experts, and how other tools find what is in it."""
+"""The interfaces between the layer, gates and experts, and how other tools use them."""
 
 import typing
 
@@ -26,7 +26,7 @@ D, E, K = 6, 5, 2
 
 
 class RoundRobinGate(Gate):
-    """Token t goes to the experts t, t + 1, … with equal gates."""
+    """Routes token t to the experts t, t + 1, … with equal gates."""
 
     def forward(self, x, ranks=None):
         index = (torch.arange(len(x))[:, None] + torch.arange(self.k)) % self.num_experts
@@ -106,7 +106,7 @@ def test_the_layer_does_not_write_into_the_gate():
     [(NoisyTopKGate(D, E, K), [E]), (HierarchicalNoisyTopKGate(D, 3, 2, (2, 1)), [3, 2])],
 )
 def test_all_noise_is_drawn_by_one_method(gate, widths):
-    """Replaying what it returned replays the routing."""
+    """Replaying the noise replays the routing."""
     torch.nn.init.normal_(gate.w_gate)
     x, drawn = torch.randn(9, D), []
     draw = gate.draw_noise
@@ -184,7 +184,7 @@ def test_what_is_no_process_group(options, words):
 
 
 def test_hooks_of_the_experts_run():
-    """Offloading, adapters and quantisation work by hooks, or by a module around the experts."""
+    """Offloading, adapters and quantization use hooks or wrap the experts in a module."""
     layer, calls = MoE(D, E, K), []
     layer.experts.register_forward_pre_hook(lambda *_: calls.append("before"))
     layer.experts.register_forward_hook(lambda *_: calls.append("after"))
@@ -193,7 +193,7 @@ def test_hooks_of_the_experts_run():
 
 
 class Adapter(torch.nn.Module):
-    """As adapters are: it has the forward of the module whose place it takes, and nothing else."""
+    """Has only the forward of the module that it replaces, as adapters do."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -214,7 +214,7 @@ def test_a_module_around_the_experts(experts):
 
 @pytest.mark.parametrize("first, second", [(None, ScaleExperts(E, D)), (ScaleExperts(E, D), None)])
 def test_experts_can_be_replaced(first, second):
-    """By others of the same number, fused or not."""
+    """Replaces the experts by others of the same number, fused or not."""
     layer, other = MoE(D, E, K, experts=first).eval(), MoE(D, E, K, experts=second).eval()
     x = torch.randn(4, D)
     layer.experts = other.experts

@@ -1,4 +1,4 @@
-"""SoftmaxGate (Eq. 2) and NoisyTopKGate (Eq. 3-5 with the statistics of Sec. 4 and App. A)."""
+"""SoftmaxGate (Eq. 2) and NoisyTopKGate (Eq. 3-5, with the statistics of Sec. 4 and App. A)."""
 
 import math
 
@@ -13,7 +13,7 @@ D, E = 6, 8
 
 
 def make_gate(k, device="cpu", dtype=torch.float64, **options):
-    """A gate away from its all-zero start."""
+    """Makes a gate with random weights."""
     gate = NoisyTopKGate(D, E, k, **options)
     torch.nn.init.normal_(gate.w_gate)
     torch.nn.init.normal_(gate.w_noise)
@@ -25,7 +25,7 @@ def make_x(T, device="cpu", dtype=torch.float64):
 
 
 def gate_with_noise(gate, x):
-    """The gate's result, and the noise that it drew."""
+    """Returns the routing and the noise that the gate used."""
     with recorded_ops() as calls:
         result = gate(x)
     (noise,) = [args[2] for name, _, args, _ in calls if name == "noisy_topk_gating"]
@@ -76,7 +76,10 @@ def test_gradients_equal_reference(device, k, detach_threshold):
 
 @pytest.mark.equation("Eq. 3", "Eq. 5")
 def test_evaluation_equals_reference(device):
-    """By the clean logits alone; Load is then the number of tokens, without gradient."""
+    """Evaluation uses only the clean logits.
+
+    Load is then the number of tokens, without gradient.
+    """
     gate, x = make_gate(3, device).eval(), make_x(9, device)
     result = gate(x)
     C = (x @ gate.w_gate).detach().cpu()
@@ -109,7 +112,7 @@ def test_softmax_gate_equals_reference(device):
 
 
 def test_parameters_start_at_zero():
-    """No signal and some noise: standard deviation Softplus(0) + nu, uniformly random routing."""
+    """Zero weights give uniformly random routing; the noise has stddev Softplus(0) + nu."""
     gate = NoisyTopKGate(D, E, 2)
     assert gate.w_gate.shape == gate.w_noise.shape == (D, E)
     assert all(torch.count_nonzero(p) == 0 for p in gate.parameters())
@@ -126,8 +129,10 @@ def test_zero_gate_in_evaluation_picks_the_lowest(device):
 
 @pytest.mark.equation("Eq. 4")
 def test_noise_is_standard_normal(device):
-    """40,000 draws: mean, variance, correlation between neighbours, and the share beyond 2 sigma,
-    each within 4 standard errors (together 1 seed in 4000 fails; the seed is fixed)."""
+    """Checks 40,000 random values: mean, variance, correlation of neighbors, share beyond 2 sigma.
+
+    Each is within 4 standard errors. Together they fail for 1 of 4000 seeds; the seed is fixed.
+    """
     gate = make_gate(2, device)
     _, noise = gate_with_noise(gate, make_x(5000, device))
     noise = noise.double()
@@ -172,7 +177,7 @@ def test_one_expert(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_noise_left_has_finite_losses_and_gradients(dtype):
-    """softplus(-1000) is 0 and nothing keeps it up: P(x, i) is a step, with 0/0 at the ties."""
+    """softplus(-1000) is 0 and noise_epsilon is 0: P(x, i) is then a step, with 0/0 at ties."""
     gate = NoisyTopKGate(3, 4, 2, noise_epsilon=0).to(dtype)
     with torch.no_grad():
         gate.w_noise.fill_(-1000)

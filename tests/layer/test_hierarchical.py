@@ -27,7 +27,7 @@ SHAPES = [(A, B, 1, 1), (A, B, 2, 2), (A, B, 1, 3), (A, B, A, 2), (A, B, 2, B), 
 
 
 def shake(gate):
-    """Away from the all-zero start."""
+    """Randomizes the weights."""
     for parameter in gate.parameters():
         torch.nn.init.normal_(parameter)
     return gate
@@ -48,7 +48,7 @@ def make_x(*shape, device="cpu", dtype=torch.float64):
 
 
 def drawn_noise(gate, x):
-    """What the gate draws next: for every token and group, then for every slot and expert."""
+    """Returns the noise that the gate uses next: per token and group, then per slot and expert."""
     k1, _ = gate.k_of_levels
     state = torch.get_rng_state() if x.device.type == "cpu" else torch.cuda.get_rng_state()
     primary = torch.randn(len(x), gate.num_groups, dtype=x.dtype, device=x.device)
@@ -62,13 +62,13 @@ def dense(gates, expert_index, num_experts):
 
 
 def total(y, aux):
-    """A loss whose gradient differs from token to token."""
+    """Computes a loss whose gradient differs between tokens."""
     weight = torch.linspace(-1, 1, y.numel()).to(y.device)
     return (y * weight.reshape(y.shape)).sum() + aux.loss
 
 
 def by_reference(layer, x, noise):
-    """y, the dense gates, Importance_H, Load_H, the loss and the gradients of `total`."""
+    """Returns y, the dense gates, Importance_H, Load_H, the loss and the gradients of `total`."""
     gate = layer.gate
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().clone().requires_grad_() for name, t in named.items()}
@@ -104,7 +104,7 @@ def by_reference(layer, x, noise):
 @pytest.mark.parametrize("a, b, k1, k2", SHAPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_reference(device, a, b, k1, k2, training):
-    """Outputs, gates, statistics, losses and every gradient; a group may be empty."""
+    """Compares outputs, gates, statistics, losses and every gradient; groups may be empty."""
     layer = make_layer((k1, k2), a, b, device).train(training)
     x = make_x(6, device=device).requires_grad_()
     expected = by_reference(layer, x, drawn_noise(layer.gate, x))
@@ -124,8 +124,10 @@ def test_equals_reference(device, a, b, k1, k2, training):
 
 @pytest.mark.equation("App. B")
 def test_load_trains_the_primary_gate(device):
-    """The gradient of Load_H to the primary gate is that of the paper's product, and not zero; the
-    naive Load_i(X^(i))_j has none: which tokens are in X^(i) is not differentiable."""
+    """The gradient of Load_H for the primary gate is that of the paper's product, and not zero.
+
+    The naive Load_i(X^(i))_j has no gradient for it: membership in X^(i) is not differentiable.
+    """
     gate, x = make_gate(2, device=device), make_x(12, device=device)
     cotangent = torch.randn(A * B, dtype=torch.float64)
     primary_noise, secondary_noise = drawn_noise(gate, x)
@@ -150,8 +152,10 @@ def test_load_trains_the_primary_gate(device):
 
 @pytest.mark.parametrize("detach_threshold", [False, True])
 def test_detach_threshold_on_both_levels(device, detach_threshold):
-    """With the thresholds' gradient, what reaches the logits of a level sums to 0 over a token's
-    choices (a common shift changes nothing), and so does a column sum of the matrices'."""
+    """With threshold gradients, a token's logit gradients on a level sum to 0.
+
+    A common shift of the logits changes nothing. Column sums of the matrix gradients are also 0.
+    """
     gate = make_gate(2, device=device, detach_threshold=detach_threshold)
     load = gate(make_x(9, device=device)).load
     cotangent = torch.randn(A * B, dtype=torch.float64, device=device)
@@ -162,7 +166,7 @@ def test_detach_threshold_on_both_levels(device, detach_threshold):
 
 @pytest.mark.parametrize("a, b, k1, k2", SHAPES)
 def test_gates_of_a_token(device, a, b, k1, k2):
-    """k1 · k2 distinct experts, k2 in each of k1 groups, whose gates sum to 1 and are grouped."""
+    """A token has k1 · k2 distinct experts, k2 in each of k1 groups; its gates sum to 1."""
     gating = make_gate((k1, k2), a, b, device, torch.float32)(make_x(50, device=device).float())
     assert gating.gates.shape == gating.expert_index.shape == (50, k1 * k2)
     for row in gating.expert_index.view(50, k1, k2).tolist():
@@ -177,7 +181,7 @@ def test_gates_of_a_token(device, a, b, k1, k2):
 
 
 def one_group(gate, group=1):
-    """Makes every token choose `group`, and first of all."""
+    """Makes every token choose `group` first."""
     with torch.no_grad():
         gate.w_gate.zero_()
         gate.w_gate[:, group] = 100
@@ -187,7 +191,7 @@ def one_group(gate, group=1):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_empty_groups(device, training):
-    """They have load and importance 0, their secondary gates zero gradients; nothing is NaN."""
+    """Empty groups have load and importance 0 and zero gradients; nothing is NaN."""
     gate = one_group(make_gate((1, 2), device=device)).train(training)
     x = make_x(7, device=device).abs().requires_grad_()
     gating = gate(x)
@@ -208,7 +212,7 @@ def test_empty_groups(device, training):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_secondary_gates_see_their_groups_rows_only(device, training):
-    """Those of groups that nobody chose may hold anything; so may the tokens of other groups."""
+    """Weights of groups without tokens, and tokens of other groups, may hold any value."""
     gate = one_group(make_gate((1, 2), device=device)).train(training)
     x = make_x(7, device=device).abs()
     torch.manual_seed(0)
@@ -227,18 +231,18 @@ def test_secondary_gates_see_their_groups_rows_only(device, training):
 
 
 def test_evaluation_counts(device):
-    """By the clean logits; Load_H is then the number of tokens of each expert."""
+    """Evaluation uses the clean logits. Load_H is then the number of tokens of each expert."""
     gate, x = make_gate(2, device=device).eval(), make_x(30, device=device)
     gating = gate(x)
     assert not gating.load.requires_grad and gating.importance.requires_grad
     counts = torch.bincount(gating.expert_index.flatten(), minlength=A * B)
     assert gating.load.tolist() == counts.tolist()
     zero = HierarchicalNoisyTopKGate(D, A, B, 2).to(device).eval()
-    assert zero(x.float()).expert_index.tolist() == [[0, 1, B, B + 1]] * 30  # the lowest
+    assert zero(x.float()).expert_index.tolist() == [[0, 1, B, B + 1]] * 30  # the lowest indices
 
 
 def test_noise_of_a_token_is_its_own(device):
-    """What a token draws does not depend on the groups that others choose."""
+    """The noise of a token does not depend on the groups of other tokens."""
     gate, x = make_gate(2, device=device), make_x(8, device=device)
     results = []
     for sign in (1, -1):
@@ -250,7 +254,7 @@ def test_noise_of_a_token_is_its_own(device):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operator returns."""
+    """Records the number of elements of the largest tensor that any operator returns."""
 
     elements = 0
 
@@ -263,7 +267,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_nothing_has_a_row_for_every_expert():
-    """T · (a + k1 · b) logits at most, in the forward and the backward pass: never T · a · b."""
+    """No tensor has T · a · b elements in forward or backward, only T · (a + k1 · b) at most."""
     T, a, b = 64, 16, 32
     layer = make_layer(2, a, b, dtype=torch.float32)
     x = make_x(T, dtype=torch.float32)
@@ -275,7 +279,7 @@ def test_nothing_has_a_row_for_every_expert():
 
 
 def test_one_pass_for_all_groups():
-    """The same few operators whatever the number of groups."""
+    """The number of operator calls does not depend on the number of groups."""
 
     def names(a):
         layer, x = make_layer(2, a, B), make_x(9)

@@ -1,6 +1,7 @@
-"""The properties that gates and layers share, each held by every row of a table: padding, empty
-batches, copies, types, checkpointing, compilation, determinism. What is peculiar to a gate or a
-layer is in the other files of this folder.
+"""Properties that all gates and layers share; a table row is one gate or layer.
+
+The properties are padding, empty batches, copies, dtypes, checkpointing, compilation and
+determinism. The other files of this folder test what is specific to a gate or a layer.
 """
 
 import copy
@@ -43,7 +44,7 @@ BALANCED = ["balanced", "balanced groups"]
 
 
 def shake(gate):
-    """Weights away from the symmetric start; thresholds are left to the first batch."""
+    """Randomizes the weights. The first batch sets the thresholds."""
     for name, parameter in gate.named_parameters():
         if "threshold" not in name:
             torch.nn.init.normal_(parameter)
@@ -55,7 +56,7 @@ def thresholds_of(gate):
 
 
 def make_gate(kind, device="cpu", dtype=torch.float64, started=True, **options):
-    """The thresholds of a started gate are where the masks of batch and thresholds disagree."""
+    """Makes a gate. A started gate has thresholds where the two masks disagree."""
     gate = shake(GATES[kind](**options)).to(device, dtype)
     if started and kind in BALANCED:
         gate(make_x(20, device=device, dtype=dtype))
@@ -83,13 +84,13 @@ def make_x(*shape, device="cpu", dtype=torch.float64):
 
 
 def total(y, aux):
-    """A loss whose gradient differs from token to token."""
+    """Computes a loss whose gradient differs between tokens."""
     weight = torch.linspace(-1, 1, y.numel()).to(y.device)
     return (y * weight.reshape(y.shape)).sum() + aux.loss
 
 
 def results(layer, x, mask=None, function=None):
-    """From one seed: the output, the report and all gradients of `total`."""
+    """Returns the output, the report and all gradients of `total` for one seed."""
     torch.manual_seed(1)
     leaf = x.detach().clone().requires_grad_()
     y, aux = (layer if function is None else function)(leaf, mask)
@@ -102,7 +103,7 @@ def assert_all_same_bits(actual, expected):
         assert_same_bits(a, e)
 
 
-# Which tokens there are
+# Masks and empty batches
 
 
 @pytest.mark.parametrize("kind", GATES)
@@ -110,15 +111,15 @@ def assert_all_same_bits(actual, expected):
 @pytest.mark.parametrize("padding", [0.0, math.nan])
 @pytest.mark.parametrize("bias", [False, True])
 def test_padding_changes_nothing(device, kind, training, padding, bias):
-    """Bit for bit the layer without the padding rows, whatever these contain."""
+    """Results are bitwise identical to those without the padding rows, whatever these contain."""
     layer = make_layer(kind, device, bias=bias).train(training)
-    for p in layer.experts.parameters():  # biases too, so that a padding row would show
+    for p in layer.experts.parameters():  # with biases, a padding row would not be 0
         torch.nn.init.normal_(p)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], device=device).bool()
     x = make_x(3, 4, device=device)
     x[~mask] = padding
     cotangent = torch.randn_like(x)
-    cotangent[~mask] = 1  # the loss may look at padding, the layer must not
+    cotangent[~mask] = 1  # the loss may use padding rows, the layer must not
     found = []
     for padded in (True, False):
         torch.manual_seed(5)
@@ -140,8 +141,7 @@ def test_padding_changes_nothing(device, kind, training, padding, bias):
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
 @pytest.mark.parametrize("training", [True, False])
 def test_empty_batch(device, kind, shape, training):
-    """Every parameter that is used gets a zero gradient, thresholds do not start, and the next call
-    works."""
+    """Used parameters get zero gradients, thresholds are not set, and the next call works."""
     layer = make_layer(kind, device, started=False, bias=True).train(training)
     x = make_x(*shape, device=device).requires_grad_()
     y, aux = layer(x)
@@ -186,7 +186,7 @@ def test_evaluation_draws_nothing_and_repeats(device, kind, own_generator):
 
 @pytest.mark.parametrize("kind", NOISY)
 def test_own_generator(device, kind):
-    """Its draws repeat with its seed and leave the default generator where it was."""
+    """The same seed repeats the noise. The default generator is not used."""
     x, generator = make_x(9, device=device), torch.Generator(device)
     gate = make_gate(kind, device, generator=generator)
     before = torch.get_rng_state()
@@ -198,8 +198,10 @@ def test_own_generator(device, kind):
 
 @pytest.mark.parametrize("kind", NOISY)
 def test_zero_gate_is_balanced_in_training(device, kind):
-    """Each expert is chosen by k/n of the tokens: 4 sigma on 6 or 12 counts, which a balanced gate
-    exceeds in 1 of 1300 seeds; the seed is fixed."""
+    """Each expert is selected by k/n of the tokens, within 4 sigma on 6 or 12 counts.
+
+    A balanced gate exceeds this for 1 of 1300 seeds; the seed is fixed.
+    """
     gate = GATES[kind]().to(device)
     assert all(torch.count_nonzero(p) == 0 for p in gate.parameters())
     T, n = 4000, gate.num_experts
@@ -207,11 +209,11 @@ def test_zero_gate_is_balanced_in_training(device, kind):
     routing = gate(make_x(T, device=device, dtype=torch.float32))
     counts = torch.bincount(routing.expert_index.flatten(), minlength=n)
     assert torch.all((counts - T * p).abs() <= 4 * math.sqrt(T * p * (1 - p)))
-    # The smooth load is closer to its mean than the counts are.
+    # The smooth load deviates less from its mean than the counts.
     assert cv_squared(routing.load) < cv_squared(counts.double())
 
 
-# Levels
+# Hierarchies with a single choice
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_zero_gate_is_balanced_in_training(device, kind):
 def test_one_choice_on_a_level_is_the_flat_gate(
     device, flat_gate, gate_of_levels, level, n, k, training, dtype
 ):
-    """Bit for bit on the CPU, from the same seed: gates, statistics, losses, outputs, gradients."""
+    """On the CPU, all results are bitwise identical for the same seed."""
     flat = layer_of(flat_gate(D, n, k)).to(device, dtype)
     names = [name for name, _ in flat.gate.named_parameters()]
     if level == "a = 1":
@@ -242,7 +244,7 @@ def test_one_choice_on_a_level_is_the_flat_gate(
     shift = 0.02 * torch.randn(n, dtype=dtype, device=device)
     found = []
     for module, of_gate in ((layer, weights), (flat, list(flat.gate.parameters()))):
-        module(x)  # the thresholds start
+        module(x)  # sets the thresholds
         with torch.no_grad():
             for name, parameter in zip(names, of_gate, strict=True):
                 if name == "threshold":
@@ -260,14 +262,15 @@ def test_one_choice_on_a_level_is_the_flat_gate(
         assert_same_products(a.reshape(e.shape), e)
 
 
-# Derivatives and types
+# Derivatives and dtypes
 
 
 @pytest.mark.parametrize("kind", GATES)
 def test_gradcheck(device, kind):
-    """Finite differences in x and all parameters, where a small step changes no choice; of
-    L_batchwise, too, which flows into the scores on request (as a constant it would have no
-    gradient there)."""
+    """Compares gradients of x and all parameters with finite differences that change no routing.
+
+    Includes L_batchwise with detach_scores=False; otherwise it has no gradient for the scores.
+    """
     options = {"detach_scores": False} if kind in BALANCED else {}
     gate, x = make_gate(kind, device, **options), make_x(5, device=device)
     names = [name for name, _ in gate.named_parameters()]
@@ -304,8 +307,10 @@ def test_autocast_leaves_the_gate_in_float32(device, kind, training):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gates_are_computed_in_float32(device, kind, training, dtype):
-    """From half types on the logits are float32, those of the widened inputs and weights; y and the
-    gradients are of x's type."""
+    """From half-precision inputs, the logits are float32, as from widened inputs and weights.
+
+    y and the gradients have the dtype of x.
+    """
     layer = make_layer(kind, device, dtype).train(training)
     x = make_x(50, device=device, dtype=dtype).requires_grad_()
     wide = copy.deepcopy(layer.gate).float()
@@ -324,14 +329,16 @@ def test_gates_are_computed_in_float32(device, kind, training, dtype):
     assert torch.count_nonzero(layer.gate.w_gate.grad) > 0
 
 
-# Computing again, copies
+# Recomputation and copies
 
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(device, kind, reentrant):
-    """The recomputed pass draws the same noise and starts no thresholds again: routing, gradients
-    and parameters are equal to the bit, and the loss is there once."""
+    """Recomputation replays the noise and does not initialize thresholds again.
+
+    Routing, gradients and parameters are bitwise identical, and the loss is added once.
+    """
     start, x = make_layer(kind, device, started=False), make_x(30, device=device)
     routes, found = [], []
     start.experts.register_forward_pre_hook(
@@ -371,7 +378,7 @@ def test_recomputed_experts_have_the_same_gradients(device, kind):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_copies_pickles_and_states(device, kind):
-    """Also of thresholds and of whether they have started. A call adds nothing to the state."""
+    """Copies, pickles and states include the thresholds and their flags. A call adds no state."""
     layer, x = make_layer(kind, device, bias=True), make_x(9, device=device)
     keys = list(layer.state_dict())
     y, aux = layer(x)
@@ -386,26 +393,28 @@ def test_copies_pickles_and_states(device, kind):
         assert_all_same_bits(tensors_of(twin.eval()(x)), expected)
 
 
-# The compiler and threads
+# Compilation and threads
 
 
-@pytest.mark.emulated(False)  # the compiler does not see the device
+@pytest.mark.emulated(False)  # the compiler does not support the device
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(
     "kind, training",
-    # In evaluation the number of a balanced gate's slots depends on values.
+    # In evaluation, a balanced gate's number of slots depends on values.
     [*((kind, True) for kind in GATES), *((kind, False) for kind in NOISY)],
 )
 def test_compiles_to_one_graph(device, kind, training, masked):
-    """Whole, for any number of tokens and any routing, the batch that starts the thresholds among
-    them, with the noise of eager mode."""
+    """Compiles to one graph for any number of tokens and any routing, with the noise of eager mode.
+
+    This includes the batch that sets the thresholds.
+    """
     torch._dynamo.reset()
     layer = make_layer(kind, device, torch.float32, started=False).train(training)
     twin = copy.deepcopy(layer)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=counter)
     loads, compiled_frames = set(), []
-    # An expert's only token is a case of its own for balanced gates.
+    # Balanced gates treat a single token per expert as a special case.
     for T in (9, 7, 12, 7, 33) if kind in NOISY else (20, 33, 64):
         for sign in (1, -1, 0):
             x = sign * make_x(T, device=device, dtype=torch.float32).abs()

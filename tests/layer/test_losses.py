@@ -20,7 +20,7 @@ def vec(*values, device="cpu"):
     [([1, 3], 0.25), ([4, 0, 0, 0], 3), ([5], 0), ([0, 0, 0], 0), ([0], 0), ([3] * 8, 0)],
 )
 def test_population_variance(device, v, expected):
-    """n = 1 and all zeros are 0, not 0 / 0; where all are equal the gradient is 0, too."""
+    """n = 1 and all zeros give 0 instead of 0 / 0. Equal values also have gradient 0."""
     v = vec(*v, device=device).requires_grad_()
     actual = cv_squared(v)
     assert actual.shape == ()
@@ -55,7 +55,7 @@ def test_equals_reference(device, n):
 
 @pytest.mark.equation("Eq. 7", "Eq. 11")
 def test_derivative_formula(device):
-    """dCV²/dy_i = (2n / S²)(y_i - Q/S) with S = sum y, Q = sum y²; y · dCV²/dy = 0."""
+    """Checks dCV²/dy_i = (2n / S²)(y_i - Q/S) with S = sum y, Q = sum y²; y · dCV²/dy = 0."""
     y = (torch.rand(7, dtype=torch.float64, device=device) + 0.1).requires_grad_()
     (gradient,) = torch.autograd.grad(cv_squared(y), y)
     S, Q = y.sum(), y.pow(2).sum()
@@ -66,7 +66,7 @@ def test_derivative_formula(device):
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.float64, 1e-9)])
 def test_scale_free(device, scale, dtype, rtol):
-    """No epsilon that matters: a batch of any size, or a few underused experts, give the same."""
+    """Values of any scale give the same result, because no epsilon is used."""
     y = torch.rand(6, dtype=dtype, device=device) + 0.1
     torch.testing.assert_close(cv_squared(y * scale), cv_squared(y), rtol=rtol, atol=0)
 
@@ -79,7 +79,7 @@ def test_maximum_is_one_expert_taking_all(device):
 
 @pytest.mark.parametrize("offset", [0.1, 1000.0])
 def test_float32(device, offset):
-    """Nearly balanced loads too, where the difference of the two moments would cancel."""
+    """Includes nearly balanced loads, where the difference of two moments would cancel."""
     y = torch.rand(64, device=device) + offset
 
     def plain(y):
@@ -101,7 +101,7 @@ def test_coefficients_are_applied_once(device):
 
 
 def test_losses_are_of_the_whole_batch(device):
-    """CV² is taken of the summed loads; the mean of the parts' CV² is another number."""
+    """CV² is computed from the summed loads; the mean of the parts' CV² differs."""
     a, b = vec(4, 0, device=device), vec(0, 4, device=device)
     assert float(cv_squared(a + b)) == 0
     assert float((cv_squared(a) + cv_squared(b)) / 2) == 1

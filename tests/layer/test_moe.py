@@ -34,7 +34,7 @@ D, E = 6, 5
 
 
 def make_layer(k=2, device="cpu", dtype=torch.float64, num_experts=E, **options):
-    """A layer whose gate is away from its all-zero start."""
+    """Makes a layer with random gate weights."""
     options.setdefault("hidden_sizes", (7,))
     layer = MoE(D, num_experts, k, **options)
     torch.nn.init.normal_(layer.gate.w_gate)
@@ -47,7 +47,7 @@ def make_x(*shape, device="cpu", dtype=torch.float64):
 
 
 def total(y, aux):
-    """A loss whose gradient differs from token to token."""
+    """Computes a loss whose gradient differs between tokens."""
     weight = torch.linspace(-1, 1, y.numel()).to(y.device)
     return (y * weight.reshape(y.shape)).sum() + aux.loss
 
@@ -59,7 +59,7 @@ def all_gradients(loss, x, layer):
 
 
 def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
-    """y, L_importance + L_load and the gradients of `total`, all from the equations."""
+    """Computes y, L_importance + L_load and the gradients of `total` with the reference."""
     named = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: t.detach().cpu().requires_grad_() for name, t in named.items()}
     weights = [leaves[name] for name in leaves if name.startswith("experts.weight_")]
@@ -94,7 +94,7 @@ def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_reference(device, k, training, bias):
-    """Outputs, statistics, loss and every gradient."""
+    """Compares outputs, statistics, loss and every gradient."""
     layer = make_layer(k, device, bias=bias, hidden_sizes=(7, 4) if bias else (7,)).train(training)
     x = make_x(8, device=device).requires_grad_()
     with recorded_ops() as calls:
@@ -130,7 +130,7 @@ def test_equals_all_experts_run_densely(device, T, k):
 
 @pytest.mark.parametrize("T", [0, 1, 7, 64])
 def test_identity_experts_return_the_input(device, T):
-    """x · sum of gates, and the gates sum to 1."""
+    """The output is x · (sum of the gates), and the gates sum to 1."""
     layer = MoE(D, E, 3, experts=[torch.nn.Identity() for _ in range(E)]).to(device)
     x = make_x(T, device=device, dtype=torch.float32)
     y, _ = layer(x)
@@ -138,7 +138,7 @@ def test_identity_experts_return_the_input(device, T):
 
 
 def test_default_experts():
-    """One ReLU hidden layer of four times the width, no biases; both loss weights 0.1."""
+    """The default is one ReLU hidden layer of 4 · D without biases; both loss weights are 0.1."""
     layer = MoE(D, E, 2)
     assert [tuple(p.shape) for p in layer.experts.parameters()] == [(E, D, 4 * D), (E, 4 * D, D)]
     layer = make_layer(2)
@@ -158,8 +158,7 @@ def test_loss_weights(device, w_importance, w_load):
 
 
 def test_losses_stay_out_of_the_output(device):
-    """Whatever the loss weights, y and its gradients are the same: the loss is returned, not mixed
-    in, and nothing is added to a store that other layers share."""
+    """y and its gradients do not depend on the loss weights; the loss is only returned."""
     results = []
     for w in (0.0, 1000.0):
         torch.manual_seed(1)
@@ -191,8 +190,7 @@ def test_layers_keep_their_losses_apart(device):
 
 
 def test_statistics_add_over_batch_parts(device):
-    """Importance and Load are sums over the batch, so replicas and accumulation steps can add them
-    before CV² is taken."""
+    """Importance and Load are sums: replicas and microbatches can add them before CV²."""
     layer, x = make_layer(2, device).eval(), make_x(10, device=device)
     whole, parts = layer(x)[1], [layer(part)[1] for part in x.split([3, 7])]
     assert_exact(sum(p.importance for p in parts).detach(), whole.importance.detach())
@@ -203,7 +201,7 @@ def test_statistics_add_over_batch_parts(device):
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_any_leading_shape(device, shape, training):
-    """All positions of a sequence are one batch."""
+    """All positions of a sequence form one batch."""
     layer, x = make_layer(2, device).train(training), make_x(8, device=device)
     torch.manual_seed(3)
     expected, expected_aux = layer(x)
@@ -216,7 +214,7 @@ def test_any_leading_shape(device, shape, training):
 
 
 def test_any_layout(device):
-    """Transposed and expanded inputs, and the expanded gradient of a sum."""
+    """Accepts transposed and expanded inputs, and the expanded gradient of a sum."""
     layer = make_layer(2, device).eval()
     x = make_x(3, 4, device=device)
     results = []
@@ -254,7 +252,7 @@ def test_all_or_nothing_masked(device, real):
 
 
 def test_single_expert_per_token_gives_the_gate_no_task_gradient(device):
-    """k = 1: the gate is 1 whatever the logits. Only the balancing losses train it."""
+    """With k = 1, the gate is 1 for any logits. Only the balancing losses train it."""
     layer, x = make_layer(1, device), make_x(20, device=device)
     y, aux = layer(x)
     y.pow(2).sum().backward(retain_graph=True)
@@ -266,7 +264,7 @@ def test_single_expert_per_token_gives_the_gate_no_task_gradient(device):
 
 
 def test_selected_gates_are_trained_by_the_task(device):
-    """k > 1: gate and input receive the task's gradient through the gate values."""
+    """With k > 1, gate and input get the task's gradient through the gate values."""
     layer, x = make_layer(2, device), make_x(20, device=device).requires_grad_()
     y, _ = layer(x)
     y.pow(2).sum().backward()
@@ -276,7 +274,7 @@ def test_selected_gates_are_trained_by_the_task(device):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_as_many_chosen_as_there_are(device, training):
-    """k = n: Load is T for all, its loss 0; all gradients finite."""
+    """With k = n, every Load is T, its loss is 0, and all gradients are finite."""
     layer = make_layer(E, device, w_importance=0).train(training)
     x = make_x(9, device=device).requires_grad_()
     y, aux = layer(x)
@@ -307,7 +305,7 @@ def test_zero_gate_in_evaluation_picks_the_lowest(device):
 
 
 def test_only_the_chosen_experts_are_computed(device):
-    """k rows per token reach the experts, and an expert that nobody chose may hold anything."""
+    """k rows per token reach the experts; the weights of an unused expert may hold any value."""
     layer = make_layer(1, device, bias=True)
     with torch.no_grad():
         layer.gate.w_gate[:, 3] = 0
@@ -332,7 +330,7 @@ def test_only_the_chosen_experts_are_computed(device):
 
 
 def test_empty_expert_has_zero_gradient_in_dirty_memory(device):
-    """A second step reuses the memory of the first; NaN left there must not come back."""
+    """A second step reuses the memory of the first; NaN left there must not appear in results."""
     layer = make_layer(2, device, torch.float32, num_experts=8, bias=True)
     with torch.no_grad():
         layer.gate.w_gate.zero_()
@@ -357,8 +355,10 @@ def test_empty_expert_has_zero_gradient_in_dirty_memory(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_lower_precision(device, dtype):
-    """Output and gradients in the input's type, gates and loss in float32, and no further from the
-    float64 layer than twice the same layer in plain torch, routed alike."""
+    """Output and gradients have the dtype of the input; gates and loss are float32.
+
+    The error against the float64 layer is at most twice that of plain torch with equal routing.
+    """
     layer = make_layer(2, device, dtype).eval()
     x = make_x(60, device=device, dtype=dtype).requires_grad_()
     y, aux = layer(x)
@@ -384,7 +384,10 @@ def test_lower_precision(device, dtype):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_autocast(device, training):
-    """Gates as without autocast, gradients in the parameters' type; backward runs outside."""
+    """Gates are as without autocast; gradients have the dtype of the parameters.
+
+    Backward is outside.
+    """
     layer = make_layer(2, device, torch.float32).train(training)
     x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
     torch.manual_seed(0)
@@ -397,7 +400,7 @@ def test_autocast(device, training):
         assert getattr(aux, name).dtype == torch.float32
     assert_same_bits(aux.gates, expected_aux.gates)
     assert_same_bits(aux.expert_index, expected_aux.expert_index)
-    # a few roundings to 8 bits on values of this size
+    # a few rounding errors of 8-bit mantissas on values of this size
     assert (y - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
     (y.pow(2).sum() + aux.loss).backward()
     assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
@@ -418,7 +421,7 @@ def test_autocast_with_half_precision_input(device):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_backward_within_autocast(device, enabled):
-    """Its products take no other type: the gradients have the bits of a backward pass outside."""
+    """Backward within autocast has the gradients of a backward pass outside, bitwise identical."""
     layer = make_layer(2, device, torch.float32)
     x = make_x(30, device=device, dtype=torch.float32).requires_grad_()
     results = []
@@ -434,7 +437,7 @@ def test_backward_within_autocast(device, enabled):
 
 
 def test_experts_in_a_type_of_their_own(device):
-    """The gate sees x as it is, the experts x in their type; the output is of x's."""
+    """The gate sees x unchanged, the experts see x in their dtype; y has the dtype of x."""
     layer = MoE(D, E, 2, hidden_sizes=(7,), expert_dtype=torch.bfloat16).to(device)
     torch.nn.init.normal_(layer.gate.w_gate)
     assert {name for name, p in layer.named_parameters() if p.dtype == torch.bfloat16} == {
@@ -458,7 +461,7 @@ def test_experts_in_a_type_of_their_own(device):
 
 
 def test_experts_of_a_type_of_their_own_can_be_cast(device):
-    """The tokens follow: to float64 for gradcheck, or from half types to be exported."""
+    """After a cast of the layer, tokens are cast to the new dtype, such as float64."""
     layer = MoE(D, E, 2, expert_dtype=torch.bfloat16).to(device)
     for dtype in (torch.float64, torch.float32, torch.float16):
         y, aux = layer.to(dtype)(make_x(5, device=device, dtype=dtype))
@@ -467,7 +470,7 @@ def test_experts_of_a_type_of_their_own_can_be_cast(device):
 
 @pytest.mark.parametrize("shape", [(D,), (5, D), (2, 3, D)])
 def test_the_output_may_be_changed_in_place(device, shape):
-    """It is no view, which wrappers such as FSDP2 would warn of."""
+    """The output is no view; wrappers such as FSDP2 would warn about one."""
     y, aux = make_layer(2, device)(make_x(*shape[:-1], device=device))
     assert not y._is_view()
     before = y.detach().clone()
@@ -479,7 +482,9 @@ def test_the_output_may_be_changed_in_place(device, shape):
 @pytest.mark.parametrize("expert_dtype", [None, torch.float32])
 def test_whole_numbers_are_no_tokens(device, expert_dtype):
     layer = MoE(D, E, 2, expert_dtype=expert_dtype).to(device)
-    with pytest.raises(TypeError, match=r"^MoE: x must be of a floating type, got torch.int64$"):
+    with pytest.raises(
+        TypeError, match=r"^MoE: x must have a floating-point dtype, got torch.int64$"
+    ):
         layer(torch.ones(3, D, dtype=torch.int64, device=device))
 
 
@@ -503,7 +508,7 @@ def test_statistics(device):
     assert layer(make_x(40, device=device))[1].gate_metrics == {}
 
 
-# Gates and experts of one's own
+# Custom gates and experts
 
 
 def test_softmax_gate_mixes_all(device):
@@ -559,7 +564,7 @@ def test_nothing_is_kept_between_calls(device):
 
 
 def test_meta_device():
-    """Shapes without data, as large models are laid out before they are filled."""
+    """Runs on the meta device, as large models do before they are materialized."""
     layer = make_layer(2).to("meta")
     x = torch.empty(3, 4, D, dtype=torch.float64, device="meta")
     for training in (True, False):
@@ -569,7 +574,7 @@ def test_meta_device():
         assert aux.loss.shape == ()
 
 
-# The instruction set is chosen when an operator first runs.
+# The instruction set is selected when an operator first runs.
 ROUTING_BITS = """
 import hashlib
 import torch
@@ -591,7 +596,7 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 
 
 def test_routing_does_not_depend_on_the_instruction_set():
-    """Its products are in float32, so all instruction sets with fused multiply-adds agree."""
+    """GEMMs of the gate are in float32, so all instruction sets with fused multiply-adds agree."""
     names = [isa for isa in instruction_sets() if isa not in ("default", "avx512_bf16")]
     if len(names) < 2:
         pytest.skip("fewer than two instruction sets with fused multiply-adds")

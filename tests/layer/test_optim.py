@@ -1,4 +1,4 @@
-"""Factored Adam and Adagrad (App. D), the schedules (App. C.1, E) and the groups of parameters."""
+"""Factored Adam and Adagrad (App. D), the schedules (App. C.1, E) and the parameter groups."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ def parameter(*shape, dtype=torch.float64):
 
 
 def gradients_of_steps(param, steps):
-    """Gradients as a sparse mixture has them: experts without rows, rows and columns of zeros."""
+    """Makes the gradients of a sparse mixture: experts without rows, rows and columns of zeros."""
     for t in range(steps):
         grad = torch.randn_like(param) * 10.0 ** (t % 3 - 1)
         if param.dim() > 2:
@@ -59,7 +59,7 @@ def run(optimizer, param, gradients):
 
 
 def run_reference(rule, w, gradients):
-    """Each matrix of w by itself, through a rule (w, g, row, column, t) -> (w, row, column)."""
+    """Applies a rule (w, g, row, column, t) -> (w, row, column) to each matrix of w."""
     matrices = list(w.detach().clone().reshape(-1, *w.shape[-2:]))
     states = [(m.new_zeros(len(m)), m.new_zeros(m.shape[1])) for m in matrices]
     for t, grad in enumerate(gradients, 1):
@@ -90,7 +90,7 @@ RULES = {
 }
 
 
-# The rule
+# The update rule
 
 
 @pytest.mark.equation("App. D")
@@ -111,7 +111,7 @@ def test_equals_the_reference_over_many_steps(name, shape):
 @pytest.mark.parametrize("shape", [(3, 200, 70), (300, 65)])
 @pytest.mark.parametrize("mean_of_roots", [False, True])
 def test_matrices_of_several_blocks(shape, mean_of_roots):
-    """More rows than are summed at a time, against the same formula on whole tensors."""
+    """Uses more rows than one block sums; compares with the formula on full tensors."""
     w, grad = torch.randn(2, *shape, dtype=torch.float64)
     grad[..., 64:128, :] = 0  # a block without gradient
     row, column = torch.rand(shape[:-1]).double(), torch.rand(*shape[:-2], shape[-1]).double()
@@ -145,7 +145,7 @@ def test_matrices_of_several_blocks(shape, mean_of_roots):
     ],
 )
 def test_exact_where_squares_have_rank_one(make, full):
-    """There the factored optimizers are torch's."""
+    """For squared gradients of rank one, the factored optimizers equal torch's."""
     shape = 3, 8, 6
     ours, theirs = parameter(*shape), parameter(*shape)
     theirs.data.copy_(ours.data)
@@ -158,7 +158,7 @@ def test_exact_where_squares_have_rank_one(make, full):
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4), (2, 5, 4)])
 def test_unfactored_is_torchs(shape):
-    """Vectors, scalars and groups with factored=False keep the whole second moment."""
+    """Vectors, scalars and groups with factored=False store the full second moment."""
     for make, full in (
         (
             lambda params: FactoredAdam(params, lr=0.1, beta2=0.9, factored=len(shape) < 2),
@@ -182,7 +182,7 @@ def test_unfactored_is_torchs(shape):
 
 
 def test_initial_accumulator_value():
-    """All averages start there, and so does V."""
+    """Both row and column start at this value, and so does V."""
     param, g = parameter(3, 4), torch.randn(3, 4).double()
     expected = param.detach().clone()
     optimizer = FactoredAdagrad([param], lr=0.1, initial_accumulator_value=0.5)
@@ -214,7 +214,7 @@ def test_an_expert_without_rows_stays_and_its_averages_decay(optimizer_class):
 
 
 def test_averages_decay_to_zero_and_small_gradients_count():
-    """No subnormal numbers are left to decay; g² may underflow, g is then divided by eps."""
+    """Moments decay to 0 without subnormal numbers. If g² underflows, g is divided by eps."""
     param = parameter(2, 3, dtype=torch.float32)
     optimizer = FactoredAdam([param], lr=1e-3, beta2=0.5)
     run(optimizer, param, [torch.ones_like(param)] + [torch.zeros_like(param)] * 125)
@@ -231,7 +231,7 @@ def test_averages_decay_to_zero_and_small_gradients_count():
 
 
 def test_tiny_gradients_keep_their_direction():
-    """The product of two averages would underflow: 1e-30 · 1e-30."""
+    """The product of row and column would underflow: 1e-30 · 1e-30."""
     param = nn.Parameter(torch.zeros(4, 5))
     run(FactoredAdam([param], lr=1.0, eps=1e-30), param, [torch.full((4, 5), 1e-15)])
     torch.testing.assert_close(param.detach(), torch.full((4, 5), -1.0))
@@ -250,7 +250,7 @@ def test_not_a_number_is_not_hidden():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision(dtype):
-    """Averages in float32; a half-precision weight is rounded once a step."""
+    """Moments are float32; a half-precision weight is rounded once per step."""
     param = parameter(3, 150, 90, dtype=dtype)
     exact = nn.Parameter(param.detach().double())
     plain = param.detach().clone()
@@ -259,7 +259,7 @@ def test_precision(dtype):
     row, column = (torch.zeros(shape) for shape in ((3, 150), (3, 90)))
     for t, grad in enumerate(gradients, 1):
         run(optimizer, param, [grad])
-        exact.data.copy_(plain)  # where the plain rule is, so that one step is compared
+        exact.data.copy_(plain)  # set to the state of the plain rule, to compare a single step
         before = param.detach().clone()
         run(twin, exact, [grad.double()])
         g = grad.float()
@@ -276,7 +276,10 @@ def test_precision(dtype):
 
 
 def test_sums_of_long_rows_and_columns_are_accurate():
-    """One rounding a term would leave an error of 1e-4; sums of blocks leave some units."""
+    """One rounding per term would leave an error of 1e-4.
+
+    Blockwise sums leave a few units in the last place.
+    """
     for shape in ((1 << 17, 3), (3, 1 << 17)):
         grad = torch.rand(shape) + 0.5
         row, column = torch.zeros(shape[0]), torch.zeros(shape[1])
@@ -287,7 +290,7 @@ def test_sums_of_long_rows_and_columns_are_accurate():
 
 
 def test_state_is_a_hundredth_of_adams():
-    """State bytes: at most 0.02 for each expert weight, where Adam keeps 8."""
+    """The state has at most 0.02 bytes per expert weight; Adam's has 8."""
     layer = FeedForwardExperts(4, 512, (1024,))
     split = split_parameters(layer)
     optimizer = FactoredAdam(split.experts)
@@ -320,7 +323,7 @@ def operator_arguments(shape=(3, 70, 40), dtype=torch.float32):
 
 
 def test_non_contiguous_tensors():
-    """The weights are changed where they are, whatever their strides."""
+    """The weights are modified in place, with any strides."""
     call = operator_arguments((6, 20, 30))
     twin = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
     step_(**{**call, **twin})
@@ -366,7 +369,7 @@ REFUSED = [*STEP.bad, (ValueError, "row", dict(row=torch.zeros(5).expand(3, 5)))
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_refused_arguments_leave_the_weights_alone(number):
-    """Also a row average whose elements share their memory."""
+    """Includes a row moment whose elements share memory."""
     exception, argument, changes, *_ = REFUSED[number]
     call = STEP.make(torch.float32, **STEP.typical[0])
     call |= changes(call) if callable(changes) else changes
@@ -376,11 +379,11 @@ def test_refused_arguments_leave_the_weights_alone(number):
     assert_same_bits(call["param"], before)
 
 
-# As an optimizer of torch
+# As a torch optimizer
 
 
 def problem(dtype=torch.float32):
-    """Parameters of several kinds and a closure with a loss."""
+    """Makes parameters of several dtypes and shapes and a closure with a loss."""
     params = [parameter(3, 6, 4, dtype=dtype), parameter(5, dtype=dtype)]
     target = [torch.randn_like(param) for param in params]
 
@@ -433,7 +436,7 @@ def test_groups_have_options_of_their_own():
 
 
 def test_names_of_parameters_are_kept():
-    """Groups of (name, parameter) pairs, as model.named_parameters() gives them."""
+    """Parameter groups may be (name, parameter) pairs from model.named_parameters()."""
     layer = FeedForwardExperts(2, 4, (6,))
     optimizer = FactoredAdam(layer.named_parameters())
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight_0", "weight_1"]
@@ -477,7 +480,7 @@ def test_state_goes_on_to_the_same_bits(optimizer_class, dtype, way, tmp_path):
 
 
 def test_a_state_follows_its_parameters_type():
-    """As in torch: float32 averages become float64 with float64 weights; hooks are heard."""
+    """As in torch, float32 moments become float64 with float64 weights; load hooks run."""
     params, closure = problem()
     optimizer = FactoredAdam(params)
     optimizer.step(closure)
@@ -498,7 +501,7 @@ def test_a_state_follows_its_parameters_type():
 
 
 def test_a_scheduler_moves_the_rate():
-    """The rate may be a tensor, which the scheduler then fills."""
+    """The learning rate may be a tensor, which the scheduler updates in place."""
     results = []
     for lr in (
         0.1,
@@ -519,7 +522,7 @@ def test_a_scheduler_moves_the_rate():
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
-    """The same numbers, without reading the number of steps."""
+    """Gives the same numbers without reading the step count."""
     params, twins = ([parameter(3, 6, 4), parameter(5)] for _ in range(2))
     for a, b in zip(params, twins, strict=True):
         b.data.copy_(a.data)
@@ -532,7 +535,7 @@ def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
     for a, b in zip(params, twins, strict=True):
         assert_exact(a.detach(), b.detach())
         assert captured.state[a]["step"].device == a.device
-    # On the meta device no number can be read.
+    # Values cannot be read on the meta device.
     param = nn.Parameter(torch.empty(2, 3, 4, device="meta"))
     param.grad = torch.empty_like(param)
     lr = torch.empty((), device="meta")
@@ -543,7 +546,7 @@ def test_capturable_keeps_the_step_with_the_parameter(optimizer_class):
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_a_capturable_step_compiles(optimizer_class):
-    """As one graph, to the same bits."""
+    """Compiles to one graph with bitwise identical results."""
     params, twins = ([parameter(3, 6, 4), parameter(5)] for _ in range(2))
     for a, b in zip(params, twins, strict=True):
         b.data.copy_(a.data)
@@ -615,7 +618,7 @@ def test_complex_parameters_and_sparse_gradients_are_refused(optimizer_class):
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_a_layer_learns(optimizer_class):
-    """Experts factored, the rest by Adam."""
+    """Trains the experts with the factored optimizer and the rest with Adam."""
     layer = MoE(8, 6, 2, hidden_sizes=[16])
     split = split_parameters(layer)
     optimizers = [optimizer_class(split.experts, lr=0.02), torch.optim.Adam(split.rest, lr=0.02)]
@@ -669,7 +672,7 @@ def test_the_schedule_moves_every_group(options, factor):
         schedule.step()
 
 
-# Groups
+# Parameter groups
 
 
 def test_parameters_are_split_by_what_they_are():

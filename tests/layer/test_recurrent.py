@@ -1,4 +1,4 @@
-"""An LSTM whose weight matrices are a mixture of experts (Sec. 3.1)."""
+"""An LSTM with a mixture of experts as its weight matrix (Sec. 3.1)."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def make_layer(device="cpu", dtype=torch.float64, **options):
 
 
 def make_inputs(device="cpu", dtype=torch.float64, batch=B, length=S):
-    """x and a state."""
+    """Makes x and a state."""
     x = torch.randn(batch, length, D, dtype=dtype, device=device)
     h, c = torch.randn(2, batch, U, dtype=dtype, device=device)
     return x.requires_grad_(), (h.requires_grad_(), c.requires_grad_())
@@ -42,7 +42,7 @@ def lengths_mask(*lengths, length=S, device="cpu"):
 
 
 def run(layer, x, state=None, seed=5, **options):
-    """Outputs, then all gradients, then the state of the random generator."""
+    """Returns the outputs, then all gradients, then the RNG state."""
     torch.manual_seed(seed)
     y, last, aux = layer(x, state, **options)
     tensors = [y, *last, *(a for a in aux if isinstance(a, torch.Tensor))]
@@ -60,7 +60,7 @@ def assert_all_same_bits(actual, expected):
             assert_same_bits(a, e)
 
 
-# Against the reference
+# Comparison with the reference
 
 
 def reference_step(cell, x, h, c, noise):
@@ -106,7 +106,7 @@ def test_step_is_the_references(training):
 @pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("slots", [None, 2])
 def test_sequence_is_the_references(slots):
-    """All steps, the sums over them before CV², and the gradient of everything."""
+    """Compares all steps, the sums over them before CV², and every gradient."""
     layer = make_layer(
         generator=torch.Generator().manual_seed(3),
         w_importance=0.3,
@@ -125,7 +125,7 @@ def test_sequence_is_the_references(slots):
         gates.append(G)
         importance, load = importance + statistics[0], load + statistics[1]
     expected = torch.stack(ys, 1)
-    G = torch.stack(gates, 1).flatten(0, 1)  # row by row of x, as the mask of a batch has them
+    G = torch.stack(gates, 1).flatten(0, 1)  # in the order of flattened x
     loss = ref.L_importance(importance, 0.3) + ref.L_load(load, 0.2)
 
     assert_exact(y.detach(), expected.detach())
@@ -145,7 +145,10 @@ def test_sequence_is_the_references(slots):
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_hierarchical_load_is_of_all_steps(slots):
-    """Load_H of all rows [x_t, h_{t-1}] as one batch (App. B), and its gradient to both levels."""
+    """Load_H treats all rows [x_t, h_{t-1}] as one batch (App.
+
+    B); compares its gradients on both levels.
+    """
     draws = []
 
     class Gate(HierarchicalNoisyTopKGate):
@@ -191,7 +194,7 @@ def test_gradcheck():
 
 
 def test_one_expert_is_torchs_lstm():
-    """With E = 1 the gate is 1, and the matrix is torch's two, one above the other."""
+    """With E = 1 the gate is 1, and the matrix is the concatenation of the two of torch's LSTM."""
     layer = MoELSTM(D, U, 1, 1).double()
     lstm = torch.nn.LSTM(D, U, batch_first=True).double()
     (weight,) = layer.cell.moe.experts.weights
@@ -219,7 +222,7 @@ def test_forget_gate_starts_open():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("slots", range(1, S + 2))
 def test_slots_do_not_change_a_bit(device, slots, masked):
-    """With noise, dropout, padding and a first state: outputs, gradients, generator."""
+    """With noise, dropout, padding and an initial state, everything is bitwise identical."""
     options = {"mask": lengths_mask(5, 2, 4, device=device)} if masked else {}
     layer = make_layer(device, dropout=0.3)
     args = make_inputs(device)
@@ -239,7 +242,7 @@ GATES = {
 
 @pytest.mark.parametrize("kind", GATES)
 def test_slots_with_gates_of_ones_own(kind):
-    """The backward pass replays the generator that a gate holds."""
+    """The backward pass replays the custom generator of a gate."""
     generator = torch.Generator()
     gate = GATES[kind](generator)
     layer = MoELSTM(D, U, E, gate.k, gate=gate).double()
@@ -271,7 +274,7 @@ def test_slots_in_half_precision(device, dtype, autocast):
 
 
 def test_autocast_with_half_inputs():
-    """Between layers that compute in half precision: y in x's type, the cell adds up in float32."""
+    """Between half-precision layers, y has the dtype of x and the cell accumulates in float32."""
     layer = make_layer(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, (h, c), _ = layer(torch.randn(B, S, D, dtype=torch.bfloat16))
@@ -303,7 +306,7 @@ def test_slots_bound_the_evaluations():
 
 
 def test_slots_with_parameters_in_the_modules_place():
-    """torch.func.functional_call: the backward pass uses them too."""
+    """With torch.func.functional_call, the backward pass also uses the given parameters."""
     layer = make_layer(memory_slots=2).eval()
     x, _ = make_inputs()
     others = {name: (p.detach() / 2).requires_grad_() for name, p in layer.named_parameters()}
@@ -317,7 +320,7 @@ def test_slots_with_parameters_in_the_modules_place():
 
 
 def test_slots_within_activation_checkpointing():
-    """Which lets what was saved be looked at once."""
+    """Activation checkpointing allows only one read of the saved tensors."""
     layer, (x, state) = make_layer(memory_slots=2).eval(), make_inputs()
     results = []
     for function in (layer, lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)):
@@ -340,7 +343,7 @@ def test_slots_need_the_same_mode_on_the_way_back():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_is_not_seen(device, training):
-    """Whatever stands there, NaN too, and however long it is."""
+    """Padding may hold any value, also NaN, and have any length."""
     layer = make_layer(device, dropout=0.3).train(training)
     lengths = (4, 2, 3)
     x, state = make_inputs(device, length=4)
@@ -356,7 +359,7 @@ def test_padding_is_not_seen(device, training):
     assert float(importance.sum()) == pytest.approx(sum(lengths))
     for b, n in enumerate(lengths):
         assert_same_bits(h[b], y[b, n - 1])
-    # Two more steps, of padding alone.
+    # Two more steps contain only padding.
     longer = torch.nn.functional.pad(x.detach(), (0, 0, 0, 2), value=float("nan"))
     wide = torch.nn.functional.pad(mask, (0, 2))
     again = run(layer, longer.requires_grad_(), state, mask=wide)
@@ -406,7 +409,7 @@ def test_time_first():
     assert_same_bits(aux_t.gates[order], aux.gates)
 
 
-# Edges, gates of one's own
+# Edge cases and custom gates
 
 
 def test_empty_batches_have_zero_gradients():
@@ -471,7 +474,7 @@ def test_gates_with_slots_per_token_are_refused():
             )
 
     layer = MoELSTM(D, U, E, E, gate=Gate(D + U, E)).double()
-    with pytest.raises(ValueError, match="MoELSTM: gate must choose the same number of experts"):
+    with pytest.raises(ValueError, match="MoELSTM: gate must select the same number of experts"):
         layer(make_inputs()[0])
 
 
@@ -490,7 +493,7 @@ def test_gates_with_a_memory_are_refused_with_slots():
     layer(x)
     assert layer.cell.moe.gate.calls == S
     layer.memory_slots = 2
-    with pytest.raises(RuntimeError, match="must not change a parameter or buffer"):
+    with pytest.raises(RuntimeError, match="must not modify a parameter or buffer"):
         layer(x)
 
 
@@ -526,7 +529,7 @@ def test_deterministic(threads):
 
 @pytest.mark.parametrize("training, slots", [(True, None), (False, None), (True, 2)])
 def test_compiled_equals_eager(training, slots):
-    """Slots break the graph; without them it is whole."""
+    """memory_slots breaks the graph; without it, there is one graph."""
     torch._dynamo.reset()
     layer = make_layer(dtype=torch.float32, memory_slots=slots).train(training)
     args = make_inputs(dtype=torch.float32, length=3)
@@ -559,11 +562,13 @@ def test_call_errors():
     for bad in (x[0], x[..., :1], x[:, :0]):
         with pytest.raises(ValueError, match=r"x must have shape \[B, S, d_input = 2\].*, got"):
             layer(bad)
-    with pytest.raises(TypeError, match="^MoELSTM: x must be of a floating type, got torch.int64"):
+    with pytest.raises(
+        TypeError, match="^MoELSTM: x must have a floating-point dtype, got torch.int64"
+    ):
         layer(x.long())
     with pytest.raises(ValueError, match=r"state must be two tensors of shape \(3, 3\), got"):
         layer(x, (h, c[:1]))
-    with pytest.raises(TypeError, match="mask must be of type torch.bool, got torch.float32"):
+    with pytest.raises(TypeError, match="mask must have dtype torch.bool, got torch.float32"):
         layer(x, mask=torch.ones(B, S))
     with pytest.raises(ValueError, match=r"mask must have shape \(3, 5\), got \(5, 3\)"):
         layer(x, mask=torch.ones(S, B, dtype=torch.bool))

@@ -28,7 +28,7 @@ class RoutedText:
     """The routing of N positions in R slots; a slot is one (position, expert) assignment.
 
     Attributes:
-        num_experts: E.
+        num_experts: E, the number of experts.
         windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
             ends of the sentence.
         position, expert: [R] int64, the position and the expert of each slot.

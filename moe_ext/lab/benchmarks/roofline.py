@@ -47,7 +47,7 @@ def experts_work(
         tokens: T.
         rows: R, the number of (token, expert) assignments.
         used_experts: number of experts with rows.
-        num_experts: E.
+        num_experts: E, the number of experts.
         d_model: width of x and y.
         hidden: width of the hidden layer.
         gated: whether the activation takes an input of twice that width.

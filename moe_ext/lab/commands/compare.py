@@ -4,14 +4,18 @@
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
     python scripts/compare.py configs/small/moe-32.toml optimizer.experts=factored_adam \\
         --against optimizer.experts=adam
+    python scripts/compare.py configs/small/moe-32.toml --at-once 2   # half of the threads for each
 
 Both models of a seed see the same batches and dropout masks. They start from the same embedding,
 softmax and LSTMs. The dense model has one expert that is k times as wide and that every token uses.
 With --against, the second model is the first one with these options changed. Writes
 OUTPUT/comparison.md and .json.
 
-To share the runs, start the same command several times; the last one to end reports all seeds.
-Ctrl-C or SIGTERM saves the current run. The script then ends with status 130 and without a report.
+--at-once N trains N runs at the same time. Each run has its own process with an equal share of the
+threads. The words/s are those of runs that share the processor. You can also start the same command
+several times to share the runs; the last one to end reports all seeds.
+
+Ctrl-C or SIGTERM saves the current runs. The script then ends with status 130 and without a report.
 Give the same command again to continue. Status 1: training diverged. Status 2: an option, file or
 folder is invalid; stderr says which.
 """
@@ -30,7 +34,7 @@ from moe_ext.lab.training.comparison import (
 from moe_ext.lab.training.config import AnyConfig, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.report import write_report
-from moe_ext.lab.training.study import run_study
+from moe_ext.lab.training.study import run_study, runs_at_once
 from moe_ext.lab.training.text import load_text
 
 
@@ -46,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "--against", nargs="+", metavar="key=value", help="options to change in the second model"
     )
     parser.add_argument("--output", help="folder of all runs (default: runs/NAME-compare)")
+    parser.add_argument(
+        "--at-once", type=at_least(1), default=1, help="number of concurrent runs (%(default)s)"
+    )
     options = parser.parse_intermixed_args(arguments)
     changes = [*options.overrides, *(options.against or [])]
     if any(change.startswith("seed=") for change in changes):
@@ -59,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     config = with_changes()
     against = with_changes(*options.against) if options.against else None
-    configs = arms(config, against)
+    configs, at_once = runs_at_once(arms(config, against), options.at_once)
     output = Path(options.output or f"{config.output}-compare")
     set_up_for(config)
     text = load_text(config.data)
-    results = run_study(configs, options.seeds, text, output)
+    results = run_study(configs, options.seeds, text, output, at_once=at_once)
     report = {"models": arm_titles(config, against), **comparison_report(results, text)}
     page = comparison_page(report, config)
     write_report(output, "comparison", page, report)

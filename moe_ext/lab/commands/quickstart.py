@@ -4,14 +4,17 @@
     python scripts/quickstart.py --quick     # seconds: tiny models, for a quick check
 
 The models are configs/small/moe-32.toml and its dense counterpart, moe-1-wide.toml. Both learn from
-the same batches of the built-in corpus with equal operations per word. Prints the test perplexity
-of both, the load balance of the experts, and the specialisation of three experts. Writes the
-learning curves and the load of the experts to OUTPUT/quickstart.png. Expect test perplexity 62.0,
-dense 63.1, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
+the same batches of the built-in corpus with equal operations per word. They train at the same time,
+each in its own process with half of the threads. On one core or on a GPU, they train in sequence.
 
-After the runs are finished, the same command prints the report at once. Ctrl-C or SIGTERM saves the
-run and ends the script with status 130; the same command continues. Status 1: training diverged.
-Status 2: an option, file or folder is invalid; stderr says which.
+Prints the test perplexity of both, the load balance of the experts, and the specialisation of three
+experts. Writes the learning curves and the load of the experts to OUTPUT/quickstart.png. Expect
+test perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
+
+After the runs are finished, the same command prints the report at once. Ctrl-C or SIGTERM saves
+both models and ends the script with status 130; the same command continues. Status 1: training of a
+model diverged; the other model is saved. Status 2: an option, file or folder is invalid; stderr
+says which.
 """
 
 import time
@@ -30,7 +33,7 @@ from moe_ext.lab.training.config import ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.results import Result
-from moe_ext.lab.training.study import run_study, size_cells
+from moe_ext.lab.training.study import run_study, runs_at_once, size_cells
 from moe_ext.lab.training.text import load_text
 
 _LOG = ["log.log_every=20", "log.eval_every=100"]  # enough points for the curves
@@ -109,15 +112,19 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         root / "configs" / "small" / "moe-32.toml", [*_LOG, *quick, *options.overrides]
     )
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
-    set_up_for(config)
+    models, at_once = runs_at_once(arms(config), 2)
+    set_up_for(models["moe"])
     print("reading the built-in corpus (made on the first run)", flush=True)
     text = load_text(config.data)
+    how = "one model after the other"
+    if at_once > 1:
+        how = f"both at the same time, threads of each: {models['moe'].num_threads}"
     print(
         f"{text.train.num_tokens:,} training tokens, {len(text.vocabulary):,} words; "
-        f"{config.steps:,} steps for each model",
+        f"{config.steps:,} steps for each model; {how}",
         flush=True,
     )
-    runs = run_study(arms(config), [config.seed], text, output)
+    runs = run_study(models, [config.seed], text, output, at_once=at_once)
     if not all(runs.values()):
         raise ConfigError(
             f"{output} must hold both runs, but another process trains one, or it diverged"
@@ -137,6 +144,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         ops, parameters = size_cells(r.cost)
         print(f"{name:24}{r.perplexity:16.2f}{ops:>15}{parameters:>13}{r.words_per_second:10,.0f}")
     print("(ops and parameters without embedding and softmax, as in the paper)")
+    if at_once > 1:
+        print("(words/s while both models were trained at the same time)")
     print(f"\nMoE against dense: perplexity {100 * (moe.perplexity / dense.perplexity - 1):+.1f}%")
     print(
         f"balance in training: CV(Importance) {moe.balance['cv_importance']:.3f}, "

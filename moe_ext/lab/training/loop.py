@@ -249,7 +249,7 @@ class Trainer:
                     title=self.folder.name,
                 )
                 stack.callback(log.close)
-            stopped = stack.enter_context(_stop_signal())
+            stopped = stack.enter_context(stop_signal())
             batches = stack.enter_context(closing(self._batch_stream()))
             while self.step < steps and not self._any(stopped()):
                 started = time.perf_counter()
@@ -494,7 +494,7 @@ def _due(step: int, every: int) -> bool:
 
 
 @contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
+def stop_signal() -> Iterator[Callable[[], bool]]:
     """Turns the first SIGINT or SIGTERM into a flag; a second signal has its usual effect.
 
     Yields a function that returns whether a signal came. Outside the main thread, signals are not

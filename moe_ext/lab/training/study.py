@@ -12,18 +12,23 @@ import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.files import Locked, file_lock, write_text
+from moe_ext.lab.training.at_once import run_at_once
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
-from moe_ext.lab.training.config import AnyConfig
+from moe_ext.lab.training.config import AnyConfig, C
+from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.results import Result, finished, train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.text import Text
+from moe_ext.lab.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
 
@@ -96,6 +101,32 @@ def command_of(name: str, options: argparse.Namespace) -> str:
     return shlex.join(["python", f"scripts/studies/{name}.py", *changes, *seeds])
 
 
+def runs_at_once(arms: Mapping[str, C], wanted: int) -> tuple[dict[str, C], int]:
+    """How many runs to train at the same time here, and the models with that many threads.
+
+    Call this before torch's number of threads changes.
+
+    Args:
+        arms: the models by name.
+        wanted: the greatest number of runs.
+
+    Returns:
+        The models and the number of runs. The number is less than `wanted` if the runs would need
+        more threads than torch uses, and 1 on a GPU. If it is greater than 1, each model whose
+        num_threads is 0 has an equal share of torch's threads.
+    """
+    threads = torch.get_num_threads()
+    most = max(1, *(config.num_threads for config in arms.values()))
+    number = min(wanted, threads // most)
+    if number <= 1 or any(config.device != "cpu" for config in arms.values()):
+        return dict(arms), 1
+    share = threads // number
+    return {
+        name: replace(config, num_threads=config.num_threads or share)
+        for name, config in arms.items()
+    }, number
+
+
 def run_study(
     arms: Mapping[str, AnyConfig],
     seeds: Sequence[int],
@@ -104,6 +135,7 @@ def run_study(
     shares: Sequence[float] = (),
     train: Collection[str] | None = None,
     then: Callable[[Path], object] | None = None,
+    at_once: int = 1,
 ) -> Results:
     """Trains and tests every arm with every seed, in the folders RUNS/ARM-seedN.
 
@@ -119,6 +151,9 @@ def run_study(
         shares: see `train_and_test`.
         train: the arms to train; finished runs of other arms are only collected. None trains all.
         then: called with the folder of each run after it is trained and tested.
+        at_once: the number of runs to train at the same time, each in a process of its own. Each
+            process reads the text again. A run that fails or diverges stops the other runs, which
+            are saved.
 
     Returns:
         The finished runs by arm and seed.
@@ -134,9 +169,12 @@ def run_study(
         for seed in seeds
         for name, config in arms.items()
     }
-    for (name, _), config in planned.items():
-        if train is not None and name not in train:
-            continue
+    to_train = {key: c for key, c in planned.items() if train is None or key[0] in train}
+    missing = sum(finished(config, text) is None for config in to_train.values())
+    if min(at_once, missing) > 1:
+        share = partial(_share_of_study, dict(arms), seeds, runs, shares, train)
+        run_at_once([share] * min(at_once, missing))
+    for config in to_train.values():
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -160,6 +198,19 @@ def run_study(
         if result is not None:
             results[name][seed] = result
     return results
+
+
+def _share_of_study(
+    arms: Mapping[str, AnyConfig],
+    seeds: Sequence[int],
+    runs: str | Path,
+    shares: Sequence[float],
+    train: Collection[str] | None,
+) -> None:
+    """Trains runs of `run_study`, called in a child process, until none is free."""
+    config = next(iter(arms.values()))
+    set_up_for(config)
+    run_study(arms, seeds, load_text(config.data), runs, shares, train)
 
 
 class Claim(NamedTuple):

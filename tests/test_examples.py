@@ -1,0 +1,108 @@
+"""The scripts of examples/ run as their docstrings say."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+def start(name, folder, launcher=()):
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def output_of(name, folder, launcher=()):
+    """What the script prints; its docstring has to show the same except for the numbers."""
+    done = start(name, folder, launcher)
+    assert done.returncode == 0, done.stderr
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+    shown = re.findall(r"^    (?!python |torchrun )(.*)$", docstring, re.M)
+
+    def without_numbers(lines):
+        return [re.sub(r"\s+", " ", re.sub(_NUMBER, "#", line)) for line in lines]
+
+    printed = done.stdout.splitlines()
+    assert without_numbers(shown) == without_numbers(printed)
+    return done.stdout
+
+
+def numbers(pattern, text):
+    """The group of each match, as a number."""
+    return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
+
+
+def test_transformer_block(tmp_path):
+    output = output_of("transformer_block", tmp_path)
+    losses = numbers(r"step +\d+: loss ([\d.]+)", output)
+    assert len(losses) == 7 and losses[0] > 5 and losses[-1] < 2.8
+    (held_out,) = numbers(r"held-out topics: loss ([\d.]+)", output)
+    assert held_out < 2.8
+    assert max(numbers(r"max_over_mean_load ([\d.]+)", output)) < 2
+    counts = numbers(r"(\d+)[,\]]", output.splitlines()[-1])
+    assert len(counts) == 8 and min(counts) > 0.1 * sum(counts) / 8
+
+
+def test_custom_gate(tmp_path):
+    output = output_of("custom_gate", tmp_path)
+    losses = numbers(r"loss ([\d.]+)", output)
+    assert losses[-1] < 0.3 * losses[0]
+    temperatures = numbers(r"temperature ([\d.]+)", output)
+    assert temperatures[0] == 0.2 != temperatures[-1]
+    shares = numbers(r"(\d+)%", output)
+    assert len(shares) == 8 and min(shares) > 60  # an even share is 2 of 16 experts
+
+
+def test_hierarchical_4096(tmp_path):
+    output = output_of("hierarchical_4096", tmp_path)
+    assert "4,096 experts, 17,309,696 parameters; a token uses 40,960 of them" in output
+    assert "dense layer, 40,960 parameters" in output
+    mixture, dense = numbers(r"relative error ([\d.]+)", output)
+    assert mixture < 0.3 and dense > 0.7
+    assert numbers(r"to (\d+), on average 4", output)[0] < 40
+
+
+def test_two_ranks(tmp_path):
+    alone = start("two_ranks", tmp_path)
+    assert alone.returncode == 1 and alone.stderr.startswith("start this with: torchrun --nproc")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = output_of("two_ranks", tmp_path, [*torchrun, "--max-restarts=1"])
+    assert output.startswith("rank 1: dies after step 13\nboth ranks continue after step 10\n")
+    rows = re.findall(r"step (\d+): loss ([\d.]+), without the death ([\d.]+)", output)
+    assert [int(step) for step, _, _ in rows] == list(range(11, 17))
+    assert all(loss == undisturbed for _, loss, undisturbed in rows)
+    assert float(rows[-1][1]) < float(rows[0][1])
+    assert output.endswith("identical: True\n")
+    assert not (tmp_path / "runs" / "example-two-ranks").exists()
+
+
+def test_fine_tuning(tmp_path):
+    output = output_of("fine_tuning", tmp_path)
+    before, after = numbers(r"loss ([\d.]+) on code", output)
+    assert after < before - 0.4
+    adam, factored, rest = numbers(r"Adam (?:of the rest )?([\d,]+) bytes", output)
+    assert factored < 0.01 * adam and factored + rest < 0.1 * adam
+    saved, saved_with_recompute = numbers(r"saved for backward: ([\d,]+)", output)
+    assert saved_with_recompute < 0.6 * saved
+
+
+def test_the_readme_lists_all_examples():
+    text = (EXAMPLES / "README.md").read_text()
+    assert sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", text, re.M)) == sorted(
+        path.name for path in EXAMPLES.glob("*.py")
+    )
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_use_the_layer_alone(path):
+    source = path.read_text()
+    assert "moe_ext.lab" not in source
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("moe_ext"):
+            names = __import__(node.module, fromlist=["__all__"]).__all__
+            assert {alias.name for alias in node.names} <= set(names)
