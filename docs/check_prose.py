@@ -3,9 +3,9 @@
     python docs/check_prose.py                 # the whole repository
     python docs/check_prose.py docs README.md  # these files and folders
 
-A sentence of a document, docstring or comment has at most 25 words. No text uses a word from the
-wrong column of the table in docs/prose.toml, which also lists the exceptions with their reasons.
-Code, numbers and formulas do not count as words. Prints each finding as FILE:LINE and exits with 1.
+A sentence of a document, docstring or comment has at most 25 words. Code, numbers and formulas do
+not count as words. No text uses a term that docs/prose.toml rejects; that file also lists the
+exceptions and their reasons. Prints each finding with FILE:LINE and exits with 1 if there are any.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _ENTRY = re.compile(r"^(?:[-*]|\d+[.)])\s+|^\**[\w.]+(?:, \**[\w.]+)*(?: \([^)]*
 
 
 class Text(NamedTuple):
-    """A paragraph: where it begins, what it says, and whether its sentences are measured."""
+    """A paragraph: its first line, its text, and whether the sentence length is checked."""
 
     line: int
     text: str
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is wrong, and in which text."""
+    """A violation, and the text that has it."""
 
     line: int
     message: str
@@ -53,18 +53,18 @@ class Finding(NamedTuple):
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a paragraph; a colon before a capital letter ends one too."""
+    """Splits a paragraph into sentences; a colon before a capital letter ends a sentence too."""
     return _SENTENCE_END.split(text)
 
 
 def num_words(sentence: str) -> int:
-    """The words of a sentence; an inline code counts as one, a number or formula as none."""
+    """Counts the words of a sentence; inline code counts as one, a number or formula as none."""
     words = _CODE.sub(" code ", sentence).split()
     return sum(bool(_WORD.match(word.strip(".,;:!?()[]\"'“”*_"))) for word in words)
 
 
 def markdown_texts(source: str) -> Iterator[Text]:
-    """The paragraphs, list items, headings and table cells of a document, without its code."""
+    """Yields the paragraphs, list items, headings and table cells of a document, without code."""
     for token in MarkdownIt("commonmark").enable("table").parse(source):
         if token.type == "inline" and token.map:
             parts = []
@@ -79,7 +79,7 @@ def markdown_texts(source: str) -> Iterator[Text]:
 
 
 def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
-    """The paragraphs of a docstring or comment, without examples and indented code."""
+    """Yields the paragraphs of a docstring or comment, without examples and indented code."""
     collected: list[str] = []
     start = first_line
     section_indent = -1
@@ -110,7 +110,7 @@ def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
 
 
 def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
-    """The paragraphs of numbered comment lines; lines that follow each other belong together."""
+    """Yields the paragraphs of numbered comment lines; consecutive lines form one block."""
     block: list[str] = []
     last = -1
     for number, text in [*lines, (-1, "")]:
@@ -122,7 +122,7 @@ def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Docstrings, comments and messages."""
+    """Yields docstrings, comments and other strings of Python code."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = set()
@@ -145,7 +145,7 @@ def python_texts(source: str) -> Iterator[Text]:
 
 
 def cpp_texts(source: str) -> Iterator[Text]:
-    """Comments and messages."""
+    """Yields comments and strings of C++ code."""
     lines = list(enumerate(source.splitlines(), 1))
     strings = r'"((?:[^"\\]|\\.)* (?:[^"\\]|\\.)*)"'
     for number, line in lines:
@@ -162,7 +162,7 @@ def cpp_texts(source: str) -> Iterator[Text]:
 
 
 def hash_texts(source: str) -> Iterator[Text]:
-    """The comments of shell scripts and configurations."""
+    """Yields the comments of shell scripts and configurations."""
     found = [
         (number, re.match(r"\s*#(?!!) ?(.*)$", line))
         for number, line in enumerate(source.splitlines(), 1)
@@ -171,7 +171,7 @@ def hash_texts(source: str) -> Iterator[Text]:
 
 
 def texts_of(path: Path) -> Iterator[Text]:
-    """The prose of a file, by its kind."""
+    """Yields the texts of a file, according to its suffix."""
     source = path.read_text()
     if path.suffix == ".md":
         return markdown_texts(source)
@@ -181,7 +181,7 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator[Finding]:
-    """Sentences that are too long and words for which the field has a term."""
+    """Finds sentences that are too long and terms that prose.toml rejects."""
     for line, text, measured in texts:
         if measured:
             for sentence in sentences(text):
@@ -193,7 +193,7 @@ def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator
 
 
 def tracked(arguments: Sequence[str]) -> list[Path]:
-    """The files below the arguments that git knows or would add, of the kinds that are checked."""
+    """Lists the checked kinds of files below the arguments that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *arguments]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     kinds = {".md", ".py", *CPP, *HASH_COMMENTS}
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not paths:
         for exception in unused:
             found += 1
-            print(f"docs/prose.toml: exception without a text: {exception}")
+            print(f"docs/prose.toml: unused exception: {exception}")
     return int(found > 0)
 
 

@@ -1,6 +1,6 @@
-"""MoE against a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Perplexity of a trained model.
+"""Measures the perplexity of a trained model, and the BLEU of its translations.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

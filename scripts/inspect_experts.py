@@ -1,6 +1,6 @@
-"""What the experts of a trained model specialise in (Table 9 of the paper).
+"""Shows what the experts of a trained model specialise in (Table 9 of the paper).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

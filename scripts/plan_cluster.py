@@ -1,6 +1,6 @@
-"""What a language model takes of a cluster: memory, bytes on the wire, step time and efficiency.
+"""Computes the memory, network traffic, step time and efficiency of a language model on a cluster.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Get a corpus ready for training: download, check, unpack, count or take the vocabulary, encode.
+"""Prepares a corpus for training: downloads, verifies, unpacks and encodes it.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

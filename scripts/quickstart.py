@@ -1,6 +1,6 @@
-"""Train a small MoE language model and its dense counterpart; see what the experts are for.
+"""Trains a small MoE language model and its dense counterpart, and compares them.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

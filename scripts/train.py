@@ -1,6 +1,6 @@
-"""Train a language model or a translation model.
+"""Trains a language model or a translation model.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

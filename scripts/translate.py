@@ -1,6 +1,6 @@
-"""Translates text, a sentence a line, with a trained model.
+"""Translates text with one sentence per line, using a trained model.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Speed and memory of the data pipeline on a made-up corpus in the 1-billion-word layout.
+"""Measures speed and memory of the data pipeline on a generated corpus.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What sharing the experts between processes costs: bytes, time of the exchange, throughput.
+"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

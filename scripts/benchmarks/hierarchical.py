@@ -1,6 +1,6 @@
-"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024, forward and backward.
+"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

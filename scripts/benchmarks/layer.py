@@ -1,6 +1,6 @@
 """Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

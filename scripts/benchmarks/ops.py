@@ -1,6 +1,6 @@
-"""Times the routing operators against the same mathematics in plain torch, side by side.
+"""Times the routing operators against the same computation in plain torch.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Times the step of factored Adam against torch's optimizers on a layer of experts, side by side.
+"""Times factored Adam against torch's optimizers on a layer of experts.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

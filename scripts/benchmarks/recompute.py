@@ -1,6 +1,6 @@
-"""What recomputing the experts' hidden layers saves, and what it costs.
+"""Measures what recomputing the experts' hidden layers saves in memory and costs in time.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

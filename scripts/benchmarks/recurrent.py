@@ -1,6 +1,6 @@
-"""Time and memory of back-propagation through a MoE-LSTM with m stored states, against plain.
+"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Times a training step of the softmax, sampled and full, side by side.
+"""Times a training step of the sampled softmax against the full softmax.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""A few training steps of a model on random words: time, floating-point operations, memory.
+"""Measures a few training steps of a model on random words: time, operations, memory.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Sentences a second of translating a text, against one sentence after the other.
+"""Measures sentences per second of a translator in batches against one sentence at a time.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Strictly balanced gating (App. F) in training: how the thresholds follow, and what they cost.
+"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

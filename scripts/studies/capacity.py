@@ -1,6 +1,6 @@
-"""More experts at equal operations (Figures 2-left and 3, Table 7 of the paper, in small).
+"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

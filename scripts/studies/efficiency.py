@@ -1,6 +1,6 @@
-"""What sparsity costs in speed (Section 5.1's TFLOPS, in small).
+"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""The n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

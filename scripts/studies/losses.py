@@ -1,6 +1,6 @@
-"""The balancing losses' weights (Table 6 of the paper, in small).
+"""Compares weights of the balancing losses, at small scale (Table 6).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

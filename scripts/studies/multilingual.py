@@ -1,6 +1,6 @@
-"""One model for twelve language pairs (Table 5 of the paper, in small).
+"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""The cost columns of the paper's Tables 7 and 8, counted from the models of configs/.
+"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

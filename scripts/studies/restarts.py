@@ -1,6 +1,6 @@
-"""Kill processes of a training run at random moments, and see that nothing is lost.
+"""Kills ranks of a training run at random moments and checks that it continues correctly.
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

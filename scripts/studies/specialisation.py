@@ -1,6 +1,6 @@
-"""What experts specialise in, in contexts and in numbers (Table 9 of the paper).
+"""Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

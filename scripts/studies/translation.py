@@ -1,6 +1,6 @@
-"""Mixtures of experts in translation (Figure 4 and Tables 2 to 4 of the paper, in small).
+"""Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
-`--help` shows the commands and the options.
+Run it with `--help` to see its commands and options.
 """
 
 import sys

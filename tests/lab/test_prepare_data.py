@@ -133,7 +133,9 @@ def test_the_benchmark_is_loaded_once_and_ready_for_training(server, lm1b, tmp_p
 def test_a_download_that_was_cut_goes_on(server, lm1b, tmp_path, ranges):
     server.ranges, server.cut = ranges, 100
     arguments = ("lm1b", "--output", tmp_path, "--workers", 0)
-    with pytest.raises(ConfigError, match="ended after 100 of .* give the command again to go on"):
+    with pytest.raises(
+        ConfigError, match="ended after 100 of .* give the command again to continue"
+    ):
         prepare(*arguments)
     assert (tmp_path / f"{LM1B}.tar.gz.part").stat().st_size == 100
     prepare(*arguments)
@@ -167,7 +169,7 @@ def test_another_address_is_tried_and_no_network_is_said(
     monkeypatch.setitem(prepare_data.SETS, "lm1b", replace(lm1b, archive=gone))
     assert exit_status(lambda: prepare("lm1b", "--output", tmp_path / "b")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: corpus.tar.gz cannot be loaded (http://127.0.0.1:9/corpus")
+    assert error.startswith("error: corpus.tar.gz cannot be downloaded (http://127.0.0.1:9/corpus")
     assert "refused" in error and error.rstrip().endswith("give its folder as --from")
 
 
@@ -199,8 +201,7 @@ def test_another_text_than_the_published_is_refused(lm1b, tmp_path, monkeypatch)
     other = replace(lm1b, vocab_size=7, expected={"test": {"predictions": 9}})
     monkeypatch.setitem(prepare_data.SETS, "lm1b", other)
     message = (
-        "not the published corpus: the vocabulary is 6 in place of 7; "
-        "the number of predictions in test is 8 in place of 9"
+        "the vocabulary size must be 7, got 6; the number of predictions in test must be 9, got 8"
     )
     with pytest.raises(ConfigError, match=message):
         prepare("lm1b", "--output", tmp_path, "--workers", 0)

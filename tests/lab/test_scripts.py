@@ -280,7 +280,7 @@ def test_compare_reports_pairs(corpus, tmp_path, capsys):
     )
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
-    assert "95% t interval over 2 paired seeds" in page and "| MoE |" in page
+    assert "(two seeds, not decided). As a change of the perplexity: " in page and "| MoE |" in page
     assert json.loads((tmp_path / "comparison.json").read_text()) == report
 
 
@@ -291,7 +291,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
     report = compare.main([str(a) for a in (*arguments, *against)])
     page = (tmp_path / "comparison.md").read_text()
     assert page in capsys.readouterr().out
-    assert "| beta2=0.98, experts=factored_adam |" in page and "One seed: no interval" in page
+    assert "| beta2=0.98, experts=factored_adam |" in page and "(one seed, not decided)" in page
     assert report["models"]["against"] == "beta2=0.9, experts=adam"
     for arm in ("config", "against"):
         optimizer = read_config(tmp_path / f"{arm}-seed1" / "config.toml").optimizer
@@ -400,7 +400,7 @@ def test_efficiency_is_of_equal_operations(tmp_path):
     by_itself, at_once = (row for row in rows if row.part == "time steps")
     assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
     page = (tmp_path / "efficiency.md").read_text()
-    assert "M9: with at least 64 rows" in page and "the lowest is moe-4 with 64 words" in page
+    assert "Claim: with at least 64 rows" in page and "The lowest is moe-4 with 64 words" in page
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
@@ -439,7 +439,7 @@ def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
     assert sum(report["test_sentence_tokens"]) == report["test_tokens"]
     assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
     table = (tmp_path / "kneser_ney.md").read_text()
-    assert "3-gram (modified, three discounts" in table and table in capsys.readouterr().out
+    assert "3-gram model (modified, three discounts" in table and table in capsys.readouterr().out
     one_discount = [*options, "--discounts", 1, "--arpa"]
     report = kneser_ney.main([str(option) for option in one_discount])
     (model,) = report["models"]
@@ -463,7 +463,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     assert page in capsys.readouterr().out
     assert (tmp_path / "results" / "specialisation.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "results" / "specialisation.json").read_text()) == report
-    assert len(report["claims"]) == 4 * 4 and page.count("| M7: ") == 8
+    assert len(report["claims"]) == 4 * 4 and page.count("| experts specialise |") == 8
     for found in report["runs"]:
         assert [e["how"] for e in found["table"]] == [*["most specialised"] * 3, "drawn at random"]
         assert len({e["expert"] for e in found["table"]}) == 4
@@ -473,7 +473,7 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
     # The gap of a claim is the mean of the runs' differences.
     gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
             for r in report["runs"]]  # fmt: skip
-    (claim,) = [c for c in report["claims"] if "purity of the domain, beside a random" in
+    (claim,) = [c for c in report["claims"] if "purity of the domain, against a random" in
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
@@ -489,7 +489,7 @@ def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
     options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
     train.main([str(CONFIG), *options, "log.progress=false"])
     for arguments, message in (
-        ([run, other], "must differ from the first run in its seed alone, but ['steps', 'model."),
+        ([run, other], "must differ from the first run only in its seed, but ['steps', 'model."),
         ([run, run], "distinct seeds, got [1, 1]"),
         ([run, "--layer", "1"], "layer must"),
         ([run, "--domains", f"a={corpus}"], "two or more distinct NAME=CORPUS"),

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import evaluate
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.results import Result, finished, train_and_test
-from moe_ext.lab.training.statistics import Interval, bootstrap_difference, mean_difference
+from moe_ext.lab.training.statistics import PairedDifference, bootstrap_difference, mean_difference
 from moe_ext.lab.training.study import (
     as_change,
     as_data,
@@ -52,10 +53,22 @@ def config(corpus, tmp_path):
 def test_mean_difference_is_the_t_interval():
     interval = mean_difference([0.1, 0.2, 0.3])
     # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
-    assert interval.mean == pytest.approx(0.2)
+    assert interval.num_seeds == 3 and interval.mean == pytest.approx(0.2)
     assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
-    assert mean_difference([0.1]) is None
+    assert mean_difference([]) is None
+
+
+def test_fewer_than_three_seeds_have_no_interval():
+    one, two = mean_difference([0.1]), mean_difference([0.1, 0.3])
+    pooled = mean_difference([0.1, 0.3, 0.1, 0.3], num_seeds=2)  # of two language pairs
+    for found in (one, two, pooled):
+        assert found.low is None and found.high is None and verdict(found) == "not decided"
+    assert f"{one:+.3f}" == "+0.100 (one seed, not decided)"
+    assert f"{two:+.3f}" == f"{pooled:+.3f}" == "+0.200 (two seeds, not decided)"
+    assert as_change(mean_difference([math.log(0.9)] * 2)) == "-10.00% (two seeds, not decided)"
+    assert f"{mean_difference([0.1], num_seeds=3):+.1f}" == "+0.1 (one pair, not decided)"
+    assert f"{mean_difference([0.1, 0.2, 0.3]):+.1f}" == "+0.2 [-0.0, +0.4]"
 
 
 def test_bootstrap_interval_covers_what_it_should():
@@ -163,36 +176,44 @@ def test_balance_is_of_the_last_50_batches(config, monkeypatch):
     assert found.balance == {key: 47.5 + at for at, key in enumerate(keys)}
 
 
-def result(nll, earlier=0.0, **balance):
-    unused = dict(run=None, seed=1, cost=None, words_per_second=1.0, sentence_nll=None)
-    return Result(test_nll=nll, earlier_nll={0.25: earlier}, balance=balance, **unused)
+def result(nll, earlier=0.0, seed=1, **balance):
+    unused = dict(run=None, cost=None, words_per_second=1.0, sentence_nll=None)
+    return Result(seed=seed, test_nll=nll, earlier_nll={0.25: earlier}, balance=balance, **unused)
 
 
 def test_differences_are_over_the_seeds_that_both_have():
-    a = {1: result(4.1, 5.0), 2: result(4.3, 5.0), 3: result(9.0, 9.0)}
-    b = {2: result(4.5, 5.1), 1: result(4.2, 5.2), 7: result(0.0, 0.0)}
-    gap = difference(a, b)  # -0.1 and -0.2: t(.975, 1) = 12.706
-    assert gap.mean == pytest.approx(-0.15)
-    assert gap.high - gap.mean == pytest.approx(12.7062 * 0.05, rel=1e-5)
-    assert difference(a, b, 0.25).mean == pytest.approx(-0.15)  # -0.2 and -0.1
-    change = widening(a, b, 0.25)  # from -0.2 to -0.1, from -0.1 to -0.2
-    assert change.mean == pytest.approx(0.0) and change.high == pytest.approx(12.7062 * 0.1)
-    assert difference({1: result(1.0)}, b) is None
+    a = {1: result(4.1, 5.0, 1), 2: result(4.3, 5.0, 2), 4: result(4.0, 5.0, 4)}
+    b = {2: result(4.5, 5.1, 2), 1: result(4.2, 5.2, 1), 4: result(4.3, 5.0, 4)}
+    a |= {3: result(9.0, 9.0, 3)}
+    b |= {7: result(0.0, 0.0, 7)}
+    gap = difference(a, b)  # -0.1, -0.2 and -0.3: t(.975, 2) = 4.30265
+    assert gap.mean == pytest.approx(-0.2) and gap.num_seeds == 3
+    error = 4.30265 * 0.1 / math.sqrt(3)
+    assert gap.high - gap.mean == pytest.approx(error, rel=1e-5)
+    assert difference(a, b, 0.25).mean == pytest.approx(-0.1)  # -0.2, -0.1 and 0
+    change = widening(a, b, 0.25)  # from -0.2 to -0.1, from -0.1 to -0.2, from 0 to -0.3
+    assert change.mean == pytest.approx(-0.1) and change.high > 0
+    assert difference({1: result(1.0)}, b).num_seeds == 1
+    assert difference({5: result(1.0)}, b) is None
+    languages = {("en-fr", 1): a[1], ("en-fr", 2): a[2], ("en-de", 1): a[1], ("en-de", 2): a[2]}
+    assert difference(languages, languages).num_seeds == 2
 
 
 def test_verdicts():
-    assert verdict(Interval(-2, -3, -1)) == "reproduced"
-    assert verdict(Interval(-1, -3, 1)) == verdict(Interval(1, -1, 3)) == "not seen"
-    assert verdict(Interval(2, 1, 3)) == "reversed"
-    assert verdict(None) == "not decided: fewer than two pairs"
-    similar = losses.similar
-    assert similar(Interval(0.001, -0.004, 0.004)) == "reproduced"
-    assert similar(Interval(0.001, -0.004, 0.006)) == "not seen"
-    assert (
-        similar(Interval(0.02, 0.01, 0.03)) == similar(Interval(-0.02, -0.03, -0.01)) == "reversed"
-    )
-    assert as_change(Interval(math.log(0.9), math.log(0.8), 0.0)) == "-10.00% [-20.00, +0.00]"
-    assert as_change(None) == ""
+    def found(low, high):
+        return PairedDifference((low + high) / 2, 3, low, high)
+
+    assert verdict(found(-3, -1)) == "supported"
+    assert verdict(found(-3, 1)) == verdict(found(-1, 3)) == verdict(None) == "not decided"
+    assert verdict(found(1, 3)) == "contradicted"
+    similar = partial(verdict, low=-losses.MARGIN, high=losses.MARGIN)
+    assert similar(found(-0.004, 0.004)) == "supported"
+    assert similar(found(-0.004, 0.006)) == similar(None) == "not decided"
+    assert similar(found(0.01, 0.03)) == similar(found(-0.03, -0.01)) == "contradicted"
+    positive = partial(verdict, low=0, high=math.inf)
+    assert positive(found(1, 3)) == "supported" and positive(found(-3, -1)) == "contradicted"
+    change = PairedDifference(math.log(0.9), 3, math.log(0.8), 0.0)
+    assert as_change(change) == "-10.00% [-20.00, +0.00]" and as_change(None) == ""
     table = markdown_table(["a", "b"], [[1, "x"], [2, ""]])
     assert table == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2 |  |\n"
 
@@ -205,9 +226,20 @@ def test_claims_of_capacity():
         {arm: dict.fromkeys((1, 2), result(-0.1 * at, -0.05 * at)) for at, arm in enumerate(order)}
     )
     assert [claim.difference.mean for claim in found] == pytest.approx(
-        [-0.2, *[-0.1] * 3, -0.6, -0.5, -0.4, -0.3, -0.2, -0.05, -0.1, -0.15]  # M1, M2, M1, M3, M4
+        [
+            -0.2,
+            *[-0.1] * 3,
+            -0.6,
+            -0.5,
+            -0.4,
+            -0.3,
+            -0.2,
+            -0.05,
+            -0.1,
+            -0.15,
+        ]  # the order of the page
     )
-    assert [c.compared for c in found if c.claim.startswith("M2")] == [
+    assert [c.compared for c in found if c.claim == study.NEXT_STEP] == [
         "moe-16 against moe-4", "moe-64 against moe-16", "moe-256-h against moe-64",
     ]  # fmt: skip
 
@@ -218,11 +250,11 @@ def test_a_larger_w_load_is_to_lower_the_highest_load():
     for arm in losses.ARMS:
         w_load = float(arm.partition(",")[2])
         balance = dict.fromkeys(losses.COLUMNS, w_load) | {"max_over_mean_load": -w_load}
-        results[arm] = dict.fromkeys((1, 2), result(w_load, **balance))
-    assert [row[1:] for row in losses.claims(results) if row[0].startswith("M6")] == [
-        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "reproduced"),
-        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "reproduced"),
-        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "reproduced"),
+        results[arm] = {seed: result(w_load, seed=seed, **balance) for seed in (1, 2, 3)}
+    assert [row[1:] for row in losses.claims(results) if "max/mean" in row[0]] == [
+        ("0.1,0.1 against 0.01,0.01", "-0.090 [-0.090, -0.090]", "supported"),
+        ("1,1 against 0.1,0.1", "-0.900 [-0.900, -0.900]", "supported"),
+        ("0,0.2 against 0.2,0", "-0.200 [-0.200, -0.200]", "supported"),
     ]
 
 
@@ -257,9 +289,8 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
     mixtures = ["--arms", *capacity.MIXTURES]
     study("--seeds", "1", *mixtures)
-    assert (
-        "not decided: fewer than two pairs" in page.read_text() and picture.stat().st_size > 10_000
-    )
+    assert "(one seed, not decided) | not decided |" in page.read_text()
+    assert picture.stat().st_size > 10_000
     results = study("--seeds", "1", "2", *mixtures)
     text = page.read_text()
     gap = difference(results["moe-64"], results["moe-4"])
@@ -293,7 +324,7 @@ def test_losses_are_reported(corpus, tmp_path):
     page = (tmp_path / "results" / "losses.md").read_text()
     gap = difference(results["0.1,0.1"], results["0,0"])
     assert f"| 0.1,0.1 against 0,0 | {as_change(gap)} | {verdict(gap)} |" in page
-    assert page.count("| M6:") == 3 and page.count("within 0.5% |") == 4
+    assert page.count("| a larger w_load lowers ") == 3 and page.count("within 0.5% |") == 4
     for arm, runs in results.items():
         moe = read_config(runs[1].run / "config.toml").model.moe
         assert arm == f"{moe.w_importance:g},{moe.w_load:g}"

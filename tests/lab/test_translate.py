@@ -91,7 +91,7 @@ def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
     text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     printed = main(capsys, multilingual, "--into=fr")
-    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ a second\n", printed.err)
+    assert re.fullmatch(r"7 sentences in [\d.]+ s, [\d.]+ per second\n", printed.err)
     *lines, of_bytes = printed.out.removesuffix("\n").split("\n")
     assert lines == [found[0].text for found in translated(multilingual, into="fr")]
     assert lines[1] == lines[3] == "" and lines[0] and of_bytes
@@ -130,7 +130,7 @@ def test_output_and_references(run, file, tmp_path, capsys):
     references = references.read_text().splitlines()
     bleu, tokenized = (corpus_bleu(best, references, tokenized=which) for which in (False, True))
     first, second = printed.out.splitlines()
-    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" a second\n")
+    assert printed.err.startswith("6 sentences in ") and printed.err.endswith(" per second\n")
     assert first == f"BLEU {bleu.score:.2f} ({bleu.signature})"
     assert second.startswith(f"tokenized BLEU {tokenized.score:.2f} ")
     printed = main(capsys, run, file, "--reference", tmp_path / "reference.fr")
@@ -169,7 +169,7 @@ def test_attention_says_where_glyphs_are_missing(tmp_path, capsys):
             plot(found)
             plot(found)
         error = capsys.readouterr().err
-        assert error == f"{tmp_path / name} has boxes for characters that no installed font has\n"
+        assert error == f"{tmp_path / name} shows boxes for characters that no installed font has\n"
 
 
 def test_attention_needs_text(run, tmp_path, capsys):
@@ -223,7 +223,7 @@ def test_closed_stdin(run, monkeypatch, capsys):
     status, error = status_and_error(capsys, translate, run)
     assert (status, error) == (
         2,
-        "error: stdin must be open where no files are given, it is closed\n",
+        "error: stdin must be open if no files are given, got a closed stdin\n",
     )
 
 
@@ -233,12 +233,12 @@ def test_help_names_the_defaults(capsys):
     text = " ".join(capsys.readouterr().out.split())
     search = BeamSearch()
     for part in (
-        f"go on together ({search.beam})",
-        f"longer are translations ({search.length_penalty})",
-        f"source is left out ({search.coverage_penalty})",
-        f"at most {search.max_length_ratio:g} times its source's wordpieces, or "
-        f"{search.min_length_limit} if that is more; what falls {search.window:g} nats below",
-        "translated together, roughly (2560)",
+        f"beam width ({search.beam})",
+        f"longer translations ({search.length_penalty})",
+        f"the whole source ({search.coverage_penalty})",
+        f"at most {search.max_length_ratio:g} times as many wordpieces as its source, or "
+        f"{search.min_length_limit} if that is more; hypotheses more than {search.window:g} nats",
+        "wordpieces in a batch (2560)",
     ):
         assert part in text
 
@@ -247,7 +247,7 @@ def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
     (tmp_path / "long.en").write_text("one two " * 3000 + "\none\n")
     printed = main(capsys, run, tmp_path / "long.en", "--greedy", "--max-pieces=5")
     assert len(printed.out.splitlines()) == 2
-    assert "lines of more than 5 wordpieces, the rest of which is left out: 1" in printed.err
+    assert "1 lines cut after 5 wordpieces" in printed.err
 
 
 def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What a model costs, and what its experts have learned."""
+"""The cost of a model, and the specialisation of its experts."""
 
 from moe_ext.lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.lab.analysis.experts import (

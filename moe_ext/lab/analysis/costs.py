@@ -1,4 +1,4 @@
-"""Parameters and operations of a model, counted as in the paper (Tables 2 to 5, 7 and 8)."""
+"""Counts parameters and operations of a model as the paper does (Tables 2 to 5, 7 and 8)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Cost:
     """The size of a model.
 
     Attributes:
-        ops_per_timestep: multiply-adds of one position's forward pass. Of a language model without
-            the softmax (Tables 7 and 8); of a translation model, with it and for a position of the
-            source and one of the target (Tables 2 to 5).
-        parameters: weights without embedding and softmax.
-        total_parameters: with both.
+        ops_per_timestep: multiply-adds of the forward pass of one position. For a language model,
+            the softmax is excluded (Tables 7 and 8). For a translation model, it is included, and
+            one source position and one target position are counted (Tables 2 to 5).
+        parameters: the number of weights without embedding and softmax.
+        total_parameters: the number of weights with embedding and softmax.
     """
 
     ops_per_timestep: int
@@ -43,11 +43,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations in training, of each token; a multiply-add is two (Sec. 5.1).
+    """Floating-point operations of training for each token; a multiply-add is two (Sec. 5.1).
 
     Attributes:
-        total: forward and backward, softmax included.
-        experts: of these, the experts'.
+        total: operations of the forward and backward pass, with the softmax.
+        experts: the experts' part of them.
     """
 
     total: int
@@ -55,20 +55,22 @@ class TrainingFlops:
 
     @property
     def expert_share(self) -> float:
+        """The experts' part of the total, in [0, 1]."""
         return self.experts / self.total
 
 
 def cost(model: AnyModel) -> Cost:
-    """Counted from the model's own tensors; nothing is run, so it works on the meta device too.
+    """Counts a model's operations and parameters from the shapes of its tensors.
 
-    Every matrix is one multiply-add per weight and position; of a MoE's experts each position meets
-    k of E, and of a hierarchical gate's secondary matrices those of its groups. The biases of the
-    LSTMs, below the precision of the tables, are left out of ops and parameters and are in the
-    total; the attention, without which the ops of the tables come out, is left out of ops.
+    Runs nothing, so it works on the meta device too. Each weight of a matrix counts as one
+    multiply-add for each position. A position uses k of the E experts of a MoE, and the secondary
+    matrices of its groups in a hierarchical gate. The biases of the LSTMs count in the total only;
+    they are smaller than the precision of the tables. Operations exclude the attention, because
+    the tables do.
 
     Raises:
-        ValueError: other processes have some of its experts; a model made on the meta device,
-            without a process_group, has all.
+        ValueError: other ranks hold some of the experts. Build the model on the meta device
+            without a process group instead.
     """
     count = _count(model)
     ops = count.ops + count.expert_ops
@@ -78,14 +80,15 @@ def cost(model: AnyModel) -> Cost:
 
 
 def training_flops(model: LanguageModel) -> TrainingFlops:
-    """6 times the multiply-adds of a token's forward pass: the backward pass has twice as many.
+    """Counts a token's floating-point operations in training: 6 times its forward multiply-adds.
 
-    Of the softmax these are the token's own class and the sampled ones, if not all. What is
-    computed again in the backward pass is not counted again, and nothing but products of matrices
-    is. Divided by the time of a step, this is the efficiency of the paper's tables.
+    The backward pass has twice the operations of the forward pass. The softmax counts the target
+    class and the sampled classes, or all classes without sampling. Only GEMMs count, and each
+    counts once even if it is recomputed. These operations, divided by the time of a step, give the
+    efficiency in the paper's tables.
 
     Raises:
-        ValueError: see `cost`.
+        ValueError: other ranks hold some of the experts.
     """
     count = _count(model)
     num_classes, d_model = model.softmax.weight.shape
@@ -98,8 +101,8 @@ class MoEOps(NamedTuple):
     """Multiply-adds of a token's forward pass through a mixture of experts.
 
     Attributes:
-        gate: of the logits.
-        experts: of the k that the token meets.
+        gate: multiply-adds of the gate's logits.
+        experts: multiply-adds of the k experts of the token.
     """
 
     gate: int
@@ -107,15 +110,15 @@ class MoEOps(NamedTuple):
 
 
 def moe_ops(layer: MoE) -> MoEOps:
-    """Counted as in `cost`, of one layer.
+    """Counts the operations of one layer, as `cost` does.
 
     Raises:
-        ValueError: other processes have some of its experts.
+        ValueError: other ranks hold some of the experts.
     """
     num_ranks = 1 if layer.sharding is None else layer.sharding.placement.num_ranks
-    require(num_ranks == 1, "moe_ops: layer", "be in one process", num_ranks)
+    require(num_ranks == 1, "moe_ops: layer", "be on one rank", num_ranks)
     gate = layer.gate
-    # Of the matrices w_…: thresholds multiply nothing.
+    # Only the matrices w_*: thresholds need no multiplications.
     matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
     ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
     if isinstance(gate, HierarchicalNoisyTopKGate | HierarchicalBalancedGate):
@@ -124,13 +127,13 @@ def moe_ops(layer: MoE) -> MoEOps:
 
 
 class _Count(NamedTuple):
-    ops: int  # multiply-adds of a position's forward pass but for the experts, and theirs
-    expert_ops: int
+    ops: int  # multiply-adds of a position's forward pass without the experts
+    expert_ops: int  # multiply-adds of the experts
     parameters: int
 
 
 def _count(model: AnyModel) -> _Count:
-    """Of the layers between embedding and softmax."""
+    """Counts the layers between embedding and softmax."""
     ops = expert_ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):

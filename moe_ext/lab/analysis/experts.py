@@ -1,4 +1,4 @@
-"""What each expert of a trained model sees (Table 9)."""
+"""Reports the words and contexts that each expert of a trained model gets (Table 9)."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from moe_ext.lab.data import AnyVocabulary
 
 
 class Context(NamedTuple):
-    """A word that an expert got, in its place.
+    """A word that is routed to an expert, with its neighbours.
 
     Attributes:
-        gate: the expert's weight at the word.
-        words: the word in the middle of its neighbours, "" beyond the ends of the sentence.
+        gate: the expert's gate at the word.
+        words: the word in the middle of its neighbours; "" beyond the ends of the sentence.
     """
 
     gate: float
@@ -31,6 +31,7 @@ class Context(NamedTuple):
 
     @property
     def word(self) -> str:
+        """The word in the middle."""
         return self.words[NEIGHBOURS]
 
     @property
@@ -40,12 +41,12 @@ class Context(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word that sets an expert apart.
+    """A word that distinguishes an expert from the others.
 
     Attributes:
         word: the word.
-        times: how often the expert got it.
-        share: of all its occurrences.
+        times: how often the word is routed to the expert.
+        share: the share of all occurrences of the word that is routed to the expert.
     """
 
     word: str
@@ -54,12 +55,12 @@ class Word(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """How much of an expert's work is for a language pair.
+    """The share of a language pair in an expert's tokens.
 
     Attributes:
-        name: of the language pair, such as "en-fr".
-        share: of the expert's tokens.
-        expected: the language pair's share of the tokens of all experts.
+        name: the language pair, such as "en-fr".
+        share: its share of the expert's tokens.
+        expected: its share of the tokens of all experts.
     """
 
     name: str
@@ -69,17 +70,17 @@ class PairShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What one expert does.
+    """The specialisation of one expert.
 
     Attributes:
-        expert: its index.
-        share: of all tokens, how many go through it (an even share is k / E).
-        information: how much its current word tells it apart, sum_w p(w|e) ln(p(w|e) / p(w)) in
-            nats, less what is left of it when words and experts are paired at random.
-        purity: share of the most frequent word among the 50 highest gates.
-        words: the ones that contribute most to the information, most first.
-        contexts: the distinct ones with the highest gates, highest first.
-        pairs: where there are several language pairs, the expert's tokens of each.
+        expert: the index of the expert.
+        share: the share of all tokens that is routed to the expert; k / E if the load is even.
+        information: sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus
+            its value with shuffled words. A high value means unusual words.
+        purity: the share of the most frequent word among the 50 highest gates.
+        words: the words that contribute most to the information, largest contribution first.
+        contexts: the distinct contexts with the highest gates, highest gate first.
+        pairs: the share of each language pair, if the text has two or more.
     """
 
     expert: int
@@ -92,17 +93,19 @@ class ExpertReport:
 
     @property
     def pair_information(self) -> float:
-        """How much the language pair tells its tokens apart, sum_l p(l|e) ln(p(l|e) / p(l)), nats.
+        """sum_l p(l|e) ln(p(l|e) / p(l)) over the language pairs l, in nats.
 
-        Its mean over all experts' tokens is the mutual information of expert and language pair.
+        Its mean over the tokens of all experts is the mutual information of expert and language
+        pair.
         """
         return sum(p.share * math.log(p.share / p.expected) for p in self.pairs if p.share > 0)
 
 
 def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
-    """Most information first.
+    """Sorts reports by information, highest first.
 
-    Experts that get less than half of an even share come last: few tokens always look special.
+    Experts with less than half of the mean share come last, because a few tokens always look
+    specialised.
     """
     half = sum(report.share for report in reports) / len(reports) / 2
     return sorted(reports, key=lambda r: (r.share >= half, r.information), reverse=True)
@@ -115,12 +118,15 @@ def expert_reports(
     num_contexts: int = 10,
     num_words: int = 10,
 ) -> list[ExpertReport]:
-    """One report for each expert, in their order; one that got no word has empty lists.
+    """Makes one report for each expert, in the order of the experts.
+
+    The report of an expert without tokens has empty lists.
 
     Args:
-        routed: of randomly chosen sentences, from `route_text`.
-        vocabulary: the model's.
-        num_contexts, num_words: how many to report of each expert.
+        routed: the routing of randomly chosen sentences, from `route_text`.
+        vocabulary: the model's vocabulary.
+        num_contexts: the number of contexts to report of each expert.
+        num_words: the number of words to report of each expert.
     """
     num_experts, experts = routed.num_experts, routed.expert
     spelling = vocabulary.words
@@ -173,7 +179,7 @@ def expert_reports(
 def _information(
     experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each (expert, word) that occurs: p(w|e) ln(p(w|e) / p(w)), expert, word, count."""
+    """Returns p(w|e) ln(p(w|e) / p(w)), expert, word and count of each (expert, word) found."""
     keys, count = torch.unique(experts * vocab_size + words, return_counts=True)
     expert, word = keys // vocab_size, keys % vocab_size
     p_word = torch.bincount(words, minlength=vocab_size).double() / len(words)
@@ -184,7 +190,7 @@ def _information(
 def _contexts(
     routed: RoutedText, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
-    """The distinct contexts of the first slots, which are in order of decreasing gate."""
+    """Collects the first distinct contexts of slots that are sorted by decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
         window = tuple(routed.windows[routed.position[slot]].tolist())
@@ -198,7 +204,7 @@ def _contexts(
 
 
 def _pair_shares(routed: RoutedText) -> list[list[PairShare]]:
-    """Those of each expert that has any."""
+    """The language pairs' shares for each expert; [] for an expert without tokens."""
     num_experts, num_pairs = routed.num_experts, len(routed.pair_names)
     if routed.pair is None:
         return [[] for _ in range(num_experts)]

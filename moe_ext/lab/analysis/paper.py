@@ -1,24 +1,24 @@
-"""What the paper prints of its language models: Tables 1, 7 and 8, and "Training" of App. C.1."""
+"""The paper's published figures of its language models: Tables 1, 7 and 8, and App. C.1."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model's row; figures are as printed, to one digit after the point.
+    """A model's row, with figures as printed: one decimal digit.
 
     Attributes:
         table: "lm1b" (Table 7, 1 billion words) or "news" (Table 8, 100 billion words).
-        name: of the model.
-        perplexity: on the test part, after 10 epochs (lm1b) or 0.1 (news).
-        final_perplexity: at the end of longer training (lm1b), after an epoch (news).
-        ops: multiply-adds of a timestep, millions.
-        parameters: without embedding and softmax, millions.
-        total: all parameters, billions.
-        drop_prob: of Table 7; Table 8 has none.
-        tflops: 10¹² floating-point operations a second and GPU.
-        gpus: K40s; None where the paper does not say.
-        hours: of training; a range where it is that of many models.
+        name: the name of the model.
+        perplexity: test perplexity after 10 epochs (lm1b) or 0.1 epoch (news).
+        final_perplexity: test perplexity after longer training (lm1b) or 1 epoch (news).
+        ops: multiply-adds for each timestep, in millions.
+        parameters: weights without embedding and softmax, in millions.
+        total: all weights, in billions.
+        drop_prob: dropout probability in Table 7; None for Table 8, which does not state it.
+        tflops: 10¹² floating-point operations per second and GPU.
+        gpus: the number of K40 GPUs; None if the paper does not state it.
+        hours: training time; a range if the paper states it for several models together.
     """
 
     table: str
@@ -53,8 +53,8 @@ class Published:
         )
 
 
-# The LSTMs of the first two rows and 2xLSTM-8192-1024 are those of Jozefowicz et al. (2016), who
-# trained LSTM-2048-512 too (45.0 and 43.7, at 0.61 TFLOPS/GPU); its row here is the paper's own.
+# The first two rows and 2xLSTM-8192-1024 are models of Jozefowicz et al. (2016). They also trained
+# LSTM-2048-512 (45.0 and 43.7, at 0.61 TFLOPS/GPU); its row here is the paper's own run.
 # fmt: off
 PUBLISHED = tuple(
     Published(*row)

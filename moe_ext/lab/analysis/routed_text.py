@@ -1,7 +1,7 @@
-"""Where the words of a text go in a trained model.
+"""Records how a trained model routes the words of a text to experts.
 
-The layers of a language model see its input words. Of a translation model the encoder's MoE (layer
-0) sees the pieces of the sources, the decoder's (layer 1) those of the targets, as its inputs.
+The MoE layers of a language model route its input words. In a translation model, the encoder's MoE
+(layer 0) routes the source wordpieces and the decoder's MoE (layer 1) the target wordpieces.
 """
 
 import math
@@ -25,16 +25,16 @@ NO_WORD = -1
 
 @dataclass(frozen=True)
 class RoutedText:
-    """Where N positions went, in R slots: (position, expert) pairs.
+    """The routing of N positions in R slots; a slot is one (position, expert) assignment.
 
     Attributes:
         num_experts: E, the number of experts.
         windows: [N, 5] int64, each position's input word between its neighbours; NO_WORD beyond the
             ends of the sentence.
-        position, expert: [R] int64.
-        gate: [R].
-        pair: [N] int64, the language pair of each position, where there are several.
-        pair_names: theirs, such as "en-fr".
+        position, expert: [R] int64, the position and the expert of each slot.
+        gate: [R], the gate of each slot.
+        pair: [N] int64, the language pair of each position; None with fewer than two.
+        pair_names: the names of the language pairs, such as "en-fr".
     """
 
     num_experts: int
@@ -47,11 +47,11 @@ class RoutedText:
 
     @property
     def words(self) -> Tensor:
-        """[N], the input words."""
+        """The input words, [N]."""
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
-        """Sort the slots by expert, then by decreasing gate.
+        """Sorts the slots by expert, then by decreasing gate.
 
         Returns:
             The order [R] of the slots, and the number of slots of each expert [E].
@@ -59,7 +59,7 @@ class RoutedText:
         return self._sorted_slots(self.expert, self.num_experts)
 
     def slots_by_position(self) -> tuple[Tensor, Tensor]:
-        """Sort the slots by position, then by decreasing gate.
+        """Sorts the slots by position, then by decreasing gate.
 
         Returns:
             The order [R] of the slots, and the number of slots of each position [N].
@@ -71,7 +71,7 @@ class RoutedText:
         return order[key[order].argsort(stable=True)], torch.bincount(key, minlength=number)
 
     def highest(self, number: int) -> Tensor:
-        """[E, number], each expert's positions with the highest gates; -1 where it has fewer."""
+        """Returns each expert's positions with the highest gates, [E, number], padded with -1."""
         order, load = self.slots_by_gate()
         expert = self.expert[order]
         rank = torch.arange(len(order)) - (load.cumsum(0) - load)[expert]
@@ -81,19 +81,19 @@ class RoutedText:
         return positions
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
-        """Return the positions that have an expert, and the expert with the highest gate there."""
+        """Returns the positions that have an expert, and the expert with the highest gate there."""
         order, _ = self.slots_by_position()
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
         return self.position[order[first]], self.expert[order[first]]
 
     def sentences(self) -> list[range]:
-        """Return the positions of each sentence."""
+        """Returns the positions of each sentence."""
         begins = (self.windows[:, NEIGHBOURS - 1] == NO_WORD).nonzero().flatten().tolist()
         return list(map(range, begins, [*begins[1:], len(self.windows)]))
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
-    """The positions of several texts one after the other."""
+    """Concatenates the positions of several texts."""
     offset, positions = 0, []
     pairs = [routed.pair for routed in texts if routed.pair is not None]
     for routed in texts:
@@ -111,7 +111,7 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """The MoE layer of that number, counting these only.
+    """Returns the MoE layer with an index among the model's MoE layers.
 
     Raises:
         ValueError: the model has no such layer.
@@ -119,7 +119,7 @@ def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
     layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(layers):
         raise ValueError(
-            f"layer must be in [0, {len(layers)}), the model's MoE layers, got {layer}"
+            f"layer must be in [0, {len(layers)}), the number of MoE layers, got {layer}"
         )
     return layers[layer]
 
@@ -133,15 +133,16 @@ def route_text(
     layer: int = 0,
     tokens_per_batch: int = 2_560,
 ) -> RoutedText:
-    """Runs randomly chosen sentences without noise or dropout.
+    """Runs randomly chosen sentences without noise or dropout, and records one layer's routing.
 
     Args:
-        model: with a MoE layer.
-        text: in the ids of the model's vocabulary; pairs for a translation model, whose encoder has
-            layer 0 and whose decoder has layer 1.
-        num_positions: how many words to run, roughly.
-        layer: which MoE layer, counting these only.
-        tokens_per_batch: does not change what comes out but for the choice of sentences.
+        model: a model with a MoE layer.
+        text: sentences encoded with the model's vocabulary; sentence pairs for a translation model.
+        num_positions: the approximate number of words to run.
+        layer: the index of the layer among the MoE layers. In a translation model, 0 is the encoder
+            and 1 is the decoder.
+        tokens_per_batch: the size of a batch. It affects the choice of sentences, not their
+            routing.
 
     Raises:
         ValueError: the model has no such layer.
@@ -153,7 +154,7 @@ def route_text(
     if isinstance(text, EncodedPairs) and len(text.names) > 1:
         language_pair, names = text.pair, text.names
     batches = batches_of(text, tokens_per_batch=tokens_per_batch, shuffle=True)
-    # Batches hold nearly equal numbers of tokens.
+    # All batches have nearly the same number of tokens.
     needed = math.ceil(num_positions * batches.num_batches / batches.num_tokens)
     bar: Iterable[Any] = progress(
         batches.epoch(0), "running the model", "batches", min(needed, batches.num_batches)
@@ -163,7 +164,7 @@ def route_text(
     with evaluating(model):
         for batch in bar:
             ids, mask, after = batch.inputs, batch.mask, text.eos_id
-            if isinstance(batch, PairBatch) and layer == 0:  # the encoder's: its last is the end
+            if isinstance(batch, PairBatch) and layer == 0:  # sources include their end tokens
                 ids, mask, after = batch.source, batch.source_mask, NO_WORD
             _, aux = model.of_batch(batch.to(device))
             pair = None
@@ -178,24 +179,24 @@ def route_text(
 
 
 def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
-    """[N, 5], the tokens of ids [B, S] between their neighbours, `after` behind each row's last."""
+    """Returns each token of ids [B, S] with its neighbours, [N, 5]; `after` follows each row."""
     text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
     text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
     return text.unfold(1, 2 * NEIGHBOURS + 1, 1)[mask]
 
 
 def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, expert and gate of each slot, the layer's tokens being the positions from 0."""
+    """Returns position, expert and gate of each slot; positions count the layer's tokens from 0."""
     position = ops.token_index(aux.expert_index, aux.token_offsets)
     return position.cpu(), aux.expert_index.flatten().cpu(), aux.gates.flatten().cpu()
 
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Within: W_g of the layer's gates is random, normal, of the same root mean square as before.
+    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in this context.
 
     Raises:
-        ValueError: a gate is strictly balanced: its thresholds were trained for its W_g.
+        ValueError: a gate is strictly balanced. Its thresholds are trained for its own W_g.
     """
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):

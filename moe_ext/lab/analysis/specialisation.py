@@ -1,8 +1,8 @@
-"""How far experts specialise, in numbers: purity and mutual information, beside chance (Table 9).
+"""Measures how much experts specialise: purity and mutual information, against chance (Table 9).
 
-A label is a whole number at each of N positions: the word there, the one before it, its class, the
-kind of text. Where experts and labels have nothing to do with each other, neither changes when the
-labels are shuffled, which leaves each expert's gates and each label's number as they are.
+A label is an integer for each of N positions: the word, the previous word, the word class or the
+kind of text. Shuffled labels show the values that chance gives. Shuffling keeps each expert's gates
+and the frequency of each label.
 """
 
 import re
@@ -25,12 +25,12 @@ WORD_CLASSES = (
     "up to 3 letters",
     *(f"-{suffix}" for suffix in (*_SUFFIXES, "s")),
     "other",
-    *("inside a word", "target token"),  # of wordpieces
+    *("inside a word", "target token"),  # wordpieces only
 )
 
 
 def word_class(word: str) -> str:
-    """A coarse class of an English word by its form, one of WORD_CLASSES."""
+    """Classifies an English word by its form; one of WORD_CLASSES."""
     if word in (Vocabulary.UNK, Vocabulary.EOS):
         return word
     if re.search(r"\d", word):
@@ -46,7 +46,7 @@ def word_class(word: str) -> str:
 
 
 def piece_class(piece: str) -> str:
-    """The class of a wordpiece: of one that begins a word ("▁"), as if it were the whole word."""
+    """Classifies a wordpiece; one that begins a word ("▁") is classified as a whole word."""
     if re.fullmatch(r"<2.+>", piece):
         return "target token"
     word = piece.removeprefix("▁")
@@ -56,8 +56,10 @@ def piece_class(piece: str) -> str:
 
 
 def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
-    """The label of each position by name: the current word, the previous one, the word's class,
-    and of several language pairs which one."""
+    """Returns the labels [N] by name: "current word", "previous word" and "word class".
+
+    A text with two or more language pairs also has "language pair".
+    """
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
     words = routed.words
@@ -67,17 +69,17 @@ def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor
 
 
 def purity(labels: Tensor, positions: Tensor) -> Tensor:
-    """The share of the most frequent label in each row of positions; NaN of an empty row.
+    """Computes the share of the most frequent label in each row of positions.
 
     Args:
-        labels: [N] int64, from 0 on.
-        positions: [E, K], -1 where a row has fewer.
+        labels: [N] int64, at least 0.
+        positions: [E, K] int64; rows with fewer positions are padded with -1.
 
     Returns:
-        [E] float64.
+        [E] float64; NaN for an empty row.
     """
     number = positions.shape[1]
-    # Distinct values in the place of none, which so come once at most.
+    # Padding gets distinct negative values, so each of them occurs only once.
     values = torch.where(positions < 0, -1 - torch.arange(number), labels[positions])
     values = values.sort().values
     place = torch.arange(number).expand_as(values)
@@ -89,16 +91,17 @@ def purity(labels: Tensor, positions: Tensor) -> Tensor:
 
 
 def entropy(values: Tensor) -> float:
-    """-sum_v p(v) ln p(v) of the shares of whole numbers from 0 on, in nats."""
+    """Computes -sum_v p(v) ln p(v) of the frequencies of non-negative integers, in nats."""
     counts = torch.bincount(values)
     share = counts[counts > 0].double() / len(values)
     return float(-(share * share.log()).sum())
 
 
 def mutual_information(a: Tensor, b: Tensor) -> float:
-    """sum p(a, b) ln (p(a, b) / p(a) p(b)) of the shares of pairs, in nats.
+    """Computes sum p(a, b) ln(p(a, b) / (p(a) p(b))) of the frequencies of pairs, in nats.
 
-    Of few pairs it is too high, by about (values of a - 1) (values of b - 1) / 2 pairs.
+    The estimate from n pairs is too high by about (A - 1)(B - 1) / (2n), where a has A distinct
+    values and b has B.
     """
     pairs = a * (int(b.max()) + 1) + b
     return entropy(a) + entropy(b) - entropy(pairs)
@@ -106,15 +109,15 @@ def mutual_information(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What an expert tells of a label.
+    """How much experts and a label depend on each other.
 
     Attributes:
-        purity: [E'], share of the most frequent label among an expert's 50 highest gates, of the
-            experts that have any.
-        permuted_purity: [P, E'], the same with shuffled labels.
-        information: I(expert with the highest gate; label) in nats.
-        permuted_information: [P], the same with shuffled labels.
-        entropy: H(expert with the highest gate) in nats.
+        purity: [E'], the share of the most frequent label among an expert's 50 highest gates, for
+            the E' experts with tokens.
+        permuted_purity: [P, E'], the purity with each of P permutations of the labels.
+        information: I, the mutual information of label and expert with the highest gate, in nats.
+        permuted_information: [P], the information with each permutation of the labels.
+        entropy: H, the entropy of the expert with the highest gate, in nats.
     """
 
     purity: Tensor
@@ -125,24 +128,27 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - its mean with shuffled labels) / H: 1 if the label decides, 0 if it says nothing."""
+        """(I - mean I with shuffled labels) / H.
+
+        It is about 0 if label and expert are independent, and 1 if the label determines the expert.
+        """
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 
     @property
     def p_purity(self) -> float:
-        """How often shuffled labels have as high a mean purity, counting the true ones as one."""
+        """The share of permutations, true labels included, that reach the mean purity."""
         return _p_value(float(self.purity.mean()), self.permuted_purity.mean(1))
 
     @property
     def p_information(self) -> float:
-        """How often shuffled labels have as much information, counting the true ones as one."""
+        """The share of permutations, true labels included, that reach the information."""
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, ready for JSON; the purities of the experts in descending order."""
+        """Summarizes the numbers, ready for JSON; the experts' purities are in descending order."""
         single = self.permuted_purity.flatten()
-        # kthvalue, as quantile is limited in size.
+        # torch.quantile limits the size of its input; kthvalue does not.
         high = single.kthvalue(max(1, round(0.975 * len(single)))).values
         return {
             "purity": float(self.purity.mean()),
@@ -169,22 +175,22 @@ def measure_specialisation(
     num_permutations: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Specialisation]:
-    """What the experts tell of each label, beside shuffled labels.
+    """Measures the specialisation of the experts for each label, and its value by chance.
 
     Args:
-        routed: N positions.
-        labels: [N] int64 each, from 0 on.
+        routed: the routing of N positions.
+        labels: [N] int64 each, at least 0.
         num_permutations: P, at least 1.
-        seed: of the permutations, the same for all labels.
+        seed: the seed of the permutations, which all labels share.
 
     Raises:
-        ValueError: there is no permutation.
+        ValueError: num_permutations is less than 1.
     """
     require_sizes("specialisation", num_permutations=num_permutations)
     highest = routed.highest(PURITY_POSITIONS)
     highest = highest[highest[:, 0] >= 0]
     position, expert = routed.first_choice()
-    # Small numbers, for short tables: those of the labels that occur.
+    # Renumber the labels that occur from 0, which keeps the tables small.
     compact = {name: label.unique(return_inverse=True)[1] for name, label in labels.items()}
     purities: dict[str, list[Tensor]] = {name: [] for name in labels}
     informations: dict[str, list[float]] = {name: [] for name in labels}

@@ -1,15 +1,15 @@
 """The commands of scripts/: one module each, with `main(arguments)`; its docstring is the help.
 
-train             trains a language model or a translation model
-evaluate          perplexity and BLEU of a run
-translate         translates text
-inspect_experts   what the experts of a run specialise in
-prepare_data      gets a corpus ready for training
-compare           two models over paired seeds
-plan_cluster      what a model takes of a cluster
-quickstart        a small model and its dense counterpart in minutes
+- `train`: trains a language model or a translation model.
+- `evaluate`: measures perplexity and BLEU of a run.
+- `translate`: translates text.
+- `inspect_experts`: shows what the experts of a run specialise in.
+- `prepare_data`: prepares a corpus for training.
+- `compare`: compares two models over paired seeds.
+- `plan_cluster`: computes the memory, network traffic and step time of a model on a cluster.
+- `quickstart`: trains a small model and its dense counterpart in minutes.
 
-They are imported on request only, because some need optional packages.
+Import the modules one by one: some of them need optional packages.
 """
 
 __all__: list[str] = []

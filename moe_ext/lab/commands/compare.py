@@ -1,4 +1,4 @@
-"""MoE against a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
 
     python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
@@ -6,19 +6,18 @@
         --against optimizer.experts=adam
     python scripts/compare.py configs/small/moe-32.toml --at-once 2   # half of the threads for each
 
-Both models of a seed see the same batches and dropout masks and start from the same embedding,
-softmax and LSTMs. The dense one has one expert k times as wide, which every token uses. With
---against the second model is the first with these options changed. Writes OUTPUT/comparison.json
-and OUTPUT/comparison.md.
+Both models of a seed see the same batches and dropout masks. They start from the same embedding,
+softmax and LSTMs. The dense model has one expert that is k times as wide and that every token uses.
+With --against, the second model is the first one with these options changed. Writes
+OUTPUT/comparison.md and .json.
 
-With --at-once N the script trains N runs at the same time. Each has a process of its own with an
-equal share of the threads, and the words/s are those of runs that share the processor. You can also
-start the same command several times. The scripts then share the runs, and the last one to end has
-all seeds in its report.
+--at-once N trains N runs at the same time. Each run has its own process with an equal share of the
+threads. The words/s are those of runs that share the processor. You can also start the same command
+several times to share the runs; the last one to end reports all seeds.
 
-Ctrl-C or SIGTERM saves the runs in progress and ends the script with status 130, because there is
-no report yet. The same command continues: finished runs are kept, the others resume. Status 1:
-training diverged; 2: an option, file or folder that can't be used, in one sentence.
+Ctrl-C or SIGTERM saves the current runs. The script then ends with status 130 and without a report.
+Give the same command again to continue. Status 1: training diverged. Status 2: an option, file or
+folder is invalid; stderr says which.
 """
 
 from collections.abc import Sequence
@@ -40,16 +39,19 @@ from moe_ext.lab.training.text import load_text
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the command and returns its report."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file of a model with an MoE layer")
+    parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)
-    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--against", nargs="+", metavar="key=value", help="compare with these options changed"
+        "--seeds", type=at_least(0), nargs="+", default=[1, 2, 3], help="default: 1 2 3"
     )
-    parser.add_argument("--output", help="folder of all runs; runs/NAME-compare if not given")
     parser.add_argument(
-        "--at-once", type=at_least(1), default=1, help="train this many runs at the same time"
+        "--against", nargs="+", metavar="key=value", help="options to change in the second model"
+    )
+    parser.add_argument("--output", help="folder of all runs (default: runs/NAME-compare)")
+    parser.add_argument(
+        "--at-once", type=at_least(1), default=1, help="number of concurrent runs (%(default)s)"
     )
     options = parser.parse_intermixed_args(arguments)
     changes = [*options.overrides, *(options.against or [])]

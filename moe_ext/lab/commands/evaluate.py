@@ -1,16 +1,17 @@
-"""Perplexity of a trained model.
+"""Measures the perplexity of a trained model, and the BLEU of its translations.
 
     python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
     python scripts/evaluate.py runs/moe-32 --part dev
-    python scripts/evaluate.py runs/moe-32 --corpus text.txt    # all of it, in the model's words
-    python scripts/evaluate.py runs/en-fr --bleu                # of its translations, too
+    python scripts/evaluate.py runs/moe-32 --corpus text.txt    # a whole file
+    python scripts/evaluate.py runs/en-fr --bleu                # also translates and scores
     python scripts/evaluate.py runs/en-fr --corpus news.en-fr.tsv
 
-Perplexity is exp(nats / predictions) over all words, unknown ones and ends of sentences included,
-under the full softmax, whole sentences from a zero state; it does not depend on the batch size. Of
-a translation model it is that of the target's wordpieces, given the source; of several language
-pairs also each by itself. With --bleu the sources are translated (scripts/translate.py has options
-for that), and compared with the targets as they are written.
+Perplexity is exp(nats / predictions) under the full softmax. Predictions include unknown words and
+ends of sentences. Each sentence starts from a zero state, so perplexity does not depend on the
+batch size. Another corpus is encoded with the model's vocabulary. For a translation model,
+predictions are the target wordpieces, given the source. With two or more language pairs, each pair
+is reported too. --bleu translates the sources and compares the translations with the original
+targets; scripts/translate.py has more options for translation.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,19 @@ from moe_ext.lab.training.translation import require_bleu, translations_of
 
 
 def main(arguments: Sequence[str] | None = None) -> Evaluation:
+    """Runs the command and returns the evaluation."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
+    parser.add_argument("--part", choices=PARTS_AND_ALL, help="default: test, or all with --corpus")
+    parser.add_argument("--corpus", help='"builtin" or a path (default: the corpus of the run)')
     parser.add_argument(
-        "--part", choices=PARTS_AND_ALL, help="test, or all with --corpus, if not given"
+        "--bleu", action="store_true", help="also translate the sources and print BLEU"
     )
-    parser.add_argument("--corpus", help='"builtin" or a path; that of the run if not given')
-    parser.add_argument("--bleu", action="store_true", help="translate, and say how well")
-    parser.add_argument("--tokens-per-batch", type=at_least(1), default=2_560)
+    parser.add_argument(
+        "--tokens-per-batch", type=at_least(1), default=2_560, help="batch size (%(default)s)"
+    )
     add_threads(parser)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     options = parser.parse_args(arguments)
     part = options.part or ("all" if options.corpus else "test")
     set_up_torch(options.device, options.threads)
@@ -49,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     data = trained.config.data
     data = replace(data, corpus=options.corpus) if options.corpus else data
     if options.bleu and not isinstance(data, ParallelDataConfig):
-        raise ConfigError("--bleu must be left out for a language model")
+        raise ConfigError("--bleu must be omitted: the run is a language model")
     text = load_part(data, trained.vocabulary, part)
     result = evaluate(trained.model, text, tokens_per_batch=options.tokens_per_batch)
     unit = "piece" if isinstance(text, EncodedPairs) else "word"
     print(
-        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats a {unit}, "
+        f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats per {unit}, "
         f"{result.num_tokens:,} {unit}s and ends of {len(text):,} sentences; "
         f"step {trained.step})"
     )

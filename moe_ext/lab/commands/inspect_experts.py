@@ -1,4 +1,4 @@
-"""Show what the experts of a trained model specialise in (Table 9 of the paper).
+"""Shows what the experts of a trained model specialise in (Table 9 of the paper).
 
     python scripts/inspect_experts.py runs/moe-32
     python scripts/inspect_experts.py runs/moe-32 --layer 1 --positions 50000 --output experts
@@ -32,6 +32,7 @@ from moe_ext.lab.training.text import load_part
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="folder of a training run")
     parser.add_argument(

@@ -1,30 +1,32 @@
-"""What a language model takes of a cluster: memory, bytes on the wire, step time and efficiency.
+"""Computes the memory, network traffic, step time and efficiency of a language model on a cluster.
 
     python scripts/plan_cluster.py configs/small/moe-32.toml --devices 1 2 4 --device a100
     python scripts/plan_cluster.py configs/small/moe-32.toml model.moe.num_experts=64 \\
         --devices 8 --device h200 link=450e9 memory=140e9 --exchange tokens
 
-The largest model of the paper, 131,072 experts on 128 K40s (App. D), and then as many more experts
-as devices: a trillion parameters (Sec. 3.1), the same memory, bytes and time on each device:
+The next command plans the largest model of the paper, 131,072 experts on 128 K40s (App. D). Then it
+adds experts in proportion to devices, up to a trillion parameters (Sec. 3.1). Memory, traffic and
+time for each device stay about the same:
 
     python scripts/plan_cluster.py configs/news/moe-131072-h.toml data.tokens_per_batch=19531 \\
         --devices 128 256 512 1024 --device k40 --weak --split-gates
 
-Arguments after the configuration are overrides as for train.py; data.tokens_per_batch is a
-device's. With --weak the experts, and their groups, are those on the first number of devices, and
-grow with it. --split-gates has the secondary gates of a hierarchical mixture where their groups
-are, as in the paper; moe_ext has copies of them everywhere, which at these sizes weigh more than
-all else. A device is a preset, values, or a preset and values that replace some of its own. The
-arithmetic, and what is exact and what an estimate, is in moe_ext/lab/training/cluster.py.
+Arguments after the configuration are overrides, as in train.py. data.tokens_per_batch is the number
+of tokens for each device. With --weak, the configuration's experts and groups are for the first
+number of devices; they grow in proportion to the devices. With --split-gates, each device holds the
+secondary gates of its own groups only, as in the paper. Without it, every device holds a replica of
+all secondary gates, as moe_ext does. With 1,024 devices, these replicas need more memory than the
+rest of the model. A device is a preset, a set of values, or a preset with some values replaced.
+moe_ext/lab/training/cluster.py has the arithmetic and says which numbers are estimates.
 
-    memory       of the device with most experts, GB, by what it is for; "fits" if the device has it
-    wire         MB that a device sends in a step: for the experts; for the dense gradients
-    intensity    flops of an expert by bytes of its rows on the wire, and of the device by its link:
-                 the first has to be larger for computing, forward, to take longer than sending
-    step         ms: compute + network + optimizer; with all of the exchange behind the computation,
-                 max(compute, network) + optimizer
-    efficiency   the step without network, by these two
-    peak         flops of the model by the device's peak, in these two
+    memory       GB on the device with the most experts, by use; "fits" compares with its memory
+    wire         MB that a device sends in a step, for the experts and for the dense gradients
+    intensity    an expert's flops per byte that its rows send, and the device's flops per byte of
+                 its link; if the first is larger, forward computing takes longer than sending
+    step         ms, two values: without overlap, compute + network + optimizer; with complete
+                 overlap, max(compute, network) + optimizer
+    efficiency   step time without network, divided by the step time; two values as above
+    peak         flops of the model, divided by the device's peak flops; two values as above
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +43,11 @@ from moe_ext.lab.training.report import markdown_table
 
 
 def parse_device(words: Sequence[str]) -> Device:
-    """A preset's name and key=value, each optional."""
+    """Parses --device: a preset's name, key=value arguments, or both.
+
+    Raises:
+        ConfigError: a word is unknown, or a value is missing or invalid.
+    """
     names = [field.name for field in fields(Device)]
     values: dict[str, float] = {}
     for word in words:
@@ -66,14 +72,14 @@ def parse_device(words: Sequence[str]) -> Device:
 
 
 def grown(config: Config, factor: int) -> Config:
-    """`factor` times as many experts, and groups of them."""
+    """Multiplies the number of experts and of groups by `factor`."""
     moe = config.model.moe
     moe = replace(moe, num_experts=factor * moe.num_experts, num_groups=factor * moe.num_groups)
     return replace(config, model=replace(config.model, moe=moe))
 
 
 def table(plans: Sequence[Plan], device: Device) -> str:
-    """Markdown, a column for each number of devices."""
+    """Formats the plans as Markdown, one column for each number of devices."""
 
     def both(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
@@ -89,7 +95,7 @@ def table(plans: Sequence[Plan], device: Device) -> str:
         "memory: parameters, GB": lambda p: f"{p.parameter_bytes / 1e9:.3f}",
         "memory: gradients, GB": lambda p: f"{p.gradient_bytes / 1e9:.3f}",
         "memory: optimizer, GB": lambda p: f"{p.optimizer_bytes / 1e9:.3f}",
-        "memory: kept for backward, GB": lambda p: f"{p.activation_bytes / 1e9:.3f}",
+        "memory: saved for backward, GB": lambda p: f"{p.activation_bytes / 1e9:.3f}",
         "memory, GB": lambda p: f"{p.memory_bytes / 1e9:.3f}",
         "fits": lambda p: "yes" if p.memory_bytes <= device.memory else "NO",
         "wire: exchange, MB": lambda p: f"{p.exchange_bytes / 1e6:,.3f}",
@@ -103,7 +109,7 @@ def table(plans: Sequence[Plan], device: Device) -> str:
         "step, sum / max, ms": lambda p: both(
             tuple(1e3 * seconds for seconds in of(p.step_seconds)), ",.2f"
         ),
-        "tokens/s of all": lambda p: both(
+        "tokens/s, all devices": lambda p: both(
             tuple(p.num_devices * p.tokens / seconds for seconds in of(p.step_seconds)), ",.0f"
         ),
         "efficiency": lambda p: both(of(p.efficiency), ".2f"),
@@ -114,15 +120,39 @@ def table(plans: Sequence[Plan], device: Device) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, help="TOML file of a language model")
     add_overrides(parser)
-    parser.add_argument("--devices", type=at_least(1), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--device", nargs="+", default=["a100"], metavar="NAME|key=value")
-    parser.add_argument("--exchange", choices=get_args(ExchangeUnit), default="rows")
-    parser.add_argument("--split-gates", action="store_true", help="the secondary ones")
-    parser.add_argument("--weak", action="store_true", help="experts in proportion to devices")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--devices",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 4],
+        help="numbers of devices (default: 1 2 4)",
+    )
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=["a100"],
+        metavar="NAME|key=value",
+        help="a preset and values (default: a100)",
+    )
+    parser.add_argument(
+        "--exchange",
+        choices=get_args(ExchangeUnit),
+        default="rows",
+        help="what the all-to-all sends (%(default)s)",
+    )
+    parser.add_argument(
+        "--split-gates",
+        action="store_true",
+        help="each device holds the secondary gates of its own groups only",
+    )
+    parser.add_argument(
+        "--weak", action="store_true", help="grow the experts in proportion to the devices"
+    )
+    parser.add_argument("--json", type=Path, help="also write the plans to this file")
     args = parser.parse_intermixed_args(arguments)
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)

@@ -1,16 +1,16 @@
-"""Get a corpus ready for training: download, check, unpack, count or take the vocabulary, encode.
+"""Prepares a corpus for training: downloads, verifies, unpacks and encodes it.
 
-    python scripts/prepare_data.py lm1b            # the 1-billion-word benchmark: 1.8 GB to load,
+    python scripts/prepare_data.py lm1b            # the 1-billion-word benchmark: 1.8 GB download,
                                                    # 10 GB of disk, 10 minutes to encode
-    python scripts/prepare_data.py wikitext-103    # 190 MB to load; wikitext-2: 4 MB
-    python scripts/prepare_data.py lm1b --from FOLDER     # what is there is not loaded
+    python scripts/prepare_data.py wikitext-103    # 190 MB download; wikitext-2: 4 MB
+    python scripts/prepare_data.py lm1b --from FOLDER     # downloads only files missing in FOLDER
     python scripts/prepare_data.py text --from PATH --vocab-size 100000      # any other corpus
 
-A download that was cut short goes on where it stopped when the command is given again, and nothing
-is done twice. --from is an archive, a folder that holds it or the vocabulary file, or the unpacked
-corpus; for "text", a corpus as in moe_ext/lab/data/corpora.py. The archives are checked by their
-SHA-256, the 793,471 words of the benchmark's vocabulary by their number, and the parts by the
-published numbers of sentences and words. At the end stand the options for scripts/train.py.
+Give the command again to continue an interrupted download; no finished work is repeated. --from is
+an archive, a folder with the archive or the vocabulary file, or the unpacked corpus. For "text" it
+is a corpus as in moe_ext/lab/data/corpora.py. The script verifies the SHA-256 of archives, the
+793,471 entries of the benchmark's vocabulary, and the published numbers of sentences and words. At
+the end it prints the options for scripts/train.py.
 """
 
 import hashlib
@@ -41,13 +41,19 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Download:
-    """A file, at the first of some addresses that answers."""
+    """A file to download from the first address that answers.
+
+    Attributes:
+        urls: the addresses, tried in order.
+        sha256: the checksum; "" is not verified.
+    """
 
     urls: tuple[str, ...]
     sha256: str = ""
 
     @property
     def name(self) -> str:
+        """The name of the file."""
         return Path(urlsplit(self.urls[0]).path).name
 
 
@@ -56,11 +62,12 @@ class _DataSet:
     """A public corpus.
 
     Attributes:
-        archive: of it.
-        corpus: the folder in it.
-        vocabulary: None: the words of the training part are counted.
-        vocab_size: the number of its entries.
-        expected: published numbers by part: sentences, words and predictions (with their ends).
+        archive: the archive of the corpus.
+        corpus: the name of the folder in the archive.
+        vocabulary: the vocabulary file; None makes one from the words of the training part.
+        vocab_size: the number of entries of the vocabulary.
+        expected: the published numbers of each part: sentences, words, and predictions, which are
+            words and ends of sentences.
     """
 
     archive: Download
@@ -117,20 +124,32 @@ SETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> SentenceText:
+    """Runs the command and returns the encoded text."""
     parser = make_parser(__doc__)
-    parser.add_argument("name", choices=[*SETS, "text"])
-    parser.add_argument("--from", dest="source", type=Path, help="local files")
-    parser.add_argument("--output", type=Path, help="data/NAME if not given")
-    parser.add_argument("--vocabulary", type=Path, help="a file to use")
-    parser.add_argument("--vocab-size", type=at_least(3), help="for text: at most so many words")
-    parser.add_argument("--workers", type=at_least(0), default=os.cpu_count() or 1)
+    parser.add_argument("name", choices=[*SETS, "text"], help="the corpus")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="local files to use instead of downloads"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the results (default: data/NAME)")
+    parser.add_argument("--vocabulary", type=Path, help="vocabulary file to use")
+    parser.add_argument(
+        "--vocab-size", type=at_least(3), help="for text: the largest number of words"
+    )
+    parser.add_argument(
+        "--workers",
+        type=at_least(0),
+        default=os.cpu_count() or 1,
+        help="processes that encode (%(default)s)",
+    )
     options = parser.parse_args(arguments)
     if options.name == "text" and options.source is None:
-        parser.error("text needs --from")
+        parser.error("--from must be given for text")
     if options.name != "text" and options.vocab_size is not None:
-        parser.error(f"--vocab-size is for text, {options.name} has its own")
+        parser.error(f"--vocab-size must be omitted: {options.name} has a fixed vocabulary")
     if options.source and not options.source.exists() and options.name != "text":
-        raise ConfigError(f"--from must be a file or folder, there is none at {options.source}")
+        raise ConfigError(
+            f"--from must be a file or folder, got {options.source}, which does not exist"
+        )
     output = options.output or Path("data") / options.name
     output.mkdir(parents=True, exist_ok=True)
 
@@ -163,7 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
 
 
 def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
-    """The folder of the unpacked corpus, there already or made in `output`."""
+    """Finds the folder of the unpacked corpus, or unpacks it into `output`.
+
+    Raises:
+        ConfigError: `source` has neither the archive nor the corpus, or unpacking fails.
+    """
     for folder in (source, output):
         if folder is None or not folder.is_dir():
             continue
@@ -175,7 +198,7 @@ def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
             return source
         raise ConfigError(
             f"--from must hold {data_set.archive.name} or the folder {data_set.corpus}, "
-            f"{source} has neither"
+            f"got {source}, which holds neither"
         )
     if source and source.is_file():
         archive = source
@@ -186,12 +209,16 @@ def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
         unpack(archive, Path(temporary))
         unpacked = Path(temporary) / data_set.corpus
         if not unpacked.is_dir():
-            raise ConfigError(f"{archive} must hold the folder {data_set.corpus}, it does not")
+            raise ConfigError(f"{archive} must hold the folder {data_set.corpus}")
         return unpacked.rename(output / data_set.corpus)
 
 
 def _file_of(download: Download, output: Path, source: Path | None) -> Path:
-    """The file, of `source` or `output` or else from the network."""
+    """Finds the file in `source` or `output`, or downloads it into `output`.
+
+    Raises:
+        ConfigError: no address works, or the checksum is wrong.
+    """
     for folder in (source, output):
         if folder and (folder / download.name).is_file():
             _verify(folder / download.name, download.sha256)
@@ -206,8 +233,8 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
             failures.append(f"{url}: {getattr(error, 'reason', error)}")
     else:
         raise ConfigError(
-            f"{download.name} cannot be loaded ({'; '.join(failures)}); give the command again to "
-            f"go on, or load it elsewhere and give its folder as --from"
+            f"{download.name} cannot be downloaded ({'; '.join(failures)}); give the command again "
+            f"to continue, or download it elsewhere and give its folder as --from"
         )
     try:
         _verify(part, download.sha256)
@@ -218,17 +245,17 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Loads the rest of a file.
+    """Downloads the missing rest of a file.
 
     Raises:
-        OSError: the server cannot be reached, refuses or stops.
+        OSError: the server cannot be reached, refuses, or closes the connection early.
     """
     there = part.stat().st_size if part.is_file() else 0
     headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
     try:
         response = urlopen(Request(url, headers=headers), timeout=60)
     except HTTPError as error:
-        if error.code == 416 and there:  # there is no more: the sum will tell
+        if error.code == 416 and there:  # nothing is missing; the checksum is verified later
             return
         raise
     with response, part.open("ab" if response.status == 206 else "wb") as file:
@@ -236,7 +263,7 @@ def _fetch(url: str, part: Path) -> None:
         total = file.tell() + int(length) if length else None
         blocks: Iterator[bytes] = iter(lambda: response.read(_BLOCK), b"")
         for block in progress(
-            blocks, f"loading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
+            blocks, f"downloading {part.stem}", "MiB", -(-int(length) // _BLOCK) if length else None
         ):
             file.write(block)
         if total is not None and file.tell() != total:
@@ -249,14 +276,19 @@ def _verify(file: Path, sha256: str) -> None:
     with file.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != sha256:
-        raise ConfigError(f"{file} must have the SHA-256 {sha256}, got {found}; load it again")
+        raise ConfigError(f"{file} must have the SHA-256 {sha256}, got {found}; download it again")
 
 
 def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a zip or tar archive into a folder, never outside of it.
+
+    Raises:
+        ConfigError: the archive is corrupted, or a member lies outside of the folder.
+    """
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
-                packed.extractall(folder)  # never outside
+                packed.extractall(folder)
         else:
             with tarfile.open(archive) as packed:
                 for member in progress(packed, f"unpacking {archive.name}", "files"):
@@ -266,19 +298,21 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def check(text: SentenceText, expected: _DataSet | None) -> None:
-    """Prints the numbers of the parts.
+    """Prints the sizes of the vocabulary and of the parts.
 
     Raises:
-        ConfigError: they are not the published ones.
+        ConfigError: a size differs from the published one.
     """
     wrong = []
 
     def row(what: str, found: int, published: int | None) -> str:
         if published not in (None, found):
-            wrong.append(f"{what} is {found:,} in place of {published:,}")
+            wrong.append(f"{what} must be {published:,}, got {found:,}")
         return f"{found:,}"
 
-    size = row("the vocabulary", len(text.vocabulary), expected.vocab_size if expected else None)
+    size = row(
+        "the vocabulary size", len(text.vocabulary), expected.vocab_size if expected else None
+    )
     print(f"{size} words in the vocabulary\n")
     rows = []
     for part in PARTS:
@@ -297,6 +331,6 @@ def check(text: SentenceText, expected: _DataSet | None) -> None:
     print(markdown_table(["part", "sentences", "words", "predictions"], rows))
     if wrong:
         raise ConfigError(
-            f"this is not the published corpus: {'; '.join(wrong)}; unpack it again, "
-            "or prepare what is there as text"
+            f"the corpus differs from the published one: {'; '.join(wrong)}; unpack it again, "
+            'or prepare it with the name "text"'
         )

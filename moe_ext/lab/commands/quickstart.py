@@ -1,22 +1,20 @@
-"""Train a small MoE language model and its dense counterpart; see what the experts are for.
+"""Trains a small MoE language model and its dense counterpart, and compares them.
 
     python scripts/quickstart.py             # 7 minutes on 2 cores; called by scripts/quickstart.sh
-    python scripts/quickstart.py --quick     # seconds: tiny models, to see that all works
+    python scripts/quickstart.py --quick     # seconds: tiny models, for a quick check
 
 The models are configs/small/moe-32.toml and its dense counterpart, moe-1-wide.toml. Both learn from
 the same batches of the built-in corpus with equal operations per word. They train at the same time,
-each in a process of its own with half of the threads. On one core, or on a GPU, one model trains
-after the other.
+each in its own process with half of the threads. On one core or on a GPU, they train in sequence.
 
-Prints the test perplexity of both, how evenly the experts are used, and what three of them
-specialise in. Writes OUTPUT/quickstart.png with the learning curves and the load of the experts
-over time. Expect: test perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python
-3.11 and torch 2.15).
+Prints the test perplexity of both, the load balance of the experts, and the specialisation of three
+experts. Writes the learning curves and the load of the experts to OUTPUT/quickstart.png. Expect
+test perplexity 62.0, dense 63.1, max/mean load 1.15 (documentation of Python 3.11 and torch 2.15).
 
-Run it again when done and it prints the report at once. Ctrl-C or SIGTERM saves both models and
-ends the script with status 130, because there is no report yet. The same command continues. Status
-1: training diverged, and the other model is saved; 2: an option, file or folder that can't be used,
-in one sentence.
+After the runs are finished, the same command prints the report at once. Ctrl-C or SIGTERM saves
+both models and ends the script with status 130; the same command continues. Status 1: training of a
+model diverged; the other model is saved. Status 2: an option, file or folder is invalid; stderr
+says which.
 """
 
 import time
@@ -56,7 +54,7 @@ _QUICK = [
 
 
 def plot(results: dict[str, Result], path: Path) -> None:
-    """The learning curves of both models, and the load of each expert over time."""
+    """Plots the learning curves of both models, and the load of each expert over time."""
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     curves, load = figure.subplots(1, 2)
     for arm, label in (("moe", "mixture of experts"), ("dense", "dense, equal ops")):
@@ -87,7 +85,7 @@ def plot(results: dict[str, Result], path: Path) -> None:
 
 
 def describe(report: ExpertReport) -> str:
-    """Two or three lines on one expert."""
+    """Formats the share, the words and the contexts of one expert."""
     words = "  ".join(f"{w.word} {100 * w.share:.0f}%" for w in report.words[:8])
     contexts = [
         f"{context.before} [{context.word}] {context.after}".strip()
@@ -101,6 +99,7 @@ def describe(report: ExpertReport) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Result]:
+    """Runs the command and returns the results by model."""
     parser = make_parser(__doc__)
     add_overrides(parser)
     parser.add_argument("--quick", action="store_true", help="tiny models, a few seconds")

@@ -1,26 +1,25 @@
-"""Train a language model or a translation model.
+"""Trains a language model or a translation model.
 
     python scripts/train.py configs/small/moe-32.toml
     python scripts/train.py configs/small/moe-32.toml steps=500 model.moe.k=2 output=runs/k2
-    python scripts/train.py runs/k2/config.toml resume=true            # continue where it stopped
+    python scripts/train.py runs/k2/config.toml resume=true            # continue an interrupted run
     python scripts/train.py configs/small/moe-32.toml autocast=bfloat16 num_threads=1
     python scripts/train.py configs/mt/small-moe-32.toml data.corpus=path/to/parallel/text
     torchrun --standalone --nproc-per-node=2 scripts/train.py configs/small/moe-32.toml
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
 
-Under torchrun the processes share the experts and the rows of every batch; a run may go on with
-another number of them. When one dies, torchrun ends the others, and with --max-restarts starts all
-again: they go on from the last checkpoint. One that hangs is noticed after `timeout` seconds.
+Under torchrun, the ranks share the experts and the rows of each batch. A run can continue with
+another number of ranks. If a rank dies, torchrun ends the others. With --max-restarts, it then
+restarts all ranks from the last checkpoint. A hanging rank is detected after `timeout` seconds.
 
-Options are those of moe_ext/lab/training/config.py, and of the model those of its classes in
-moe_ext/lab/models, by dotted key; a run's own config.toml has all of them. The run's folder
-(runs/NAME of the file unless output= says otherwise) gets checkpoints, metrics.jsonl and
-TensorBoard events: `tensorboard --logdir runs`.
+The options are dotted keys of moe_ext/lab/training/config.py and of the model classes in
+moe_ext/lab/models. The config.toml of a run lists all of them. The run's folder is output=FOLDER
+(default: runs/NAME for NAME.toml). It gets checkpoints, metrics.jsonl and TensorBoard events; view
+them with `tensorboard --logdir runs`.
 
-Ctrl-C or SIGTERM saves after the step in progress; the script then ends with status 0, as after the
-last step, and says how to continue. A second Ctrl-C stops at once, with status 130, and the last
-checkpoint stands. Status 1: training diverged; 2: an option, file or folder that can't be used, in
-one sentence.
+Ctrl-C or SIGTERM saves after the current step. The script then prints how to continue and ends with
+status 0. A second Ctrl-C ends it at once with status 130 and keeps the last checkpoint. Status 1:
+training diverged. Status 2: an option, file or folder is invalid; stderr says which.
 """
 
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from moe_ext.lab.training.model import make_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     parser = make_parser(__doc__)
     parser.add_argument("config", help="a TOML file, such as configs/small/moe-32.toml")
     add_overrides(parser)
@@ -49,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(trainer: Trainer) -> None:
+    """Trains to the last step or to an interruption; rank 0 prints sizes and the result."""
     if trainer.ranks.rank > 0:
         trainer.run()
         return
-    with torch.device("meta"):  # the experts of all processes
+    with torch.device("meta"):  # a trainer's own model has only the experts of its rank
         whole = make_model(trainer.config.model, len(trainer.text.vocabulary))
     print(f"model   {cost(whole)}")
     text = trainer.text
@@ -60,7 +61,7 @@ def train(trainer: Trainer) -> None:
         for line in text.train.report().splitlines():
             print(f"data    {line}")
     if isinstance(trainer.batches, PairBatches) and trainer.batches.num_left_out:
-        print(f"data    {trainer.batches.num_left_out:,} pairs left out, longer than max_length")
+        print(f"data    {trainer.batches.num_left_out:,} pairs longer than max_length are left out")
     print(
         f"data    {len(text.vocabulary):,} entries in the vocabulary, "
         f"{trainer.batches.num_tokens:,} training tokens, {trainer.batches.num_batches:,} batches"

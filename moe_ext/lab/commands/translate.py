@@ -1,4 +1,4 @@
-"""Translates text, a sentence a line, with a trained model.
+"""Translates text with one sentence per line, using a trained model.
 
     echo "a sentence" | python scripts/translate.py runs/en-fr
     python scripts/translate.py runs/en-fr news.en --output news.fr --reference news.reference.fr
@@ -6,19 +6,22 @@
     python scripts/translate.py runs/en-fr news.en --n-best 5
     python scripts/translate.py runs/en-fr news.en --attention attention.pdf
 
-From files (.gz and .xz too) or stdin to stdout, a line for each line; from a terminal each line at
-once, else thousands of lines are sorted by length and translated in batches. A line without text
-stays empty. Of a line of more than --max-pieces wordpieces the rest is left out, which stderr says.
+Reads files (.gz and .xz too) or stdin, and writes one line to stdout for each line. Input from a
+terminal is translated line by line. Other input is sorted by length, thousands of lines at a time,
+and translated in batches. An empty line stays empty. A line is cut after --max-pieces wordpieces;
+stderr reports the number of cut lines and the speed.
 
---n-best prints several lines for each, best first, as Moses does:
+--n-best prints several translations for each line, best first, in the format of Moses:
 
-    number of the line, from 0 ||| translation ||| logP= log P(Y|X) ||| score s(Y, X)
+    line number, from 0 ||| translation ||| logP= log P(Y|X) ||| score s(Y, X)
 
---output is there when all is translated, and may be one of the files that are read. How fast it
-was is told on stderr. --reference prints two BLEU scores, on stderr or, with --output, on stdout:
-sacreBLEU's with its signature, and that of the text as it is, cut at spaces, which multi-bleu.perl
-would print. --attention plots which wordpieces of the source each wordpiece of the translation
-looked at: of the first sentence into a .png, of all into the pages of a .pdf.
+--output is written after the last line is translated, so it may be one of the input files.
+
+--reference prints two BLEU scores to stderr, or to stdout with --output. The first is sacreBLEU's
+score with its signature. The second is the score of multi-bleu.perl, which splits text at spaces.
+
+--attention plots the attention of each translated wordpiece over the source wordpieces. A .png has
+the first sentence, a .pdf has one page for each sentence.
 """
 
 import argparse
@@ -44,8 +47,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STDIN = "-"
-_MAX_INCHES = 38  # of a plot's cells, which are smaller where there are many
-# For what matplotlib's own font does not have; those that are installed are taken.
+_MAX_INCHES = 38  # the largest width or height of all cells of a plot
+# Fonts for characters that matplotlib's own font lacks; only installed fonts are used.
 _MORE_FONTS = (
     "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK SC", "Noto Sans JP", "Noto Sans KR",
     "Noto Sans SC", "IPAexGothic", "IPAGothic", "VL Gothic", "TakaoGothic", "NanumGothic",
@@ -55,7 +58,11 @@ _MORE_FONTS = (
 
 
 def _read_lines(file: str) -> Iterator[str]:
-    """The lines of a file or of stdin; what is not UTF-8 in them becomes U+FFFD."""
+    """Reads the lines of a file or of stdin; invalid UTF-8 becomes U+FFFD.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         with ExitStack() as stack:
             lines = sys.stdin.buffer
@@ -69,7 +76,7 @@ def _read_lines(file: str) -> Iterator[str]:
 
 
 def as_text(number: int, translations: Sequence[Translation], n_best: int) -> str:
-    """The lines printed for a line."""
+    """Formats the translations of one line, one line for each of the n best."""
     if n_best == 1:
         return translations[0].text
     return "\n".join(
@@ -79,19 +86,23 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
 
 
 def _output_file(path: Path) -> AbstractContextManager[BinaryIO]:
-    """A file that is there as soon as it is whole, so that it may also be read meanwhile."""
+    """Opens a file that replaces the old one only when it is complete.
+
+    Raises:
+        ConfigError: its folder does not exist.
+    """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} must be in a folder that exists, {path.parent} does not")
+        raise ConfigError(f"{path} must be in an existing folder, got {path.parent}")
     return atomic_file(path)
 
 
 def attention_plot(translation: Translation) -> "Figure":
-    """A row for each piece of the translation, a column for each of the source."""
+    """Plots attention: a row for each translated wordpiece, a column for each source wordpiece."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import get_font_names
 
     rows, columns = translation.attention.shape
-    inches = min(0.25, _MAX_INCHES / max(rows, columns))  # of a cell
+    inches = min(0.25, _MAX_INCHES / max(rows, columns))  # the size of a cell
     figure = Figure(figsize=(2 + inches * columns, 1.5 + inches * rows), layout="constrained")
     axes = figure.subplots()
     axes.imshow(translation.attention.float().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
@@ -109,7 +120,13 @@ def attention_plot(translation: Translation) -> "Figure":
 
 @contextmanager
 def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
-    """Where the plots go: those of all sentences, or that of the first one."""
+    """Returns a function that plots a translation into a file.
+
+    A .pdf gets the plots of all translations, a .png the first one.
+
+    Raises:
+        ConfigError: matplotlib is missing, or no translation has text.
+    """
     try:
         pdf = require_package("--attention", "matplotlib.backends.backend_pdf", "translation")
     except ImportError as error:
@@ -138,13 +155,13 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
 
         yield add
         if not num_plots:
-            raise ConfigError("--attention must have text to plot, there was none")
+            raise ConfigError("--attention must have text to plot, got only empty lines")
     if no_glyphs:
-        print(f"{path} has boxes for characters that no installed font has", file=sys.stderr)
+        print(f"{path} shows boxes for characters that no installed font has", file=sys.stderr)
 
 
 def _plot_file(text: str) -> Path:
-    """An argparse type."""
+    """Parses the path of a .png or .pdf file; an argparse type."""
     path = Path(text)
     if path.suffix.lower() not in (".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
@@ -171,53 +188,58 @@ def _options_parser() -> argparse.ArgumentParser:
     default = BeamSearch()
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("files", nargs="*", help='text; stdin if not given, or "-"')
-    parser.add_argument("--into", help="language, of a model of several language pairs")
+    parser.add_argument("files", nargs="*", help='text files; "-" is stdin (default: stdin)')
+    parser.add_argument("--into", help="target language, for a model of several language pairs")
     parser.add_argument(
         "--beam",
         type=at_least(1),
         default=default.beam,
-        help="hypotheses that go on together (%(default)s); a translation has at most "
-        f"{default.max_length_ratio:g} times its source's wordpieces, or "
-        f"{default.min_length_limit} if that is more; what falls {default.window:g} nats below "
-        "the best is dropped",
+        help="beam width (%(default)s); a translation has at most "
+        f"{default.max_length_ratio:g} times as many wordpieces as its source, or "
+        f"{default.min_length_limit} if that is more; hypotheses more than {default.window:g} nats "
+        "below the best one are pruned",
     )
     parser.add_argument(
         "--length-penalty",
         type=float,
         default=default.length_penalty,
-        help="in [0, 10]; the more, the longer are translations (%(default)s)",
+        help="in [0, 10]; larger values favour longer translations (%(default)s)",
     )
     parser.add_argument(
         "--coverage-penalty",
         type=float,
         default=default.coverage_penalty,
-        help="in [0, 10]; the more, the less of a source is left out (%(default)s)",
+        help="in [0, 10]; larger values favour translations of the whole source (%(default)s)",
     )
     parser.add_argument("--greedy", action="store_true", help="a beam of 1, without penalties")
     parser.add_argument(
-        "--n-best", type=at_least(1), default=1, help="translations of a line (%(default)s)"
+        "--n-best",
+        type=at_least(1),
+        default=1,
+        help="number of translations for each line (%(default)s)",
     )
-    parser.add_argument("--output", type=Path, help="where they go; stdout if not given")
-    parser.add_argument("--reference", help="file of translations to compare with")
-    parser.add_argument("--attention", type=_plot_file, help="plot it into this .png or .pdf")
+    parser.add_argument("--output", type=Path, help="file of the translations (default: stdout)")
+    parser.add_argument("--reference", help="file of reference translations; prints BLEU")
+    parser.add_argument(
+        "--attention", type=_plot_file, help="plot the attention into this .png or .pdf"
+    )
     parser.add_argument(
         "--max-pieces",
         type=at_least(1),
         default=500,
-        help="wordpieces of a line that are read (%(default)s)",
+        help="wordpieces after which a line is cut (%(default)s)",
     )
     parser.add_argument(
         "--tokens-per-batch",
         type=at_least(1),
         default=2_560,
-        help="wordpieces of the lines that are translated together, roughly (%(default)s)",
+        help="approximate number of source wordpieces in a batch (%(default)s)",
     )
     parser.add_argument(
         "--threads",
         type=at_least(0),
         default=0,
-        help="torch's threads (%(default)s; 0 is torch's own number)",
+        help="number of torch's threads (%(default)s; 0 is torch's default)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     return parser
@@ -230,12 +252,13 @@ def _print_bleu(
     tokenized = corpus_bleu(best, references, tokenized=True)
     print(
         f"BLEU {bleu.score:.2f} ({bleu.signature})\n"
-        f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, cut at spaces)",
+        f"tokenized BLEU {tokenized.score:.2f} (as multi-bleu.perl, split at spaces)",
         file=file,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     options = _options_parser().parse_intermixed_args(arguments)
     set_up_torch(options.device, options.threads)
     if options.reference:
@@ -243,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     files = options.files or [_STDIN]
     if _STDIN in files and sys.stdin is None:
-        raise ConfigError("stdin must be open where no files are given, it is closed")
+        raise ConfigError("stdin must be open if no files are given, got a closed stdin")
     one_by_one = _STDIN in files and sys.stdin.isatty()
     search = _search_of(options)
     trained = load_run(options.run, options.device)
@@ -261,8 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines, references = list(lines), list(_read_lines(options.reference))
         if len(references) != len(lines) or not lines:
             raise ConfigError(
-                f"{options.reference} must have a line for each of the {len(lines):,} to be "
-                f"translated, of which there must be one, got {len(references):,}"
+                f"--reference: {options.reference} must have as many lines as the text, at least "
+                f"one, got {len(references):,} and {len(lines):,}"
             )
     elif _STDIN not in files:
         lines = list(lines)
@@ -275,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         output = sys.stdout.buffer
         if options.output:
             output = stack.enter_context(_output_file(options.output))
-        # Lines that come in between would break a bar on the same terminal.
+        # On a terminal, the output lines would break the progress bar.
         title = None if output.isatty() else "translating"
         for number, translations in enumerate(translator(lines, title=title)):
             output.write(f"{as_text(number, translations, options.n_best)}\n".encode())
@@ -289,17 +312,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if translator.num_cut:
         print(
-            f"lines of more than {options.max_pieces} wordpieces, the rest of which is left out: "
-            f"{translator.num_cut:,}",
+            f"{translator.num_cut:,} lines cut after {options.max_pieces} wordpieces",
             file=sys.stderr,
         )
     if not one_by_one:
         print(
-            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} a second",
+            f"{num_lines:,} sentences in {seconds:.1f} s, {num_lines / seconds:.1f} per second",
             file=sys.stderr,
         )
     if references is not None:
         report = sys.stdout if options.output else sys.stderr
-        assert isinstance(trained.config, TranslationConfig)  # make_translator has seen to it
+        assert isinstance(trained.config, TranslationConfig)  # make_translator checks it
         language = options.into or trained.config.data.pairs[0].partition("-")[2]
         _print_bleu(best, references, language, report)

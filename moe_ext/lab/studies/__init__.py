@@ -1,18 +1,18 @@
 """The paper's experiments: one module for each study, with `main(arguments, root)`.
 
-A study reads its configurations from the folder `root`/configs, which the scripts name. The modules
-are imported on request only, because each needs matplotlib.
+A study reads its configurations from the folder `root`/configs. Import the modules one by one: most
+of them need matplotlib.
 
-balanced         strictly balanced gates in training            App. F
-capacity         more experts at equal operations               Figs. 2 and 3, Table 7
-efficiency       what sparsity costs in speed                   Sec. 5.1
-kneser_ney       the n-gram baseline                            App. C.1
-losses           the weights of the balancing losses            Table 6
-multilingual     one model for twelve language pairs            Table 5
-paper_tables     the cost of every model                        Tables 7 and 8
-restarts         a training run whose processes are killed
-specialisation   what experts specialise in                     Table 9
-translation      mixtures in a translation model                Fig. 4
+- `balanced`: strictly balanced gates in training (App. F).
+- `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).
+- `efficiency`: the speed of sparse models against dense ones (Sec. 5.1).
+- `kneser_ney`: the n-gram baseline (App. C.1).
+- `losses`: the weights of the balancing losses (Table 6).
+- `multilingual`: one model for twelve language pairs (Table 5).
+- `paper_tables`: the size and the cost of every model (Tables 7 and 8).
+- `restarts`: a training run whose ranks are killed at random moments.
+- `specialisation`: the words and contexts that experts specialise in (Table 9).
+- `translation`: mixtures of experts in a translation model (Fig. 4).
 """
 
 __all__: list[str] = []

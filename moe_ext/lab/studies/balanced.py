@@ -1,16 +1,18 @@
-"""Strictly balanced gating (App. F) in training: how the thresholds follow, and what they cost.
+"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
 
     python scripts/studies/balanced.py data.corpus=path/to/text
     python scripts/studies/balanced.py steps=500 --output runs/balanced
 
-Trains configs/small/moe-32-balanced.toml. Every training batch must give each expert exactly m of
-its tokens, or the script stops. Writes OUTPUT/balanced.png, .md and .json (OUTPUT is docs/results
-if not given): perplexity of the dev part by the thresholds and by the mask of the batch, how far
-the two masks differ, and the share of the tokens that no expert chose, against the steps.
+Trains configs/small/moe-32-balanced.toml. The script stops if an expert does not get exactly m
+tokens of a training batch. It writes OUTPUT/balanced.md, .json and .png (default: docs/results):
 
-Ctrl-C or SIGTERM saves the run and ends the script with status 130, because there is no report yet;
-the same command goes on. Status 1: training diverged; 2: an option, file or folder that can't be
-used, in one sentence.
+- the dev perplexity under the threshold mask and under the batchwise mask, at several steps
+- the disagreement of the two masks
+- the share of the tokens without an expert
+
+Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Give the
+same command again to continue. Status 1: training diverged. Status 2: an option, file or folder is
+invalid; stderr says which.
 """
 
 import shlex
@@ -33,7 +35,11 @@ from moe_ext.lab.training.report import markdown_table, write_report
 
 
 class EqualLoads:
-    """A forward hook that checks the training batches of a layer, and counts them."""
+    """A forward hook that counts a layer's training batches and checks the load of each expert.
+
+    Raises:
+        RuntimeError: an expert did not get exactly m tokens of a training batch.
+    """
 
     def __init__(self, k: int, num_experts: int) -> None:
         self.k, self.num_experts = k, num_experts
@@ -43,7 +49,7 @@ class EqualLoads:
         if not layer.training:
             return
         aux = outputs[1]
-        assert aux.token_offsets is not None  # of a gate without a fixed number of experts
+        assert aux.token_offsets is not None  # it has no fixed k
         m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
         if not (aux.tokens_per_expert == m).all():
             raise RuntimeError(
@@ -53,7 +59,7 @@ class EqualLoads:
 
 
 def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
-    """Perplexities on the left, disagreement and tokens without an expert on the right."""
+    """Plots both perplexities on the left, mask disagreement and unrouted tokens on the right."""
     figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in dev]
@@ -83,7 +89,7 @@ def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
+    """Formats the report as a Markdown page."""
     final, test = report["final"], report["test"]
     rows = []
     for record in report["dev"]:
@@ -108,7 +114,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         ],
     )
     checked = ""
-    if report["checked_batches"]:  # none where the run had ended before
+    if report["checked_batches"]:  # 0 if the run was finished before this start
         checked = f""" Each expert got exactly m tokens in all of the \
 {report["checked_batches"]:,} training batches since the last start."""
     return f"""\
@@ -125,16 +131,19 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 {steps}
 {end}
-Disagreement: pairs of a token and an expert that one mask alone selects, over the sum of \
-what the two select. The batchwise mask sees the other tokens of the batch, so only the \
-perplexity under the threshold mask is that of a language model.
+Disagreement is the number of (token, expert) assignments that only one mask selects, divided by \
+the number of assignments of both masks together. The batchwise mask depends on the other \
+tokens of the batch, so only the threshold mask gives the perplexity of a language model.
 """
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Any]:
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     add_overrides(parser)
-    parser.add_argument("--output", type=Path, default=root / "docs" / "results")
+    parser.add_argument(
+        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(

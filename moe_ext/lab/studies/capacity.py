@@ -1,16 +1,18 @@
-"""More experts at equal operations (Figures 2-left and 3, Table 7 of the paper, in small).
+"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
 
     python scripts/studies/capacity.py data.corpus=path/to/text
     python scripts/studies/capacity.py data.corpus=path/to/text --seeds 1 2 --arms moe-4 moe-64
     python scripts/studies/capacity.py data.corpus=path/to/text --rates 4e-3 8e-3
     python scripts/studies/capacity.py --report data.corpus=path/to/text
 
-Trains the models of configs/small on 10.7 million words with each of the peak learning rates, for
-the first seed, and with the rate that was the best on the dev part for the other seeds; tests them
-after a quarter and after all of the steps, and writes OUTPUT/capacity.md, .json and .png (OUTPUT is
-docs/results if not given). That is 45 runs of 5 to 20 minutes on one processor; --arms and --rates
-ask for some of them, and the page has what is there. Started several times with the same --runs,
-the processes share them; with --report nothing is trained.
+Trains the small-scale models of configs/small on 10.7 million words. The first seed tries every
+peak learning rate. The other seeds use the rate with the lowest dev perplexity. Tests each model
+after a quarter of the steps and after all steps. Writes OUTPUT/capacity.md, .json and .png
+(default: docs/results).
+
+All models take 45 runs of 5 to 20 minutes each on one processor. --arms and --rates train some of
+them; the page shows the finished runs. To share the runs, start the same command several times with
+the same --runs. --report trains nothing.
 """
 
 import argparse
@@ -29,6 +31,8 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.study import (
+    HOW_COMPARED,
+    HOW_DECIDED,
     SMALL,
     Claim,
     Results,
@@ -48,26 +52,27 @@ from moe_ext.lab.training.study import (
 )
 from moe_ext.lab.training.text import SentenceText, load_text
 
-MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # in the order of their experts
+MIXTURES = ("moe-4", "moe-16", "moe-64", "moe-256-h")  # by number of experts
 DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-512-128")
 FIRST, LARGEST_FLAT, LARGE = "moe-4", "moe-64", "moe-64-2x"
 ARMS = (*MIXTURES, *DENSE, LARGE)
 SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
-RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to choose from, if not given
+RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
 _QUARTER = 0.25
+NEXT_STEP = "each step to more experts is better"
 
 Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
 
 
 def _at_rate(name: str, rate: float) -> str:
-    """What a model is called when trained with a peak learning rate."""
+    """The name of a model's runs with a peak learning rate."""
     return f"{name}-{rate:g}"
 
 
 def _runs_at_best_rates(
     configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
 ) -> tuple[Results, dict[str, dict[float, float]]]:
-    """The runs of each model at the best peak rate, and nats of the dev part by model and rate."""
+    """Returns each model's runs at its best rate, and the dev nats per token of all rates."""
     asked = [] if options.report else options.arms
 
     def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
@@ -91,7 +96,8 @@ def _runs_at_best_rates(
         return rate in dev_nll[name] or has_diverged(folder)
 
     best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
-    # What other processes are still trying they will also train with the other seeds.
+    # Another instance of this command may still try a rate. That instance then trains the other
+    # seeds of the model too.
     train = [
         (name, best[name])
         for name in asked
@@ -103,22 +109,24 @@ def _runs_at_best_rates(
 
 
 def claims(results: Results) -> list[Claim]:
-    """The paper's claim, what is compared here, and the difference in ln ppl: below zero if so."""
+    """The paper's claims, each with a difference in ln ppl that is negative if the claim holds."""
 
     def row(claim: str, a: str, b: str) -> Claim:
         return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
 
-    rows = [row("M1: more experts are better at equal operations", LARGEST_FLAT, FIRST)]
+    rows = [row("more experts are better at equal operations", LARGEST_FLAT, FIRST)]
     rows += [
-        row("M2: and each step of them further", more, fewer)
-        for fewer, more in zip(MIXTURES, MIXTURES[1:], strict=False)
+        row(NEXT_STEP, more, fewer) for fewer, more in zip(MIXTURES, MIXTURES[1:], strict=False)
     ]
-    rows += [row("M1: and better than dense models", LARGEST_FLAT, dense) for dense in DENSE]
-    rows.append(row("M3: more operations help a large mixture too", LARGE, LARGEST_FLAT))
+    rows += [
+        row("a mixture is better than a dense model at equal operations", LARGEST_FLAT, dense)
+        for dense in DENSE
+    ]
+    rows.append(row("more operations improve a large mixture too", LARGE, LARGEST_FLAT))
     rows += [
         Claim(
-            "M4: more text widens the gap",
-            f"{more} against {FIRST}: at the end less after a quarter",
+            "more training text widens the gap",
+            f"{more} against {FIRST}: the gap at the end minus the gap after 25%",
             widening(results[more], results[FIRST], _QUARTER),
         )
         for more in MIXTURES[1:]
@@ -127,7 +135,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
-    """Modified Kneser-Ney on as much of the text as a run sees in a quarter and in all steps."""
+    """Fits Kneser-Ney 5-grams to the text that a run sees in 25% and in 100% of its steps."""
     seen = min(1.0, seen_tokens / text.train.num_tokens)
     perplexities = {}
     for share in (_QUARTER, 1.0):
@@ -139,8 +147,7 @@ def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """The page: the models, and what became of the claims."""
-
+    """Formats the page: the models, their learning rates and the verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -185,24 +192,22 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     return (
         "# More experts at equal operations\n\n"
         f"```\n{command}\n```\n\n"
-        f"{facts['train_tokens']:,} training words and ends of sentences, of which a run sees "
-        f"{facts['seen_tokens']:,}; {facts['test_tokens']:,} in the test part; "
-        f"vocabulary {facts['vocabulary']:,}; in training the softmax over "
-        f"{sampled} classes, in the test over all. "
-        "KN-5 is the modified Kneser-Ney 5-gram of the same text. "
-        "Operations and parameters are without embedding and softmax. "
-        "Perplexities are exp of the mean over seeds of ln ppl, differences means over pairs of "
-        "runs of one seed with their 95% t interval.\n\n"
+        f"The training part has {facts['train_tokens']:,} words and ends of sentences; a run sees "
+        f"{facts['seen_tokens']:,} of them. The test part has {facts['test_tokens']:,}. "
+        f"The vocabulary has {facts['vocabulary']:,} entries. "
+        f"The softmax is over {sampled} classes in training and over all classes in the test. "
+        "KN-5 is a modified Kneser-Ney 5-gram model of the same text. "
+        "Operations and parameters do not include embedding and softmax. "
+        f"{HOW_COMPARED}\n\n"
         f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
-        "Each model has the peak learning rate with which its first seed ends with the least "
-        f"perplexity of the dev part (blank: not tried, or it diverged):\n\n{rates}\n"
-        "A claim is reproduced where the interval lies below zero, reversed where above, else not "
-        f"seen.\n\n{verdicts}"
+        "Each model uses the peak learning rate that gives its first seed the lowest final dev "
+        f"perplexity. Blank cells were not tried, or the run diverged.\n\n{rates}\n"
+        f"{HOW_DECIDED}\n\n{verdicts}"
     )
 
 
 def plot(results: Results) -> Figure:
-    """Perplexity against the number of experts after a quarter and all of the steps."""
+    """Plots perplexity against the number of experts, after 25% of the steps and after all."""
     experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
@@ -214,7 +219,7 @@ def plot(results: Results) -> Figure:
             values = [perplexity(result.nll_at(share)) for result in runs.values()]
             axes.plot([x] * len(values), values, ".", color="grey", ms=4)
     others = [(mean_perplexity(results[name]), name) for name in (*DENSE, LARGE) if results[name]]
-    for place, (level, name) in enumerate(sorted(others)):  # side by side: levels may be near
+    for place, (level, name) in enumerate(sorted(others)):  # side by side: levels may overlap
         axes.axhline(level, lw=0.8, ls="--", color="grey")
         where = axes.get_yaxis_transform()
         axes.annotate(name, (0.05 + 0.15 * place, level), xycoords=where, fontsize=7, va="bottom")
@@ -226,13 +231,19 @@ def plot(results: Results) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "capacity", ARMS)
     parser.add_argument(
-        "--rates", type=float, nargs="+", choices=RATES, default=RATES, help="try only these"
+        "--rates",
+        type=float,
+        nargs="+",
+        choices=RATES,
+        default=RATES,
+        help="peak learning rates to try",
     )
     options = parser.parse_intermixed_args(arguments)
     if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
-        parser.error("optimizer.learning_rate is chosen from --rates; give those")
+        parser.error("optimizer.learning_rate is chosen from --rates; give --rates instead")
 
     configs = {
         (name, rate): read_config(
@@ -248,7 +259,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     text = load_text(config.data)
     results, dev_nll = _runs_at_best_rates(configs, options, text)
     if not results[FIRST]:
-        print(f"nothing to report yet: a run of {FIRST} must be finished")
+        print(f"nothing to report yet: no run of {FIRST} is finished")
         return results
     seen_tokens = config.steps * config.data.tokens_per_batch
     facts = {

@@ -1,14 +1,17 @@
-"""What sparsity costs in speed (Section 5.1's TFLOPS, in small).
+"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
 
-    python scripts/studies/efficiency.py                     # one thread; takes 6 GiB
+    python scripts/studies/efficiency.py                     # one thread; needs 6 GiB of memory
     python scripts/studies/efficiency.py --threads 2 --rounds 20 --output runs/efficiency
 
-Times, in interleaved rounds, (1) whole training steps of mixtures and dense models of equal
-operations, at the paper's width, on random words; (2) the layer alone, forward and backward,
-against a dense layer of equal operations while the experts' number grows and their rows get fewer;
-(3) the layer on all time steps of a batch at once (Section 3.1) and on each by itself. Speed is
-counted as the paper does: operations of the products, backward twice as many as forward, in
-GFLOP/s. Writes OUTPUT/efficiency.md, .json and .png (OUTPUT is docs/results if not given).
+Times in interleaved rounds:
+
+1. Training steps of mixtures and of dense models, at the paper's width, on random words.
+2. The layer alone, forward and backward, against a dense layer. More experts get fewer rows each.
+3. The layer on all time steps of a batch at once (Sec. 3.1) against one call for each time step.
+
+The compared models have equal operations. Speed is in GFLOP/s and counted as in the paper: only the
+operations of GEMMs, with a backward pass of twice the forward pass. Writes OUTPUT/efficiency.md,
+.json and .png (default: docs/results).
 """
 
 import statistics
@@ -31,18 +34,20 @@ from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.study import NOT_DECIDED, SUPPORTED
 from moe_ext.lab.training.text import random_text
 
-DENSE = ("4xlstm-512", "moe-1-wide")  # what a mixture is compared with
+DENSE = ("4xlstm-512", "moe-1-wide")  # the baselines of the mixtures
 MIXTURES = ("moe-4", "moe-32", "moe-256", "moe-256-h")
 PEAK, DENSE_LAYER = "torch.mm", "dense layer"
-# Of a dense model's speed; the paper's mixtures have 0.57 to 0.84, with 293 rows an expert or more.
+# The least speed relative to a dense model, and the rows per expert from which it is claimed. The
+# paper's mixtures reach 0.57 to 0.84 with at least 293 rows per expert.
 CLAIM, ROWS_PER_EXPERT = 0.6, 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way of computing: median GFLOP/s, and quartiles of its speed over the compared one's."""
+    """One measurement: median GFLOP/s, and quartiles of the speed relative to `against`."""
 
     part: str
     name: str
@@ -63,10 +68,10 @@ def _rows_of(
     tokens: int,
     rows_per_expert: dict[str, float],
 ) -> list[Row]:
-    """The timings as speeds; `against` is the name that the others are compared with."""
+    """Converts seconds to speeds relative to the entry `against`."""
     rows = []
     for name, times in seconds.items():
-        # Speed over speed: time over time, corrected for the gates' operations.
+        # A ratio of speeds, not of times: the gates add operations.
         quartiles = ratio(
             [t / flops[against] for t in seconds[against]], [t / flops[name] for t in times]
         )
@@ -78,7 +83,7 @@ def _rows_of(
 
 
 def _one_step_of(trainer: Trainer) -> Callable[[], object]:
-    """A step on the next of its batches."""
+    """Returns a function that trains one step on the next batch."""
     batches = cycle(list(trainer.batches.epoch(0)))
 
     def run() -> None:
@@ -88,7 +93,7 @@ def _one_step_of(trainer: Trainer) -> Callable[[], object]:
 
 
 def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
-    """Steps of the Trainer on random text, one model after the other."""
+    """Times training steps of each model on random text."""
     steps: dict[str, Callable[[], object]] = {}
     flops: dict[str, float] = {}
     per_expert: dict[str, float] = {}
@@ -131,7 +136,7 @@ def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Ro
 
 
 def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    """The gradients of x and of the layer's weights."""
+    """Returns a function that computes the gradients of x and of the layer's weights."""
     inputs, ones = [x, *layer.parameters()], torch.ones_like(x)
 
     def run() -> None:
@@ -141,7 +146,7 @@ def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
-    """The MoE layer, gate included, with ever more experts; a dense layer k times as wide."""
+    """Times MoE layers with more and more experts against a dense layer that is k times as wide."""
     x = torch.randn(tokens, width, requires_grad=True)
     dense = nn.Sequential(
         nn.Linear(width, k * hidden, bias=False),
@@ -169,7 +174,7 @@ def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> l
 
 
 class _Output(nn.Module):
-    """A layer without its report."""
+    """Returns a layer's output without its `MoEAux`."""
 
     def __init__(self, layer: MoE) -> None:
         super().__init__()
@@ -180,14 +185,14 @@ class _Output(nn.Module):
 
 
 class _StepByStep(_Output):
-    """The layer on each time step of [S, B, D] by itself."""
+    """Calls the layer separately for each time step of x [S, B, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([self.layer(step)[0] for step in x])
 
 
 def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
-    """The convolutional trick of Section 3.1: all steps of a batch as one."""
+    """Times the layer on all time steps at once against one call for each step (Sec. 3.1)."""
     num_experts, k = 32, 4
     layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
     x = torch.randn(steps, batch, width, requires_grad=True)
@@ -204,11 +209,11 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
 
 
 def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> str:
-    """The page: a table for each part, and the claim."""
+    """Formats the page: a table for each part, and the verdict on the claim."""
 
     def table(part: str, *against: str) -> str:
-        header = ["words", "", "rows per expert", "GFLOP/s"]
-        header += [f"speed over {name}, quartiles" for name in against]
+        header = ["words", "measured", "rows per expert", "GFLOP/s"]
+        header += [f"speed relative to {name} (quartiles)" for name in against]
         lines: dict[tuple[int, str], list[str]] = {}
         for row in rows:
             if row.part != part:
@@ -225,42 +230,42 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
         if row.part == "training step" and row.rows_per_expert >= ROWS_PER_EXPERT
     ]
     claim = (
-        f"**M9: with at least {ROWS_PER_EXPERT} rows for each expert a mixture trains with at "
-        f"least {CLAIM} of the efficiency of a dense model of equal operations** (in the paper "
-        "0.57 to 0.84): "
+        f"**Claim: with at least {ROWS_PER_EXPERT} rows per expert, a mixture trains at {CLAIM} "
+        "or more of the speed of a dense model with equal operations.** The paper has 0.57 to "
+        "0.84. The verdict here: "
     )
     if judged:
         lowest = min(judged, key=lambda row: row.median)
         claim += (
-            f"{'reproduced' if lowest.low >= CLAIM else 'not seen'}; the lowest is {lowest.name} "
-            f"with {lowest.tokens:,} words, {lowest.median:.2f} of {lowest.against} "
-            f"[{lowest.low:.2f}, {lowest.high:.2f}]."
+            f"{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}. The lowest is {lowest.name} "
+            f"with {lowest.tokens:,} words: {lowest.median:.2f} of the speed of {lowest.against}, "
+            f"quartiles {lowest.low:.2f} and {lowest.high:.2f}."
         )
     else:
-        claim += "no step had so many."
+        claim += f"{NOT_DECIDED}, because no expert had enough rows."
     return (
-        f"# What sparsity costs in speed\n\n```\n{command}\n```\n\n{setting}\n\n"
+        f"# Speed of sparse models\n\n```\n{command}\n```\n\n{setting}\n\n"
         "## Training steps\n\n"
-        "The models of `configs/lm1b` with 10,000 words, 1,024 sampled classes and factored Adam "
-        "for the experts: equal operations but for the gates.\n\n"
+        "The models of `configs/lm1b` with a vocabulary of 10,000 words, 1,024 sampled classes and "
+        "factored Adam for the experts. Without the gates, they have equal operations.\n\n"
         + table("training step", *DENSE)
         + f"\n{claim}\n\n"
         "## The layer alone\n\n"
-        f"Forward and backward, gate included, width {width}, 4 experts of {2 * width:,} a word; "
-        f"the dense layer has {8 * width:,} hidden units.\n\n"
+        f"Forward and backward pass with the gate, width {width}. Each word uses 4 experts with "
+        f"{2 * width:,} hidden units each. The dense layer has {8 * width:,} hidden units.\n\n"
         + table("layer", DENSE_LAYER)
         + "\n![speed against rows per expert](efficiency.png)\n\n"
         "## All time steps at once\n\n"
-        "32 experts on a batch of 128 sentences, 20 steps: as one batch, as Section 3.1 does, and "
-        "step by step.\n\n"
+        "32 experts on a batch of 128 sentences with 20 time steps each. The layer gets all time "
+        "steps as one batch, as in Section 3.1, or one step at a time.\n\n"
         + table("time steps", "each step by itself")
-        + "\nWhat computing hidden layers again costs: [recompute.md](recompute.md); several "
-        "processes: [distributed.md](distributed.md).\n"
+        + "\nSee also [recompute.md](recompute.md) for the cost of recomputing hidden layers, and "
+        "[distributed.md](distributed.md) for several ranks.\n"
     )
 
 
 def plot(rows: Sequence[Row]) -> Figure:
-    """The layer's speed over the dense one's against the rows that an expert gets."""
+    """Plots the layer's speed relative to the dense layer against the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
@@ -269,17 +274,28 @@ def plot(rows: Sequence[Row]) -> Figure:
     axes.plot(x, [r.median for r in some], marker="o")
     axes.axhline(1.0, lw=0.8, ls="--", color="grey")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="rows per expert", ylabel="speed over the dense layer's", ylim=(0, None))
+    axes.set(xlabel="rows per expert", ylabel="speed relative to the dense layer", ylim=(0, None))
     return figure
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> list[Row]:
+    """Runs the study and returns the measurements."""
     parser = make_parser(__doc__)
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=20)
-    parser.add_argument("--tokens", type=at_least(64), nargs="+", default=[1_280, 5_120])
-    parser.add_argument("--width", type=at_least(1), default=512, help="d_model")
-    parser.add_argument("--output", default="docs/results", type=Path)
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="number of threads (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(2), default=20, help="interleaved rounds (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=at_least(64),
+        nargs="+",
+        default=[1_280, 5_120],
+        help="tokens of a training step (default: 1280 5120)",
+    )
+    parser.add_argument("--width", type=at_least(1), default=512, help="d_model (%(default)s)")
+    parser.add_argument("--output", default="docs/results", type=Path, help="folder of the report")
     options = parser.parse_args(arguments)
 
     width = options.width

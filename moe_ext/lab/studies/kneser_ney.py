@@ -1,14 +1,16 @@
-"""The n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
 
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml data.corpus=path/to/text
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml --shares 0.25 1 --output runs/kn5
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml --discounts 1 --order 3
 
-Takes the text and the vocabulary of a configuration's [data], as training does, and estimates one
-model from each share of the training sentences, the first ones, with the vocabulary of all. Its
-perplexity is that of scripts/evaluate.py: over all words, unknown ones and ends of sentences
-included. Writes OUTPUT/kneser_ney.json, with the nats of each test sentence, and .md, and with
---arpa OUTPUT/kneser_ney.arpa, for other programs, of the last share.
+Reads the text and the vocabulary of a configuration's [data], as training does. Fits one model to
+each share of the training sentences, taken from the beginning of the training part. All models use
+the vocabulary of the whole training part. Perplexity is over all words, with unknown words and ends
+of sentences, as in scripts/evaluate.py.
+
+Writes OUTPUT/kneser_ney.md, and .json with the nats of each test sentence. --arpa also writes the
+model of the last share to OUTPUT/kneser_ney.arpa, for other programs.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from moe_ext.lab.training.text import SentenceText, load_text
 
 
 def share(text: str) -> float:
-    """An argparse type: a number in (0, 1]."""
+    """Parses a number in (0, 1]; an argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -40,7 +42,7 @@ def share(text: str) -> float:
 
 
 def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
-    """What is reported of a model, ready for JSON."""
+    """Evaluates a model on the dev and test parts; returns numbers ready for JSON."""
     dev, test = (
         Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)
     )
@@ -58,7 +60,7 @@ def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> 
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
+    """Formats the report as a Markdown page."""
     kind = "modified, three discounts" if report["num_discounts"] == 3 else "one discount"
     orders = range(1, report["order"] + 1)
     table = markdown_table(
@@ -77,26 +79,37 @@ def as_markdown(report: dict[str, Any]) -> str:
         ],
     )
     return (
-        f"Interpolated Kneser-Ney {report['order']}-gram ({kind} for each order), nothing pruned; "
-        f"corpus {report['corpus']}, vocabulary {report['vocabulary']:,}, "
+        f"Interpolated Kneser-Ney {report['order']}-gram model ({kind} for each order) without "
+        f"pruning. Corpus {report['corpus']}, vocabulary {report['vocabulary']:,}, "
         f"{report['test_tokens']:,} test tokens.\n\n"
-        f"{table}\nParameters: stored probabilities and back-off weights.\n"
+        f"{table}\nParameters are the stored probabilities and back-off weights.\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
-    parser.add_argument("config", help="a TOML file, of which [data] counts")
+    parser.add_argument("config", help="a TOML file; only its [data] is used")
     add_overrides(parser)
-    parser.add_argument("--order", type=at_least(1), default=5, help="n of the longest n-grams")
     parser.add_argument(
-        "--discounts", type=int, choices=(1, 3), default=3, help="for each order; 3: modified"
+        "--order", type=at_least(1), default=5, help="n of the longest n-grams (%(default)s)"
     )
     parser.add_argument(
-        "--shares", type=share, nargs="+", default=[1.0], help="of the training sentences"
+        "--discounts",
+        type=int,
+        choices=(1, 3),
+        default=3,
+        help="discounts of each order; 3 is modified Kneser-Ney (%(default)s)",
     )
-    parser.add_argument("--arpa", action="store_true", help="write the model as text too")
-    parser.add_argument("--output", type=Path, default=Path("runs/kneser-ney"))
+    parser.add_argument(
+        "--shares", type=share, nargs="+", default=[1.0], help="shares of the training sentences"
+    )
+    parser.add_argument(
+        "--arpa", action="store_true", help="also write the last model as an ARPA file"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/kneser-ney"), help="folder of the report"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     config = read_config(options.config, options.overrides, Config)

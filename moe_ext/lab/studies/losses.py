@@ -1,14 +1,15 @@
-"""The balancing losses' weights (Table 6 of the paper, in small).
+"""Compares weights of the balancing losses, at small scale (Table 6).
 
     python scripts/studies/losses.py data.corpus=path/to/text
     python scripts/studies/losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
     python scripts/studies/losses.py --report data.corpus=path/to/text
 
-Trains configs/small/moe-32.toml with six settings of w_importance,w_load on 3.1 million words for
-each seed and writes OUTPUT/losses.md, .json and .png (OUTPUT is docs/results if not given):
-perplexity, and how even the experts' use was over the last 50 training batches. A run takes 3
-minutes on one processor. Started several times with the same --runs, the processes share the runs;
-with --report nothing is trained.
+Trains configs/small/moe-32.toml on 3.1 million words for each seed and for six settings of
+w_importance,w_load. Writes OUTPUT/losses.md, .json and .png (default: docs/results) with the
+perplexity and the load balance of the experts over the last 50 training batches.
+
+A run takes 3 minutes on one processor. To share the runs, start the same command several times with
+the same --runs. --report trains nothing.
 """
 
 import math
@@ -23,8 +24,8 @@ from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import BALANCE_BATCHES
-from moe_ext.lab.training.statistics import Interval
 from moe_ext.lab.training.study import (
+    HOW_COMPARED,
     SMALL,
     Results,
     as_change,
@@ -42,7 +43,7 @@ from moe_ext.lab.training.text import load_text
 ARMS = ("0,0", "0.2,0", "0,0.2", "0.1,0.1", "0.01,0.01", "1,1")  # w_importance,w_load
 NONE, USUAL = "0,0", "0.1,0.1"
 SETTINGS = (*SMALL, "steps=1200", "log.eval_every=0", "log.save_every=400")
-_MARGIN = math.log(1.005)  # "very similar quality", set in advance
+MARGIN = math.log(1.005)  # of "very similar quality" in ln ppl, set before the runs
 COLUMNS = {
     "cv_importance": "CV(Importance)",
     "cv_load": "CV(Load)",
@@ -51,38 +52,29 @@ COLUMNS = {
 }
 
 
-def similar(interval: Interval | None) -> str:
-    """What a difference says of the claim that there is hardly any."""
-    if interval is None:
-        return "not decided: fewer than two pairs"
-    if interval.low > -_MARGIN and interval.high < _MARGIN:
-        return "reproduced"
-    return "reversed" if interval.low > _MARGIN or interval.high < -_MARGIN else "not seen"
-
-
 def claims(results: Results) -> list[tuple[str, str, str, str]]:
-    """The paper's claim, what is compared here, how it came out, the verdict."""
+    """The rows of the table of claims: claim, compared settings, difference, verdict."""
     gap = difference(results[USUAL], results[NONE])
-    claim, what = "M5: without losses quality is worse", f"{USUAL} against {NONE}"
+    claim, what = "losses improve the perplexity", f"{USUAL} against {NONE}"
     table = [(claim, what, as_change(gap), verdict(gap))]
     for name in ARMS:
         if name not in (NONE, USUAL):
             gap = difference(results[name], results[USUAL])
             what = f"{name} against {USUAL}, within 0.5%"
-            claim = "M5: with any losses quality is similar"
-            table.append((claim, what, as_change(gap), similar(gap)))
+            claim = "any weights of the losses give a similar perplexity"
+            table.append((claim, what, as_change(gap), verdict(gap, -MARGIN, MARGIN)))
     for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
         change = paired(
             results[more], results[less], lambda result: result.balance["max_over_mean_load"]
         )
         shown = f"{change:+.3f}" if change else ""
-        claim = "M6: a larger w_load lowers max/mean Load"
+        claim = "a larger w_load lowers max/mean Load"
         table.append((claim, f"{more} against {less}", shown, verdict(change)))
     return table
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """The page: Table 6, and what became of the claims."""
+    """Formats the page: Table 6 of these runs, and the verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -107,20 +99,21 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         "# The weights of the balancing losses\n\n"
         f"```\n{command}\n```\n\n"
         f"Table 6 of the paper with {k} of {n} experts, {facts['steps']:,} steps of {batch:,} "
-        "words and ends of sentences. The right half is a mean over the last "
-        f"{min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper; "
-        "CV(tokens) is that of the true numbers of tokens, which for uniform "
-        f"routing at random would be {floor:.3f} and for everything on {k} experts {ceiling:.2f}, "
-        f"with max/mean {n / k:.0f}. Perplexities are exp of the mean over seeds of ln ppl, "
-        "differences means over pairs of runs of one seed with their 95% t interval.\n\n"
+        "words and ends of sentences. The last four columns are means over the last "
+        f"{min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper. "
+        "CV(tokens) is the coefficient of variation of the experts' token counts. Uniform random "
+        f"routing would give {floor:.3f}. Routing every token to the same {k} experts would give "
+        f"{ceiling:.2f}, with a max/mean of {n / k:.0f}. {HOW_COMPARED}\n\n"
         f"{table}\n![perplexity and balance](losses.png)\n\n"
-        "A claim is reproduced where the interval lies on its side (of 0, or within 0.5%), "
-        f"reversed where it lies on the other, else not seen.\n\n{verdicts}"
+        "A claim that a value is lower is supported if the whole interval lies below zero. A claim "
+        "of similar perplexity is supported if the whole interval lies within ±0.5%. A claim is "
+        "contradicted if the whole interval lies outside that range, and otherwise not decided."
+        f"\n\n{verdicts}"
     )
 
 
 def plot(results: Results) -> Figure:
-    """Each run's perplexity against how unevenly it used its experts."""
+    """Plots each run's perplexity against its max/mean Load."""
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     for name, runs in results.items():
@@ -137,6 +130,7 @@ def plot(results: Results) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "losses", ARMS)
     options = parser.parse_intermixed_args(arguments)
 
@@ -155,7 +149,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     text = load_text(config.data)
     results = run_study(configs, options.seeds, text, options.runs, train=train)
     if not all(results.values()):
-        print("nothing to report yet: a run of each setting must be finished")
+        print("nothing to report yet: some settings have no finished run")
         return results
     facts = {
         "corpus": config.data.corpus,

@@ -1,19 +1,22 @@
-"""One model for twelve language pairs (Table 5 of the paper, in small).
+"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
 
     python scripts/studies/multilingual.py data.corpus=path/to/parallel/text
     python scripts/studies/multilingual.py data.corpus=PATH --arms moe dense --seeds 1
     python scripts/studies/multilingual.py --report data.corpus=PATH
 
-Trains the models of configs/mt/small-multilingual-*.toml on all their language pairs at once: with
-mixtures of experts, with dense layers of equal operations in their place, and with mixtures again,
-every language pair oversampled to the size of the largest. Then the dense model on each language
-pair alone. All share one vocabulary of wordpieces. Translates the test parts and writes
-OUTPUT/multilingual.md, .json and .png (OUTPUT is docs/results if not given): perplexity and BLEU of
-each language pair, how often one model is better than another, and the learning curves of the two
-language pairs with the least text, which oversampling may harm. A multilingual run takes 45 minutes
-on one processor, one of a language pair 6 minutes.
-Started several times with the same --runs, the processes share the runs; with --report nothing is
-trained.
+Trains the models of configs/mt/small-multilingual-*.toml with one shared vocabulary of wordpieces:
+
+- moe: mixtures of experts, on all language pairs at once
+- dense: dense layers with equal operations in place of the mixtures, on all language pairs
+- moe-oversampled: as moe, with every language pair oversampled to the size of the largest
+- single: a separate dense model for each language pair
+
+Translates the test parts and writes OUTPUT/multilingual.md, .json and .png (default: docs/results):
+perplexity and BLEU of each language pair, and how often one model beats another. The plot has the
+learning curves of the two language pairs with the least text, which oversampling may harm.
+
+A multilingual run takes 45 minutes on one processor, a run of one language pair 6 minutes. To share
+the runs, start the same command several times with the same --runs. --report trains nothing.
 """
 
 import argparse
@@ -32,7 +35,7 @@ from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import by_language_pair, perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.statistics import Interval, mean_difference
+from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.study import (
     Results,
     as_change,
@@ -54,7 +57,7 @@ _OF_ARM = {
     OVERSAMPLED: ("small-multilingual-moe-64", ("data.oversample=true",)),
     SINGLE: (
         "small-multilingual-dense",
-        # The rate ends at the same share of its peak.
+        # The schedule ends at the same fraction of its peak learning rate.
         ("steps=800", "optimizer.warmup_steps=200", "optimizer.hold_steps=162"),
     ),
 }
@@ -62,14 +65,14 @@ _OF_ARM = {
 
 @dataclass(frozen=True)
 class Study:
-    """The runs.
+    """The finished runs of all models.
 
     Attributes:
-        config: of the mixture.
-        text: of all language pairs.
-        results: of the multilingual models.
-        single: of the models of one language pair, by this.
-        bleu: of each run, by language pair.
+        config: the configuration of the mixture.
+        text: the text of all language pairs.
+        results: the runs of the multilingual models, by model and seed.
+        single: the runs of the models of one language pair, by language pair and seed.
+        bleu: the BLEU scores of each run, by the run's folder and language pair.
     """
 
     config: TranslationConfig
@@ -80,34 +83,40 @@ class Study:
 
 
 class Figures(NamedTuple):
-    """Of a model's test part in one language pair, means over its seeds.
+    """A model's results on the test part of one language pair.
 
     Attributes:
-        nll: nats per target piece.
-        bleu: sacreBLEU's.
+        nll: nats per target piece, mean over seeds.
+        bleu: sacreBLEU's score, mean over seeds.
+        num_seeds: the number of seeds.
     """
 
     nll: float
     bleu: float
+    num_seeds: int
 
 
 class _Comparison(NamedTuple):
-    """Two models, language pair by language pair.
+    """The comparison of two models over the language pairs.
 
     Attributes:
-        difference: in ln ppl, its mean over the language pairs; None of fewer than two.
-        num_pairs: how many there are.
-        lower_perplexity, higher_bleu: in how many of them the first model is the better one.
+        difference: the difference in ln ppl, mean over language pairs; None without any.
+        num_pairs: the number of language pairs that both models have.
+        lower_perplexity, higher_bleu: in how many language pairs the first model is better.
     """
 
-    difference: Interval | None
+    difference: PairedDifference | None
     num_pairs: int
     lower_perplexity: int
     higher_bleu: int
 
 
 def study(options: argparse.Namespace, root: Path) -> Study:
-    """The models, trained, tested and translated with as the options ask for."""
+    """Trains and tests the selected models, and translates with them.
+
+    Raises:
+        ConfigError: data.pairs has fewer than two language pairs.
+    """
 
     def config_of(arm: str, *changes: str) -> TranslationConfig:
         name, settings = _OF_ARM[arm]
@@ -119,7 +128,7 @@ def study(options: argparse.Namespace, root: Path) -> Study:
 
     first = config_of(MIXTURE)
     if len(first.data.pairs) < 2:
-        raise ConfigError(f"data.pairs must be several, got {list(first.data.pairs)}")
+        raise ConfigError(f"data.pairs must have two or more pairs, got {list(first.data.pairs)}")
     set_up_for(first)
     text = load_text(first.data)
     runs = Path(options.runs)
@@ -153,7 +162,7 @@ def study(options: argparse.Namespace, root: Path) -> Study:
 
 
 def figures(study: Study) -> dict[str, dict[str, Figures]]:
-    """By model and language pair; of runs that are finished."""
+    """Collects the results of finished runs by model and language pair."""
     nll_of = {
         run.run: by_language_pair(run.sentence_nll, study.text.test)
         for runs in study.results.values()
@@ -166,15 +175,18 @@ def figures(study: Study) -> dict[str, dict[str, Figures]]:
             continue
         nll = [run.test_nll if arm == SINGLE else nll_of[run.run][languages].nll for run in runs]
         bleu = [study.bleu[run.run][languages].score for run in runs]
-        found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu))
+        found[arm][languages] = Figures(statistics.fmean(nll), statistics.fmean(bleu), len(runs))
     return found
 
 
 def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
-    """Of two models' figures by language pair."""
+    """Compares two models' figures over the language pairs that both have."""
     both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
     return _Comparison(
-        mean_difference([ours.nll - theirs.nll for ours, theirs in both]),
+        mean_difference(
+            [ours.nll - theirs.nll for ours, theirs in both],
+            num_seeds=min((each.num_seeds for pair in both for each in pair), default=0),
+        ),
         len(both),
         sum(ours.nll < theirs.nll for ours, theirs in both),
         sum(ours.bleu > theirs.bleu for ours, theirs in both),
@@ -182,7 +194,7 @@ def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
 
 
 def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
-    """What the paper compares, and what oversampling does."""
+    """The comparisons of the paper, and the mixture with and without oversampling."""
     return {
         f"{arm} against {other}": comparison(found[arm], found[other])
         for arm, other in ((MIXTURE, DENSE), (MIXTURE, SINGLE), (OVERSAMPLED, MIXTURE))
@@ -191,7 +203,7 @@ def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
 
 
 def _comparisons_table(compared: dict[str, _Comparison]) -> str:
-    """A line for each two models."""
+    """Formats the comparisons, one row each."""
     rows = [
         [
             what,
@@ -205,7 +217,7 @@ def _comparisons_table(compared: dict[str, _Comparison]) -> str:
 
 
 def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
-    """A line for each language pair: perplexity and BLEU of each model."""
+    """Formats perplexity and BLEU of each model, one row for each language pair."""
     names = study.text.train.names
     sizes = study.text.train.pair.bincount(minlength=len(names)).tolist()
     rows = []
@@ -222,7 +234,7 @@ def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
 
 
 def _sizes_of_models(study: Study) -> str:
-    """A line for each kind of model."""
+    """Formats the size and the training of the models, one row for each kind of model."""
     rows = []
     every = {**study.results, SINGLE: next(iter(study.single.values()), {})}
     for arm, runs in every.items():
@@ -240,7 +252,7 @@ def _sizes_of_models(study: Study) -> str:
             ]
         )
     return markdown_table(
-        ["model", "ops/timestep", "parameters", "steps", "highest rate", "seeds"], rows
+        ["model", "ops/timestep", "parameters", "steps", "peak learning rate", "seeds"], rows
     )
 
 
@@ -251,32 +263,34 @@ def _least_text(text: PairText) -> list[str]:
 
 
 def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str) -> str:
-    """The page, which quotes the command that made it."""
+    """Formats the page, with the command that makes it."""
     config = study.config
     signatures = sorted({bleu.signature for each in study.bleu.values() for bleu in each.values()})
     return (
         "# One model for all language pairs\n\n"
         f"```\n{command}\n```\n\n"
-        f"Steps of about {config.data.tokens_per_batch:,} source and target pieces; one vocabulary "
-        f"of {config.data.vocab_size:,} wordpieces for all languages. The multilingual models see "
-        "the language pairs mixed as they are, or (oversampled) all equally often; `single` is the "
-        "dense model trained on one language pair alone, whose text every batch is then full of. "
-        "Perplexity is by target piece of the "
-        "test part, exp of the mean over seeds of ln ppl; BLEU is sacreBLEU's, of Japanese by "
-        "characters. Operations and parameters are without embedding and softmax.\n\n"
+        f"A step has about {config.data.tokens_per_batch:,} source and target pieces. All "
+        f"languages share one vocabulary of {config.data.vocab_size:,} wordpieces. `moe` and "
+        "`dense` see the language pairs in their natural proportions, `moe-oversampled` sees all "
+        "language pairs equally often. `single` stands for dense models that are trained on one "
+        "language pair each. Perplexity is per target piece of the test part: exp of the mean of "
+        "ln ppl over seeds. BLEU is sacreBLEU's score, with character tokenization for Japanese. "
+        "Operations and parameters do not include embedding and softmax.\n\n"
         f"{_sizes_of_models(study)}\n{table(study, found)}\n"
         f"![{' and '.join(_least_text(study.text))}](multilingual.png)\n\n"
-        "Differences are means over the language pairs with their 95% t interval: they say how far "
-        "the languages agree, not how far other seeds would. In the paper the mixture has the "
-        "higher BLEU in 11 of 12 language pairs against the multilingual model without experts, "
-        "and in 8 of 12 against models of one language pair, which saw more of it (Table 5).\n\n"
+        "The differences in perplexity are means over the language pairs. With three seeds or "
+        "more, a 95% t interval over the language pairs follows in brackets. It says how much the "
+        "language pairs agree, not how much other seeds would. In the paper, the mixture has a "
+        "higher BLEU than the multilingual model without experts in 11 of 12 language pairs. It "
+        "has a higher BLEU than the models of one language pair in 8 of 12; those saw more text "
+        "of their language pair (Table 5).\n\n"
         f"{_comparisons_table(comparisons(found))}\n"
-        f"sacreBLEU's signatures: {', '.join(f'`{each}`' for each in signatures)}\n"
+        f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}.\n"
     )
 
 
 def plot(study: Study) -> Figure:
-    """Dev perplexity of the language pairs with the least text, by the steps."""
+    """Plots dev perplexity against steps for the two language pairs with the least text."""
     panels = _least_text(study.text)
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots(1, len(panels), squeeze=False)
@@ -294,12 +308,13 @@ def plot(study: Study) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Study:
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "multilingual", ARMS)
     options = parser.parse_intermixed_args(arguments)
     require_bleu()
     found = study(options, root)
     if not any(found.results.values()):
-        print("nothing to report yet: a multilingual run must be finished")
+        print("nothing to report yet: no multilingual run is finished")
         return found
     by_pair = figures(found)
     page = as_markdown(found, by_pair, command_of("multilingual", options))

@@ -1,12 +1,12 @@
-"""The cost columns of the paper's Tables 7 and 8, counted from the models of configs/.
+"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
 
     python scripts/studies/paper_tables.py           # prints, writes docs/results/paper_tables.*
     python scripts/studies/paper_tables.py --output DIR
 
-Every model is built on torch's meta device, without memory for its weights, and counted by
+Builds every model on torch's meta device, without memory for its weights, and counts it with
 moe_ext/lab/analysis/costs.py. The published figures are in moe_ext/lab/analysis/paper.py. The
-second table has the floating-point operations of a training batch as Section 5.1 counts them, and
-the time that they take at the published TFLOPS/GPU.
+second table has the floating-point operations of a training batch, counted as in Section 5.1. It
+also has the time that these operations take at the published TFLOPS/GPU.
 """
 
 from collections.abc import Sequence
@@ -23,39 +23,50 @@ from moe_ext.lab.training.command import make_parser
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.report import write_report
 
-_COLUMNS = {  # the unit of each
+_COLUMNS = {  # the title and the unit of each column
     "ops": ("ops/timestep, M", 1e6),
     "parameters": ("parameters, M", 1e6),
     "total": ("total, B", 1e9),
 }
-_SAMPLED = (8192, 4096)  # classes of the softmax: those of the configurations, and half of them
+_SAMPLED = (8192, 4096)  # sampled classes of the softmax: the configurations' number, half of it
 _NOTES = {
-    ("lm1b", "MoE-256", "ops"): "8.6508 is 0.0008 beyond the edge of what rounds to 8.6; rounded "
-    "to 8.65 first and then to the even digit it is 8.6.",
-    ("lm1b", "MoE-34M", "total"): "5.9397 is 0.0103 below the edge of what rounds to 6.0; with "
-    "800,000 words in the place of 793,471 it is 5.95.",
+    (
+        "lm1b",
+        "MoE-256",
+        "ops",
+    ): "8.6508 rounds to 8.7, the paper prints 8.6. Rounding first to 8.65 "
+    "and then half to even gives 8.6.",
+    ("lm1b", "MoE-34M", "total"): "5.9397 rounds to 5.9, the paper prints 6.0. A vocabulary of "
+    "800,000 words instead of 793,471 gives 5.95.",
 }
 _COUNTED = """\
-An LSTM has 4u(d + r) + ud weights (u units, input d, recurrent input r; ud where it is projected),
-an expert 2dh, a gate of n experts 2dn: W_g and W_noise. In a hierarchical mixture a token meets the
-primary gate and the secondary gates of its k groups. The LSTMs' biases, below the printed digits,
-are in the totals alone; experts and gates have none. Embedding and softmax are separate. Table 8
-does not say how large its vocabulary is: 100,000 words are assumed, and 75,200 to 109,400 would
-print the same."""
+The weights of each layer, for the model width d:
+
+- An LSTM has 4u(d + r) weights: u units, recurrent input of width r. A projection adds ud weights.
+- An expert has 2dh weights: h hidden units.
+- A gate of n experts has 2dn weights, W_g and W_noise. In a hierarchical mixture, a token uses the
+  primary gate and the secondary gates of its k groups.
+
+Embedding and softmax are counted in the total only. So are the biases of the LSTMs, which are
+smaller than the printed precision. Experts and gates have no biases. Table 8 does not state the
+size of its vocabulary. The total assumes 100,000 words; any size from 75,200 to 109,400 words gives
+the same printed total."""
 _FLOPS = """\
-Of a training batch as Section 5.1 counts them: forward and backward (twice forward), multiply and
-add apart, with a softmax of S = {:,} sampled classes; and the time that they take at the published
-TFLOPS/GPU, for a step and for 10 epochs (27,000 steps of 300,000 words; Table 8: one epoch, 40,000
-of 2.5 million). The intensity of an expert is its multiply-adds by the numbers that go in and come
-out, 2dh / 2d = h with one hidden layer (Sec. 3.2)."""
+The operations of a training batch are counted as in Section 5.1. The backward pass counts twice the
+forward pass, and a multiply-add counts as two operations. The softmax has S = {:,} sampled classes.
+The step time and the hours follow from the published TFLOPS/GPU. The hours are for 10 epochs, or
+27,000 steps of 300,000 words (Table 7), and for one epoch, or 40,000 steps of 2.5 million words
+(Table 8). The intensity of an expert is its number of multiply-adds, divided by the number of its
+inputs and outputs. With one hidden layer it is 2dh / 2d = h (Sec. 3.2)."""
 _SHARES = """\
-The paper has the experts' share between 37% and 46% in all mixtures of Table 7. The lowest of them,
-MoE-4096-h, comes to 37% with some 4,700 classes; 8,192 is the value of the authors' code. With it
-the hours agree for MoE-4096-h, and are 14% and 13% short for the two more expensive models."""
+In the paper, the experts' share is between 37% and 46% in all mixtures of Table 7. MoE-4096-h has
+the lowest share of them here. It reaches 37% with about 4,700 sampled classes, but the authors'
+code has 8,192. With 8,192 classes, the hours agree with the paper for MoE-4096-h. They are 14%
+lower for MoE-34M and 13% lower for MoE-143M."""
 
 
 def count(published: Published, root: Path) -> dict[str, Any]:
-    """A row: what the paper prints beside what its configuration's model has."""
+    """Compares a published row with the model of its configuration."""
     config = read_config(root / "configs" / published.config, [], Config)
     models = []
     with torch.device("meta"):
@@ -143,9 +154,9 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
 python scripts/studies/paper_tables.py
 ```
 
-What the paper prints, and what the models of `configs/lm1b` and `configs/news` have, counted on the
-meta device. The same to the printed digit: {", ".join(f"{c} {m}" for c, m in matches.items())}
-of {len(rows)}.
+The published sizes, and the sizes of the models in `configs/lm1b` and `configs/news`, counted on
+the meta device. Of {len(rows)} models, these agree to the printed digit:
+{", ".join(f"{c} {m}" for c, m in matches.items())}.
 
 {sizes}
 
@@ -163,8 +174,11 @@ of {len(rows)}.
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> None:
+    """Runs the study."""
     parser = make_parser(__doc__)
-    parser.add_argument("--output", type=Path, default=root / "docs" / "results")
+    parser.add_argument(
+        "--output", type=Path, default=root / "docs" / "results", help="folder of the report"
+    )
     options = parser.parse_args(arguments)
     rows = [count(published, root) for published in PUBLISHED]
     write_report(options.output, "paper_tables", _markdown(rows), rows)

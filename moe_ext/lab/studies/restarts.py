@@ -1,11 +1,12 @@
-"""Kill processes of a training run at random moments, and see that nothing is lost.
+"""Kills ranks of a training run at random moments and checks that it continues correctly.
 
     python scripts/studies/restarts.py --kills 50
 
-Trains a small model on several processes twice: undisturbed, and under torchrun's restarts while a
-process that is picked at random is killed (SIGKILL) at random moments: in steps, in saves and while
-a checkpoint is published, for it is saved every second step. Both runs must end with the same bits
-in the log of their losses. Takes some 15 seconds a kill. Status 0: they do; 1: they don't.
+Trains a small model on two or more ranks, once without interruption and once with kills. SIGKILL
+ends a random rank at a random moment, and torchrun restarts the run. The run writes a checkpoint
+every second step, so some kills happen during a write. The losses that both runs log must be
+bitwise identical. Each kill takes about 15 seconds. Status 0: they are identical. Status 1: they
+differ, or the run with kills did not finish.
 """
 
 import json
@@ -34,6 +35,7 @@ _MODEL = [
 def start(
     root: Path, output: Path, processes: int, steps: int, restarts: int
 ) -> subprocess.Popen[str]:
+    """Starts torchrun with scripts/train.py; stderr goes to a file next to `output`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
@@ -47,7 +49,7 @@ def start(
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes that a torchrun has started."""
+    """Lists the process ids of the ranks that a torchrun started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [
         int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -60,15 +62,26 @@ def _last_step(run: Path) -> int:
 
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
+    """Reads step, nats per token and auxiliary loss of each logged step."""
     return [(r["step"], r["nll"], r["aux_loss"]) for r in read_metrics(run, "train")]
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
+    """Runs the study and returns the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--kills", type=at_least(1), default=50)
-    parser.add_argument("--processes", type=at_least(2), default=2)
-    parser.add_argument("--steps-between", type=at_least(1), default=6, help="on average")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--kills", type=at_least(1), default=50, help="number of kills (%(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=at_least(2), default=2, help="number of ranks (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps-between",
+        type=at_least(1),
+        default=6,
+        help="a kill comes 1 to this number of steps after the last one (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the kills (%(default)s)")
     options = parser.parse_args(arguments)
     draw = random.Random(options.seed)
     steps = options.kills * options.steps_between + 10
@@ -78,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
         run = start(root, killed, options.processes, steps, 10 * options.kills)
         done = 0
         for _ in progress(range(options.kills), "kills", "kills", options.kills):
-            # Beyond where the last kill fell, so that the run gets on; then at any moment.
+            # The step is later than that of the last kill, so the run makes progress.
             target = _last_step(killed) + draw.randint(1, options.steps_between)
             while _last_step(killed) < min(target, steps - 1) and run.poll() is None:
                 time.sleep(0.02)

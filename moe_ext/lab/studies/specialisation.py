@@ -1,23 +1,29 @@
-"""What experts specialise in, in contexts and in numbers (Table 9 of the paper).
+"""Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
     python scripts/studies/specialisation.py runs/capacity/moe-64-0.008-seed*
     python scripts/studies/specialisation.py runs/moe-64 --positions 50000 --permutations 200
     python scripts/studies/specialisation.py runs/moe-64 --domains prose=text/a technical=text/b
 
-Takes finished runs of one model that differ in their seeds. Each run's model reads sentences of its
-training text once with its own gate and once with a random one in its place. Measured are purity
-(the share of the most frequent word, previous word, class of word or domain among the 50 positions
-with an expert's highest gates) and mutual information of these and the expert with the highest
-gate, each beside its values with shuffled labels. With --domains the sentences for the domain are
-as many words of each of several corpora, named, in the words of the run.
+Takes finished runs of one model that differ only in their seeds. Runs sentences of the training
+text through each model, once with the trained gate and once with a random gate in its place. The
+label of a position is its word, its previous word, its word class or its domain. The script
+measures:
 
-Writes OUTPUT/specialisation.md, .json and .png (OUTPUT is docs/results if not given). What was
-measured of a run is kept in RUN/specialisation.json and used again: an interrupted script goes on.
-A run takes 3 minutes on one processor.
+- purity: the share of the most frequent label among the 50 positions with an expert's highest gates
+- mutual information of the label and the expert with the highest gate
+
+Both are compared with their values for shuffled labels. --domains names two or more corpora; an
+equal number of words of each gives the positions for the domain label. All corpora are encoded with
+the vocabulary of the run.
+
+Writes OUTPUT/specialisation.md, .json and .png (default: docs/results). Stores the numbers of each
+run in RUN/specialisation.json and reuses them, so an interrupted script continues. A run takes 3
+minutes on one processor.
 """
 
 import html
 import json
+import math
 import random
 import re
 import shlex
@@ -52,17 +58,21 @@ from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, config_differences
 from moe_ext.lab.training.device import set_up_torch
 from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.statistics import Interval, mean_difference
+from moe_ext.lab.training.statistics import mean_difference
 from moe_ext.lab.training.study import Claim, claims_data, verdict
 from moe_ext.lab.training.text import load_part
 
-_SHOWN_EXPERTS = 3  # of either kind, as in the paper's table
+_SHOWN_EXPERTS = 3  # of the most specialised experts, and of the others, as in Table 9
 GATES = ("trained", "untrained")
-_FORMAT = 1  # of RUN/specialisation.json
+_FORMAT = 1  # the version of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a run: read if it was measured as asked, else measured and written."""
+    """Returns the numbers of a run: from its file if that fits `asked`, else measured and written.
+
+    Raises:
+        ConfigError: the run's model has no such layer, or its gates have thresholds.
+    """
     asked = {"format": _FORMAT, "step": trained.step, **asked}
     path = Path(run) / "specialisation.json"
     if not path.is_file() or json.loads(path.read_text("utf-8"))["asked"] != asked:
@@ -76,7 +86,7 @@ def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[
 
 
 def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of both gates, and some experts' contexts, ready for JSON."""
+    """Measures a model with both gates, and collects contexts of some experts; ready for JSON."""
     model, data, seed = trained.model, trained.config.data, trained.config.seed
     layer, positions, permutations = asked["layer"], asked["positions"], asked["permutations"]
     sentences = load_part(data, trained.vocabulary, asked["part"])
@@ -116,13 +126,13 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _domain_labels(parts: Sequence[RoutedText]) -> Tensor:
-    """The number of its text for each position."""
+    """The index of the text that each position comes from."""
     sizes = torch.tensor([len(routed.windows) for routed in parts])
     return torch.arange(len(parts)).repeat_interleave(sizes)
 
 
 def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
-    """Three most specialised experts and three drawn from the others, ready for JSON."""
+    """Picks the three most specialised experts and three random other experts, ready for JSON."""
     ranked = by_specialisation(reports)
     chosen, others = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
     drawn = random.Random(seed).sample(others, min(_SHOWN_EXPERTS, len(others)))
@@ -134,26 +144,19 @@ def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]
 
 
 def _over_runs(values: Sequence[float]) -> str:
-    """Their mean, with its t interval where there are several."""
-    interval = mean_difference(values)
-    mean = f"{sum(values) / len(values):.3f}"
-    return mean if interval is None else f"{mean} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def _above_zero(interval: Interval | None) -> str:
-    """What a difference says of the claim that it is above zero."""
-    if interval is None:
-        return verdict(None)
-    return verdict(Interval(-interval.mean, -interval.high, -interval.low))
+    """Formats the mean over runs, with its t interval for three runs or more."""
+    mean = mean_difference(values)
+    assert mean is not None
+    return f"{mean.mean:.3f}" if mean.low is None else f"{mean:.3f}"
 
 
 def values(runs: Sequence[Mapping[str, Any]], gate: str, label: str, key: str) -> list[float]:
-    """A number of each run."""
+    """One number of each run."""
     return [run[gate][label][key] for run in runs]
 
 
 def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """The paper's claim, what is compared, and the difference: above zero if so."""
+    """The paper's claims, each with a difference that is positive if the claim holds."""
     rows = []
 
     def row(claim: str, what: str, a: Sequence[float], b: Sequence[float]) -> None:
@@ -165,14 +168,14 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
             trained, untrained = (values(runs, gate, label, key) for gate in GATES)
             permuted = values(runs, "trained", label, chance) if chance else [0.0] * len(runs)
             row(
-                "M7: experts specialise",
-                f"{name} of the {label}, beside shuffled labels",
+                "experts specialise",
+                f"{name} of the {label}, against shuffled labels",
                 trained,
                 permuted,
             )
             row(
-                "and the gate has learned it",
-                f"{name} of the {label}, beside a random W_g",
+                "a trained gate specialises more than a random gate",
+                f"{name} of the {label}, against a random W_g",
                 trained,
                 untrained,
             )
@@ -180,7 +183,7 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
 
 
 def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """The page: numbers, claims, and Table 9 of the first run."""
+    """Formats the page: numbers, verdicts on the claims, and Table 9 of the first run."""
     first = runs[0]
     rows = [
         [
@@ -203,7 +206,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     verdicts = markdown_table(
         ["claim", "compared", "difference, 95%", "verdict"],
         [
-            [claim, what, f"{gap:+.3f}" if gap else "", _above_zero(gap)]
+            [claim, what, f"{gap:+.3f}" if gap else "", verdict(gap, 0, math.inf)]
             for claim, what, gap in claims(runs)
         ],
     )
@@ -212,7 +215,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         for p in ("p_purity", "p_information")
     )  # fmt: skip
     entropies = {gate: _over_runs(values(runs, gate, "current word", "entropy")) for gate in GATES}
-    domains = f" Domains: as many words each of {', '.join(facts['domains'])}."
+    domains = f" Domains, with equal numbers of words: {', '.join(facts['domains'])}."
     tables = "\n".join(
         f"{how.capitalize()}:\n\n{_contexts_table([e for e in first['table'] if e['how'] == how])}"
         for how in dict.fromkeys(expert["how"] for expert in first["table"])
@@ -221,30 +224,31 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         "# What the experts specialise in\n\n"
         f"```\npython scripts/studies/specialisation.py {facts['command']}\n```\n\n"
         f"{len(runs)} run{'s' * (len(runs) > 1)} of a model with {facts['k']} of "
-        f"{first['num_experts']} experts, {facts['steps']:,} steps, on "
+        f"{first['num_experts']} experts after {facts['steps']:,} steps, on "
         f"{first['positions']:,} positions of the {facts['part']} part, without noise."
-        f"{domains if facts['domains'] else ''} Means over the runs, with 95% t intervals where "
-        "there are several.\n\n"
-        "Purity: the share of the most frequent label among the 50 positions with an expert's "
-        "highest gates, mean over experts. I / H: mutual information of the label and the expert "
-        "with the highest gate, less its mean with shuffled labels, of that expert's entropy "
-        f"({entropies['trained']} nats; with a random W_g {entropies['untrained']}). Labels were "
-        f"shuffled {facts['permutations']:,} times; p ≤ {worst:.2g} for all purities and "
-        "informations of the trained gates. A random W_g is normal with the root mean square of "
-        "the trained one, before the same experts, behind the same trained layers. The classes of "
-        "words are their shapes and suffixes.\n\n"
+        f"{domains if facts['domains'] else ''} The numbers are means over the runs. With three "
+        "runs or more, a 95% t interval follows in brackets.\n\n"
+        "Purity is the share of the most frequent label among the 50 positions with an expert's "
+        "highest gates, averaged over experts. I is the mutual information of the label and the "
+        "expert with the highest gate, minus its mean with shuffled labels. H is the entropy of "
+        f"that expert: {entropies['trained']} nats with the trained gate and "
+        f"{entropies['untrained']} nats with a random W_g. Labels were shuffled "
+        f"{facts['permutations']:,} times; p ≤ {worst:.2g} for every purity and every mutual "
+        "information of the trained gates. A random W_g has normal entries with the root mean "
+        "square of the trained W_g; all other weights are the trained ones. The class of a word "
+        "follows from its form and its suffix.\n\n"
         f"{numbers}\n![purity by label and by expert](specialisation.png)\n\n"
-        "A claim is reproduced where the interval lies above zero, reversed where below, else not "
-        f"seen.\n\n{verdicts}\n"
+        "A claim is supported if the whole interval lies above zero, contradicted if it lies below "
+        f"zero, and otherwise not decided.\n\n{verdicts}\n"
         "## Contexts\n\n"
-        "Table 9 of the paper for the first run: the distinct contexts with the highest gates, of "
-        "the three experts that their words set apart most, and of three that were drawn at random "
-        f"from the others.\n\n{tables}"
+        "Table 9 of the paper for the first run: for each expert, the distinct contexts with the "
+        "highest gates. The experts are the three most specialised ones and three random other "
+        f"ones.\n\n{tables}"
     )
 
 
 def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
-    """A column for each expert, a row for each rank."""
+    """Formats contexts: one column for each expert, the highest gate in the first row."""
     header = [
         f"expert {e['expert']}: {100 * e['share']:.1f}% of the words, purity {e['purity']:.2f}"
         for e in experts
@@ -258,14 +262,14 @@ def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def in_place(words: Sequence[str]) -> str:
-    """A word between its neighbours, as Markdown."""
+    """Formats a word in bold between its neighbours, with Markdown and HTML escaped."""
     shown = [re.sub(r"([\\`*_|\[\]~$])", r"\\\1", html.escape(word, quote=False)) for word in words]
     shown[NEIGHBOURS] = f"**{shown[NEIGHBOURS]}**"
     return " ".join(filter(None, shown))
 
 
 def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Purity by label on the left, by expert on the right."""
+    """Plots purity by label on the left and by expert on the right."""
     figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2)
     labels = list(runs[0]["trained"])
@@ -281,7 +285,7 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
         for x, v in zip(place, found, strict=True):
             left.plot([x] * len(v), v, ".", color="black", markersize=4)
     left.set_xticks(range(len(labels)), labels)
-    left.set(ylabel="purity, mean over experts", ylim=(0, 1.12), title="dots: runs")
+    left.set(ylabel="purity, mean over experts", ylim=(0, 1.12), title="each dot is a run")
     left.legend(loc="upper center", ncols=len(bars))
 
     label = "current word"
@@ -291,14 +295,18 @@ def plot(runs: Sequence[Mapping[str, Any]]) -> Figure:
             right.plot(range(1, len(found) + 1), found, color=colour, linewidth=1)
     chance = max(run["trained"][label]["permuted_expert_purity_97.5%"] for run in runs)
     right.axhline(chance, color="C2", linestyle="--", linewidth=1)
-    right.set(xlabel="rank of the expert", ylabel=f"purity of the {label}", ylim=(0, 1.02))
-    right.set_title("97.5% of experts with shuffled labels: below the dashes")
+    right.set(xlabel="experts, sorted by purity", ylabel=f"purity of the {label}", ylim=(0, 1.02))
+    right.set_title("dashed line: 97.5th percentile with shuffled labels")
     right.grid(alpha=0.3)
     return figure
 
 
 def _named_corpora(options: Iterable[str]) -> dict[str, str]:
-    """The corpora of NAME=CORPUS by name."""
+    """Parses the arguments NAME=CORPUS.
+
+    Raises:
+        ConfigError: an argument has another form, a name occurs twice, or there is only one.
+    """
     options = list(options)
     pairs = [option.partition("=") for option in options]
     domains = {name: corpus for name, _, corpus in pairs}
@@ -308,15 +316,25 @@ def _named_corpora(options: Iterable[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the study and returns its report."""
     parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="the folders of training runs")
-    parser.add_argument("--part", choices=PARTS_AND_ALL, default="train")
     parser.add_argument(
-        "--positions", type=at_least(1), default=200_000, help="how many words to look at"
+        "--part", choices=PARTS_AND_ALL, default="train", help="part of the corpus (%(default)s)"
     )
-    parser.add_argument("--permutations", type=at_least(2), default=1_000)
-    parser.add_argument("--layer", type=int, default=0, help="which of the model's MoE layers")
-    parser.add_argument("--domains", nargs="+", default=[], metavar="NAME=CORPUS")
+    parser.add_argument(
+        "--positions", type=at_least(1), default=200_000, help="number of words (%(default)s)"
+    )
+    parser.add_argument(
+        "--permutations",
+        type=at_least(2),
+        default=1_000,
+        help="shuffles of the labels (%(default)s)",
+    )
+    parser.add_argument("--layer", type=int, default=0, help="index among the MoE layers")
+    parser.add_argument(
+        "--domains", nargs="+", default=[], metavar="NAME=CORPUS", help="two or more corpora"
+    )
     parser.add_argument("--output", default="docs/results", help="folder of the report")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -329,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         changed = [key for key in config_differences(config, trained.config) if key != "seed"]
         if changed:
             raise ConfigError(
-                f"{run} must differ from the first run in its seed alone, but {changed} differ"
+                f"{run} must differ from the first run only in its seed, but {changed} differ"
             )
     seeds = [trained.config.seed for trained in models]
     if len(set(seeds)) != len(seeds):

@@ -1,16 +1,22 @@
-"""Mixtures of experts in translation (Figure 4 and Tables 2 to 4 of the paper, in small).
+"""Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
     python scripts/studies/translation.py data.corpus=path/to/parallel/text
     python scripts/studies/translation.py data.corpus=PATH --pairs en-fr --seeds 1 --arms none
     python scripts/studies/translation.py --report data.corpus=PATH
 
-For each language pair trains the models of configs/mt/small-*.toml: with mixtures of experts, by
-noisy top-k and by strictly balanced gates, with dense layers of equal operations in their place (an
-arm that the paper does not have), and with nothing there (its baseline). Translates the test part
-with each and writes OUTPUT/translation.md, .json and .png (OUTPUT is docs/results if not given):
-perplexity and BLEU, the learning curves against the source words processed, and ten translations as
-they are. A run takes 10 to 20 minutes on one processor. Started several times with the same --runs,
-the processes share the runs; with --report nothing is trained.
+Trains the models of configs/mt/small-*.toml for each language pair:
+
+- moe-32: mixtures of experts with noisy top-k gates
+- moe-32-balanced: mixtures of experts with strictly balanced gates
+- dense: dense layers with equal operations in place of the mixtures, which the paper does not have
+- none: no layers in their place, the paper's baseline
+
+Translates the test part with each model and writes OUTPUT/translation.md, .json and .png (default:
+docs/results): perplexity, BLEU and ten unedited translations. The plot has the learning curves
+against the source words processed.
+
+A run takes 10 to 20 minutes on one processor. To share the runs, start the same command several
+times with the same --runs. --report trains nothing.
 """
 
 import argparse
@@ -31,6 +37,8 @@ from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.study import (
+    HOW_COMPARED,
+    HOW_DECIDED,
     Claim,
     Results,
     as_change,
@@ -52,22 +60,22 @@ ARMS = (MIXTURE, BALANCED, DENSE, NONE)
 PAIRS = ("en-fr", "en-de")
 SETTINGS = ("num_threads=1",)
 _NUM_SHOWN = 10
-_NEAR = 0.8
+_NEAR = 0.8  # share of word trigrams that makes a near duplicate
 
 
 @dataclass(frozen=True)
 class Study:
-    """All of one language pair.
+    """The corpus and the finished runs of one language pair.
 
     Attributes:
-        config: of one of its runs.
+        config: the configuration of the mixture.
         text: the corpus as ids.
-        results: of the models.
-        source_words: of an epoch.
-        test: the sentences of the test part and their translations by people.
-        near: whether a sentence of the test part is nearly one of the training part.
-        bleu, distinct_bleu: of each model, by its seeds; the second without near duplicates, if
-            there are other sentences.
+        results: the runs by model and seed.
+        source_words: the number of source words in an epoch.
+        test: the sentences of the test part and their reference translations.
+        near: whether each sentence of the test part is a near duplicate of a training sentence.
+        bleu: the BLEU scores by model, one for each seed.
+        distinct_bleu: the same without near duplicates; {} if all sentences are near duplicates.
     """
 
     config: TranslationConfig
@@ -81,7 +89,7 @@ class Study:
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
-    """Which of the sentences share at least 80% of their word trigrams with one of a text."""
+    """Finds sentences that share 80% or more of their word trigrams with one sentence of a text."""
 
     def trigrams(sentence: str) -> set[tuple[str, ...]]:
         words = ["", *sentence.lower().split(), ""]
@@ -105,7 +113,7 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
 
 
 def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
-    """The models of a language pair, trained, tested and translated with as the options ask for."""
+    """Trains and tests the selected models of a language pair, and translates with them."""
     arms = {
         name: read_config(
             root / "configs" / "mt" / f"small-{name}.toml",
@@ -140,14 +148,14 @@ def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
 
 
 def source_words(text: PairText) -> int:
-    """Of the training pairs that the length filter left."""
+    """Counts the source words of the training pairs that pass the length filter."""
     pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
     begins_word = torch.tensor([piece.startswith("\u2581") for piece in pieces])
     return int(begins_word[text.train.source.stream].sum())
 
 
 def claims(studies: dict[str, Study]) -> list[Claim]:
-    """The paper's claim for both gates, in each language pair and over all of them."""
+    """The paper's claims for both gates, for each language pair and over all of them."""
     pooled = {
         arm: {
             (languages, seed): run
@@ -160,8 +168,8 @@ def claims(studies: dict[str, Study]) -> list[Claim]:
     return [
         Claim(claim, f"{arm} against {other}, {part}", difference(results[arm], results[other]))
         for claim, other in (
-            ("mixtures of experts translate better than none", NONE),
-            ("and better than dense layers of equal operations", DENSE),
+            ("a mixture is better than no layer in its place", NONE),
+            ("a mixture is better than a dense layer with equal operations", DENSE),
         )
         for arm in (MIXTURE, BALANCED)
         for part, results in parts.items()
@@ -169,7 +177,7 @@ def claims(studies: dict[str, Study]) -> list[Claim]:
 
 
 def table(study: Study) -> str:
-    """A line for each model."""
+    """Formats size, perplexity, BLEU and speed of the models, one row each."""
     rows = []
     for name, runs in study.results.items():
         if not runs:
@@ -198,7 +206,7 @@ def table(study: Study) -> str:
 
 
 def balance(study: Study) -> str:
-    """How the strictly balanced gates did."""
+    """Describes the masks of the strictly balanced gates; "" without their runs."""
     train, dev = [], []
     for result in study.results[BALANCED].values():
         train.append(read_metrics(result.run, "train")[-1])
@@ -216,16 +224,16 @@ def balance(study: Study) -> str:
         statistics.fmean(record[key] for record in dev) for key in ("nll_batchwise", "nll")
     )
     return (
-        f"The gates of {BALANCED} are strictly balanced: at the end the dev perplexity by the "
-        f"thresholds was {perplexity(by_threshold):.3f}, by the masks of the batches "
-        f"{perplexity(by_batch):.3f}; of the last training batches the two masks differed in "
-        f"{mean('mask_disagreement')} of the assignments in encoder and decoder, and "
-        f"{mean('share_without_expert')} of the tokens had no expert by the batch's.\n"
+        f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
+        f"{perplexity(by_threshold):.3f} with the threshold mask and {perplexity(by_batch):.3f} "
+        "with the batchwise mask. In the last training batches, the two masks differed in "
+        f"{mean('mask_disagreement')} of the assignments in encoder and decoder. The "
+        f"batchwise mask gave no expert to {mean('share_without_expert')} of the tokens.\n"
     )
 
 
 def shown(study: Study) -> str:
-    """Ten sentences of the test part at even distances, and what became of them."""
+    """Formats ten evenly spaced sentences of the test part and their translations."""
     (languages,) = study.config.data.pairs
     first = {
         name: translated_test(next(iter(runs.values())).run)[languages]
@@ -245,20 +253,20 @@ def shown(study: Study) -> str:
 
 
 def as_markdown(studies: dict[str, Study], command: str) -> str:
-    """The page, which quotes the command that made it."""
+    """Formats the page, with the command that makes it."""
     config = next(iter(studies.values())).config
     steps, batch = config.steps, config.data.tokens_per_batch
     lines = [
         "# Mixtures of experts in translation\n",
         f"```\n{command}\n```\n",
-        f"{steps:,} steps of about {batch:,} source and target pieces; one vocabulary of "
-        f"{config.data.vocab_size:,} wordpieces for both languages. Perplexity is by target piece "
-        "of the test part, exp of the mean over seeds of ln ppl; differences are means over pairs "
-        "of runs of one seed with their 95% t interval. BLEU is sacreBLEU's, beam "
-        "search with the penalties of Wu et al. (2016); a near duplicate is a test sentence that "
-        f"has {_NEAR:.0%} of its word trigrams in one sentence of the training part. Operations "
-        "and parameters are without embedding and softmax.\n",
+        f"{steps:,} steps of about {batch:,} source and target pieces each. Both languages share "
+        f"one vocabulary of {config.data.vocab_size:,} wordpieces. Perplexity is per target piece "
+        f"of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a beam search with the "
+        "penalties of Wu et al. (2016). A test sentence is a near duplicate if at least "
+        f"{_NEAR:.0%} of its word trigrams occur in one training sentence. Operations and "
+        "parameters do not include embedding and softmax.\n",
         "![dev perplexity against source words](translation.png)\n",
+        f"{HOW_DECIDED}\n",
         claims_table(claims(studies)),
     ]
     for languages, each in studies.items():
@@ -266,21 +274,21 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
         lines += [
             f"## {languages}\n",
             f"{len(text.train):,} training pairs ({each.source_words:,} source words, "
-            f"{text.train.num_tokens:,} target pieces), {len(text.test):,} in the test part, "
-            f"{sum(each.near):,} of them near duplicates.\n",
+            f"{text.train.num_tokens:,} target pieces). The test part has {len(text.test):,} "
+            f"pairs, {sum(each.near):,} of them near duplicates.\n",
             table(each),
             balance(each),
-            "Ten sentences of the test part, at even distances in it, by the first seed's "
-            "models:\n",
+            "Ten evenly spaced sentences of the test part, with the translations of the first "
+            "seed's models:\n",
             shown(each),
         ]
     bleu = [score for each in studies.values() for scores in each.bleu.values() for score in scores]
-    lines.append(f"sacreBLEU's signature: `{bleu[0].signature}`\n")
+    lines.append(f"Signature of sacreBLEU: `{bleu[0].signature}`.\n")
     return "\n".join(lines)
 
 
 def plot(studies: dict[str, Study]) -> Figure:
-    """Dev perplexity against the source words processed, a curve for each model (Figure 4)."""
+    """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
     figure = Figure(figsize=(6 * len(studies), 4.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(studies), squeeze=False)
     for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
@@ -290,7 +298,7 @@ def plot(studies: dict[str, Study]) -> Figure:
             for result in runs.values():
                 for record in read_metrics(result.run, "dev"):
                     of_steps[record["step"]].append(record)
-            # Where all were measured: each may have had a log.eval_every of its own.
+            # Only steps that all runs measured: log.eval_every may differ between runs.
             common = [
                 of_steps[step] for step in sorted(of_steps) if len(of_steps[step]) == len(runs)
             ]
@@ -307,14 +315,15 @@ def plot(studies: dict[str, Study]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Study]:
+    """Runs the study and returns the finished runs by language pair."""
     parser = study_parser(__doc__, "translation", ARMS)
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="of languages")
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="language pairs, such as en-fr")
     options = parser.parse_intermixed_args(arguments)
     require_bleu()
     studies = {languages: study(languages, options, root) for languages in options.pairs}
     studies = {languages: each for languages, each in studies.items() if any(each.results.values())}
     if not studies:
-        print("nothing to report yet: a run must be finished")
+        print("nothing to report yet: no run is finished")
         return studies
     command = command_of("translation", options)
     if tuple(options.pairs) != PAIRS:

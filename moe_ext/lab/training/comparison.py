@@ -16,10 +16,9 @@ from moe_ext.lab.training.config import (
     config_differences,
     config_value,
 )
-from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.statistics import bootstrap_difference
-from moe_ext.lab.training.study import Results, difference, size_cells
+from moe_ext.lab.training.statistics import PairedDifference, bootstrap_difference
+from moe_ext.lab.training.study import Results, as_change, difference, size_cells
 from moe_ext.lab.training.text import Text
 
 _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # with decimals
@@ -117,9 +116,10 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
             "--output must hold a pair of finished runs, got none; wait for runs in progress, "
             "delete the folders of diverged runs, or give another --output"
         )
-    interval = difference(first, second)
+    gap = difference(first, second)
+    assert gap is not None  # there are rows
     return {
-        "difference": asdict(interval) if interval else None,
+        "difference": asdict(gap),
         "test_tokens": int(lengths.sum()),
         "train_tokens": text.train.num_tokens,
         "vocabulary": len(text.vocabulary),
@@ -160,15 +160,13 @@ def comparison_page(report: dict[str, Any], config: AnyConfig) -> str:
                 *(f"{speed[arm]:,.0f}" for arm in titles),
             ]
         )
-    difference = "One seed: no interval over seeds."
-    if report["difference"] is not None:
-        mean, low, high = (report["difference"][key] for key in ("mean", "low", "high"))
-        change = [f"{100 * (perplexity(value) - 1):+.2f}%" for value in (mean, low, high)]
-        difference = (
-            f"Mean difference in ln ppl, {' - '.join(titles.values())}: {mean:+.4f}, 95% t "
-            f"interval over {len(report['pairs'])} paired seeds [{low:+.4f}, {high:+.4f}]; "
-            f"perplexity {change[0]} [{change[1]}, {change[2]}]."
-        )
+    gap = PairedDifference(**report["difference"])
+    over = f", with the 95% t interval over {len(report['pairs'])} paired seeds"
+    summary = (
+        f"Mean difference in ln ppl, {' - '.join(titles.values())}"
+        f"{'' if gap.low is None else over}: {gap:+.4f}. "
+        f"As a change of the perplexity: {as_change(gap)}."
+    )
     return f"""\
 {config.steps:,} steps of about {config.data.tokens_per_batch:,} tokens; corpus \
 {config.data.corpus}: {report["train_tokens"]:,} training and \
@@ -176,5 +174,5 @@ def comparison_page(report: dict[str, Any], config: AnyConfig) -> str:
 
 {sizes}
 {markdown_table(header, rows)}
-{difference}
+{summary}
 """

@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _CONFIDENCE = 0.95  # of the intervals
+_MIN_SEEDS = 3  # the fewest for an interval over seeds
 _BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
 
 
@@ -20,20 +21,54 @@ class Interval:
     low: float
     high: float
 
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of paired differences and, with three seeds or more, its t interval.
+
+    Attributes:
+        mean: the mean of the differences.
+        num_seeds: the number of paired seeds.
+        low, high: the 95% t interval of the mean; None with fewer than three seeds, because it
+            would not be informative.
+    """
+
+    mean: float
+    num_seeds: int
+    low: float | None
+    high: float | None
+
+    def text(self, shown: Callable[[float], str], unit: str = "") -> str:
+        """Formats the mean with its interval, or with the reason why it has no interval."""
+        if self.low is None or self.high is None:
+            number = {1: "one seed", 2: "two seeds"}.get(self.num_seeds, "one pair")
+            return f"{shown(self.mean)}{unit} ({number}, not decided)"
+        return f"{shown(self.mean)}{unit} [{shown(self.low)}, {shown(self.high)}]"
+
     def __format__(self, form: str) -> str:
-        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+        return self.text(lambda value: format(value, form))
 
 
-def mean_difference(differences: Sequence[float]) -> Interval | None:
-    """Mean of paired differences with its t interval; None for fewer than two."""
-    if len(differences) < 2:
+def mean_difference(
+    differences: Sequence[float], num_seeds: int | None = None
+) -> PairedDifference | None:
+    """Computes the mean of paired differences; None without differences.
+
+    Args:
+        differences: one for each pair of runs.
+        num_seeds: the number of distinct seeds; None where each pair has its own seed.
+    """
+    if not differences:
         return None
+    num_seeds = len(differences) if num_seeds is None else num_seeds
+    mean = statistics.fmean(differences)
+    if num_seeds < _MIN_SEEDS or len(differences) < 2:
+        return PairedDifference(mean, num_seeds, None, None)
     from scipy import stats  # type: ignore[import-untyped]
 
-    mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(differences) - 1)) * error
-    return Interval(mean, mean - half, mean + half)
+    return PairedDifference(mean, num_seeds, mean - half, mean + half)
 
 
 def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:

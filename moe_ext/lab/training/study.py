@@ -7,6 +7,7 @@ log-perplexity of a run after a fixed number of steps.
 """
 
 import argparse
+import math
 import shlex
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.results import Result, finished, train_and_test
-from moe_ext.lab.training.statistics import Interval, mean_difference
+from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.text import Text, load_text
 
 Results = dict[str, dict[int, Result]]  # by arm and seed
@@ -35,6 +36,19 @@ _SEEDS = [1, 2, 3]  # default seeds of a study
 
 # Overrides for studies of configs/small: more words, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
+
+SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
+
+# Sentences of the studies' pages.
+HOW_COMPARED = (
+    "The perplexity over several seeds is exp of the mean of ln ppl. A difference is the mean over "
+    "pairs of runs with the same seed. With three seeds or more, its 95% t interval follows in "
+    "brackets."
+)
+HOW_DECIDED = (
+    "A claim is supported if the whole interval lies below zero, contradicted if it lies above "
+    "zero, and otherwise not decided."
+)
 
 _DIVERGED = "diverged.txt"  # in the folder of a run
 
@@ -210,7 +224,7 @@ class Claim(NamedTuple):
 
     claim: str
     compared: str
-    difference: Interval | None
+    difference: PairedDifference | None
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
@@ -236,41 +250,48 @@ def size_cells(cost: Cost) -> list[str]:
 
 def paired(
     a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
-) -> Interval | None:
-    """value(a) - value(b) over the keys, such as seeds, that both have; None for fewer than two."""
+) -> PairedDifference | None:
+    """Computes the mean of value(a) - value(b) over the keys, such as seeds, that both have."""
     keys = sorted(a.keys() & b.keys())
-    return mean_difference([value(a[key]) - value(b[key]) for key in keys])
+    num_seeds = len({a[key].seed for key in keys})
+    return mean_difference([value(a[key]) - value(b[key]) for key in keys], num_seeds)
 
 
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
-) -> Interval | None:
-    """ln ppl(a) - ln ppl(b) after a share of the steps, as `paired`."""
+) -> PairedDifference | None:
+    """Computes ln ppl(a) - ln ppl(b) after a share of the steps, see `paired`."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
-def widening(a: Mapping[int, Result], b: Mapping[int, Result], share: float) -> Interval | None:
-    """How far `difference` at the end is from where it was after a share of the steps."""
+def widening(
+    a: Mapping[int, Result], b: Mapping[int, Result], share: float
+) -> PairedDifference | None:
+    """Computes `difference` after all steps minus `difference` after a share of the steps."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
-def verdict(interval: Interval | None) -> str:
-    """What a paired difference says of the claim that it is below zero."""
-    if interval is None:
-        return "not decided: fewer than two pairs"
-    if interval.high < 0:
-        return "reproduced"
-    return "reversed" if interval.low > 0 else "not seen"
+def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
+    """Judges the claim that a difference lies between low and high; by default, below zero.
+
+    The claim is supported if the whole interval lies between them, and contradicted if the whole
+    interval lies outside. Otherwise, and without an interval, it is not decided.
+    """
+    if difference is None or difference.low is None or difference.high is None:
+        return NOT_DECIDED
+    if low < difference.low and difference.high < high:
+        return SUPPORTED
+    return CONTRADICTED if difference.low > high or difference.high < low else NOT_DECIDED
 
 
-def as_change(interval: Interval | None) -> str:
-    """A difference of ln ppl as a change of the perplexity, in per cent with its interval."""
-    if interval is None:
+def as_change(difference: PairedDifference | None) -> str:
+    """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
+
+    With fewer than three seeds, that number of seeds stands in place of the interval.
+    """
+    if difference is None:
         return ""
-    mean, low, high = (
-        100 * (perplexity(value) - 1) for value in (interval.mean, interval.low, interval.high)
-    )
-    return f"{mean:+.2f}% [{low:+.2f}, {high:+.2f}]"
+    return difference.text(lambda value: f"{100 * (perplexity(value) - 1):+.2f}", "%")
 
 
 def as_data(results: Results) -> dict[str, Any]:
