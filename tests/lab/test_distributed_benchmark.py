@@ -34,14 +34,14 @@ def test_the_layer_sends_what_it_must(run):
     ]  # fmt: skip
     for result in steps:
         forward, backward = result["bytes"]["forward"], result["bytes"]["backward"]
-        # Each token has 2 experts in the other process: 2 rows, or one copy for each chunk.
+        # Each token has 2 experts on the other rank: 2 rows, or one row for each chunk.
         number = 2 if result["exchange"] == "rows" or result["chunks"] == 2 else 1
         rows = 2 * TOKENS * number * 2 * WIDTH * 4
         assert forward["rows"] == backward["rows"] == rows
         gates = 2 * TOKENS * 2 * 4 if result["exchange"] == "tokens" else 0
         assert (forward["gates"], backward["gates"]) == (gates, gates)
         assert (forward["indices"], backward["indices"]) == (2 * gates, 0)
-        # To the other process: a count for each of its experts and chunks, int64.
+        # The other rank receives an int64 count for each of its experts and chunks.
         assert forward["counts"] == 2 * (2 + result["chunks"]) * 8
         assert backward["counts"] == 0
         # Importance and load of 4 experts are summed: float32, in each process.

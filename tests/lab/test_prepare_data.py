@@ -21,7 +21,7 @@ LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Sends `files`; where `cut` is set only so many bytes of one answer; `ranges` as asked for."""
+    """Serves `files`. `cut` truncates one answer to that many bytes; `ranges` allows ranges."""
 
     def do_GET(self):
         server = self.server
@@ -77,7 +77,7 @@ def zip_of(files):
 
 @pytest.fixture
 def lm1b(server, monkeypatch):
-    """The benchmark in small, as the script will find it; its 99 shards have a sentence each."""
+    """Serves a small benchmark: 99 shards with one sentence each."""
     train = {
         f"{LM1B}/training-monolingual.tokenized.shuffled/news.en-{i:05d}-of-00100": f"the w{i} .\n"
         for i in range(100)

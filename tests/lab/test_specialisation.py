@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def routing_of(slots, num_experts, words=None):
-    """Of (position, expert, gate) triples; the words stand one after the other."""
+    """Routes words by (position, expert, gate) triples; the words form one sequence."""
     position, expert, gate = map(torch.tensor, zip(*slots, strict=True))
     number = int(position.max()) + 1 if words is None else len(words)
     padded = torch.full((number + 4,), NO_WORD)
@@ -136,17 +136,17 @@ def test_random_routing_is_not_special():
 def test_permutations_are_fair():
     """The means over shuffled labels are those over all 720 orders, to 5 standard errors."""
     labels, experts = [0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 1, 1]
-    purities, informations = [], []
+    purities, mutual = [], []
     for order in itertools.permutations(labels):
         most = [max(map(part.count, part)) / len(part) for part in (order[:4], order[4:])]
         purities.append(statistics.fmean(most))
-        informations.append(mutual_information(torch.tensor(experts), torch.tensor(order)))
+        mutual.append(mutual_information(torch.tensor(experts), torch.tensor(order)))
     found = measure_specialisation(
         one_expert_each(experts, 2), {"label": torch.tensor(labels)}, num_permutations=2_000
     )["label"]
     for shuffled, exact in (
         (found.permuted_purity.mean(1), purities),
-        (found.permuted_information, informations),
+        (found.permuted_information, mutual),
     ):
         error = statistics.pstdev(exact) / math.sqrt(2_000)
         assert abs(float(shuffled.mean()) - statistics.fmean(exact)) < 5 * error

@@ -193,7 +193,7 @@ def measure_specialisation(
     # Renumber the labels that occur from 0, which keeps the tables small.
     compact = {name: label.unique(return_inverse=True)[1] for name, label in labels.items()}
     purities: dict[str, list[Tensor]] = {name: [] for name in labels}
-    informations: dict[str, list[float]] = {name: [] for name in labels}
+    mutual: dict[str, list[float]] = {name: [] for name in labels}
 
     generator = torch.Generator().manual_seed(seed)
     identity = torch.arange(len(routed.windows))
@@ -204,13 +204,13 @@ def measure_specialisation(
         for name, label in compact.items():
             shuffled = label[order]
             purities[name].append(purity(shuffled, highest))
-            informations[name].append(mutual_information(expert, shuffled[position]))
+            mutual[name].append(mutual_information(expert, shuffled[position]))
     return {
         name: Specialisation(
             purities[name][0],
             torch.stack(purities[name][1:]),
-            informations[name][0],
-            torch.tensor(informations[name][1:], dtype=torch.float64),
+            mutual[name][0],
+            torch.tensor(mutual[name][1:], dtype=torch.float64),
             entropy(expert),
         )
         for name in labels

@@ -36,7 +36,7 @@ from moe_ext.lab.training.results import Result
 from moe_ext.lab.training.study import run_study, runs_at_once, size_cells
 from moe_ext.lab.training.text import load_text
 
-_LOG = ["log.log_every=20", "log.eval_every=100"]  # enough points for the curves
+_SETTINGS = ["steps=800", "log.log_every=20", "log.eval_every=100"]
 _QUICK = [
     "steps=30",
     "data.vocab_size=1000",
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
     started = time.perf_counter()
     quick = _QUICK if options.quick else []
     config = read_config(
-        root / "configs" / "small" / "moe-32.toml", [*_LOG, *quick, *options.overrides]
+        root / "configs" / "small" / "moe-32.toml", [*_SETTINGS, *quick, *options.overrides]
     )
     output = Path(options.output or f"runs/quickstart{'-quick' if options.quick else ''}")
     models, at_once = runs_at_once(arms(config), 2)
