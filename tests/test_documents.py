@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs, and every command can be parsed.
+"""Python and bash blocks of README, docs and examples run; shown commands can be parsed.
 
 CONTRIBUTING.md describes the kinds of code blocks.
 """
@@ -26,7 +26,7 @@ SECONDS = 60  # time limit of a command
 
 
 def without_files(parse):
-    """Changes a parser: blocks after a comment `<!-- file: NAME -->` are written to that file."""
+    """Wraps a parser: a block after `<!-- file: NAME -->` is written to NAME and not run."""
 
     def parse_document(document):
         for region in parse(document):
@@ -47,7 +47,7 @@ PROGRAMS = {
 
 
 def run_commands(example):
-    """Runs the commands whose file an earlier block wrote; returns the output of a failed one."""
+    """Runs commands of files that earlier blocks wrote; returns the output of a failed command."""
     for line in re.sub(r"\\\n\s*", "", example.parsed).splitlines():
         words = shlex.split(line, comments=True)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def test_the_readme_has_examples():
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_linked_files_exist(page):
-    """Links of README and other top-level pages; docs/build.py checks the links of the site."""
+    """Checks the top-level pages; docs/build.py checks the links of the site."""
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []
 

@@ -143,7 +143,7 @@ def test_threads_are_divided(threads):
     assert runs_at_once(arms, 2) == (arms, 1)
 
 
-def test_compare_trains_the_requested_number_at_once(corpus, tmp_path, threads, monkeypatch):
+def test_compare_trains_runs_at_once_on_request(corpus, tmp_path, threads, monkeypatch):
     asked = []
 
     def run_study(arms, seeds, text, runs, at_once):

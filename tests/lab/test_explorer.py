@@ -62,7 +62,7 @@ def routed():
 
 @pytest.fixture(scope="module")
 def reports(routed, vocabulary):
-    """Reports with all words and only two contexts of each expert."""
+    """Makes reports with all words and only two contexts of each expert."""
     return expert_reports(routed, vocabulary, num_words=99, num_contexts=2)
 
 
@@ -110,7 +110,9 @@ def test_sentences_show_the_routing(html, routed):
     assert len(data["sentences"]) == 40
     for sentence in data["sentences"]:
         tokens = sentence["tokens"]
-        found = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # each sentence once
+        found = expected.pop(
+            tuple(spelling[word] for word, *_ in tokens)
+        )  # a sentence appears once
         for (_, *choices), slots in zip(tokens, found, strict=True):
             assert choices[1::2] == sorted(choices[1::2], reverse=True)
             assert sorted(choices[::2]) == [expert for expert, _ in slots]
@@ -232,7 +234,7 @@ def test_search_finds_experts_and_sentences(page):
     assert int(page.find_element("id", "expert-title").text.split()[1]) in found
     everywhere = search_for(page, "the")
     exact = search_for(page, '"the"')
-    assert set(exact) < set(everywhere)  # without quotes, also "other"
+    assert set(exact) < set(everywhere)  # without quotes, "the" also matches "other"
     assert set(search_for(page, '"the" paris')) == set(exact) & set(found)
     assert search_for(page, "nowhere") == []
     assert page.find_element("id", "found").text == f"0 experts of {NUM_EXPERTS}"

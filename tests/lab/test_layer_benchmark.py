@@ -35,7 +35,7 @@ def test_routing_follows_the_popularity_and_repeats_no_expert():
     groups = (index // 4).sort(dim=-1).values
     assert torch.equal(groups[:, 0::2], groups[:, 1::2])  # two experts in each of two groups
     # Two experts with weights 1 and 1/2: one gets 2/3 of 20,000 tokens. Six standard
-    # deviations are 0.02, so one in 10^8 seeds fails.
+    # deviations are 0.02, so fewer than one seed in 10^8 fails.
     counts = random_routing(Shape(20000, 2, 1, 1, 1, "zipf")).flatten().bincount()
     assert abs(counts.max().item() / 20000 - 2 / 3) < 0.02
 
@@ -225,7 +225,7 @@ def test_rounds_fit_into_the_time_without_slow_peers(clock):
 
 
 def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(layer, "LONG_ON_CPU", 60.0)  # no peer is slow
+    monkeypatch.setattr(layer, "LONG_ON_CPU", 60.0)  # no peer counts as slow
     names = ["mask loop", "sort + slices", "sort + grouped_mm"]
     path = tmp_path / "layer.json"
     arguments = ["--shapes", "48,5,2,16,32", "16,4,2,8,16,zipf", "--threads", "1", "2"]

@@ -230,7 +230,7 @@ def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
     assert len(json.loads((tmp_path / "paper_tables.json").read_text())) == 23
 
 
-def test_configurations_choose_recomputation(configs):
+def test_the_configuration_sets_recomputation(configs):
     assert on_meta(configs["news/moe-32.toml"]).layers[1].recompute
     assert not on_meta(configs["lm1b/moe-32.toml"]).layers[1].recompute
 

@@ -76,7 +76,7 @@ def test_train_reports_model_text_and_result(run, corpus, capsys):
     assert read_config(run / "config.toml").steps == 8
 
 
-def test_a_finished_run_without_dev_metrics_is_done(run, tmp_path, capsys):
+def test_resuming_a_finished_run_without_dev_metrics(run, tmp_path, capsys):
     folder = shutil.copytree(run, tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(line for line in lines if '"dev"' not in line))
@@ -518,7 +518,7 @@ def test_benchmark_recurrent(capsys, tmp_path):
 
 
 def test_benchmark_hierarchical(tmp_path, capsys):
-    """Layers marked "=" have the multiply-adds of the large layer, to half a hidden unit (32)."""
+    """Layers marked "=" match the multiply-adds of the large layer up to half a hidden unit."""
     sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
     options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
     rows = hierarchical.main([*sizes.split(), *options.split()])

@@ -71,7 +71,8 @@ def test_positions_of_the_experts():
     slots = [(0, 1, 0.75), (0, 2, 0.25), (2, 2, 0.5), (2, 1, 0.5), (3, 1, 0.9), (3, 0, 0.1)]
     routed = routing_of(slots, num_experts=4)
     assert routed.highest(2).tolist() == [[3, -1], [3, 0], [2, 0], [-1, -1]]
-    position, expert = routed.first_choice()  # 1 has no expert; the first of equal gates wins
+    # Position 1 has no expert. The first of equal gates counts as the highest.
+    position, expert = routed.first_choice()
     assert position.tolist() == [0, 2, 3] and expert.tolist() == [1, 2, 1]
     both = joined([routed, routed])
     assert both.highest(3)[0].tolist() == [3, 7, -1]
@@ -91,7 +92,7 @@ def test_experts_that_follow_the_label():
 
 
 def test_information_uses_the_expert_with_the_highest_gate():
-    """The second expert, which is always 3, has no effect."""
+    """The expert with the lower gate, always 3, has no effect."""
     labels = torch.arange(3).repeat(4)
     slots = [slot for i, e in enumerate(labels.tolist()) for slot in ((i, 3, 0.25), (i, e, 0.75))]
     found = measure_specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)[
@@ -244,7 +245,7 @@ def wordpieces():
 
 @pytest.fixture(scope="module")
 def pairs(wordpieces):
-    """Random sentence pairs of PAIRS; a source begins with the token of the target language."""
+    """Makes random sentence pairs; a source begins with the token of the target language."""
     generator = torch.Generator().manual_seed(5)
 
     def text(language):

@@ -166,7 +166,10 @@ def test_a_diverged_run_does_not_stop_the_others(config, tmp_path, monkeypatch):
 
 
 def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
-    """Record i has 2 batches and the layers i and i + 1; the mean of 35 to 59 is 47."""
+    """Record i covers two batches and has the values i and i + 1 for two layers.
+
+    The last 50 batches are the records 35 to 59; the mean of i is 47.
+    """
     keys = [*losses.COLUMNS]
     records = [
         {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}

@@ -142,7 +142,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
         main(capsys, run, file, "--attention", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)
     main(capsys, run, file, "--attention", tmp_path / "b.PDF")
-    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # one per text line
+    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
     found = translated(run)[2][0]
     figure = translate.attention_plot(found)
     assert figure.get_size_inches().max() < 10

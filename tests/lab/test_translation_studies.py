@@ -173,7 +173,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():
-    """Compares the language pairs of both models; a pair with equal values counts for neither."""
+    """Only language pairs of both models count; equal values count for neither model."""
     ours, theirs = (
         {name: multilingual.Figures(*each, num_seeds=1) for name, each in figures.items()}
         for figures in (
