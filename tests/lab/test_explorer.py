@@ -98,7 +98,7 @@ def test_data_equals_the_reports(html, routed, reports):
 def test_sentences_show_the_routing(html, routed):
     data = data_of(html)
     spelling = data["words"]
-    # The experts and gates of each token, by the words of its sentence. All sentences differ.
+    # Maps the words of a sentence to the experts and gates of its tokens. All sentences differ.
     expected = {}
     for begin in range(0, 540, 9):
         words = tuple(WORDS[w] for w in routed.words[begin : begin + 9])
@@ -110,9 +110,7 @@ def test_sentences_show_the_routing(html, routed):
     assert len(data["sentences"]) == 40
     for sentence in data["sentences"]:
         tokens = sentence["tokens"]
-        found = expected.pop(
-            tuple(spelling[word] for word, *_ in tokens)
-        )  # a sentence appears once
+        found = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # no duplicates
         for (_, *choices), slots in zip(tokens, found, strict=True):
             assert choices[1::2] == sorted(choices[1::2], reverse=True)
             assert sorted(choices[::2]) == [expert for expert, _ in slots]
