@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds for the installed GPU, runs the tests on it and then the benchmarks; or runs one step only.
+# Builds for the installed GPU, then runs the tests and the benchmarks; or runs only one step.
 #
 #   scripts/gpu_suite.sh OUTPUT [build|test|sanitize|benchmark|all] [PYTHON]
 #
@@ -60,7 +60,7 @@ END
   "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # ignores a failed self-test
 }
 
-# Initializes the device, which is slow, then runs a test that might hang, then all tests. At the
+# Runs in this order: the slow first use of the device, a test that might hang, all tests. At the
 # time limit, SIGINT makes pytest report the failures so far.
 tests() {
   say "tests"

@@ -18,7 +18,7 @@ def start(name, folder, launcher=()):
 
 
 def output_of(name, folder, launcher=()):
-    """Returns the output of a script. Its docstring must show the same lines; numbers may differ."""
+    """Returns the output of a script; its docstring must show the same text with any numbers."""
     done = start(name, folder, launcher)
     assert done.returncode == 0, done.stderr
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
