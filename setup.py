@@ -1,7 +1,8 @@
 """Builds the extension moe_ext._C for the CPU, and for CUDA if torch and a CUDA toolkit support it.
 
-MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes a missing CUDA an error. MOE_EXT_WERROR=1 turns
-nvcc warnings into errors. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in every torch extension.
+MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
+MOE_EXT_WERROR=1 turns nvcc warnings into errors. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in every
+torch extension.
 """
 
 import functools
@@ -35,7 +36,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
 
 @functools.cache
 def ask_nvcc(option: str) -> str:
-    """Returns the output of nvcc under CUDA_HOME for an option."""
+    """Runs the nvcc of CUDA_HOME with an option and returns its output."""
     return subprocess.check_output([f"{CUDA_HOME}/bin/nvcc", option], text=True)
 
 
@@ -45,9 +46,9 @@ def toolkit_version() -> str:
 
 
 def architectures() -> str:
-    """Returns TORCH_CUDA_ARCH_LIST, or those of CUDA_ARCHITECTURES that the toolkit supports.
+    """Returns TORCH_CUDA_ARCH_LIST if it is set, else the supported CUDA_ARCHITECTURES.
 
-    In the second case, the last architecture also gets PTX.
+    In the second case, the kernels for the last architecture also include PTX.
     """
     if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return given
@@ -59,7 +60,7 @@ def architectures() -> str:
 
 
 def wants_cuda(has_sources: bool) -> bool:
-    """Returns whether to build for CUDA. Does not need a GPU."""
+    """Returns whether to build for CUDA; the build does not need a GPU."""
     choice = os.environ.get("MOE_EXT_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         sys.exit(f"moe_ext: MOE_EXT_CUDA must be auto, 0 or 1, got {choice}")
@@ -87,7 +88,7 @@ def extension():
     """Returns the extension module with the C++ sources and, with CUDA, the .cu sources."""
     cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
     cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
-    # No contraction: the compiler must not form fused multiply-adds that the source does not have.
+    # -ffp-contract=off: the compiler must not add fused multiply-adds to the source.
     cxx = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
     if not wants_cuda(bool(cuda)):

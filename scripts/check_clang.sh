@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Checks csrc/**/*.cpp with clang 16 or later, without code generation; warnings are errors.
+# Checks csrc/**/*.cpp with clang 16 or later and generates no code. Warnings are errors.
 # Prints a message and succeeds if no such clang is installed.
 #
-# PYTHON is an interpreter with torch (default .venv/bin/python); CLANG is the compiler.
+# PYTHON is an interpreter with torch (default .venv/bin/python). CLANG is the compiler (default:
+# the first clang++ of version 16 or later in PATH).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -18,7 +19,7 @@ if [ -z "$clang" ]; then
   exit 0
 fi
 
-# The flags of setup.py. Torch's headers are system headers, so their warnings are ignored.
+# These are the flags of setup.py. -isystem suppresses warnings in torch's headers.
 read -ra includes < <("$python" -c '
 import sysconfig
 from torch.utils.cpp_extension import include_paths

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, then builds the documentation into build/docs and checks its links.
-# The build itself needs no network.
+# Installs missing packages, then builds the documentation into build/docs and checks its links.
+# The build needs no network if all packages are installed.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU, runs the tests on it and then the benchmarks; or only one step.
+# Builds for the installed GPU, then runs the tests and the benchmarks; or runs only one step.
 #
 #   scripts/gpu_suite.sh OUTPUT [build|test|sanitize|benchmark|all] [PYTHON]
 #
-# PYTHON (default python3) must have torch with CUDA and pytest. The script downloads nothing; it
-# prints a message and skips what other missing packages would do. On 16 cores the build takes about
-# 5 minutes; test, sanitize and benchmark stop after at most 9, 4 and 9 minutes.
+# PYTHON (default python3) must have torch with CUDA and pytest. The script downloads nothing and
+# continues if other packages are missing. On 16 cores the build takes about 5 minutes. test,
+# sanitize and benchmark stop after at most 9, 4 and 9 minutes.
 #
 # The script writes device.txt, build.log, info.txt, tests.log and sanitizer.log to OUTPUT. For each
 # dtype, the benchmark writes a log, a JSON file, tables in Markdown and a profile of our kernels.
-# The JSON file is updated after every problem, so a stopped step keeps its results. At the end
-# everything is packed into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory
-# checks or the tests failed. OUTPUT also has the built extension: on another machine with the same
+# The JSON file is updated after every problem, so a stopped step keeps its results. At the end the
+# script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory checks
+# or the tests failed. OUTPUT also contains the built extension: on another machine with the same
 # hardware and software, `cp OUTPUT/_C*.so moe_ext/` replaces the build.
 set -uo pipefail
 
@@ -25,12 +25,12 @@ python=$(command -v "${3:-python3}") || { echo "PYTHON: found no ${3:-python3}" 
 bin=$(cd "$(dirname "$python")" && pwd)
 python=$bin/$(basename "$python")
 cd "$(dirname "$0")/.."
-export PATH="$bin:$PATH"  # finds ninja
+export PATH="$bin:$PATH"  # ninja may be next to PYTHON
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0  # no TF32
 say() { printf '\n== %s\n' "$*"; }
 has() { "$python" -c "import $1" 2> /dev/null; }
-# Describes the exit status of a command under `timeout`.
+# Describes the exit status of a command that ran under `timeout`.
 outcome() { case $1 in 124 | 137) echo "not finished in time" ;; *) echo "status $1" ;; esac; }
 
 "$python" - << 'END' | tee "$output/device.txt" || exit 2
@@ -57,11 +57,11 @@ END
     > "$output/build.log" 2>&1 ||
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
   cp moe_ext/_C*.so "$output/"
-  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # goes on if the self-test fails
+  "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # ignores a failed self-test
 }
 
-# After a first use of the device, which is slow, the test that might hang runs first. An interrupt
-# makes pytest report the failures so far.
+# Runs in this order: the slow first use of the device, a test that might hang, all tests. At the
+# time limit, SIGINT makes pytest report the failures so far.
 tests() {
   say "tests"
   local options=()
@@ -69,10 +69,10 @@ tests() {
     { echo "first use of moe_ext and the device: $(outcome $?)"; return 1; }
   timeout 60 "$python" -m pytest -q -m cuda -k empty_expert -p no:cacheprovider \
     tests/ops/test_experts.py || echo "torch's grouped GEMM, an expert without rows: $(outcome $?)"
-  if has xdist; then options+=(-n 4); else echo "no pytest-xdist: one process"; fi
+  if has xdist; then options+=(-n 4); else echo "found no pytest-xdist: uses one process"; fi
   if has pytest_timeout; then options+=(--timeout 90 --timeout-method thread); fi
   for package in filelock sacrebleu scipy sentencepiece tensorboard tqdm; do
-    has "$package" || echo "no $package: the tests that need it fail"
+    has "$package" || echo "found no $package: the tests that need it fail"
   done
   timeout -k 15 -s INT 420 "$python" -m pytest -v --tb=short -m cuda -p no:cacheprovider \
     --continue-on-collection-errors --durations=10 ${options[@]+"${options[@]}"} 2>&1 |

@@ -1,8 +1,9 @@
-# Sourced by quickstart.sh and test.sh. Creates a virtual environment in .venv with torch, the
-# packages that the scripts need, and moe_ext built in place. Keeps what is already installed, and
+# Sourced by docs.sh, quickstart.sh and test.sh. Creates a virtual environment with torch, the
+# packages that the scripts need, and moe_ext built in place. Keeps packages that are installed, and
 # rebuilds the extension only if its sources have changed.
 #
-# PYTHON is the interpreter (default python3); MOE_EXT_VENV is the folder of the environment.
+# PYTHON is the interpreter (default python3). MOE_EXT_VENV is the folder of the environment
+# (default .venv).
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf 'moe_ext: %s\n' "$*" >&2; exit 2; }
@@ -32,7 +33,7 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
     'torch>=2.11' 'setuptools>=77' wheel ninja
-  # With a CUDA toolkit, compiles the kernels for this machine's GPU, or for sm_90 without a GPU.
+  # With a CUDA toolkit, compiles the kernels for the installed GPU, or for sm_90 without a GPU.
   architecture='import torch as t; g = t.cuda
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, then checks the style, builds the documentation and runs the tests.
-# Arguments go to pytest.
+# Installs missing packages, then checks the style, builds the documentation and runs the tests.
+# Passes its arguments to pytest.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 

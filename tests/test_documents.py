@@ -1,4 +1,4 @@
-"""README and the pages of docs: every code block runs, every command can be parsed.
+"""Python and bash blocks of README, docs and examples run; shown commands can be parsed.
 
 CONTRIBUTING.md describes the kinds of code blocks.
 """
@@ -22,11 +22,11 @@ PAGES = sorted(
     path for place in ("*.md", "docs/**/*.md", "examples/*.md") for path in ROOT.glob(place)
 )
 LANGUAGES = {"", "bash", "console", "python", "text", "toml"}
-SECONDS = 60  # that a command of a page may take
+SECONDS = 60  # time limit of a command
 
 
 def without_files(parse):
-    """A parser whose blocks are written to the file that a comment before the block names."""
+    """Wraps a parser: a block after `<!-- file: NAME -->` is written to NAME and not run."""
 
     def parse_document(document):
         for region in parse(document):
@@ -47,7 +47,7 @@ PROGRAMS = {
 
 
 def run_commands(example):
-    """Runs the commands that start a file which the page has written."""
+    """Runs commands of files that earlier blocks wrote; returns the output of a failed command."""
     for line in re.sub(r"\\\n\s*", "", example.parsed).splitlines():
         words = shlex.split(line, comments=True)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -88,13 +88,13 @@ def test_the_readme_has_examples():
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_linked_files_exist(page):
-    """Sphinx and docs/check_links.py check those of the site."""
+    """Checks the top-level pages; docs/build.py checks the links of the site."""
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def commands_that_are_shown():
-    """(file, script, its arguments) of every command with arguments, continued lines joined."""
+    """Yields (file, script, arguments) of every shown command that has arguments."""
     for place in ("*.md", "docs/**/*.md", "configs/**/*.toml", "moe_ext/lab/**/*.py"):
         for file in ROOT.glob(place):
             text = re.sub(r"\\+\n[\s#]*", "", file.read_text())

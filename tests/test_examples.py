@@ -1,4 +1,4 @@
-"""The scripts of examples/ run as their docstrings say."""
+"""The scripts of examples/ run and print the output that their docstrings show."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ def start(name, folder, launcher=()):
 
 
 def output_of(name, folder, launcher=()):
-    """What the script prints; its docstring has to show the same except for the numbers."""
+    """Returns the output of a script; its docstring must show the same text with any numbers."""
     done = start(name, folder, launcher)
     assert done.returncode == 0, done.stderr
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
@@ -33,7 +33,7 @@ def output_of(name, folder, launcher=()):
 
 
 def numbers(pattern, text):
-    """The group of each match, as a number."""
+    """Returns the group of each match as a number."""
     return [float(found.replace(",", "")) for found in re.findall(pattern, text)]
 
 
@@ -55,7 +55,7 @@ def test_custom_gate(tmp_path):
     temperatures = numbers(r"temperature ([\d.]+)", output)
     assert temperatures[0] == 0.2 != temperatures[-1]
     shares = numbers(r"(\d+)%", output)
-    assert len(shares) == 8 and min(shares) > 60  # an even share is 2 of 16 experts
+    assert len(shares) == 8 and min(shares) > 60  # even routing: 2 / 16 = 12.5%
 
 
 def test_hierarchical_4096(tmp_path):

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without warnings, its links work, and a browser shows it."""
+"""The documentation site builds without warnings, its links work, and a browser shows it."""
 
 import runpy
 import subprocess
@@ -15,7 +15,7 @@ SOURCES = ("docs/**/*", "moe_ext/**/*.py")
 
 @pytest.fixture(scope="module")
 def site():
-    """The folder of the built site; scripts/docs.sh has built it, or this builds it."""
+    """Returns the folder of the site; builds a site that is missing or older than its sources."""
     for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
         pytest.importorskip(package)
     index = SITE / "index.html"
@@ -47,7 +47,7 @@ PAGES = ("index.html", "guides/gate.html", "api/moe_ext.html", "results/experts.
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_in_a_browser(page, site, browser):
-    """No message on the console, and no horizontal scroll on a phone."""
+    """Pages log nothing on the console and do not scroll horizontally at a width of 375 pixels."""
     resize(browser, 375)
     browser.get((site / page).as_uri())
     assert browser.find_element("css selector", "h1").is_displayed()
@@ -56,7 +56,7 @@ def test_pages_in_a_browser(page, site, browser):
 
 
 def test_the_search_finds_a_name(site, browser):
-    """A search from the first page leads to the operator."""
+    """A search on the first page finds the operator."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 

@@ -1,4 +1,4 @@
-// P(x, i) = Phi((clean_i - threshold_i) / stddev_i), App. A, and its derivative.
+// Eqs. 8 and 9: P(x, i) = Phi((clean_i - threshold_i) / stddev_i), and its derivative.
 #pragma once
 
 #include "normal.h"

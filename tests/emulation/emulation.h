@@ -1,8 +1,9 @@
-// Runs CUDA kernels on the CPU: the parts of CUDA's language and runtime that csrc/cuda uses.
+// Runs CUDA kernels on the CPU. Emulates the parts of CUDA's language and runtime that csrc/cuda
+// uses.
 //
-// The threads of a block take turns on one CPU thread; each has its own stack and runs until it
-// waits at a barrier. The order of the turns is random. A kernel that depends on an order, for
-// example because a barrier is missing, therefore gives wrong results. Blocks run sequentially.
+// The threads of a block take turns on one CPU thread. Each has its own stack and runs until it
+// waits at a barrier. The order of the turns is random, so a missing barrier gives wrong
+// results. Blocks run sequentially.
 #pragma once
 
 #include <setjmp.h>
@@ -65,7 +66,7 @@ struct Barrier {
   unsigned num_threads = 0;
   unsigned num_waiting = 0;
   uint64_t num_passed = 0;
-  const char* function = nullptr;  // the function in which they wait
+  const char* function = nullptr;  // where the threads wait
 };
 
 // A copy that a thread has started with cp.async.
@@ -82,18 +83,18 @@ struct Copy {
 
 struct Thread {
   const std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  bool started = false;  // its stack is in use, even if it only waits for a kernel
-  jmp_buf turn;          // the start of its next turn
+  bool started = false;  // its stack is in use; stays true between kernels
+  jmp_buf turn;          // the start of the next turn
   bool alive = false;
-  const Barrier* waits_for = nullptr;  // until num_passed reaches `until`
+  const Barrier* waits_for = nullptr;  // waits until its num_passed reaches `until`
   uint64_t until = 0;
   unsigned num_exchanges = 0, num_votes = 0;
-  std::vector<std::vector<Copy>> copies;  // one list per committed group, then the open group
+  std::vector<std::vector<Copy>> copies;  // a list for each committed group, then the open group
 };
 
 struct Warp {
   Barrier barrier{kWarp};
-  // The values of the lanes in two consecutive exchanges: no lane can be further ahead.
+  // The values of the lanes in two consecutive exchanges. No lane can be two exchanges ahead.
   std::array<std::array<uint64_t, kWarp>, 2> values;
 };
 
@@ -101,7 +102,7 @@ struct Warp {
 struct Machine {
   std::mutex mutex;  // serializes launches
   std::minstd_rand random;
-  std::map<const void*, size_t> most_shared;  // of the kernels that set a maximum
+  std::map<const void*, size_t> most_shared;  // by kernel, if it set a maximum
 
   const std::function<void()>* kernel = nullptr;
   std::vector<Thread> threads = std::vector<Thread>(kMostThreads);
@@ -110,7 +111,7 @@ struct Machine {
   std::vector<char> votes;  // the result of each __syncthreads_or
   alignas(128) std::array<unsigned char, kMostShared> shared;
 
-  unsigned current = 0;  // thread
+  unsigned current = 0;  // index of the running thread
   jmp_buf scheduler;
   std::exception_ptr error;
 
@@ -161,7 +162,7 @@ std::array<T, kWarp> exchange(unsigned lanes, T value, const char* function) {
   return all;
 }
 
-// The main loop of a stack: runs kernels in sequence.
+// The main loop of a thread's stack: runs kernels in sequence.
 inline void run_kernels() {
   Machine& m = machine();
   while (true) {
@@ -180,7 +181,7 @@ inline void run_kernels() {
   }
 }
 
-// Runs a thread's turn.
+// Runs one turn of a thread.
 inline void resume(Thread& thread) {
   if (_setjmp(machine().scheduler) != 0) return;  // the turn is over
   if (std::exchange(thread.started, true)) _longjmp(thread.turn, 1);
@@ -192,7 +193,7 @@ inline void resume(Thread& thread) {
   setcontext(&context);
 }
 
-// Gives each thread that does not wait one turn, in random order, except the warps in left_out (one
+// Gives each thread that does not wait one turn, in random order. Skips the warps in left_out (one
 // bit per warp). Returns whether any thread had a turn.
 inline bool give_turns(unsigned num_threads, unsigned left_out) {
   Machine& m = machine();
@@ -229,7 +230,7 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
     thread.num_exchanges = thread.num_votes = 0;
     thread.copies.assign(1, {});
   }
-  unsigned left_out = 0;  // warps that pause, so that the others get ahead
+  unsigned left_out = 0;  // paused warps; the other warps get ahead
   while (m.barrier.num_threads > 0) {
     if (m.random() % 64 == 0) left_out = m.random();
     const bool any = give_turns(num_threads, left_out);
@@ -242,7 +243,7 @@ inline void run_block(unsigned num_threads, size_t shared_bytes) {
   }
 }
 
-// kernel<<<blocks, num_threads, shared_bytes, stream>>>(arguments...).
+// Runs kernel<<<blocks, num_threads, shared_bytes, stream>>>(arguments...).
 template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), dim3 blocks, unsigned num_threads, size_t shared_bytes,
             cudaStream_t, Parameters... arguments) {

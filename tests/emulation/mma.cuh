@@ -25,7 +25,7 @@ void load_matrices(uint32_t (&matrices)[4], const void* row) {
   }
 }
 
-// Returns the two numbers in a register of each lane.
+// Returns the two numbers that each lane has in the register.
 template <typename scalar_t>
 std::array<std::array<float, 2>, emulation::kWarp> numbers(uint32_t mine) {
   constexpr bool kIsBFloat16 = std::is_same_v<scalar_t, c10::BFloat16>;

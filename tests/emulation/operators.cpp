@@ -1,5 +1,5 @@
-// The emulation's own operators: one selects the device; the others run kernels with and without
-// one mistake, which the emulation must detect.
+// Operators that test the emulation. set_device selects the compute capability. broken_kernel runs
+// a kernel with or without a bug; the emulation must detect the bug.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
@@ -22,7 +22,7 @@ __global__ void barrier_kernel(const float* in, float* out) {
   out[threadIdx.x] = values[kThreads - 1 - threadIdx.x];
 }
 
-// A thread that is ahead overwrites values that another thread still has to add.
+// If broken, a thread that is ahead overwrites values that other threads have not added yet.
 template <bool kBroken>
 __global__ void reuse_kernel(const float* in, float* out) {
   using Scan = cub::BlockScan<float, kThreads>;

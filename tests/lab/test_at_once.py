@@ -1,4 +1,4 @@
-"""Runs that are trained at the same time, each in a process of its own."""
+"""Several runs train at the same time, each in a separate process."""
 
 import io
 import operator
@@ -46,21 +46,21 @@ def config(corpus, threads):
     )
 
 
-def test_runs_at_the_same_time_equal_runs_one_after_the_other(config, tmp_path, monkeypatch):
+def test_concurrent_runs_equal_sequential_runs(config, tmp_path, monkeypatch):
     text = load_text(config.data)
     arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.2))}
     alone = run_study(arms, [1], text, tmp_path / "alone")
     train = study_module.train_and_test
 
     def train_no_more(config, *arguments):
-        assert study_module.finished(config, text), "a process of its own must have trained it"
+        assert study_module.finished(config, text), "a separate process must have trained the run"
         return train(config, *arguments)
 
     monkeypatch.setattr(study_module, "train_and_test", train_no_more)
     together = run_study(arms, [1], text, tmp_path / "together", at_once=2)
     for arm, runs in alone.items():
         assert together[arm][1].test_nll == runs[1].test_nll
-    monkeypatch.setattr(study_module, "run_at_once", None)  # no process for what is finished
+    monkeypatch.setattr(study_module, "run_at_once", None)  # finished runs start no process
     run_study(arms, [1], text, tmp_path / "together", at_once=2)
 
 
@@ -70,11 +70,11 @@ def test_a_run_that_diverges_stops_and_saves_the_others(config, tmp_path):
     with pytest.raises(FloatingPointError, match=r"wrong-seed1: .* not finite; lower"):
         run_study({"long": long, "wrong": wrong}, [1], load_text(long.data), tmp_path, at_once=2)
     assert has_diverged(tmp_path / "wrong-seed1")
-    if read_metrics(tmp_path / "long-seed1"):  # it had begun
+    if read_metrics(tmp_path / "long-seed1"):  # the run had begun to train
         assert checkpoints_of(tmp_path / "long-seed1").steps()
 
 
-def test_a_process_that_fails_says_why():
+def test_a_failed_process_reports_its_error():
     with pytest.raises(ValueError, match="invalid literal") as error:
         run_at_once([partial(int, "x"), partial(time.sleep, 600)])
     assert "in answer" in error.value.__notes__[0]
@@ -118,7 +118,7 @@ def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path)
         assert error.endswith("interrupted\n")
         return [checkpoints_of(folder).steps()[-1] for folder in folders]
 
-    first = end_with(lambda pid: os.killpg(pid, signal.SIGINT))  # as a terminal does
+    first = end_with(lambda pid: os.killpg(pid, signal.SIGINT))  # like Ctrl-C on a terminal
     second = end_with(lambda pid: os.kill(pid, signal.SIGTERM))
     assert all(now > then for now, then in zip(second, first, strict=True))
     steps = max(second) + 10
@@ -143,7 +143,7 @@ def test_threads_are_divided(threads):
     assert runs_at_once(arms, 2) == (arms, 1)
 
 
-def test_compare_trains_as_many_runs_at_once_as_asked(corpus, tmp_path, threads, monkeypatch):
+def test_compare_trains_runs_at_once_on_request(corpus, tmp_path, threads, monkeypatch):
     asked = []
 
     def run_study(arms, seeds, text, runs, at_once):

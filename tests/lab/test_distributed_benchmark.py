@@ -1,4 +1,4 @@
-"""The benchmark of the exchange, run as a user does: what it counts, and what it makes of times."""
+"""The benchmark of expert parallelism: bytes, figures, and the limit of the bandwidth."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from moe_ext.lab.benchmarks import distributed
 from moe_ext.lab.training.cluster import DEVICES, plan
 from moe_ext.lab.training.config import config_from_dict
 
-# Of 2 experts on each of 2 processes all 4 are chosen: then the routing is no accident.
+# Each of 2 ranks has 2 experts. With k = 4 each token uses all of them, so the bytes are known.
 WIDTH, TOKENS, K = 8, 6, 4
 
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory):
     return json.loads(pathlib.Path(f"{path}.json").read_text())["results"]
 
 
-def test_the_layer_sends_what_it_must(run):
+def test_bytes_that_the_layer_sends(run):
     steps = [result for result in run if result["exchange"]]
     assert [(r["exchange"], r["chunks"]) for r in steps] == [
         ("rows", 1), ("rows", 2), ("tokens", 1), ("tokens", 2)
@@ -44,7 +44,7 @@ def test_the_layer_sends_what_it_must(run):
         # The other rank receives an int64 count for each of its experts and chunks.
         assert forward["counts"] == 2 * (2 + result["chunks"]) * 8
         assert backward["counts"] == 0
-        # Importance and load of 4 experts are summed: float32, in each process.
+        # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
         if result["exchange"] == "rows" or result["chunks"] == 1:
             for each in (forward, backward):
@@ -66,14 +66,14 @@ def test_figures_of_a_run(run):
     for result in run:
         speed = 1e3 * 2 * TOKENS / result["step_ms"][1]
         assert result["tokens_per_second"] == pytest.approx(speed)
-        assert result["efficiency"] is None  # there was no single process
+        assert result["efficiency"] is None  # needs a run with one rank
         assert 0 <= result["waits"] < 1
         if result["exchange"]:
             assert result["by_raw"][1] > 0
 
 
 def test_figures_worked_by_hand(capsys):
-    """Two processes, two rounds; a time is that of the slower one."""
+    """Two ranks, two rounds. A time is the time of the slower rank."""
     Key = distributed.Key
     args = type("Arguments", (), {"tokens": 10})
     step = functools.partial(Key, 2, "step", "rows")
@@ -100,7 +100,7 @@ def test_figures_worked_by_hand(capsys):
     assert one.by_alone[1] == pytest.approx(4 / 6)
     assert one.waits == 0.5
     assert (one.alone_ms, one.transfers_ms, one.raw_ms) == (4000, 2000, 1500)
-    assert one.by_raw == pytest.approx([1.25, 1.5, 1.75])  # of 2 / 1 and 2 / 2
+    assert one.by_raw == pytest.approx([1.25, 1.5, 1.75])  # quartiles of 2 / 1 and 2 / 2
     assert one.raw_mb_per_second == pytest.approx((3 + 3 + 20 + 20) / 1.5 / 1e6)
     assert one.hidden == (0, 0, 0)
     assert two.hidden == (0.5, 0.5, 0.5)  # (6 - 5) / min(2, 4)
@@ -113,7 +113,7 @@ def test_figures_worked_by_hand(capsys):
 
 
 def test_a_limited_link(tmp_path, monkeypatch):
-    """The commands that make one; a machine need not have the right to."""
+    """Checks only the command, because limiting a link needs root."""
     commands = []
 
     def note(command, env):

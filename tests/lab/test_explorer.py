@@ -1,4 +1,4 @@
-"""The expert explorer: its data, its escaping, and the page in a real browser."""
+"""The expert explorer: data, escaping, and the page in a real browser."""
 
 import json
 import re
@@ -27,7 +27,7 @@ NUM_EXPERTS, K = 12, 3
 
 
 def one_sentence(words, expert, gate, num_experts):
-    """A RoutedText of one sentence; expert and gate are [N, k]."""
+    """Makes a RoutedText of one sentence; expert and gate are [N, k]."""
     padded = torch.full((len(words) + 4,), NO_WORD)
     padded[2:-2] = words
     position = torch.arange(len(words)).repeat_interleave(expert.shape[1])
@@ -36,7 +36,7 @@ def one_sentence(words, expert, gate, num_experts):
 
 
 def random_text(vocab_size, num_experts, k, num_sentences, length=9):
-    """Word w goes to experts w % E, (w + 1) % E, ..., the first with the highest gate."""
+    """Routes word w to experts w % E, (w + 1) % E, ...; the first has the highest gate."""
     generator = torch.Generator().manual_seed(1)
     sentences = []
     for _ in range(num_sentences):
@@ -44,7 +44,7 @@ def random_text(vocab_size, num_experts, k, num_sentences, length=9):
         expert = (words.unsqueeze(1) + torch.arange(k)) % num_experts
         gate = torch.rand(length, k, generator=generator).sort(1, descending=True).values
         gate /= gate.sum(1, keepdim=True)
-        # In the routing the experts of a token are in any order.
+        # A RoutedText has the experts of a token in any order.
         order = torch.randperm(k, generator=generator)
         sentences.append(one_sentence(words, expert[:, order], gate[:, order], num_experts))
     return joined(sentences)
@@ -62,7 +62,7 @@ def routed():
 
 @pytest.fixture(scope="module")
 def reports(routed, vocabulary):
-    """All words of each expert, and contexts that few of the others share."""
+    """Makes reports with all words and only two contexts of each expert."""
     return expert_reports(routed, vocabulary, num_words=99, num_contexts=2)
 
 
@@ -76,7 +76,7 @@ def data_of(html):
     return json.loads(data)
 
 
-def test_data_are_those_of_the_reports(html, routed, reports):
+def test_data_equals_the_reports(html, routed, reports):
     data = data_of(html)
     words = data["words"]
     assert data["tokens"] == 540 and data["experts_per_token"] == K and data["title"] == TITLE
@@ -98,7 +98,7 @@ def test_data_are_those_of_the_reports(html, routed, reports):
 def test_sentences_show_the_routing(html, routed):
     data = data_of(html)
     spelling = data["words"]
-    # Each token of the text by its words and gates, which no other token has.
+    # Maps the words of a sentence to the experts and gates of its tokens. All sentences differ.
     expected = {}
     for begin in range(0, 540, 9):
         words = tuple(WORDS[w] for w in routed.words[begin : begin + 9])
@@ -110,7 +110,7 @@ def test_sentences_show_the_routing(html, routed):
     assert len(data["sentences"]) == 40
     for sentence in data["sentences"]:
         tokens = sentence["tokens"]
-        found = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # each one once
+        found = expected.pop(tuple(spelling[word] for word, *_ in tokens))  # no duplicates
         for (_, *choices), slots in zip(tokens, found, strict=True):
             assert choices[1::2] == sorted(choices[1::2], reverse=True)
             assert sorted(choices[::2]) == [expert for expert, _ in slots]
@@ -126,7 +126,7 @@ def test_the_same_text_gives_the_same_page(html, routed, reports, vocabulary):
     assert data_of(as_html(routed, reports, vocabulary, "", num_sentences=0))["sentences"] == []
 
 
-def test_nothing_of_the_text_is_html(html):
+def test_text_is_escaped(html):
     before, data = re.split('(?<=id="data">)', html)
     text, after = data.split("</script>", 1)
     assert not set("<>&") & set(text) and text.isascii()
@@ -157,16 +157,16 @@ def test_tokens_without_an_expert_are_shown(vocabulary):
 
 
 def with_pairs(routed):
-    """Each second sentence is of another language pair."""
+    """Assigns sentences to two language pairs in turn."""
     pair = torch.arange(len(routed.windows)) // 9 % 2
     return replace(routed, pair=pair, pair_names=("en-fr", "en-de"))
 
 
-# In a browser
+# Tests in a browser
 
 
 def expert_numbers(browser):
-    """Those of the rows of the table, in their order."""
+    """Returns the expert of each row of the table."""
     return browser.execute_script(
         "return [...document.querySelectorAll('#rows tbody tr')].map(r => +r.dataset.expert)"
     )
@@ -185,7 +185,7 @@ def visible_words(browser):
 
 @pytest.fixture
 def page(browser, html, tmp_path):
-    """The browser with the page open."""
+    """Opens the page; afterwards checks that it logged nothing and loaded no resource."""
     path = tmp_path / "experts.html"
     path.write_text(html, "utf-8")
     browser.get(path.as_uri())
@@ -206,9 +206,9 @@ def test_the_page_fits_the_window(page, width):
         assert text in page.find_element("tag name", "body").text
 
 
-def test_hostile_text_is_text(page):
+def test_hostile_text_is_not_run(page):
     assert page.find_element("id", "title").get_property("textContent") == TITLE
-    for _ in range(2):  # all sentences
+    for _ in range(2):  # shows more sentences
         page.find_element("css selector", "#sentences .more").click()
         shown = {word.get_property("textContent") for word in visible_words(page)}
         if set(HOSTILE) <= shown:
@@ -228,11 +228,11 @@ def test_search_finds_experts_and_sentences(page):
     assert {mark.text for mark in page.find_elements("tag name", "mark")} == {"Paris"}
     lines = page.find_elements("css selector", "#lines li")
     assert lines and all("Paris" in line.text for line in lines)
-    # The expert on view is one of those found.
+    # The selected expert is one of the matches.
     assert int(page.find_element("id", "expert-title").text.split()[1]) in found
     everywhere = search_for(page, "the")
     exact = search_for(page, '"the"')
-    assert set(exact) < set(everywhere)  # the other one finds "other" too
+    assert set(exact) < set(everywhere)  # without quotes, "the" also matches "other"
     assert set(search_for(page, '"the" paris')) == set(exact) & set(found)
     assert search_for(page, "nowhere") == []
     assert page.find_element("id", "found").text == f"0 experts of {NUM_EXPERTS}"
@@ -290,7 +290,7 @@ def test_experts_of_a_word(page, html):
     ActionChains(page).send_keys(Keys.ARROW_RIGHT).perform()
     assert page.switch_to.active_element == words[1] and shown() == expected(first[1])
     assert words[1].get_attribute("aria-describedby") == "tip"
-    ActionChains(page).send_keys(Keys.TAB).perform()  # a sentence is one stop
+    ActionChains(page).send_keys(Keys.TAB).perform()  # goes to the next sentence
     assert page.switch_to.active_element == words[9]
     ActionChains(page).send_keys(Keys.ESCAPE).perform()
     assert not tip.is_displayed()
@@ -321,7 +321,7 @@ def test_a_click_goes_to_the_expert(page, html):
     assert current() == f"Expert {other}"
     page.back()
     assert current() == f"Expert {expert}"
-    # The address still names the expert after a search has chosen another one.
+    # A search selects another expert and does not change the address.
     assert any(expert not in search_for(page, f'"w{i}"') for i in range(50))
     assert page.find_element("id", "expert-title").text != f"Expert {expert}"
     search_for(page, " ")
@@ -404,7 +404,7 @@ return [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(page, scheme):
-    """At least 4.5 to 1, which WCAG 2 asks of text at level AA."""
+    """The contrast of text is at least 4.5:1, as WCAG 2 requires at level AA."""
     prefer(page, scheme)
     search_for(page, "w")
     least, where = page.execute_script(CONTRASTS)
@@ -447,5 +447,5 @@ def test_thousands_of_experts(browser, tmp_path):
     (took,) = browser.execute_script(
         "return performance.getEntriesByName('search').map((entry) => entry.duration)"
     )
-    assert took < 1_000  # milliseconds; about 30 on a processor that does nothing else
+    assert took < 1_000  # milliseconds; about 30 on an idle processor
     assert console(browser) == []

@@ -1,4 +1,4 @@
-"""The benchmark of the experts' computation: its peers, its limits, its figures, its report."""
+"""The benchmark of the experts' computation: peers, hardware limits, figures and report."""
 
 import dataclasses
 import functools
@@ -34,14 +34,15 @@ def test_routing_follows_the_popularity_and_repeats_no_expert():
         assert all(len(set(row)) == k for row in index.tolist())
     groups = (index // 4).sort(dim=-1).values
     assert torch.equal(groups[:, 0::2], groups[:, 1::2])  # two experts in each of two groups
-    # One of two experts with weights 1 and 1/2: 2/3 of 20,000 tokens, six standard deviations
-    # (a false alarm in 10^8 seeds) are 0.02.
+    # Two experts with weights 1 and 1/2: one gets 2/3 of 20,000 tokens. Six standard
+    # deviations are 0.02, so fewer than one seed in 10^8 fails.
     counts = random_routing(Shape(20000, 2, 1, 1, 1, "zipf")).flatten().bincount()
     assert abs(counts.max().item() / 20000 - 2 / 3) < 0.02
 
 
 def test_work_by_hand():
-    # 2 tokens, 3 rows, 2 of 4 experts, 5 -> 7 -> 5: 70 weights each, a multiply-add a row.
+    # 2 tokens, 3 rows, 2 of 4 experts are used. An expert 5 -> 7 -> 5 has 70 weights and as many
+    # multiply-adds per row.
     forward, both = experts_work(2, 3, 2, 4, 5, 7, gated=False, itemsize=4)
     assert forward == (2 * 3 * 70, 4 * (10 + 2 * 70 + 10))
     backward_bytes = 4 * (10 + 10 + 2 * 70 + 3 * 7 + 10 + 4 * 70)
@@ -81,7 +82,7 @@ def test_peers_have_our_results_and_gradients(name, dtype, device):
         pytest.skip("ScatterMoE needs a GPU")
     kind = PEERS[name]
     problem = Problem(SHAPE._replace(routing="zipf"), dtype, kind.activation, device)
-    problem.expert_index[problem.expert_index == 3] = 4  # nobody chooses 3, some choose 4 twice
+    problem.expert_index[problem.expert_index == 3] = 4  # 3 has no tokens, some have 4 twice
     expected = layer.results(peers.ours(problem), problem, layer.BOTH)
     found = layer.results(kind.build(problem), problem, layer.BOTH)
     assert set(found) == {"y", "dx", "dgates", "dW1", "dW2"}
@@ -89,7 +90,7 @@ def test_peers_have_our_results_and_gradients(name, dtype, device):
 
 
 def wrong_gradient(problem):
-    """The last expert's second matrix gets twice its gradient."""
+    """Builds a peer that doubles the gradient of the last expert's second matrix."""
     right = peers.ours(problem)
 
     def by_expert(found):
@@ -116,7 +117,7 @@ def missing(problem):
     raise ImportError("no module named nothing")
 
 
-def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
+def test_wrong_or_missing_peers_are_not_timed(monkeypatch, capsys, tmp_path):
     extra = {
         "wrong": Kind("relu", wrong_gradient),
         "nan": Kind("relu", not_a_number),
@@ -131,7 +132,7 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
     problem = Problem(SHAPE, torch.float32)
     options = dataclasses.replace(OPTIONS, peers=list(extra))
     functions, seconds, remarks, peak_mib = layer.candidates(problem, RATES, options)
-    assert peak_mib == {}  # on a GPU alone
+    assert peak_mib == {}  # only measured on a GPU
     assert (
         set(seconds)
         == set(functions)
@@ -151,10 +152,10 @@ def test_what_is_wrong_or_missing_is_not_timed(monkeypatch, capsys, tmp_path):
 
 
 def test_figures_from_given_seconds():
-    """Peak 100 flops and 10 bytes a second, in the second round half of that."""
+    """The peaks are 100 FLOP/s and 10 bytes/s; in the second round half of these."""
     work = {
-        layer.FORWARD: Work(200, 10),  # 2 s, in the second round 4 s
-        layer.BOTH: Work(200, 60),  # 6 s, in the second round 12 s
+        layer.FORWARD: Work(200, 10),  # limit 2 s; 4 s in the second round
+        layer.BOTH: Work(200, 60),  # limit 6 s; 12 s in the second round
         "gemm": Work(1000, 0),
         "stream": Work(0, 100),
     }
@@ -181,7 +182,7 @@ def test_figures_from_given_seconds():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only where functions say so."""
+    """Replaces time.perf_counter; returns a function that advances it by some seconds."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -191,7 +192,7 @@ def clock(monkeypatch):
     return takes
 
 
-def test_rounds_fit_into_the_time_without_what_is_far_slower(clock):
+def test_rounds_fit_into_the_time_without_slow_peers(clock):
     calls = []
 
     def takes(name, seconds):
@@ -224,7 +225,7 @@ def test_rounds_fit_into_the_time_without_what_is_far_slower(clock):
 
 
 def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(layer, "LONG_ON_CPU", 60.0)  # on a busy machine too all take part
+    monkeypatch.setattr(layer, "LONG_ON_CPU", 60.0)  # no peer counts as slow
     names = ["mask loop", "sort + slices", "sort + grouped_mm"]
     path = tmp_path / "layer.json"
     arguments = ["--shapes", "48,5,2,16,32", "16,4,2,8,16,zipf", "--threads", "1", "2"]
@@ -257,7 +258,7 @@ def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
                 assert 0 < low <= middle <= high and figures[which]["rounds"] == 2
         assert result["gemm_gflops"] > 0 and result["limit_ms"][layer.BOTH] > 0
         assert result["shape"][:2] in ([48, 5], [16, 4])
-    # The tables of what was written are those of the run.
+    # The report of the JSON file has the tables of the run.
     assert layer.main(["--report", str(path)]) == 0
     assert capsys.readouterr().out == out
 
@@ -300,12 +301,12 @@ def test_reports_of_several_occasions_are_medians(capsys, tmp_path):
         "ratio_to_ours": [1, 1.1, 1.4],
     }
     assert result["figures"]["mask loop"][layer.BOTH]["ms"] == [12, 17, 22]
-    # One report of several is as good as they are.
+    # The merged file gives the same report as its parts.
     assert layer.main(["--report", str(path)]) == 0
     assert capsys.readouterr().out == out
 
 
-def test_a_problem_that_does_not_fit_ends_nothing(monkeypatch, capsys, tmp_path):
+def test_a_problem_that_does_not_fit_is_left_out(monkeypatch, capsys, tmp_path):
     def problem(shape, *arguments):
         if shape.tokens == 48:
             raise torch.OutOfMemoryError("tried to allocate")
@@ -324,19 +325,18 @@ def test_a_problem_that_does_not_fit_ends_nothing(monkeypatch, capsys, tmp_path)
     assert "16,4,2,8,16, swiglu, float32: the time limit was reached" in capsys.readouterr().out
 
 
-def test_what_a_gpu_has_beside_the_cpu(monkeypatch, capsys):
-    """The tables of a GPU, from the same functions on the CPU."""
+def test_tables_of_a_gpu(monkeypatch, capsys):
+    """Runs the code for a GPU on the CPU."""
     assert {shape.tokens for shape in layer.GPU_SHAPES.values()} == {16384, 32768, 65536}
     assert Problem(Shape(4, 2, 1, 8, 1536), torch.float32, "swiglu").hidden == 1024
     monkeypatch.setattr(
         layer, "peak_allocated_mib", lambda call, device: peak_allocated_mib(call, "cpu")
     )
     problem = Problem(SHAPE, torch.float32)
-    problem.device = torch.device("cpu")  # which is not "cpu"
+    problem.device = torch.device("cpu")  # not equal to "cpu": takes the GPU's branch
     options = dataclasses.replace(OPTIONS, threads=[None], peers=["sort + split"])
     (result,) = layer.benchmark("small", problem, options)
     assert result.threads is None and set(result.figures) == set(result.peak_mib)
-    # y, the copies of the rows and the hidden layer fit into what forward takes, and is not all.
     assert 0 < result.peak_mib["ours"][layer.FORWARD] <= result.peak_mib["ours"][layer.BOTH]
     layer.print_results([result])
     out = capsys.readouterr().out
@@ -350,7 +350,7 @@ def test_what_a_gpu_has_beside_the_cpu(monkeypatch, capsys):
     assert "| 64, 8, 2 |" in capsys.readouterr().out
 
 
-def test_a_device_that_is_not_there_is_refused(capsys):
+def test_a_missing_device_is_refused(capsys):
     with pytest.raises(SystemExit):
         layer.main(["--device", "meta"])
     assert "device must" in capsys.readouterr().err
@@ -358,13 +358,13 @@ def test_a_device_that_is_not_there_is_refused(capsys):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_timed_by_itself(capsys):
-    """What the device is given takes part, what comes before does not."""
+def test_time_and_memory_of_a_gpu(capsys):
+    """The clock measures the kernels that the call enqueues, and no earlier kernels."""
     clock = clock_of("cuda")
     waits = functools.partial(torch.cuda._sleep, 100 * clock.CYCLES)
     assert min(clock(waits) for _ in range(3)) > min(clock(lambda: None) for _ in range(3))
     x = torch.ones(1 << 24, device="cuda")
-    torch.cuda.empty_cache()  # whose blocks may be larger than asked for
+    torch.cuda.empty_cache()  # cached blocks can be larger than requested
     assert peak_allocated_mib(lambda: x + 1, "cuda") == 64
     arguments = ["--device", "cuda", "--shapes", "256,5,2,64,96", "--rounds", "2", "--seconds", "0"]
     assert layer.main([*arguments, "--peers", "sort + split", "--dtype", "bfloat16"]) == 0
@@ -372,7 +372,7 @@ def test_a_gpu_is_timed_by_itself(capsys):
     assert torch.cuda.get_device_name() in out and "Routing" in out and "Not timed" not in out
 
 
-def test_memory_that_ours_keeps_is_x_and_the_hidden_layer(capsys, tmp_path):
+def test_ours_saves_x_and_the_hidden_layer_for_backward(capsys, tmp_path):
     path = tmp_path / "memory.json"
     arguments = ["--shapes", "512,4,2,64,128", "--peers", "sort + slices", "--check-memory"]
     assert layer.main([*arguments, "--json", str(path)]) == 0
@@ -380,7 +380,7 @@ def test_memory_that_ours_keeps_is_x_and_the_hidden_layer(capsys, tmp_path):
     (found,) = json.loads(path.read_text())["memory"]
     assert found["x"] == 512 * 64 * 4 and found["hidden"] == 512 * 2 * 128 * 4
     ours = found["kept"]["ours"] - found["x"] - found["hidden"]
-    assert 0 <= ours < 512 * 2 * 32  # gates and indices
+    assert 0 <= ours < 512 * 2 * 32  # for gates and indices
     assert found["kept"]["sort + slices"] > 1.5 * found["kept"]["ours"]
 
 
@@ -394,7 +394,7 @@ def test_main_fails_where_a_peer_is_wrong(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["e33", "1,2,3,4", "0,2,3,4,5", "1,2,3,4,x", "1,2,1,4,5,often"])
-def test_shapes_that_are_none(text, capsys):
+def test_invalid_shapes(text, capsys):
     with pytest.raises(SystemExit):
         layer.main(["--shapes", text])
     assert "--shapes" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The models of the paper's Tables 7 and 8: their files, their sizes, their operations."""
+"""The models of the paper's Tables 7 and 8: configuration files, sizes and operations."""
 
 import json
 import os
@@ -35,8 +35,8 @@ def configs():
     }
 
 
-# App. C.1, C.2 and D; the vocabulary of News and its DropProb are assumed. By file:
-# layers, D, DropProb, residual, units of the LSTMs; experts, groups, k, hidden layers
+# Values of App. C.1, C.2 and D; the vocabulary and DropProb of News are assumptions. Each row has:
+# layers, d_model, DropProb, residual, LSTM units; then experts, groups, k, hidden sizes
 LSTM, MOE = ["lstm"], ["lstm", "moe", "lstm"]
 FILES = {
     "lm1b/lstm-512-512": (LSTM, 512, 0.1, False, 512),
@@ -88,7 +88,7 @@ def test_files_are_as_the_paper_says(configs, name):
     expected = (100_000, 2_500_000, 40_000) if news else (793_471, 300_000, 27_000)
     assert (config.data.vocab_size, batch, config.steps) == expected
     assert model.num_sampled == 8192
-    assert (config.data.vocabulary == "") == news  # not known
+    assert (config.data.vocabulary == "") == news  # the vocabulary of News is unknown
     optimizer = config.optimizer
     assert (optimizer.warmup_steps, optimizer.hold_steps) == (1_000, 0)
     constants = optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.clip_norm
@@ -118,9 +118,9 @@ def test_comments_say_what_a_model_takes_and_what_was_published(configs):
 
 
 def test_every_model_is_built_without_memory(configs):
-    """The largest would take half a terabyte."""
+    """The weights of the largest model would take half a terabyte."""
     models = []
-    assert not peak_mib(lambda: models.extend(map(on_meta, configs.values()))) > 100  # or NaN
+    assert not peak_mib(lambda: models.extend(map(on_meta, configs.values()))) > 100  # true for NaN
     assert all(p.is_meta for model in models for p in model.parameters())
     largest = models[list(configs).index("news/moe-131072-h.toml")]
     assert sum(p.numel() for p in largest.parameters()) > 137e9
@@ -141,18 +141,18 @@ def test_sizes_are_the_published_ones_to_the_printed_digit(rows):
     }
     assert misses == {("lm1b", "MoE-256", "ops"), ("lm1b", "MoE-34M", "total")}
     by_name = {(row["table"], row["model"]): row for row in rows}
-    # 8 · 512 · 512 of each LSTM, 4 experts of 2 · 512 · 1024, 2 · 512 · 256 of the gate
+    # 2 LSTMs of 8 · 512 · 512, 4 experts of 2 · 512 · 1024, a gate of 2 · 512 · 256
     ops = 2 * 8 * 512**2 + 4 * 2 * 512 * 1024 + 2 * 512 * 256
     assert by_name["lm1b", "MoE-256"]["ops"]["counted"] == pytest.approx(ops / 1e6)
     assert by_name["lm1b", "MoE-256"]["ops"]["deviation"] == pytest.approx(0.0508, abs=5e-5)
     assert by_name["lm1b", "MoE-34M"]["total"]["deviation"] == pytest.approx(-0.0603, abs=5e-5)
-    # 4 · 512 · (512 + 512) of the gates of the cell, 512 · 512 of the projection
+    # The gates of the LSTM cell have 4 · 512 · (512 + 512) weights, its projection 512 · 512.
     small = by_name["lm1b", "LSTM-512-512"]["parameters"]["counted"]
     assert small == pytest.approx((4 * 512 * 1024 + 512**2) / 1e6)
 
 
 @pytest.mark.parametrize("vocab_size", [75_200, 109_400])
-def test_vocabularies_of_news_that_print_the_same(configs, vocab_size):
+def test_news_vocabularies_that_give_the_printed_totals(configs, vocab_size):
     for published in PUBLISHED:
         if published.table == "news":
             config = configs[published.config]
@@ -169,7 +169,8 @@ def test_flops_are_those_of_the_paper(rows):
         "MoE-143M": (0.444, 0.457),
     }.items():
         assert [round(share, 3) for share in by_name[name]["expert_share"].values()] == list(shares)
-    # (8.93M + 512 · 8193 of the softmax) multiply-adds, two flops each, three passes, 300,000 words
+    # A word takes 8.93M multiply-adds and 512 · 8193 in the softmax. Each is 2 flops in 3 passes; a
+    # batch has 300,000 words.
     row = by_name["MoE-4096-h"]
     assert row["flops_of_batch"] == 300_000 * 3 * 2 * (8_929_280 + 512 * 8193)
     assert row["step_seconds"] == pytest.approx(23.62 / (16 * 0.74), rel=1e-3)
@@ -179,7 +180,7 @@ def test_flops_are_those_of_the_paper(rows):
 
 
 def test_intensity_of_experts(rows):
-    """2dh / 2d = h; with four hidden layers of 1,024 (2 · 512 · 1024 + 3 · 1024²) / (2 · 512)."""
+    """One hidden layer: 2dh / 2d = h. Four of 1,024: (2 · 512 · 1024 + 3 · 1024²) / (2 · 512)."""
     found = {(row["table"], row["model"]): row["intensity"] for row in rows}
     assert found["lm1b", "MoE-32"] == found["news", "MoE-131072-h"] == 1024
     assert found["lm1b", "MoE-34M"] == 2048 and found["lm1b", "MoE-143M"] == 8192
@@ -188,7 +189,7 @@ def test_intensity_of_experts(rows):
 
 
 def test_a_billion_parameters_on_each_gpu(rows):
-    """What App. D aims at."""
+    """App. D aims at one billion parameters per GPU."""
     of_each = {
         row["model"]: 1e3 * row["total"]["counted"] / row["gpus"]
         for row in rows
@@ -204,8 +205,8 @@ def test_flops_worked_by_hand():
     model = {"d_model": 4, "layers": ["lstm", "moe", "ffn"], "moe": moe}
     model["ffn"] = {"hidden_sizes": [5]}
     config = config_from_dict({"model": model, "data": {"vocab_size": 10}})
-    # LSTM 4 · 4 · (4 + 4); gates 2 · 4 · (4 groups + 2 · 2 experts); experts 4 · 2 · 4 · 6 and the
-    # dense one 2 · 4 · 5; softmax of 10 classes, or of 3 and the true one.
+    # LSTM 4 · 4 · (4 + 4). Gates 2 · 4 · (4 groups + 2 · 2 experts). Experts 4 · 2 · 4 · 6,
+    # dense layer 2 · 4 · 5. Softmax 4 · 10 classes, or 4 · (3 sampled classes + the target).
     lstm, gates, experts = 128, 64, 192 + 40
     for num_sampled, softmax in ((0, 40), (3, 16)):
         config.model.num_sampled = num_sampled
@@ -217,7 +218,7 @@ def test_flops_worked_by_hand():
     assert training_flops(on_meta(config)) == flops
 
 
-def test_the_command_writes_what_is_in_the_documents(tmp_path, capsys):
+def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
     paper_tables.main(["--output", str(tmp_path)], ROOT)
     out = capsys.readouterr().out
     assert (
@@ -229,7 +230,7 @@ def test_the_command_writes_what_is_in_the_documents(tmp_path, capsys):
     assert len(json.loads((tmp_path / "paper_tables.json").read_text())) == 23
 
 
-def test_experts_are_computed_again_where_a_configuration_says_so(configs):
+def test_the_configuration_sets_recomputation(configs):
     assert on_meta(configs["news/moe-32.toml"]).layers[1].recompute
     assert not on_meta(configs["lm1b/moe-32.toml"]).layers[1].recompute
 

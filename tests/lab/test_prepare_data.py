@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py, against a server on this machine."""
+"""scripts/prepare_data.py, with a local HTTP server."""
 
 import hashlib
 import http.server
@@ -21,7 +21,7 @@ LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves `files`. `cut` truncates one answer to that many bytes; `ranges` allows ranges."""
+    """Serves `files`. `cut` truncates the next response to that size; `ranges` allows ranges."""
 
     def do_GET(self):
         server = self.server
@@ -109,7 +109,7 @@ def prepare(*arguments):
     return prepare_data.main([str(argument) for argument in arguments])
 
 
-def test_the_benchmark_is_loaded_once_and_ready_for_training(server, lm1b, tmp_path, capsys):
+def test_the_benchmark_is_downloaded_once_and_can_be_loaded(server, lm1b, tmp_path, capsys):
     output = tmp_path / "out"
     arguments = ("lm1b", "--output", output, "--workers", 1)
     text = prepare(*arguments)
@@ -123,14 +123,14 @@ def test_the_benchmark_is_loaded_once_and_ready_for_training(server, lm1b, tmp_p
     for part in ("train", "dev", "test"):
         assert list(getattr(again, part)) == list(getattr(text, part))
     assert list(again.test) == [[3, 5, 2, 4], [3, 4]]
-    # All is there: nothing is asked for or made again.
+    # A second call requests and writes nothing.
     number, before = len(server.requests), sorted(output.rglob("*"))
     prepare(*arguments)
     assert len(server.requests) == number == 2 and sorted(output.rglob("*")) == before
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_download_that_was_cut_goes_on(server, lm1b, tmp_path, ranges):
+def test_an_interrupted_download_continues(server, lm1b, tmp_path, ranges):
     server.ranges, server.cut = ranges, 100
     arguments = ("lm1b", "--output", tmp_path, "--workers", 0)
     with pytest.raises(
@@ -142,13 +142,13 @@ def test_a_download_that_was_cut_goes_on(server, lm1b, tmp_path, ranges):
     path = f"/{LM1B}.tar.gz"
     assert server.requests[:2] == [(path, None), (path, "bytes=100-")]
     assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".unpacking*"))
-    # Whole, but not yet named so: the server has no more.
+    # The .part file is complete, so the server has no more bytes.
     (tmp_path / f"{LM1B}.tar.gz").rename(tmp_path / f"{LM1B}.tar.gz.part")
     (tmp_path / LM1B).rename(tmp_path / "aside")
     prepare(*arguments)
 
 
-def test_a_damaged_download_is_not_used(server, lm1b, tmp_path):
+def test_a_corrupted_download_is_not_used(server, lm1b, tmp_path):
     path = f"/{LM1B}.tar.gz"
     whole = server.files[path]
     server.files[path] = whole[:50] + b"x" + whole[51:]
@@ -160,7 +160,7 @@ def test_a_damaged_download_is_not_used(server, lm1b, tmp_path):
         prepare("lm1b", "--output", tmp_path)
 
 
-def test_another_address_is_tried_and_no_network_is_said(
+def test_a_second_address_is_tried_and_a_failure_is_reported(
     server, lm1b, tmp_path, capsys, monkeypatch
 ):
     server.files["/elsewhere/words.txt"] = server.files.pop("/words.txt")
@@ -188,7 +188,7 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
     for text in texts[1:]:
         assert list(text.train) == list(texts[0].train)
     assert not server.requests
-    (local / f"{LM1B}.tar.gz").unlink()  # the vocabulary alone: the rest is loaded
+    (local / f"{LM1B}.tar.gz").unlink()  # only the archive is downloaded
     texts.append(prepare("lm1b", "--from", local, "--output", tmp_path / "d", "--workers", 0))
     assert list(texts[-1].train) == list(texts[0].train) and len(server.requests) == 1
     with pytest.raises(ConfigError, match=f"--from must .*{LM1B}"):
@@ -197,7 +197,7 @@ def test_local_files_in_place_of_the_network(server, lm1b, tmp_path):
         prepare("lm1b", "--from", tmp_path / "nowhere", "--output", tmp_path / "c")
 
 
-def test_another_text_than_the_published_is_refused(lm1b, tmp_path, monkeypatch):
+def test_a_text_with_other_sizes_than_published_is_refused(lm1b, tmp_path, monkeypatch):
     other = replace(lm1b, vocab_size=7, expected={"test": {"predictions": 9}})
     monkeypatch.setitem(prepare_data.SETS, "lm1b", other)
     message = (
@@ -251,7 +251,7 @@ def test_archives_stay_in_their_folder(tmp_path):
     with pytest.raises(ConfigError, match="evil.tar.gz cannot be unpacked: .*outside"):
         prepare_data.unpack(evil, folder)
     evil.write_bytes(zip_of({"../outside.txt": "x"}))
-    prepare_data.unpack(evil, folder)  # zipfile leaves out the ..
+    prepare_data.unpack(evil, folder)  # zipfile removes the ".."
     assert not (tmp_path / "outside.txt").exists()
     evil.write_bytes(tar_of({"a.txt": "x" * 10_000})[:-20])
     with pytest.raises(ConfigError, match="evil.tar.gz cannot be unpacked"):

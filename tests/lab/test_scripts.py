@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: what they print, write and refuse."""
+"""The scripts as a user runs them: output, files, errors and exit status."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    """The folder of a finished run."""
+    """Trains a run and returns its folder."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     options = [*TINY, f"data.corpus={corpus}", f"output={folder}", "steps=8", "log.progress=false"]
     assert exit_status(lambda: train.main([str(CONFIG), *options])) == 0
@@ -62,7 +62,7 @@ def status_and_error(capsys, command, *arguments):
     return status, error
 
 
-def test_train_says_what_it_did(run, corpus, capsys):
+def test_train_reports_model_text_and_result(run, corpus, capsys):
     options = [*TINY, f"data.corpus={corpus}", f"output={run}", "steps=8", "resume=true"]
     train.main([str(CONFIG), *options, "log.progress=false"])
     out = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_train_says_what_it_did(run, corpus, capsys):
     assert read_config(run / "config.toml").steps == 8
 
 
-def test_a_run_stopped_before_it_was_measured_is_done_without(run, tmp_path, capsys):
+def test_resuming_a_finished_run_without_dev_metrics(run, tmp_path, capsys):
     folder = shutil.copytree(run, tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(line for line in lines if '"dev"' not in line))
@@ -95,7 +95,7 @@ def test_a_run_stopped_before_it_was_measured_is_done_without(run, tmp_path, cap
         (["output={run}", "resume=true", "data.vocab_size=20"], "data.vocab_size must"),
     ],
 )
-def test_train_refuses_in_one_sentence_with_status_2(run, corpus, capsys, tmp_path, options, part):
+def test_train_rejects_options_with_status_2(run, corpus, capsys, tmp_path, options, part):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     options = [option.format(run=run) for option in options]
     status, error = status_and_error(
@@ -113,7 +113,7 @@ def test_train_refuses_in_one_sentence_with_status_2(run, corpus, capsys, tmp_pa
     assert not (tmp_path / "x").exists()
 
 
-def test_other_scripts_refuse_alike(capsys, tmp_path, run):
+def test_other_scripts_reject_options_with_status_2(capsys, tmp_path, run):
     for command in (evaluate, inspect_experts):
         status, error = status_and_error(capsys, command, tmp_path / "none")
         assert status == 2 and "there is no checkpoint in" in error and error.count("\n") == 1
@@ -136,7 +136,7 @@ def test_other_scripts_refuse_alike(capsys, tmp_path, run):
 
 
 def assert_names_option(capsys, option):
-    """The last line on stderr names an option, given as --name=value, and its value."""
+    """Asserts that the last line of stderr names an option (--name=value) and its value."""
     name, value = option.split("=")
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"argument {name}: must" in last and f"got {value!r}" in last
@@ -163,7 +163,7 @@ def test_options_out_of_range_are_refused_with_status_2(run, capsys, command, op
     assert_names_option(capsys, option)
 
 
-def test_how_a_script_ends(capsys):
+def test_exit_status_and_message(capsys):
     def ends_with(error):
         def main():
             raise error
@@ -183,7 +183,7 @@ def test_how_a_script_ends(capsys):
     assert ends_with(KeyboardInterrupt()) == (130, "interrupted\n")
 
 
-def test_a_reader_that_has_seen_enough(tmp_path):
+def test_a_closed_pipe_ends_a_script_without_message(tmp_path):
     code = (
         "import sys; from moe_ext.lab.training.command import exit_status; "
         "sys.exit(exit_status(lambda: [print(i) for i in range(10**5)]))"
@@ -240,7 +240,7 @@ def test_evaluate_is_independent_of_the_batch_size(run, capsys):
 
 
 def test_evaluate_measures_all_of_another_text(run, tmp_path, capsys):
-    text = tmp_path / "text.txt"  # too short to be split
+    text = tmp_path / "text.txt"  # too short to split into parts
     text.write_text("w1 w2 w3\nw4 nowhere\n")
     result = evaluate.main([str(run), "--corpus", str(text)])
     assert capsys.readouterr().out.startswith("all perplexity ") and result.num_tokens == 7
@@ -309,7 +309,7 @@ def test_compare_with_other_options(corpus, tmp_path, capsys):
 
 
 def test_balanced_gating_is_checked_and_reported(corpus, tmp_path, capsys):
-    """Again, without training: the same page, of which nothing was checked anew."""
+    """A second call trains nothing, so it checks no batches; all other results are the same."""
     arguments = [
         *TINY, f"data.corpus={corpus}", f"output={tmp_path / 'run'}", "steps=6",
         "log.eval_every=3", "log.progress=false", "--output", str(tmp_path / "results"),
@@ -373,7 +373,8 @@ def test_benchmark_step(tmp_path, capsys):
     assert record["cost"]["ops_per_timestep"] == 1024 + 64 + 256
     # LSTM biases 2 · 2 · 32, experts 4 · 2 · 8 · 8, embedding and softmax 60 · (8 + 8 + 1)
     assert record["weight_bytes"] == 4 * (1024 + 128 + 64 + 512 + 1020)
-    # Of embedding and softmax 60 + 8, 60 + 8, 60 averages; two for each weight of the rest; steps
+    # Factored moments: embedding and softmax 60 + 8 each, softmax bias 60. Adam: two moments for
+    # each other weight. Each tensor has a step counter.
     tensors = 4 * 2 + 2 + 2 + 3
     assert record["optimizer_bytes"] == 4 * (196 + 2 * (1024 + 128 + 64 + 512) + tensors)
     assert len(record["steps"]) == 2
@@ -387,7 +388,7 @@ def test_benchmark_step(tmp_path, capsys):
         step.main([str(CONFIG), *TINY, "model.dtype=bfloat16"])
 
 
-def test_efficiency_is_of_equal_operations(tmp_path):
+def test_efficiency_compares_equal_operations(tmp_path):
     options = ["--width=8", "--tokens", "64", "--rounds=2", f"--output={tmp_path}"]
     rows = efficiency.main(options, ROOT)
     steps = {row.name: row for row in rows if row.part == "training step"}
@@ -425,7 +426,7 @@ def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     assert again["moe"].test_nll == results["moe"].test_nll
 
 
-def test_kneser_ney_of_shares_of_the_text(corpus, tmp_path, capsys):
+def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
     options = [CONFIG, *TINY, f"data.corpus={corpus}", "--output", tmp_path]
     shares = [*options, "--order", 3, "--shares", 0.25, 1]
     report = kneser_ney.main([str(option) for option in shares])
@@ -470,21 +471,21 @@ def test_specialisation_of_two_runs(run, corpus, tmp_path, capsys, monkeypatch):
         for gate in ("trained", "untrained"):
             assert list(found[gate]) == ["current word", "previous word", "word class", "domain"]
         assert found["trained"] != found["untrained"]
-    # The gap of a claim is the mean of the runs' differences.
+    # The difference in a claim is the mean of the differences of the runs.
     gaps = [r["trained"]["domain"]["purity"] - r["untrained"]["domain"]["purity"]
             for r in report["runs"]]  # fmt: skip
     (claim,) = [c for c in report["claims"] if "purity of the domain, against a random" in
                 c["compared"]]  # fmt: skip
     assert claim["difference"]["mean"] == pytest.approx(sum(gaps) / 2)
 
-    # What was measured is not measured again.
+    # A second call reads the stored measurements; another number of permutations measures again.
     monkeypatch.setattr(specialisation, "measure", None)
     assert specialisation.main(arguments) == report
     with pytest.raises(TypeError):
         specialisation.main([*arguments, "--permutations", "21"])
 
 
-def test_specialisation_says_what_is_wrong(run, corpus, tmp_path, capsys):
+def test_specialisation_rejects_arguments(run, corpus, tmp_path, capsys):
     other = tmp_path / "other"
     options = [*TINY, f"data.corpus={corpus}", f"output={other}", "steps=1", "model.moe.k=1"]
     train.main([str(CONFIG), *options, "log.progress=false"])
@@ -517,12 +518,12 @@ def test_benchmark_recurrent(capsys, tmp_path):
 
 
 def test_benchmark_hierarchical(tmp_path, capsys):
-    """The layers marked "=" have the large one's multiply-adds, to a column of their experts."""
+    """Layers marked "=" match the multiply-adds of the large layer up to half a hidden unit."""
     sizes = "--groups 8 --experts-per-group 8 --peer-experts 16 --peer-groups 4 --d-model 8"
     options = f"--hidden 4 --tokens 50 --rounds 2 --threads 1 --json {tmp_path / 'h.json'}"
     rows = hierarchical.main([*sizes.split(), *options.split()])
     large = rows[0]
-    # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts of 8 x 4 and 4 x 8 weights.
+    # 2 (8 + 2 · 8) logits of 8 multiply-adds; 4 experts with 8 x 4 and 4 x 8 weights.
     assert (large.gate_ops, large.expert_ops, large.ratio) == (384, 256, (1, 1, 1))
     for row in rows:
         assert row.step_us > 0 and all(value > 0 for value in row.stage_us.values())

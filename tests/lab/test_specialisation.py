@@ -1,5 +1,4 @@
-"""Purity and mutual information of experts, by hand and by enumeration; random gates; what the
-experts of a translation model see."""
+"""Specialisation of experts: hand-worked and enumerated values, random gates, language pairs."""
 
 import itertools
 import math
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def routing_of(slots, num_experts, words=None):
-    """Routes words by (position, expert, gate) triples; the words form one sequence."""
+    """Makes the routing of one sequence of words from (position, expert, gate) triples."""
     position, expert, gate = map(torch.tensor, zip(*slots, strict=True))
     number = int(position.max()) + 1 if words is None else len(words)
     padded = torch.full((number + 4,), NO_WORD)
@@ -44,7 +43,7 @@ def routing_of(slots, num_experts, words=None):
 
 
 def one_expert_each(experts, num_experts):
-    """Position i goes to experts[i] alone."""
+    """Routes position i to experts[i] only."""
     return routing_of([(i, e, 1.0) for i, e in enumerate(experts)], num_experts)
 
 
@@ -57,14 +56,14 @@ def test_purity():
 
 
 def test_information_by_hand():
-    # p(a, b) = 3/8, 1/8, 1/8, 3/8, all of p(a) and p(b) 1/2.
+    # p(a, b) is 3/8, 1/8, 1/8, 3/8; each p(a) and p(b) is 1/2.
     a = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     b = torch.tensor([0, 0, 0, 1, 0, 1, 1, 1])
     expected = 2 * 3 / 8 * math.log(3 / 8 * 4) + 2 * 1 / 8 * math.log(1 / 8 * 4)
     assert mutual_information(a, b) == pytest.approx(expected, abs=1e-12)
     assert mutual_information(a, a) == pytest.approx(math.log(2), abs=1e-12)
     assert mutual_information(a, torch.tensor([0, 1] * 4)) == pytest.approx(0, abs=1e-12)
-    # Shares 1/2, 1/4 and 1/4.
+    # The shares are 1/2, 1/4 and 1/4.
     assert entropy(torch.tensor([0, 0, 2, 5])) == pytest.approx(1.5 * math.log(2), abs=1e-12)
 
 
@@ -72,7 +71,8 @@ def test_positions_of_the_experts():
     slots = [(0, 1, 0.75), (0, 2, 0.25), (2, 2, 0.5), (2, 1, 0.5), (3, 1, 0.9), (3, 0, 0.1)]
     routed = routing_of(slots, num_experts=4)
     assert routed.highest(2).tolist() == [[3, -1], [3, 0], [2, 0], [-1, -1]]
-    position, expert = routed.first_choice()  # nobody has position 1; of equal gates the first
+    # Position 1 has no expert. The first of equal gates counts as the highest.
+    position, expert = routed.first_choice()
     assert position.tolist() == [0, 2, 3] and expert.tolist() == [1, 2, 1]
     both = joined([routed, routed])
     assert both.highest(3)[0].tolist() == [3, 7, -1]
@@ -91,8 +91,8 @@ def test_experts_that_follow_the_label():
     assert found.p_purity == found.p_information == 1 / 100
 
 
-def test_information_is_of_the_expert_with_the_highest_gate():
-    """The other one, here always the same, does not count."""
+def test_information_uses_the_expert_with_the_highest_gate():
+    """The expert with the lower gate, always 3, has no effect."""
     labels = torch.arange(3).repeat(4)
     slots = [slot for i, e in enumerate(labels.tolist()) for slot in ((i, 3, 0.25), (i, e, 0.75))]
     found = measure_specialisation(routing_of(slots, 4), {"label": labels}, num_permutations=1)[
@@ -101,8 +101,8 @@ def test_information_is_of_the_expert_with_the_highest_gate():
     assert found.information == pytest.approx(math.log(3), abs=1e-12) == found.entropy
 
 
-def test_experts_that_do_not():
-    # Each label meets each expert as often: nothing is to be known, and shuffling can only add.
+def test_experts_independent_of_the_label():
+    # Each (label, expert) pair occurs 20 times, so the information is 0; no shuffle has less.
     labels = torch.arange(5).repeat(80)
     experts = torch.arange(4).repeat_interleave(5).repeat(20).tolist()
     found = measure_specialisation(
@@ -113,11 +113,11 @@ def test_experts_that_do_not():
     assert found["label"].share < 0
 
 
-def test_random_routing_is_not_special():
-    """I is too high by (E - 1)(V - 1) / 2N, which shuffled labels show as well.
+def test_random_routing_shows_no_specialisation():
+    """The bias of the information I is (E - 1)(V - 1) / 2N, also for shuffled labels.
 
-    2 N I is about chi-squared with (E - 1)(V - 1) = 133 degrees of freedom: its deviation is 16.3,
-    that of the mean of 200 is 1.2.
+    2 N I is approximately chi-squared with (E - 1)(V - 1) = 133 degrees of freedom. Its standard
+    deviation is 16.3, and 1.2 for the mean of 200 values.
     """
     generator = torch.Generator().manual_seed(2)
     N, E, V = 4_000, 8, 20
@@ -133,8 +133,8 @@ def test_random_routing_is_not_special():
     assert found.p_purity > 0.01 and found.p_information > 0.01
 
 
-def test_permutations_are_fair():
-    """The means over shuffled labels are those over all 720 orders, to 5 standard errors."""
+def test_permutations_are_uniform():
+    """Means over shuffled labels equal means over all 720 orders, up to 5 standard errors."""
     labels, experts = [0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 1, 1]
     purities, mutual = [], []
     for order in itertools.permutations(labels):
@@ -157,9 +157,9 @@ def test_summary():
     found = measure_specialisation(
         one_expert_each([0, 0, 1, 1, 1, 1], 3), {"a": labels, "b": labels}, num_permutations=50
     )
-    assert found["a"].summary() == found["b"].summary()  # of the same shuffles
+    assert found["a"].summary() == found["b"].summary()  # both use the same shuffles
     summary = found["a"].summary()
-    assert summary["expert_purity"] == [1.0, 0.5]  # nobody chose the third
+    assert summary["expert_purity"] == [1.0, 0.5]  # the third has no tokens
     assert summary["purity"] == 0.75
     assert summary["information"] == pytest.approx(entropy(torch.tensor([0, 0, 1, 1, 1, 1])))
 
@@ -171,7 +171,7 @@ def test_labels():
     routed = routing_of([(i, 0, 1.0) for i in range(4)], 1, words=text)
     labels = labels_of(routed, vocabulary)
     assert labels["current word"].tolist() == text
-    assert labels["previous word"].tolist() == [0, 2, 1, 9]  # 0: none
+    assert labels["previous word"].tolist() == [0, 2, 1, 9]  # 0: no previous word
     classes = [WORD_CLASSES[i] for i in labels["word class"].tolist()]
     assert classes == ["</s>", "up to 3 letters", "-s", "-ly"]
     assert [word_class(word) for word in words] == [
@@ -198,32 +198,32 @@ def test_untrained_gates(kind):
             drawn.append(layer(x)[1].expert_index)
         changed = {name for name in before if not torch.equal(before[name], inside[name])}
         assert changed == {name for name in before if "w_gate" in name} != set()
-        for name in changed:  # 192 numbers or more: 5 standard errors are 26%
+        for name in changed:  # 5 standard errors are 26% for 192 weights
             sizes = [float(value[name].square().mean().sqrt()) for value in (before, inside)]
             assert sizes[0] == pytest.approx(sizes[1], rel=0.26)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert torch.equal(layer(x)[0], y)
 
 
-def test_untrained_gates_without_thresholds_only():
+def test_untrained_gates_reject_gates_with_thresholds():
     layer = MoE(8, 4, 2, gate=BalancedGate(8, 4, 2), w_load=0.0)
     with pytest.raises(ValueError, match="untrained_gates: layer must"):
         untrained_gates(layer, 0).__enter__()
 
 
-def test_words_that_come_once_tell_experts_apart_by_chance_alone():
+def test_words_that_occur_once_give_no_information():
     vocabulary = Vocabulary([*(f"w{i}" for i in range(8)), "<unk>", "</s>"])
     routed = routing_of([(i, i % 2, 1.0) for i in range(8)], 2, words=range(8))
     for report in expert_reports(routed, vocabulary):
-        assert report.information == pytest.approx(0, abs=1e-12)  # ln 2 less ln 2
+        assert report.information == pytest.approx(0, abs=1e-12)  # ln 2, minus ln 2 by chance
 
 
 # Translation models
 
-FIRST, SECOND = "acegik", "bdfhjl"  # the letters of two languages
-SPECIAL, OF_FIRST, OF_SECOND = range(3)  # what is no word of either, and the words
+FIRST, SECOND = "acegik", "bdfhjl"  # letters of two languages
+SPECIAL, OF_FIRST, OF_SECOND = range(3)  # classes of wordpieces
 PAIRS = ("xx-yy", "yy-xx", "yy-yy")
-SIZES = (10, 20, 30)  # sentences of each
+SIZES = (10, 20, 30)  # sentences of each pair
 
 
 def class_of(piece):
@@ -234,7 +234,7 @@ def class_of(piece):
 
 @pytest.fixture(scope="module")
 def wordpieces():
-    """One letter a piece, in a word or at its beginning."""
+    """A wordpiece is one letter, inside a word or at its beginning."""
     pytest.importorskip("sentencepiece", reason="pip install 'moe_ext[translation]'")
     letters = FIRST + SECOND
     text = [" ".join(f"{a}{b}" for b in letters) for a in letters]
@@ -245,7 +245,7 @@ def wordpieces():
 
 @pytest.fixture(scope="module")
 def pairs(wordpieces):
-    """Those of PAIRS, each source with the token of its target's language."""
+    """Makes random sentence pairs; a source begins with the token of the target language."""
     generator = torch.Generator().manual_seed(5)
 
     def text(language):
@@ -276,7 +276,10 @@ def translation_model(vocab_size, d_model, **moe):
 
 @pytest.fixture(scope="module")
 def model_by_class(wordpieces):
-    """Its gates read the class of a piece from its embedding, which is all that reaches them."""
+    """The embedding is the one-hot class of a piece; the gates route each class to one expert.
+
+    All other weights are zero, so the gates see only the embedding.
+    """
     model = translation_model(len(wordpieces), 3, gate="topk", num_experts=3, k=1, w_load=0)
     with torch.no_grad():
         for p in model.parameters():
@@ -293,7 +296,7 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
     routed = route_text(
         model_by_class, pairs, layer=layer, num_positions=10**6, tokens_per_batch=90
     )
-    # The encoder sees </s> behind the words, the decoder before them.
+    # </s> is after the words in the encoder, and before them in the decoder.
     expected = Counter()
     for index, (source, target) in enumerate(pairs):
         source, target = [*source, wordpieces.eos_id], [wordpieces.eos_id, *target]
@@ -316,7 +319,7 @@ def test_routing_of_a_translation_model(layer, wordpieces, pairs, model_by_class
 def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
     routed = route_text(model_by_class, pairs, layer=layer, num_positions=10**6)
     reports = expert_reports(routed, wordpieces, num_words=99)
-    # By class of word and language pair
+    # Wordpieces by class and language pair.
     text = pairs.source if layer == 0 else pairs.target
     counts = torch.zeros(3, 3, dtype=torch.float64)
     for pair, sentence in zip(pairs.pair.tolist(), text, strict=True):
@@ -331,7 +334,7 @@ def test_experts_of_languages(layer, wordpieces, pairs, model_by_class):
         assert all(
             word.share == 1 and class_of(word.word) == report.expert for word in report.words
         )
-    # The words of the first language are in the first pair's sources and the second's targets.
+    # Words of the first language occur in sources of the first pair and in targets of the second.
     alone = float(expected[layer])
     assert reports[OF_FIRST].pairs[layer].share == 1
     assert reports[OF_FIRST].pair_information == pytest.approx(-math.log(alone))

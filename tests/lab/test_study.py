@@ -1,4 +1,4 @@
-"""Studies: finished runs, paired differences, what they say of a claim, the scripts' reports."""
+"""Studies: finished runs, paired differences, verdicts about claims, and the reports of scripts."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def config(corpus, tmp_path):
 
 def test_mean_difference_is_the_t_interval():
     interval = mean_difference([0.1, 0.2, 0.3])
-    # mean .2, standard error .1 / sqrt(3), t(.975, 2) = 4.30265
+    # The mean is 0.2, the standard error 0.1 / sqrt(3), and t(0.975, 2) = 4.30265.
     assert interval.num_seeds == 3 and interval.mean == pytest.approx(0.2)
     assert interval.high - interval.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert interval.mean - interval.low == pytest.approx(interval.high - interval.mean)
@@ -61,7 +61,7 @@ def test_mean_difference_is_the_t_interval():
 
 def test_fewer_than_three_seeds_have_no_interval():
     one, two = mean_difference([0.1]), mean_difference([0.1, 0.3])
-    pooled = mean_difference([0.1, 0.3, 0.1, 0.3], num_seeds=2)  # of two language pairs
+    pooled = mean_difference([0.1, 0.3, 0.1, 0.3], num_seeds=2)  # 2 language pairs
     for found in (one, two, pooled):
         assert found.low is None and found.high is None and verdict(found) == "not decided"
     assert f"{one:+.3f}" == "+0.100 (one seed, not decided)"
@@ -71,17 +71,18 @@ def test_fewer_than_three_seeds_have_no_interval():
     assert f"{mean_difference([0.1, 0.2, 0.3]):+.1f}" == "+0.2 [-0.0, +0.4]"
 
 
-def test_bootstrap_interval_covers_what_it_should():
+def test_width_of_the_bootstrap_interval():
     lengths = torch.full((400,), 10)
     a = torch.randn(400).double()
     interval = bootstrap_difference(a, a * 0, lengths)
-    # The mean of 400 values of deviation 1 has a standard error of 1/20, here by 10 tokens.
+    # 400 sentences with standard deviation 1 and 10 tokens each: the standard error of the mean per
+    # token is 1 / (20 · 10).
     assert interval.mean == pytest.approx(a.sum().item() / 4000)
     assert interval.high - interval.low == pytest.approx(2 * 1.96 / 200, rel=0.15)
     assert interval.low < interval.mean < interval.high
 
 
-def test_a_share_of_the_steps_is_what_a_shorter_run_gives(config, tmp_path):
+def test_a_share_of_the_steps_equals_a_shorter_run(config, tmp_path):
     text = load_text(config.data)
     result = train_and_test(config, text, [0.25, 0.5])
     assert result.earlier_nll.keys() == {0.25, 0.5} and result.nll_at(1.0) == result.test_nll
@@ -89,13 +90,13 @@ def test_a_share_of_the_steps_is_what_a_shorter_run_gives(config, tmp_path):
     for share in (0.25, 0.5):
         short = replace(config, output=str(tmp_path / f"short-{share}"), steps=int(8 * share))
         assert train_and_test(short, text).test_nll == result.nll_at(share)
-    # Stopping for the test leaves no trace in the training.
+    # The extra tests do not change the training.
     through = train_and_test(replace(config, output=str(tmp_path / "through")), text)
     assert through.test_nll == result.test_nll
 
 
-@pytest.mark.parametrize("killed_at", [1, 2, 3])  # the tests after 2, 4 and 8 steps
-def test_an_interrupted_run_ends_the_same(config, tmp_path, monkeypatch, killed_at):
+@pytest.mark.parametrize("killed_at", [1, 2, 3])  # at the test after 2, 4 or 8 steps
+def test_an_interrupted_run_has_the_same_result(config, tmp_path, monkeypatch, killed_at):
     text = load_text(config.data)
     whole = train_and_test(replace(config, output=str(tmp_path / "whole")), text, [0.25, 0.5])
     calls = []
@@ -111,17 +112,17 @@ def test_an_interrupted_run_ends_the_same(config, tmp_path, monkeypatch, killed_
         train_and_test(config, text, [0.25, 0.5])
     assert finished(config, text) is None
     result = train_and_test(config, text, [0.25, 0.5])
-    assert len(calls) == 4  # one of the three twice
+    assert len(calls) == 4  # 3 tests and the repeated one
     assert result.test_nll == whole.test_nll and result.earlier_nll == whole.earlier_nll
     assert torch.equal(result.sentence_nll, whole.sentence_nll)
 
 
-def test_a_study_trains_what_is_missing(config, tmp_path):
+def test_a_study_trains_only_missing_runs(config, tmp_path):
     text = load_text(config.data)
     arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
     runs = tmp_path / "runs"
     assert run_study(arms, [1, 2], text, runs, train=()) == {"a": {}, "b": {}}
-    # Another process is at one of the runs; arm b is not asked for.
+    # The lock means that a-seed2 is being trained elsewhere. Arm b is not requested.
     (runs / "a-seed2").mkdir(parents=True)
     with FileLock(runs / "a-seed2" / ".lock"):
         results = run_study(arms, [1, 2], text, runs, train=["a"])
@@ -135,7 +136,7 @@ def test_a_study_trains_what_is_missing(config, tmp_path):
     assert data["b"]["runs"][1]["test_nll"] == results["b"][2].test_nll
     assert (
         json.loads(json.dumps(data))["a"]["cost"]["parameters"] == 6272
-    )  # 2 · 2,048 + 128 + 2,048
+    )  # LSTMs 2 · 2,048, gate 128, experts 2,048
     with pytest.raises(ConfigError, match="steps must"):
         run_study({"a": replace(config, steps=9)}, [1], text, runs)
     for other in (replace(text, test=text.dev), replace(text, train=text.dev)):
@@ -143,7 +144,7 @@ def test_a_study_trains_what_is_missing(config, tmp_path):
             run_study({"a": config}, [1], other, runs)
 
 
-def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
+def test_a_diverged_run_does_not_stop_the_others(config, tmp_path, monkeypatch):
     text = load_text(config.data)
     arms = {"a": config, "b": replace(config, model=replace(config.model, dropout=0.0))}
     runs = tmp_path / "runs"
@@ -160,12 +161,15 @@ def test_a_run_that_diverges_stops_no_other(config, tmp_path, monkeypatch):
         run_study(arms, [1, 2], text, runs)
     assert len(calls) == 4 and has_diverged(runs / "a-seed1")
     results = run_study(arms, [1, 2], text, runs)
-    assert len(calls) == 7  # the three others, which are read
+    assert len(calls) == 7  # 3 more, which read the finished runs
     assert results["a"].keys() == {2} and results["b"].keys() == {1, 2}
 
 
-def test_balance_is_of_the_last_50_batches(config, monkeypatch):
-    """Of records of two batches and two layers each: 35 to 59, whose mean is 47, and one more."""
+def test_balance_is_the_mean_of_the_last_50_batches(config, monkeypatch):
+    """Record i covers two batches and has the values i and i + 1 for two layers.
+
+    The last 50 batches are the records 35 to 59; the mean of i is 47.
+    """
     keys = [*losses.COLUMNS]
     records = [
         {"words_per_second": 1.0, **{key: [i + at, i + at + 1] for at, key in enumerate(keys)}}
@@ -191,7 +195,7 @@ def test_differences_are_over_the_seeds_that_both_have():
     error = 4.30265 * 0.1 / math.sqrt(3)
     assert gap.high - gap.mean == pytest.approx(error, rel=1e-5)
     assert difference(a, b, 0.25).mean == pytest.approx(-0.1)  # -0.2, -0.1 and 0
-    change = widening(a, b, 0.25)  # from -0.2 to -0.1, from -0.1 to -0.2, from 0 to -0.3
+    change = widening(a, b, 0.25)  # -0.2 to -0.1, -0.1 to -0.2 and 0 to -0.3
     assert change.mean == pytest.approx(-0.1) and change.high > 0
     assert difference({1: result(1.0)}, b).num_seeds == 1
     assert difference({5: result(1.0)}, b) is None
@@ -219,7 +223,7 @@ def test_verdicts():
 
 
 def test_claims_of_capacity():
-    """Each model is better than the one before it by 0.1 at the end, by 0.05 after a quarter."""
+    """The nll of each model is 0.1 less than the previous one's, and 0.05 less after a quarter."""
     study = capacity
     order = (*study.DENSE, *study.MIXTURES, study.LARGE)
     found = study.claims(
@@ -244,8 +248,8 @@ def test_claims_of_capacity():
     ]  # fmt: skip
 
 
-def test_a_larger_w_load_is_to_lower_the_highest_load():
-    """Here it does, by as much as the weights differ, and everything else grows."""
+def test_claims_about_a_larger_w_load():
+    """Max/mean load falls by the difference of w_load; all other metrics grow by it."""
     results = {}
     for arm in losses.ARMS:
         w_load = float(arm.partition(",")[2])
@@ -259,7 +263,7 @@ def test_a_larger_w_load_is_to_lower_the_highest_load():
 
 
 def run_script(script, corpus, tmp_path, *options):
-    """The script with hardly any training: every model two batches."""
+    """Runs the script with two training steps for each model."""
     return script.main(
         [
             f"data.corpus={corpus}",
@@ -298,7 +302,7 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     data = json.loads((tmp_path / "results" / "capacity.json").read_text())
     assert data["models"]["moe-16"]["runs"][1]["earlier_nll"].keys() == {"0.25"}
     assert data["claims"][0]["difference"]["mean"] == gap.mean
-    for name in capacity.MIXTURES:  # the first seed decides
+    for name in capacity.MIXTURES:  # the first seed selects the learning rate
         nll = data["dev_nll"][name]
         best = min(nll, key=nll.get)
         assert len(nll) == 2 and len(set(nll.values())) == 2

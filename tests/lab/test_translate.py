@@ -1,4 +1,4 @@
-"""scripts/translate.py as a user runs it, with runs of scripts/train.py."""
+"""scripts/translate.py as a user runs it, with models that scripts/train.py trains."""
 
 import io
 import json
@@ -36,7 +36,7 @@ TEXT = ["one two three", "", "two $x^$ two one three one", " \t", "four", "three
 
 @pytest.fixture(scope="module")
 def make_run(tmp_path_factory):
-    """The folder of a finished run with these language pairs."""
+    """Returns a function that trains a run on language pairs and returns its folder."""
     folder = tmp_path_factory.mktemp("translate")
     draw = random.Random(8)
     for part, number in (("train", 60), ("dev", 5), ("test", 5)):
@@ -80,14 +80,14 @@ def translated(run, search=None, into=None):
 
 
 def main(capsys, *arguments):
-    """What it has printed: stdout and stderr."""
+    """Runs translate.py; returns its stdout and stderr."""
     capsys.readouterr()
     translate.main([str(each) for each in arguments])
     return capsys.readouterr()
 
 
 def test_from_stdin_to_stdout(multilingual, monkeypatch, capsys):
-    """A line for each, also where bytes are no text and the last line has no end."""
+    """Prints one line per input line, also for invalid UTF-8 and a last line without newline."""
     text = "\n".join([*TEXT, "\x00 two"]).encode() + b" \xff\xfe four"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     printed = main(capsys, multilingual, "--into=fr")
@@ -110,7 +110,7 @@ def test_files_and_options_of_the_search(run, file, capsys):
         assert found == [each[0].text for each in translated(run, search)]
 
 
-def test_several_translations_a_line(run, file, capsys):
+def test_several_translations_of_each_line(run, file, capsys):
     expected = [
         [str(number), each.text, f"logP= {each.log_prob:.4f}", f"{each.score:.4f}"]
         for number, found in enumerate(translated(run, BeamSearch(num_best=3)))
@@ -142,7 +142,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
         main(capsys, run, file, "--attention", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)
     main(capsys, run, file, "--attention", tmp_path / "b.PDF")
-    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # lines with text
+    assert (tmp_path / "b.PDF").read_bytes().count(b"/Type /Page ") == 4  # nonblank lines
     found = translated(run)[2][0]
     figure = translate.attention_plot(found)
     assert figure.get_size_inches().max() < 10
@@ -152,7 +152,7 @@ def test_attention_plots(run, file, tmp_path, capsys):
     assert [label.get_text() for label in axes.get_yticklabels()] == found.pieces
 
 
-def test_attention_of_a_long_line_is_a_page():
+def test_attention_of_a_long_line_fits_a_page():
     found = Translation("", 0.0, 0.0, ["a"] * 200, ["b"] * 400, torch.zeros(400, 200))
     figure = translate.attention_plot(found)
     assert max(figure.get_size_inches()) <= 40
@@ -160,8 +160,8 @@ def test_attention_of_a_long_line_is_a_page():
 
 
 @pytest.mark.filterwarnings("error")
-def test_attention_says_where_glyphs_are_missing(tmp_path, capsys):
-    """Of no script at all, so that no font has it; and once, whatever the number."""
+def test_attention_reports_missing_glyphs(tmp_path, capsys):
+    """No font has these two noncharacters; two plots in a file give one message."""
     found = Translation("", 0.0, 0.0, ["\ufdd0"], ["\ufdd1", "a"], torch.ones(2, 1))
     for name in ("a.png", "a.pdf"):
         with warnings.catch_warnings(), translate.attention_file(tmp_path / name) as plot:
@@ -189,7 +189,7 @@ def test_attention_needs_matplotlib(run, file, tmp_path, monkeypatch, capsys):
     assert status == 2 and "--attention: matplotlib must" in error
 
 
-def test_output_may_be_what_is_read(run, tmp_path, monkeypatch, capsys):
+def test_output_may_be_the_input_file(run, tmp_path, monkeypatch, capsys):
     same = tmp_path / "same.en"
     same.write_text("\n".join(TEXT))
     (tmp_path / "link").symlink_to(same)
@@ -200,7 +200,7 @@ def test_output_may_be_what_is_read(run, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "link").is_symlink()
 
 
-def test_output_of_before_stays_after_an_error(run, file, tmp_path, monkeypatch, capsys):
+def test_an_error_keeps_the_previous_output(run, file, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.fr").write_text("before\n")
 
     def fail(*_):
@@ -250,7 +250,7 @@ def test_long_lines_are_cut_and_counted(run, file, tmp_path, capsys):
     assert "1 lines cut after 5 wordpieces" in printed.err
 
 
-def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path, capsys):
+def test_errors_have_one_line_and_status_2(run, multilingual, file, tmp_path, capsys):
     def error(*arguments):
         status, error = status_and_error(capsys, translate, *arguments)
         assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
@@ -276,7 +276,7 @@ def test_refuses_in_one_sentence_with_status_2(run, multilingual, file, tmp_path
 @pytest.mark.parametrize(
     ("script", "option"), [(translate, "--reference=a.fr"), (evaluate, "--bleu")]
 )
-def test_without_sacrebleu_nothing_begins(monkeypatch, tmp_path, capsys, script, option):
+def test_missing_sacrebleu_is_reported_first(monkeypatch, tmp_path, capsys, script, option):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     status, error = status_and_error(capsys, script, tmp_path / "none", option)
     assert status == 2 and error.count("\n") == 1
@@ -301,7 +301,7 @@ def test_only_translation_models(corpus, tmp_path, capsys):
 
 
 def test_benchmark(run, tmp_path, capsys):
-    """Of a run and a text, and of a configuration alone."""
+    """Benchmarks a run with a text, then a configuration without a run."""
     (tmp_path / "text.en").write_text("\n".join(TEXT))
     options = ["--rounds=2", "--alone=3", "--beam=2", "--threads=1"]
     benchmark.main([str(run), str(tmp_path / "text.en"), *options])

@@ -1,4 +1,4 @@
-"""The studies of translation models: what they train, keep and report."""
+"""The studies of translation models: runs, files, BLEU, claims and pages."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_near_duplicates_share_most_trigrams_with_one_sentence():
     sentences = ["a b c d e f g h", "a b c x e f g h", "A b c d e f g", "short", "a b c d"]
     text = ["a b c d e f g h", "e f g h", "short"]
     near = translation.near_duplicates(sentences, text)
-    # The second has 5 of its 8 trigrams there, the last 3 of 4.
+    # The first line of the text has 5 of 8 trigrams of the second sentence, and 3 of 4 of the last.
     assert near == [True, False, True, True, False]
 
 
@@ -47,8 +47,8 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
         ("a mixture is better than a dense layer with equal operations", "dense", (-0.3, -0.2)),
     ],
 )
-def test_claims_are_of_what_they_name(claim, other, gaps):
-    """The gaps are twice as large in German."""
+def test_claims_compare_the_models_they_name(claim, other, gaps):
+    """The differences for en-de are twice those for en-fr."""
     nll = {"moe-32": 1.0, "moe-32-balanced": 1.1, "dense": 1.3, "none": 1.7}
     parts = {"en-fr": 1, "en-de": 2, "all": 1.5}
     studies = {
@@ -80,7 +80,7 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path):
     assert not (runs / "dense-seed1" / "result.json").exists()
     file = runs / "none-seed1" / "test-2.en-fr.txt"
     assert len(file.read_text().splitlines()) == 15
-    file.write_text("frba\n" * 15)  # what is there is not made again
+    file.write_text("frba\n" * 15)  # the study must not overwrite it
 
     main([*command, "--pairs", "en-fr", "en-de"])
     data = json.loads((tmp_path / "docs" / "translation.json").read_text())
@@ -173,7 +173,7 @@ def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):
 
 
 def test_the_better_model_has_less_perplexity_and_more_bleu():
-    """Of the language pairs that both have; neither is better where they are equal."""
+    """Only language pairs of both models count; equal values count for neither model."""
     ours, theirs = (
         {name: multilingual.Figures(*each, num_seeds=1) for name, each in figures.items()}
         for figures in (
@@ -187,7 +187,7 @@ def test_the_better_model_has_less_perplexity_and_more_bleu():
 
 
 @pytest.mark.parametrize("script", [translation, multilingual])
-def test_without_sacrebleu_nothing_is_trained(monkeypatch, parallel_corpus, tmp_path, script):
+def test_missing_sacrebleu_is_reported_first(monkeypatch, parallel_corpus, tmp_path, script):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(ConfigError, match="sacrebleu must"):
         script.main([f"data.corpus={parallel_corpus}", "--runs", str(tmp_path / "runs")], ROOT)

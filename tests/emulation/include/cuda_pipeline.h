@@ -2,7 +2,7 @@
 
 #include "emulation.h"
 
-// Copies either at once or when the thread waits for the copy; the choice is random.
+// Copies immediately, or when the thread waits for the copy. The choice is random.
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, size_t num_zeros = 0) {
   const auto is_aligned = [&](const void* data) {
     return reinterpret_cast<uintptr_t>(data) % size == 0;

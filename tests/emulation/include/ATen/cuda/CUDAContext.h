@@ -7,7 +7,7 @@ namespace at::cuda {
 inline cudaStream_t getCurrentCUDAStream() { return nullptr; }
 
 struct DeviceProperties {
-  int major;  // 8: the newest without torch's grouped GEMM
+  int major;  // compute capability; 8 does not use torch's grouped GEMM
 };
 
 inline DeviceProperties device_properties{8};

@@ -5,4 +5,4 @@
 #include "emulation.h"
 
 #define C10_CUDA_CHECK(call) TORCH_CHECK((call) == cudaSuccess, "emulated: ", #call)
-#define C10_CUDA_KERNEL_LAUNCH_CHECK() static_cast<void>(0)  // launch throws
+#define C10_CUDA_KERNEL_LAUNCH_CHECK() static_cast<void>(0)  // emulation::launch throws
