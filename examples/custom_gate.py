@@ -2,9 +2,9 @@
 
     python examples/custom_gate.py
 
-The data have 8 kinds of tokens. The target of a token is a linear map of it, another map for each
-kind. The script prints the loss, the temperature and the balance. At the end it prints, for each
-kind, the share of its tokens that its most frequent expert receives:
+The data have 8 kinds of tokens. The target of a token is a linear map of the token; each kind has a
+map of its own. The script prints the loss, the temperature and the balance. At the end it prints,
+for each kind, the percentage of the kind's tokens that go to its most frequent expert:
 
     step   1: loss 1.952, temperature 0.200, CV(Importance) 0.42
     step 100: loss 0.542, temperature 0.232, CV(Importance) 0.32
@@ -30,7 +30,7 @@ class CosineGate(Gate):
     def __init__(self, d_model: int, num_experts: int, k: int, temperature: float = 0.2) -> None:
         super().__init__(d_model, num_experts, k)
         self.directions = nn.Parameter(torch.randn(d_model, num_experts))
-        # Its exponential stays positive.
+        # The gate learns the logarithm, so that the temperature stays positive.
         self.log_temperature = nn.Parameter(torch.tensor(temperature).log())
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
@@ -40,7 +40,7 @@ class CosineGate(Gate):
         kept, expert_index = torch.softmax(cosine / temperature, dim=-1).topk(self.k)
         gates = kept / kept.sum(dim=-1, keepdim=True)
         routing = self.make_routing(gates, expert_index, ranks=ranks)
-        # aux.metrics() then reports it too.
+        # aux.metrics() then reports the temperature too.
         return routing._replace(metrics={"temperature": temperature.detach()})
 
 
@@ -50,14 +50,14 @@ def main() -> None:
     maps = torch.randn(NUM_KINDS, D_MODEL, D_MODEL) / D_MODEL**0.5
 
     def tokens(number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, their targets and their kinds."""
+        """Returns random tokens, their targets and their kinds."""
         kind = torch.randint(NUM_KINDS, (number,))
         x = centers[kind] + torch.randn(number, D_MODEL)
         return x, torch.einsum("td,tde->te", x, maps[kind]), kind
 
     gate = CosineGate(D_MODEL, num_experts=16, k=2)
-    # Each expert is a single matrix (hidden_sizes=[]). A gate without noise has a load without
-    # gradient, so that the importance loss alone balances (w_load=0).
+    # Each expert is a single matrix (hidden_sizes=[]). The load of a gate without noise has no
+    # gradient, so only the importance loss balances the experts (w_load=0).
     moe = MoE(D_MODEL, num_experts=16, k=2, gate=gate, hidden_sizes=[], w_load=0.0)
     optimizer = torch.optim.Adam(moe.parameters(), lr=1e-2)
     for step in range(1, STEPS + 1):

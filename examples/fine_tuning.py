@@ -1,11 +1,11 @@
-"""Fine-tune a saved model with recompute and FactoredAdam, in a fraction of the memory.
+"""Fine-tune a saved model in less memory, with recompute and FactoredAdam.
 
     python examples/fine_tuning.py
 
-A small model learns the bytes of Python's language manual and is saved. A second model loads it
-and is fine-tuned on Python code. Its experts recompute their activations in the backward pass.
-FactoredAdam keeps one number for each row and column of their matrices; Adam keeps two numbers for
-each weight. The script prints the loss in nats per byte and the memory:
+A small model learns the bytes of Python's language manual and is saved. A second model loads the
+weights and is fine-tuned on Python code. Its experts recompute activations in the backward pass.
+FactoredAdam stores one number for each row and column of an expert's matrix; Adam stores two
+numbers for each weight. The script prints the loss in nats per byte and the memory:
 
     trained on the manual: loss 2.72 on code
       optimizer state: Adam 8,718,364 bytes
@@ -49,7 +49,7 @@ class ByteModel(nn.Module):
 
 
 def nll(model: ByteModel, text: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats per byte at the positions, and the balancing losses."""
+    """Returns the nats per byte at the positions of the text, and the balancing losses."""
     window = text[positions[:, None] + torch.arange(CONTEXT + 1)]
     logits, aux_loss = model(window[:, :-1])
     return F.cross_entropy(logits, window[:, -1]), aux_loss
@@ -71,7 +71,7 @@ def evaluate(model: ByteModel, text: Tensor) -> float:
 
 
 def saved_bytes(model: ByteModel, text: Tensor) -> int:
-    """Activations that a training step saves for backward."""
+    """Returns the bytes of activations that a training step on the text saves for backward."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved = {}
 
@@ -99,14 +99,14 @@ def main() -> None:
     model = ByteModel(recompute=False)
     adam = Adam(model.parameters(), lr=3e-3)
     train(model, manual, [adam])
-    file = io.BytesIO()  # or a path
+    file = io.BytesIO()  # torch.save takes a path too
     torch.save(model.state_dict(), file)
     print(f"trained on the manual: loss {evaluate(model, test_code):.2f} on code")
     print(f"  optimizer state: Adam {state_bytes(adam):,} bytes")
     print(f"  saved for backward: {saved_bytes(model, manual):,} bytes")
 
     file.seek(0)
-    model = ByteModel(recompute=True)  # the parameters are the same
+    model = ByteModel(recompute=True)  # recompute does not change the parameters
     model.load_state_dict(torch.load(file, weights_only=True))
     split = split_parameters(model)
     optimizers = [FactoredAdam(split.experts, lr=1e-3), Adam(split.rest, lr=1e-3)]

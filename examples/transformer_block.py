@@ -48,7 +48,7 @@ class MoEBlock(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """Predicts the next byte with one block."""
+    """Predicts the next byte of a text with one transformer block."""
 
     def __init__(self, d_model: int = 64) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def as_ids(texts: Iterable[str]) -> Tensor:
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [len(starts), LENGTH] of the text."""
+    """Returns inputs and targets [len(starts), LENGTH] of the text at the positions starts."""
     window = text[starts[:, None] + torch.arange(LENGTH + 1)]
     return window[:, :-1], window[:, 1:]
 
@@ -85,7 +85,7 @@ def main() -> None:
         ids, targets = windows(train, torch.randint(len(train) - LENGTH, (BATCH,)))
         logits, aux = model(ids)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        # aux.loss balances the experts. Without it the gate comes to prefer a few of them.
+        # aux.loss balances the experts. Without this loss the gate prefers a few experts.
         (nll + aux.loss).backward()
         optimizer.step()
         optimizer.zero_grad()

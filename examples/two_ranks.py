@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 --max-restarts=1 examples/two_ranks.py
 
 Rank 1 dies after step 13, and torch reports on stderr that rank 0 lost its connection. torchrun
-starts both ranks again. They load the checkpoint of step 10 and continue. At the end they train
-once more without a death, and the losses are bitwise identical. The script prints:
+starts both ranks again. They load the checkpoint of step 10 and continue. At the end both ranks
+train from step 1 without a death, and the losses are bitwise identical. The script prints:
 
     rank 1: dies after step 13
     both ranks continue after step 10
@@ -48,9 +48,12 @@ class Model(nn.Module):
 
 
 def train(folder: Path, group: ProcessGroup, dies: bool) -> dict[int, float]:
-    """Trains up to STEPS from the newest checkpoint; returns the loss of each step made."""
+    """Trains from the newest checkpoint in folder to step STEPS; returns the loss of each step.
+
+    If dies is true and there is no checkpoint, rank 1 ends after step DEATH.
+    """
     rank = group.rank()
-    torch.manual_seed(1)  # the same on all ranks: then the experts are those of one process
+    torch.manual_seed(1)  # one seed on all ranks: the experts are those of a single rank
     model = parallelize(Model(group), group)  # averages the gradients of the replicas
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     torch.manual_seed(rank)  # each rank draws noise of its own
@@ -64,13 +67,13 @@ def train(folder: Path, group: ProcessGroup, dies: bool) -> dict[int, float]:
             print(f"both ranks continue after step {start}", flush=True)
     losses = {}
     for step in range(start + 1, STEPS + 1):
-        # Step and rank determine the data, so that they are the same after a restart.
+        # Step and rank determine the data, so that a restart does not change the data.
         draw = torch.Generator().manual_seed(2 * step + rank)
         x = torch.randn(256, D_MODEL, generator=draw)
         y, aux_loss = model(x)
         loss = F.mse_loss(y, x.sin()) + aux_loss
         loss.backward()
-        clip_grad_norm_(model, 1.0)  # by the norm over the experts of all ranks
+        clip_grad_norm_(model, 1.0)  # uses the norm over the experts of all ranks
         optimizer.step()
         optimizer.zero_grad()
         losses[step] = loss.item()
@@ -88,7 +91,7 @@ def main() -> None:
         raise SystemExit(
             "start this with: torchrun --nproc-per-node=2 --max-restarts=1 examples/two_ranks.py"
         )
-    folder = Path("runs/example-two-ranks")  # a folder that all ranks see
+    folder = Path("runs/example-two-ranks")  # a folder that all ranks can read
     continued = train(folder, group, dies=True)
     shared = [tempfile.mkdtemp() if group.rank() == 0 else None]
     dist.broadcast_object_list(shared, src=0)

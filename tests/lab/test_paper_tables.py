@@ -104,8 +104,8 @@ def test_comments_say_what_a_model_takes_and_what_was_published(configs):
         assert figures == f"# Published: {published}."
         number = "7" if published.table == "lm1b" else "8"
         weights, kept = re.fullmatch(
-            rf"# {published.name} of Table {number}: ([0-9,]+) GB of weights, gradients and "
-            r"moments, ([0-9,]+) GB of activations\.",
+            rf"# {published.name} of Table {number}: one device needs ([0-9,]+) GB for weights, "
+            r"gradients and moments, and ([0-9,]+) GB for activations\.",
             needs,
         ).groups()
         if "moe" in configs[published.config].model.layers:
