@@ -32,7 +32,8 @@ def warmup_schedule(
 ) -> LambdaLR:
     """Makes a scheduler that scales the optimizer's learning rate by `warmup_inverse_sqrt`.
 
-    Call its step() after that of the optimizer. The defaults are those of the language models
-    (App. C.1). The translation models use warmup_steps=2000 and hold_steps=8000 (App. E).
+    Call the scheduler's step() after the optimizer's step(). The defaults are those of the paper's
+    language models (App. C.1). Its translation models use warmup_steps=2000 and hold_steps=8000
+    (App. E).
     """
     return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps, hold_steps))
