@@ -106,7 +106,7 @@ def require_k_of_levels(
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
-    """Raises ValueError, prefixed by owner, if one of the named tensors has another shape."""
+    """Raises ValueError, prefixed by owner, if a tensor in values does not have the shape."""
     for name, value in values.items():
         found = tuple(value.shape)
         require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
@@ -119,7 +119,7 @@ def require_floating(owner: str, x: Tensor) -> None:
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError if the mask of owner is not bool, ValueError if it has another shape."""
+    """Raises TypeError if owner's mask is not bool, ValueError if it does not have the shape."""
     if mask.dtype != torch.bool:
         raise TypeError(f"{owner}: mask must have dtype torch.bool, got {mask.dtype}")
     require_shape(owner, shape, mask=mask)

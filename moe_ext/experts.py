@@ -87,7 +87,7 @@ class Experts(nn.Module):
                 experts must also accept None, which means R / E rows for every expert.
 
         Returns:
-            [R, d_output].
+            The output rows [R, d_output].
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, offsets)")
 

@@ -113,9 +113,10 @@ class MoE(nn.Module):
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
             FeedForwardExperts with hidden_sizes, activation, bias and expert_dtype. With several
             ranks, pass only this rank's experts (`moe_ext.distributed.ExpertPlacement`).
-        recompute: recompute the experts in the backward pass instead of saving their activations.
-            Costs one extra GEMM for each hidden layer. Results are bitwise identical. Custom
-            experts update running statistics, such as those of BatchNorm, twice.
+        recompute: whether to recompute the experts in the backward pass instead of saving their
+            activations. Costs one extra GEMM for each hidden layer. Results are bitwise identical
+            to recompute=False. Custom experts update running statistics, such as those of
+            BatchNorm, twice.
         expert_dtype: dtype of the expert weights. Tokens are cast to it for the experts but not for
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the

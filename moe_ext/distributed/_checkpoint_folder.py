@@ -30,7 +30,7 @@ class CheckpointFolder:
        a file with that name. The checkpoint is now valid.
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
-    Steps later than the one in `latest` belong to an abandoned run and are ignored.
+    Checkpoints later than the one in `latest` belong to an abandoned run and are ignored.
 
     Args:
         path: the folder of all checkpoints; the first save creates it.

@@ -50,7 +50,7 @@ def expert_tensors(model: nn.Module) -> set[str]:
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
-    """Returns the sharded parameters and buffers in the model's state_dict, under all names."""
+    """Returns the sharded entries of the model's state_dict, under all their names."""
     found = {}
     for prefix, layer in _spread_layers(model):
         assert layer.sharding is not None  # _spread_layers yields only sharded layers
@@ -69,7 +69,7 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """Yields the prefix of the experts' names and the layer, for all names of sharded layers."""
+    """Yields the prefix of its experts' names and the layer, for each name of a sharded layer."""
     for path, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, MoE) or layer.sharding is None:
             continue

@@ -86,7 +86,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, value in values.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if whole and found[name] < value.numel():
-                raise ValueError(f"the checkpoint does not have all elements of {name}")
+                raise ValueError(f"the checkpoint does not have all elements of the tensor {name}")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

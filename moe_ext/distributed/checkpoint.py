@@ -232,7 +232,7 @@ class Checkpoints:
         rank_state: Any,
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
-        """Returns this rank's tensors, copied with copy, and the contents of its other files.
+        """Returns this rank's tensors, or copies if copy is set, and its other files' contents.
 
         The arguments are those of `save`.
         """
@@ -332,7 +332,7 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(
                 f"torch {torch.__version__} cannot read a checkpoint written by torch {version}; "
-                "load it with the newer torch"
+                f"use torch {version}"
             ) from error
         saved = {
             metadata.planner_data[name]: entry

@@ -36,8 +36,8 @@ class _Copies(NamedTuple):
     Attributes:
         inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
         num_copies: [destinations] int64, the number of copies for each destination.
-        of_row: [R] int64, the copy that each row needs, counted from the first of its destination.
-            None: each row has its own copy.
+        of_row: [R] int64, the copy that each row needs, counted from the first copy of its
+            destination. None: each row has its own copy.
     """
 
     inverse: Tensor
@@ -75,7 +75,7 @@ class Exchange:
 
     With several chunks, each rank computes its experts in sequential chunks. The computation of one
     chunk overlaps with the transfer of others. Expert gradients are those of the mean of the ranks'
-    losses, as DistributedDataParallel computes those of the other parameters.
+    losses. DistributedDataParallel uses the same mean for the other parameters.
 
     Args:
         placement: the assignment of experts to ranks.

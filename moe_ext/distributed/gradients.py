@@ -64,7 +64,8 @@ def clip_grad_norm_(
     total = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} must be finite, got {total.item()}"
+            f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
+            f"got {total.item()}"
         )
     for params in by_kind:
         clip_grads_with_norm_(params, max_norm, total)
@@ -83,9 +84,9 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses as `torch.amp.GradScaler` does; all ranks skip a step together.
+    """Scales losses as `torch.amp.GradScaler` does, for gradients that are sharded over ranks.
 
-    They skip it if the gradients of at least one rank overflow.
+    All ranks skip a step if the gradients of one rank overflow.
 
     Args:
         device: see `torch.amp.GradScaler`.

@@ -69,9 +69,9 @@ class NoisyGate(Gate):
     def _load(
         self, clean_logits: Tensor, kept: ops.TopKSelection, group_offsets: Tensor | None = None
     ) -> Tensor:
-        """Computes Load(X) from clean_logits and the kept selection; see `moe_ext.ops.load`.
+        """Computes Load(X) of kept, a selection in training mode, by `moe_ext.ops.load`.
 
-        The selection must be made in training mode. For group_offsets, see the operator too.
+        The operator describes clean_logits and group_offsets.
         """
         return ops.load(
             clean_logits,

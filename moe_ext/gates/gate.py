@@ -71,8 +71,9 @@ class Gate(nn.Module):
         k: the constructor argument.
         generator: source of the noise; None: torch's global generator.
         experts_per_group: number of consecutive experts that must stay on one rank.
-        routes_by_batch: whether a token's experts depend on the other tokens of the batch. Several
-            ranks then require ``balance="global"``; otherwise their gates would diverge.
+        routes_by_batch: whether a token's experts depend on the other tokens of the batch. With
+            several ranks, `MoE` then requires ``balance="global"``; otherwise the ranks' gates
+            would diverge.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.

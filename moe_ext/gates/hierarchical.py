@@ -44,9 +44,9 @@ class HierarchicalNoisyTopKGate(NoisyGate):
     losses balance all experts and train both levels.
 
     The gate computes T · (a + k1 · b) logits. All four parameters start at zero. The notes of
-    `NoisyTopKGate` on evaluation mode and on k = 1 apply to each level. A level with a single
-    choice draws no noise. With a = 1 or b = 1, results are therefore bitwise identical to a
-    `NoisyTopKGate` with the same seed.
+    `NoisyTopKGate` on evaluation mode and on k = 1 apply to each level. A level with a single group
+    or a single expert draws no noise. With a = 1 or b = 1, results are therefore bitwise identical
+    to a `NoisyTopKGate` with the same seed.
 
     Args:
         d_model: D, the width of x.
@@ -127,7 +127,7 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         return Routing(gates, expert_index, importance, load, load_factors=tuple(factors))
 
     def draw_noise(self, like: Tensor) -> Tensor:
-        """Draws noise in the shape of `like`; returns zeros on a level with a single choice."""
+        """Draws noise in the shape of `like`; returns zeros for a single group or expert."""
         return torch.zeros_like(like) if like.shape[1] == 1 else super().draw_noise(like)
 
     def extra_repr(self) -> str:

@@ -33,7 +33,7 @@ def experts(
 
     - Without inverse and gates, x and the result are rows sorted by expert.
     - With inverse, x are tokens. The operator copies them to their rows as `dispatch` does.
-    - With inverse and gates, the operator also sums y_t = Σ_s gates[s] · E_s(x_t), as `combine`.
+    - With inverse and gates, it also sums y_t = Σ_s gates[s] · E_s(x_t) as `combine` does.
 
     On CUDA, float32 inputs are multiplied in float32, never in TF32; `allow_tf32` has no effect.
 
@@ -55,7 +55,7 @@ def experts(
         token_offsets: [T + 1] int64; token t has the slots
             token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
         recompute: whether to save only x and recompute the hidden layers in the backward pass
-            (App. D). This saves memory. Results are bitwise identical.
+            (App. D). This saves memory. Results are bitwise identical to recompute=False.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.

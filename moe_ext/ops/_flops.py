@@ -11,7 +11,7 @@ Shape = Sequence[int]
 
 
 def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
-    """Counts the FLOPs of the rows of x, or of inverse if given, with weights, their matrices."""
+    """Counts the FLOPs of multiplying each row of x, or of inverse if given, by its weights."""
     num_rows = x[0] if inverse is None else prod(inverse)
     return 2 * num_rows * sum(fan_in * width for _, fan_in, width in weights)
 

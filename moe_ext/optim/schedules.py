@@ -11,8 +11,8 @@ __all__ = ["warmup_inverse_sqrt", "warmup_schedule"]
 def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
     """Returns the factor min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).
 
-    The factor rises linearly to 1, stays there, then decays as step^-1/2. It is continuous.
-    Appendix C.1 ("Training") uses no hold steps; Appendix E does.
+    The factor rises linearly to 1, stays 1 for hold_steps, then decays as step^-1/2. It is
+    continuous. Appendix C.1 ("Training") uses no hold steps; Appendix E uses them.
 
     Args:
         step: the number of the step; counts from 1.

@@ -38,13 +38,14 @@ def unroll(
     """Runs state, output[t] = step(parameters, inputs[t], state) for t = 0, 1, …
 
     With memory_slots, m states and the state of the current step are saved for backward instead of
-    all activations. Outputs and gradients are bitwise identical. For t time steps, step is called t
-    times in the forward pass and C(t, m) + 1 times in total (`num_evaluations`). The extra call
-    evaluates the last step: its output is needed before its gradient exists.
+    all activations. Outputs and gradients are bitwise identical to those without memory_slots. For
+    t time steps, step is called t times in the forward pass and C(t, m) + 1 times in total
+    (`num_evaluations`). The extra call evaluates the last step: its output is needed before its
+    gradient exists.
 
     Recomputation restores the RNG state and the autocast state of the forward pass. Afterwards, the
     random generators have the same state as without recomputation. Second derivatives raise
-    RuntimeError.
+    RuntimeError with memory_slots.
 
     Without memory_slots, torch.compile compiles the loop into one graph that grows with the number
     of steps. With memory_slots, the loop runs in eager mode after a graph break.
@@ -161,7 +162,8 @@ def _run(
         stacks = stacks or tuple(x.new_empty(len(inputs[0]), *x.shape) for x in output)
         for x, stack in zip(output, stacks, strict=True):
             shape = tuple(stack.shape[1:])
-            require(x.shape == shape, "unroll: outputs", f"have shape {shape}", tuple(x.shape))
+            rule = f"have the shape {shape} of the first step"
+            require(x.shape == shape, "unroll: outputs", rule, tuple(x.shape))
             stack[t] = x
     state = _views(state)  # as _call would do in the next step
     return stacks or tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
@@ -309,8 +311,8 @@ def _step_backward(
     """Returns the gradients of one step's inputs and state; None where there is no gradient.
 
     Calls plan.step under the autocast options. Adds the gradients of the parameters to
-    grad_parameters. grads are the gradients of the new state and the outputs. These may contain a
-    tensor several times. Its gradients are summed in the order of autograd: the last use first.
+    grad_parameters. grads are the gradients of the new state and the outputs. The gradients of a
+    tensor that step returns several times are summed in the order of autograd: the last use first.
     """
     with torch.enable_grad(), _autocast(autocast):
         new_state, outputs = _call(plan.step, parameters, inputs, state)

@@ -157,7 +157,7 @@ class MoELSTM(nn.Module):
     limits the number of states (h, c) saved for backward and recomputes steps
     (`moe_ext.recurrent.unroll`). With memory_slots=5, a step of a sequence of 100 steps is
     evaluated about 4.2 times on average. Recomputation replays noise and dropout. Outputs and
-    gradients are bitwise identical.
+    gradients are bitwise identical to those without memory_slots.
 
     Args:
         d_input: D, the width of x.
