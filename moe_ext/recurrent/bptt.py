@@ -149,7 +149,7 @@ def _run(
     state: _Tensors,
     visit: Callable[[int, _Tensors], None] = lambda t, state: None,
 ) -> tuple[_Tensors, _Tensors]:
-    """Runs step with parameters over inputs; calls `visit` with each step's number and state."""
+    """Runs step with parameters over inputs; `visit` gets each step's number and input state."""
     outputs: list[_Tensors] = []
     stacks: _Tensors = ()
     for t, inputs_t in enumerate(zip(*(x.unbind() for x in inputs), strict=True)):
