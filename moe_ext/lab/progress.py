@@ -13,8 +13,8 @@ def progress(
 ) -> Iterable[T]:
     """Iterates over the items and shows a progress bar on stderr.
 
-    The bar appears after one second and disappears after the last item. No bar is shown if
-    stderr is not a terminal or tqdm is not installed.
+    The bar appears after one second and disappears after the last item. No bar is shown if stderr
+    is not a terminal or tqdm is not installed.
 
     Args:
         items: the items of the loop, iterated over once.

@@ -87,8 +87,8 @@ class SortedBatches(Generic[B]):
         Args:
             epoch: the number of completed epochs.
             start: the number of batches to skip.
-            num_workers: number of worker processes; each prepares two batches in advance. 0
-                makes the batches in the calling process.
+            num_workers: number of worker processes; each prepares two batches in advance. 0 makes
+                the batches in the calling process.
         """
         name = f"{type(self).__name__}.epoch: start"
         require(

@@ -38,10 +38,9 @@ def builtin_sentences() -> list[str]:
     """Returns the distinct sentences of the built-in corpus, with spaces between words.
 
     Their order is fixed for a version of Python and torch. The first call takes about 20 seconds
-    and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or
-    ``~/.cache/moe_ext``. The name of the cache file depends on the versions of Python and torch,
-    the source files and this code. If the cache folder is not writable, each call parses the
-    sources.
+    and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or ``~/.cache/moe_ext``. The name of the
+    cache file depends on the versions of Python and torch, the source files and this code. If the
+    cache folder is not writable, each call parses the sources.
     """
     files = source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"
@@ -97,8 +96,8 @@ def _sentences_of(file: Path) -> Iterator[str]:
 def _distinct(sentences: Iterable[str]) -> Iterator[str]:
     """Drops sentences whose letters equal those of an earlier sentence.
 
-    Documentation repeats sentences with a different number or mark ("2D", "3D"). The
-    comparison of letters keeps such near-duplicates of training sentences out of the test part.
+    Documentation repeats sentences with a different number or mark ("2D", "3D"). The comparison of
+    letters keeps such near-duplicates of training sentences out of the test part.
     """
     seen = set()
     for sentence in sentences:

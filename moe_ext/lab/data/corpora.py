@@ -137,9 +137,8 @@ def load_corpus(
 ) -> Corpus:
     """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
-    Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A
-    line that is not UTF-8 raises an error: guessing the encoding could silently change the
-    vocabulary.
+    Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
+    that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
 
     ``name_or_path`` is one of:
 
@@ -153,12 +152,12 @@ def load_corpus(
     - A folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``.
     - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
       ``NAME.test.txt``.
-    - A text file or a folder of text files. A hash of each sentence decides whether the
-      sentence is in train, dev or test. The part is the same on every machine and does not change
-      when text is added.
+    - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
+      in train, dev or test. The part is the same on every machine and does not change when text is
+      added.
 
-    Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of
-    such files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
+    Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
+    files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
 
     Args:
         name_or_path: "builtin", or a path from the list above.

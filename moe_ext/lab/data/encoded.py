@@ -157,10 +157,10 @@ def encode_to_files(
 ) -> EncodedSentences:
     """Encodes sentences into files and maps the files into memory.
 
-    The files are written atomically and reused for the same text and vocabulary. If the
-    name, size or modification time of a text file changes, new files are written. The old files
-    stay until you delete them. If
-    concurrent runs need the same files, the first run writes them and the others wait.
+    The files are written atomically and reused for the same text and vocabulary. If the name, size
+    or modification time of a text file changes, new files are written. The old files stay until you
+    delete them. If concurrent runs need the same files, the first run writes them and the others
+    wait.
 
     Each worker holds 16 MiB of a text file in memory, or a whole compressed file.
 

@@ -351,8 +351,8 @@ class PairBatches(SortedBatches[PairBatch]):
     pair exactly once, unless `oversample` is True.
 
     The object needs about 20 bytes of memory per pair in addition to the pairs, and 100 bytes
-    during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French,
-    a shuffle needs 3.6 GB.
+    during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French, a
+    shuffle needs 3.6 GB.
 
     Args:
         pairs: the sentence pairs, from `encode_pairs`.

@@ -150,8 +150,8 @@ class TableFile:
 class ParallelText(Iterable[Pair]):
     """Iterates over sentences and their translations; each iteration reads the files again.
 
-    White space around a sentence is removed. Lines without a valid pair, and filtered pairs,
-    are skipped and counted.
+    White space around a sentence is removed. Lines without a valid pair, and filtered pairs, are
+    skipped and counted.
 
     Attributes:
         source: source language, such as "en".

@@ -22,10 +22,9 @@ class Wordpieces:
     """Splits text into wordpieces with a sentencepiece model.
 
     A frequent word is one wordpiece; a rare word is several wordpieces. The first wordpiece of a
-    word begins with "▁".
-    ``decode(encode(text))`` equals ``normalise(text)``, which only changes white space to single
-    spaces and composes characters (Unicode NFC). A character that is missing or very rare in the
-    training text is encoded as ``<unk>`` and decoded as "⁇".
+    word begins with "▁". ``decode(encode(text))`` equals ``normalise(text)``, which only changes
+    white space to single spaces and composes characters (Unicode NFC). A character that is missing
+    or very rare in the training text is encoded as ``<unk>`` and decoded as "⁇".
 
     ``<unk>`` and ``</s>`` (the end of a sentence, and the input before its first wordpiece) are
     entries as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a
@@ -79,7 +78,7 @@ class Wordpieces:
             kind: "bpe" (merges frequent pairs of wordpieces) or "unigram" (prunes a unigram
                 language model of wordpieces; training takes about ten times as long).
             target_tokens: target languages; "fr" adds the entry ``<2fr>``, which requests French.
-            character_coverage: fraction of the text's characters that become wordpieces, in
+            character_coverage: fraction of the text's characters that become wordpieces; in
                 [0.98, 1].
             max_sentences: size of a uniform random sample of the sentences, to bound memory and
                 time; None uses all sentences.

@@ -21,9 +21,9 @@ class Attention(nn.Module):
         A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d + (y_j W)_d)           kind = "gnmt"
         p_j = softmax(A(·, y_j))          context_j = Σ_i p_ji x_i
 
-    The softmax is over the source tokens of the sentence. The scores A(x_i, y_j) are not
-    scaled. "product" is the function of the paper and needs only GEMMs. "gnmt" is the function of
-    Wu et al. (2016) and stores a [B, T, S, A] tensor.
+    The softmax is over the source tokens of the sentence. The scores A(x_i, y_j) are not scaled.
+    "product" is the function of the paper and needs only GEMMs. "gnmt" is the function of Wu et al.
+    (2016) and stores a [B, T, S, A] tensor.
 
     All weights are initialised uniformly with variance 1 / fan_in.
 

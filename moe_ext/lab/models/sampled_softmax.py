@@ -1,8 +1,8 @@
 """Softmax trained by importance sampling (App. C.1, as in Jozefowicz et al., 2016).
 
 With 793,471 classes, a full softmax would dominate the cost of a model. In training, the softmax
-covers the target and S classes, sampled once for the whole batch. From the logit of a class,
-the softmax subtracts the logarithm of the expected count of the class. In evaluation, the softmax
+covers the target and S classes, sampled once for the whole batch. From the logit of a class, the
+softmax subtracts the logarithm of the expected count of the class. In evaluation, the softmax
 covers all classes.
 """
 

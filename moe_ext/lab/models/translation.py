@@ -317,8 +317,8 @@ class TranslationModel(WordModel):
         In evaluation mode, the distribution equals the softmax of the result of `forward`.
 
         Args:
-            tokens: [N] int64, the previous word of each translation. The first word
-                is the end-of-sentence id.
+            tokens: [N] int64, the previous word of each translation. The first word is the
+                end-of-sentence id.
             state: state of the N translations before `tokens`.
 
         Returns:
