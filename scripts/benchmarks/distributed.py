@@ -1,4 +1,4 @@
-"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
+"""Measures the cost of expert parallelism: bytes sent, time of the all-to-all, throughput.
 
 Run this script with `--help` to see its arguments.
 """

@@ -1,4 +1,4 @@
-"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
+"""Compares the speed of a hierarchical mixture of 131,072 experts with mixtures of 1,024 experts.
 
 Run this script with `--help` to see its arguments.
 """

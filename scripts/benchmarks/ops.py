@@ -1,4 +1,4 @@
-"""Times the routing operators against the same computation in plain torch.
+"""Compares the speed of the routing operators with the same computation in plain torch.
 
 Run this script with `--help` to see its arguments.
 """

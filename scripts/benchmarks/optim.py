@@ -1,4 +1,4 @@
-"""Times factored Adam against torch's optimizers on a layer of experts.
+"""Compares the speed of factored Adam and of torch's optimizers on a layer of experts.
 
 Run this script with `--help` to see its arguments.
 """

@@ -1,4 +1,4 @@
-"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
+"""Compares bounded-memory back-propagation through a MoE-LSTM with plain back-propagation.
 
 Run this script with `--help` to see its arguments.
 """

@@ -1,4 +1,4 @@
-"""Times a training step of the sampled softmax against the full softmax.
+"""Compares the time of a training step with the sampled softmax and with the full softmax.
 
 Run this script with `--help` to see its arguments.
 """

@@ -1,4 +1,4 @@
-"""Measures sentences per second of a translator in batches against one sentence at a time.
+"""Compares the speed of translation in batches and of one sentence at a time.
 
 Run this script with `--help` to see its arguments.
 """

@@ -9,8 +9,9 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
 
 Under torchrun, the ranks share the experts and the rows of each batch. A run can continue with
-another number of ranks. If a rank dies, torchrun ends the others. With --max-restarts, torchrun then
-restarts all ranks from the last checkpoint. A hanging rank is detected after `timeout` seconds.
+another number of ranks. If a rank dies, torchrun ends the others. With --max-restarts, torchrun
+then restarts all ranks from the last checkpoint. A hanging rank is detected after `timeout`
+seconds.
 
 The options are dotted keys of moe_ext/lab/training/config.py and of the model classes in
 moe_ext/lab/models. The config.toml of a run lists all of them. The run's folder is output=FOLDER

@@ -3,8 +3,8 @@
     python scripts/studies/balanced.py data.corpus=path/to/text
     python scripts/studies/balanced.py steps=500 --output runs/balanced
 
-The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly
-m = round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
+The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly m =
+round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
 (default: docs/results), with
 
 - the dev perplexity under the threshold mask and under the batchwise mask, at several steps
