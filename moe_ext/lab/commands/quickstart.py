@@ -9,7 +9,7 @@ each in its own process with half of the threads. On one core or on a GPU, they 
 
 Prints the test perplexity of both, the load balance of the experts, and the specialisation of three
 experts. Writes the learning curves and the load of the experts to OUTPUT/quickstart.png. With
-the documentation of Python 3.11 and torch 2.15, the test perplexity is 62.0 for MoE and 63.1 for
+the documentation of Python 3.11 and torch 2.15, the test perplexity is 69.3 for MoE and 69.8 for
 dense, and max/mean load is 1.15.
 
 After the runs are finished, the same command prints the report at once. Ctrl-C or SIGTERM saves
