@@ -7,7 +7,7 @@ layer and the tools to train a model that contains it::
     ExpertParallel      the options: balance, exchange, num_chunks, a mesh with replicas
     parallelize         averages the gradients of the dense parameters; keeps experts sharded
     clip_grad_norm_     clips by the norm of the gradients of all ranks
-    GradScaler          skips a step on all ranks if one of them overflows
+    GradScaler          skips a step on all ranks if the gradients of one rank overflow
     expert_parameters   lists the sharded parameters and their shards
     Checkpoints         saves with one number of ranks, loads with any other number
     full_state_dict     gathers the state_dict of a single process

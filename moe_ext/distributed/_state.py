@@ -93,8 +93,8 @@ def load_full_state_dict(
 
     Args:
         model: the model, with or without the wrapper of `parallelize`.
-        state: the full state_dict, on every rank. ``torch.load(..., mmap=True)`` reads only the
-            parts that are used.
+        state: the full state_dict, on every rank. ``torch.load(..., mmap=True)`` reads from disk
+            only the parts that this rank uses.
         process_group: all ranks that train, or their mesh.
 
     Raises:

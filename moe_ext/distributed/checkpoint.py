@@ -85,7 +85,7 @@ class Checkpoints:
         folder: a folder that all ranks can access; the first save creates it.
         process_group: all ranks that train, or their mesh; None: only this rank.
         keep: number of the newest checkpoints to keep.
-        timeout: time that a rank waits for the others in `async_save`; None: torch's default.
+        timeout: time that a rank waits for other ranks in `async_save`; None: torch's default.
             `save` and `load` use the timeout of the process group.
 
     Raises:

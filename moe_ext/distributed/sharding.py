@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     """Describes how the ranks that train together divide the experts of a layer.
 
     Attributes:
-        world: all ranks; each has its own tokens.
+        world: all ranks that train; each has its own tokens.
         expert_parallel: the ranks that share one set of experts and exchange tokens.
         replicas: the ranks that have the same experts as this rank.
     """
@@ -97,7 +97,7 @@ class ExpertSharding:
     """Shards the experts of one layer over ranks.
 
     Args:
-        options: the options of the layer.
+        options: how ranks share the experts of the layer.
         gate: the gate of the layer.
 
     Attributes:

@@ -16,7 +16,7 @@ def init_process_group(
     """Calls `torch.distributed.init_process_group`; also works after a restart by torchrun.
 
     After a restart, the store of torchrun still has the addresses of dead ranks. A store prefix for
-    each restart hides them.
+    each restart hides these addresses.
 
     Args:
         backend, timeout: see `torch.distributed.init_process_group`.

@@ -20,8 +20,8 @@ class NoisyTopKGate(NoisyGate):
     random routing. In evaluation mode, all logits of an untrained gate tie. Then the experts with
     the lowest indices are selected.
 
-    With k = 1, the gate is 1 for any logits. The task loss then has no gradient for the gate; only
-    the balancing losses train it.
+    With k = 1, the weight G(x)_i of the chosen expert is always 1. The task loss then has no
+    gradient for W_g and W_noise; only the balancing losses train them.
 
     Args:
         d_model: D, the width of x.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DispatchPlan(NamedTuple):
-    """Maps between the two orders of the (token, expert) assignments.
+    """Maps between the two orders of the (token, expert) assignments: by token and by expert.
 
     Slots are the R assignments in the gate's order, sorted by token. With K experts per token, slot
     t·K + j is the j-th expert of token t. Rows are the same assignments, sorted by expert, then by

@@ -24,7 +24,7 @@ def load(
     Args:
         clean_logits: [T, E].
         noise_stddev, threshold, expert_index: see `TopKSelection`.
-        detach_threshold: whether to treat the thresholds as constants.
+        detach_threshold: whether to treat the thresholds as constants in the backward pass.
         group_offsets: [G + 1] int64, ascending from 0 to T. Group g has the rows
             group_offsets[g] <= t < group_offsets[g + 1]; a group may be empty. None: no groups.
 

@@ -23,9 +23,7 @@ class _Factored(Optimizer):
         row <- decay · row + gain · mean_j(g²)        column <- decay · column + gain · mean_i(g²)
         V = correction · row · columnᵀ / mean(row)    weight <- weight - lr · g / (sqrt(V) + eps)
 
-    The last two dimensions of a parameter form the matrix; the dimensions before them are batch
-    dimensions. So [E, R, C] has row [E, R] and column [E, C]. V itself is stored for parameters
-    with fewer than two dimensions and for groups with ``factored=False``.
+    The last two dimensions of a parameter form the matrix; the others are batch dimensions.
     """
 
     def _coefficients(
