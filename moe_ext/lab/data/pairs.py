@@ -347,8 +347,8 @@ class PairBatches(SortedBatches[PairBatch]):
     """Groups pairs of similar lengths into batches of about `tokens_per_batch` tokens.
 
     To limit padding on both sides, the pairs are sorted into narrow bands by the length of the
-    longer side. Within a band, they are sorted by the length of the source. An epoch contains each
-    pair exactly once, unless `oversample` is True.
+    longer side. Within a band, the pairs are sorted by the length of the source. An epoch contains
+    each pair exactly once, unless `oversample` is True.
 
     The object needs about 20 bytes of memory per pair in addition to the pairs, and 100 bytes
     during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French, a

@@ -19,7 +19,7 @@ def exit_status(main: Callable[[], object]) -> int:
     - 1: training diverged (FloatingPointError).
     - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
     - 130: Ctrl-C, or SIGTERM during training. ``scripts/compare.py`` and ``scripts/quickstart.py``
-      save a checkpoint; the same command resumes.
+      save a checkpoint; the same command resumes the training.
     - 141: stdout was closed (``| head``).
     """
     try:

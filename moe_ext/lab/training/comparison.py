@@ -25,7 +25,7 @@ _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # 
 
 
 def dense_counterpart(config: AnyConfig) -> AnyConfig:
-    """Replaces each MoE layer by one expert that is k times as wide (MoE-1-Wide of App. C.1).
+    """Replaces each MoE layer by one expert of k times the hidden width (MoE-1-Wide, App. C.1).
 
     Raises:
         ConfigError: the model has no MoE layer, or its experts do not have one hidden layer.

@@ -28,10 +28,10 @@ def summary_writer() -> Any:
 
 
 class RunLog:
-    """Logs records such as {"kind": "train", "step": 100, "nll": ...} and shows the newest one.
+    """Writes and shows records such as {"kind": "train", "step": 100, "nll": ...}.
 
-    On a terminal, the progress bar shows training records, and lines above it show dev records. If
-    stderr is not a terminal, each record is a line.
+    On a terminal, the progress bar shows training records, and lines above the bar show dev
+    records. If stderr is not a terminal, each record is a line.
 
     Args:
         run: the run's folder.

@@ -61,7 +61,7 @@ class Result:
 
 
 def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) -> Result:
-    """Returns the result of a run; starts or resumes the run if it is not finished.
+    """Returns the result of a run; starts or resumes an unfinished run.
 
     Args:
         config: the run; its `resume` is ignored.

@@ -2,8 +2,8 @@
 
 Runs with the same seed share the data order, the sampled softmax classes, and the initial weights
 of their common layers. With the same number of layers, they also share the dropout masks. The
-difference between two models is the mean over such pairs of runs. The unit of analysis is the test
-log-perplexity of a run after a fixed number of steps.
+difference between two models is the mean over pairs of runs with the same seed. The unit of
+analysis is the test log-perplexity of a run after a fixed number of steps.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def has_diverged(run: Path) -> bool:
 def study_parser(
     description: str | None, name: str, arms: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Creates a parser for the common options of studies; call its ``parse_intermixed_args``.
+    """Creates a parser for the common options of studies; call ``parse_intermixed_args`` to parse.
 
     Args:
         description: the script's docstring; the help appends the exit statuses.
@@ -112,8 +112,8 @@ def runs_at_once(arms: Mapping[str, C], wanted: int) -> tuple[dict[str, C], int]
 
     Returns:
         The configurations and the number of runs. The number is less than `wanted` if the runs
-        would need more threads than torch uses, and 1 on a GPU. If it is greater than 1, each
-        configuration whose num_threads is 0 gets an equal share of torch's threads.
+        would need more threads than torch uses, and 1 on a GPU. If the number is greater than 1,
+        each configuration whose num_threads is 0 gets an equal share of torch's threads.
     """
     threads = torch.get_num_threads()
     most = max(1, *(config.num_threads for config in arms.values()))
@@ -152,8 +152,8 @@ def run_study(
         train: the arms to train; finished runs of other arms are only read. None trains all.
         then: function called with the folder of each run after the run is trained and tested.
         at_once: the number of runs to train at the same time, each in its own process. Each process
-            reads the text again. A run that fails or diverges stops the other runs, which are
-            saved.
+            reads the text again. A run that fails or diverges stops the other runs, which save a
+            checkpoint.
 
     Returns:
         The finished runs by arm and seed.
@@ -275,7 +275,8 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
     """Judges the claim that a difference is between low and high, by default below zero.
 
     The claim is supported if the confidence interval of the difference lies inside (low, high), and
-    contradicted if it lies outside. Otherwise, or without an interval, the claim is not decided.
+    contradicted if the interval lies outside. Otherwise, or without an interval, the claim is not
+    decided.
     """
     if difference is None or difference.low is None or difference.high is None:
         return NOT_DECIDED
