@@ -316,7 +316,7 @@ def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
 
 
 def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
-    """Returns each sentence pair's index of its language pair; one language pair after another."""
+    """Returns the index of the language pair of each sentence pair, in order of language pairs."""
     sizes = torch.tensor([count[KEPT] for count in counts], device="cpu")
     return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 

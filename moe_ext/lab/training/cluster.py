@@ -88,7 +88,7 @@ def exchange_bytes(
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
-    """Computes the expected rows and copies of one token under uniform routing.
+    """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
 
     Args:
         placement: placement of the experts on the ranks.

@@ -204,7 +204,7 @@ class LogConfig:
 
 @dataclass
 class RunConfig:
-    """Options of all training runs.
+    """Options common to the training runs of language models and translation models.
 
     Attributes:
         output: folder of the run. "" uses runs/NAME, where NAME is the name of the configuration
@@ -345,7 +345,7 @@ def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
 
 
 def config_value(config: AnyConfig, key: str) -> Any:
-    """Returns the value of a dotted key."""
+    """Returns the value of the option with a dotted key, such as "model.moe.k"."""
     return _flatten(asdict(config))[key]
 
 

@@ -68,7 +68,7 @@ class RunLog:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Writes one record.
+        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values.
 
         Args:
             kind: "train" or "dev".

@@ -83,7 +83,7 @@ class Window:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
     def summary(self, ranks: Ranks) -> dict[str, Any]:
-        """Computes the metrics of the window over all ranks.
+        """Computes the metrics since the last log line over all ranks.
 
         - nll, aux_loss: means over tokens; nll does not include aux_loss.
         - words_per_second: predictions per second.

@@ -56,7 +56,7 @@ class Result:
         return perplexity(self.test_nll)
 
     def nll_at(self, share: float) -> float:
-        """Returns the nats per token of the test part after a fraction of the training steps."""
+        """Returns the nats per test token at the fraction `share` of the training steps."""
         return self.test_nll if share == 1 else self.earlier_nll[share]
 
 

@@ -61,7 +61,7 @@ folder cannot be used; the error message names it.
 
 
 def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
-    """Returns the folder of the run of an arm and a seed in `run_study`."""
+    """Returns the folder in which `run_study` trains the model `arm` with a seed."""
     return Path(runs) / f"{arm}-seed{seed}"
 
 
@@ -228,7 +228,7 @@ class Claim(NamedTuple):
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
-    """Formats the claims and their verdicts as a table."""
+    """Formats claims and verdicts as a Markdown table."""
     rows = [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims]
     return markdown_table(["claim", "compared", "perplexity, 95%", "verdict"], rows)
 
@@ -239,7 +239,7 @@ def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
 
 
 def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
-    """Computes exp of the mean ln ppl over seeds, after a fraction of the training steps."""
+    """Computes exp of the mean ln ppl over seeds, at the fraction `share` of the training steps."""
     return perplexity(statistics.fmean(result.nll_at(share) for result in runs.values()))
 
 
@@ -260,14 +260,14 @@ def paired(
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> PairedDifference | None:
-    """Computes the mean of ln ppl(a) - ln ppl(b) after a fraction of the training steps."""
+    """Computes the mean of ln ppl(a) - ln ppl(b) at the fraction `share` of the training steps."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(
     a: Mapping[int, Result], b: Mapping[int, Result], share: float
 ) -> PairedDifference | None:
-    """Computes `difference` after all steps minus `difference` after a fraction of the steps."""
+    """Computes `difference` at the end minus `difference` at the fraction `share` of training."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
