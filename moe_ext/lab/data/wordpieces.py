@@ -130,9 +130,9 @@ class Wordpieces:
                 bos_id=-1,
                 pad_id=-1,
                 unk_surface=_UNKNOWN,
-                normalization_rule_name="identity",  # `normalise` has done this
+                normalization_rule_name="identity",  # `normalise` has normalised the text
                 remove_extra_whitespaces=False,
-                num_threads=1,  # the rounding of "unigram" depends on it
+                num_threads=1,  # the rounding of "unigram" depends on num_threads
                 minloglevel=2,
             )
         except RuntimeError as error:

@@ -57,7 +57,7 @@ class _Live(NamedTuple):
     """N unfinished hypotheses of j - 1 tokens, ordered by source."""
 
     source: Tensor  # [N]
-    place: Tensor  # [N], index within its source
+    place: Tensor  # [N], index within the source
     token: Tensor  # [N], last token
     log_prob: Tensor  # [N]
     coverage: Tensor  # [N, S], sum of the attention weights p_ij over j

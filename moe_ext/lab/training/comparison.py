@@ -118,7 +118,7 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
             "runs in progress, delete the folders of diverged runs, or give another --output"
         )
     gap = difference(first, second)
-    assert gap is not None  # there are rows
+    assert gap is not None  # rows is not empty
     return {
         "difference": asdict(gap),
         "test_tokens": int(lengths.sum()),

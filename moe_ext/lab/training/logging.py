@@ -59,7 +59,7 @@ class RunLog:
             desc=title,
             unit="step",
             dynamic_ncols=True,
-            disable=None if config.progress else True,  # None disables it without a terminal
+            disable=None if config.progress else True,  # None: no bar without a terminal
         )
         self._title, self._steps = title, steps
         self._lines = config.progress and self._bar.disable
