@@ -70,7 +70,7 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise Locked(str(path)) from None
+        raise Locked(f"{path} is locked by another process") from None
     try:
         yield
     finally:

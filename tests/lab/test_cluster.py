@@ -190,7 +190,7 @@ def test_errors():
         plan(config(), DEVICE, 0)
     with pytest.raises(ValueError, match="plan: exchange must .*got 'all'"):
         plan(config(), DEVICE, 2, exchange="all")
-    with pytest.raises(ValueError, match="plan: layers must"):
+    with pytest.raises(ValueError, match="plan: config.model.layers must"):
         plan(config(layers=["lstm"]), DEVICE, 2)
     with pytest.raises(ValueError, match="Device: link must .*got 0"):
         dataclasses.replace(DEVICE, link=0)

@@ -122,7 +122,7 @@ def test_the_task_decides_what_the_tables_hold(table, tmp_path):
     ],
 )
 def test_errors_of_the_data_options(table, option, value):
-    with pytest.raises(ConfigError, match=f"^data.{option} must .*got"):
+    with pytest.raises(ConfigError, match=f"^option data.{option} must .*got"):
         merged(table, data={option: value})
 
 
@@ -358,7 +358,7 @@ def test_a_run_is_loaded_with_its_wordpieces(table):
     with pytest.raises(ConfigError, match="the vocabulary of .*wordpieces.model must .*got 15"):
         load_run(folder)
     path.unlink()
-    with pytest.raises(ConfigError, match="restore the run's wordpieces.model"):
+    with pytest.raises(ConfigError, match="restore wordpieces.model in the run's folder"):
         load_run(folder)
 
 

@@ -8,8 +8,8 @@ From a corpus to batches (App. C.1)::
     batches = SentenceBatches(sentences, tokens_per_batch=2_560, shuffle=True)   # batches.py
     for batch in batches.epoch(0): ...
 
-For a corpus that exceeds the memory, worker processes encode it once into memory-mapped files.
-Worker processes can also make the batches during training::
+For a corpus that exceeds the memory, worker processes encode the text once into memory-mapped
+files. Worker processes can also make the batches during training::
 
     vocabulary = Vocabulary.load("1b_word_vocab.txt")
     sentences = encode_to_files(corpus.train, vocabulary, "encoded", name="train", num_workers=2)

@@ -127,7 +127,7 @@ class SentenceBatches(SortedBatches[Batch]):
     The object needs 4 bytes of memory per sentence in addition to the sentences, or 16 bytes per
     row with max_length. An epoch needs 4 more bytes per row. A shuffle needs 32 bytes per row. For
     the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
-    epoch. For the few seconds of a shuffle, it needs 920 MiB.
+    epoch. For the few seconds of a shuffle, the object needs 920 MiB.
 
     Args:
         sentences: the sentences, from `encode_sentences` or `encode_to_files`.

@@ -1,8 +1,8 @@
 """The built-in corpus: English sentences from the documentation of Python and torch.
 
 The sources are the docstrings of the standard library and of torch, and the language manual in
-``pydoc_data.topics``. They are installed wherever torch runs, so nothing is downloaded. The sources
-are parsed, never imported.
+``pydoc_data.topics``. The sources are installed wherever torch runs, so nothing is downloaded. The
+sources are parsed, never imported.
 
 Case is kept, as in the 1-billion-word benchmark: lower-casing makes the task easier, so
 perplexities would not be comparable. Sentences are tokenised as in that benchmark. Punctuation and
@@ -37,10 +37,11 @@ _MIN_WORDS, _MAX_WORDS = 4, 80
 def builtin_sentences() -> list[str]:
     """Returns the distinct sentences of the built-in corpus, with spaces between words.
 
-    Their order is fixed for a version of Python and torch. The first call takes about 20 seconds
-    and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or ``~/.cache/moe_ext``. The name of the
-    cache file depends on the versions of Python and torch, the source files and this code. If the
-    cache folder is not writable, each call parses the sources.
+    The order of the sentences is fixed for given versions of Python and torch. The first call takes
+    about 20 seconds and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or
+    ``~/.cache/moe_ext``. The name of the cache file depends on the versions of Python and torch,
+    the source files and this code. If the cache folder is not writable, each call parses the
+    sources.
     """
     files = source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"

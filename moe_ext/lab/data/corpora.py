@@ -147,14 +147,14 @@ def load_corpus(
       training part, heldout shard 1 is dev and heldout shard 0 is test.
     - A folder of WikiText, with ``wiki.train.tokens``, ``wiki.valid.tokens`` and
       ``wiki.test.tokens``. A paragraph or heading is one sentence; ``<unk>`` and ``@-@`` are
-      ordinary words. Most published perplexities are not comparable: their models also predict an
-      end for each blank line and carry the state from line to line.
+      ordinary words. Most published perplexities are not comparable: the published models also
+      predict an end for each blank line and carry the state from line to line.
     - A folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``.
     - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
       ``NAME.test.txt``.
     - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
-      in train, dev or test. The part is the same on every machine and does not change when text is
-      added.
+      in train, dev or test. The part of a sentence is the same on every machine and does not change
+      when text is added.
 
     Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
     files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
@@ -232,7 +232,7 @@ def _of_parts(train: Sequence[Path], dev: Sequence[Path], test: Sequence[Path]) 
     """Makes a corpus of the files of each part."""
     for file in (*train, *dev, *test):
         if not file.is_file():
-            raise CorpusError(f"{file} is missing; extract the corpus again")
+            raise CorpusError(f"the corpus file {file} is missing; extract the corpus again")
     return Corpus(
         *(Sentences(_shards(files)) for files in (train, dev, test, [*train, *dev, *test]))
     )

@@ -27,8 +27,8 @@ _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
 class EncodedSentences:
     """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
 
-    The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the same
-    slice, shifted by one.
+    The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the slice of
+    equal length that begins one id later.
 
     Args:
         sentences: the word ids of each sentence, without ``</s>``; read once, in order.
@@ -62,7 +62,7 @@ class EncodedSentences:
     def open(cls, folder: str | Path) -> Self:
         """Maps the files that `encode_to_files` has written to a folder into memory.
 
-        The operating system reads the used pages on demand and caches them in free memory.
+        The operating system reads the used pages on demand and caches the pages in free memory.
 
         Raises:
             CorpusError: a file is missing or has the wrong size.
@@ -159,8 +159,8 @@ def encode_to_files(
 
     The files are written atomically and reused for the same text and vocabulary. If the name, size
     or modification time of a text file changes, new files are written. The old files stay until you
-    delete them. If concurrent runs need the same files, the first run writes them and the others
-    wait.
+    delete them. If concurrent runs need the same files, the first run writes the files and the
+    other runs wait.
 
     Each worker holds 16 MiB of a text file in memory, or a whole compressed file.
 

@@ -316,7 +316,7 @@ def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
 
 
 def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
-    """Returns each sentence pair's index of its language pair; one language pair after another."""
+    """Returns the index of the language pair of each sentence pair, in order of language pairs."""
     sizes = torch.tensor([count[KEPT] for count in counts], device="cpu")
     return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 
@@ -347,8 +347,8 @@ class PairBatches(SortedBatches[PairBatch]):
     """Groups pairs of similar lengths into batches of about `tokens_per_batch` tokens.
 
     To limit padding on both sides, the pairs are sorted into narrow bands by the length of the
-    longer side. Within a band, they are sorted by the length of the source. An epoch contains each
-    pair exactly once, unless `oversample` is True.
+    longer side. Within a band, the pairs are sorted by the length of the source. An epoch contains
+    each pair exactly once, unless `oversample` is True.
 
     The object needs about 20 bytes of memory per pair in addition to the pairs, and 100 bytes
     during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French, a

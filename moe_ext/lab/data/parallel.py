@@ -158,8 +158,8 @@ class ParallelText(Iterable[Pair]):
         target: target language, such as "fr".
         places: the files, in order.
         lengths: limits on the number of words, separated by white space.
-        drop: shell patterns of names to skip. The name of a row is in the name column of its table;
-            without such a column, it is the name of the file.
+        drop: shell patterns of names to skip. A table can have a column with the name of each row;
+            otherwise, the name of the file counts.
         limit: maximum number of kept pairs; None is no limit.
     """
 
@@ -177,7 +177,7 @@ class ParallelText(Iterable[Pair]):
         """Iterates over the pairs and counts the lines kept, and the lines skipped by reason.
 
         Args:
-            counts: the counter to add to; `describe` formats it.
+            counts: the counter of lines to add to; ``describe`` formats the counter.
 
         Raises:
             CorpusError: a file cannot be read, or aligned files differ in their number of lines.
@@ -280,8 +280,8 @@ def load_parallel(
             white space; for Chinese or Japanese, use the limits of `encode_pairs` instead.
         max_ratio: maximum ratio of the words of the longer side to the words of the shorter side of
             a training pair.
-        drop: shell patterns of names to skip in training, such as ``*-ptpt``. The name of a row is
-            in the name column of its table; without such a column, it is NAME of the file.
+        drop: shell patterns of names to skip in training, such as ``*-ptpt``. A table can have a
+            column with the name of each row; otherwise, NAME of the file counts.
         max_train_pairs: limits the training part to its first pairs that pass the filters; None is
             no limit.
 
@@ -465,7 +465,7 @@ def _table(
         if number not in (2, 3):
             raise CorpusError(
                 f"{file} must have two or three columns separated by tabs, got {number} in most of "
-                "its first lines; for aligned files give their folder; for other tables give the "
+                "the first lines; give the folder of aligned files; for other tables give the "
                 "argument columns of load_parallel"
             )
         columns = ("name", *languages)[-number:]

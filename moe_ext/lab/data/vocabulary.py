@@ -20,9 +20,9 @@ class Vocabulary:
     """Maps words to ids; id 0 is the most frequent entry of the training text.
 
     ``<unk>`` stands for every word outside the vocabulary. ``</s>`` is the end of a sentence and
-    the input before its first word. Both are ordinary entries, predicted and counted in the
-    perplexity. They are also ordered by frequency, as `LogUniformSampler` needs. Padding has no
-    entry and no probability, because padding is masked.
+    the input before its first word. Both entries are predicted and counted in the perplexity like
+    words. Both entries are ordered by frequency like words, as `LogUniformSampler` needs. Padding
+    has no entry and no probability, because padding is masked.
 
     Args:
         words: the entries in the order of their ids.
@@ -85,8 +85,8 @@ class Vocabulary:
             counts.update(words)
         if cls.EOS in counts:
             raise ValueError(
-                f"Vocabulary.count: sentences must not contain {cls.EOS}, which marks their end; "
-                "remove it from the text"
+                f"Vocabulary.count: sentences must not contain {cls.EOS}, which marks the end of a "
+                f"sentence; remove {cls.EOS} from the text"
             )
         counts[cls.EOS] = num_sentences
         return counts
@@ -176,8 +176,8 @@ class Vocabulary:
             word = fields[0]
             if word in words:
                 raise ValueError(
-                    f"Vocabulary.load: {path}, line {number} must hold a new word, "
-                    f"got {word!r} as in line {words[word]}"
+                    f"Vocabulary.load: {path}, line {number} must hold a word that no "
+                    f"earlier line holds, got {word!r} as in line {words[word]}"
                 )
             words[word] = number
         renamed = {}

@@ -78,15 +78,15 @@ class Wordpieces:
             kind: "bpe" (merges frequent pairs of wordpieces) or "unigram" (prunes a unigram
                 language model of wordpieces; training takes about ten times as long).
             target_tokens: target languages; "fr" adds the entry ``<2fr>``, which requests French.
-            character_coverage: fraction of the text's characters that become wordpieces; in
-                [0.98, 1].
+            character_coverage: fraction of the text's characters that become wordpieces, from
+                0.98 to 1.
             max_sentences: size of a uniform random sample of the sentences, to bound memory and
                 time; None uses all sentences.
 
         Raises:
             ImportError: sentencepiece is not installed.
-            ValueError: an argument is out of range, or the text is too short for vocab_size, or it
-                has more distinct characters than vocab_size.
+            ValueError: an argument is out of range, or the text is too short for vocab_size, or the
+                text has more distinct characters than vocab_size.
         """
         require(kind in ("bpe", "unigram"), "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
         name = "Wordpieces.train"
@@ -130,9 +130,9 @@ class Wordpieces:
                 bos_id=-1,
                 pad_id=-1,
                 unk_surface=_UNKNOWN,
-                normalization_rule_name="identity",  # `normalise` has done this
+                normalization_rule_name="identity",  # `normalise` has normalised the text
                 remove_extra_whitespaces=False,
-                num_threads=1,  # the rounding of "unigram" depends on it
+                num_threads=1,  # the rounding of "unigram" depends on num_threads
                 minloglevel=2,
             )
         except RuntimeError as error:

@@ -16,12 +16,12 @@ def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int)
     """Yields function(item) for each item, in order, computed in worker processes.
 
     Each worker computes at most two results in advance. Workers stop when the iterator is closed or
-    when the parent process ends, even if it is killed. They ignore SIGINT and SIGTERM. An exception
-    in a worker is raised in the parent process. The state of torch's global generator does not
-    change. Tensors are sent in shared memory.
+    when the parent process ends, even if the parent is killed. Workers ignore SIGINT and SIGTERM.
+    An exception in a worker is raised in the parent process. The state of torch's global generator
+    does not change. Tensors are sent in shared memory.
 
     Args:
-        function: the function. It must be picklable, as must its results and exceptions.
+        function: the function to call. Function, results and exceptions must be picklable.
         items: arguments of the calls, read in the parent process when a worker needs an item.
         num_workers: number of worker processes; 0 calls the function in the parent process. Unless
             Python's start method is fork, the script needs ``if __name__ == "__main__":``.

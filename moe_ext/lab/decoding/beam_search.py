@@ -41,7 +41,7 @@ class Hypothesis:
     """A translation Y of a source X.
 
     Attributes:
-        tokens: token ids; the last one is the end of sentence.
+        tokens: token ids; the last id is the end of sentence.
         log_prob: log P(Y|X), nats.
         score: s(Y, X), see `BeamSearch`.
         attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights p_ij of token j.
@@ -57,7 +57,7 @@ class _Live(NamedTuple):
     """N unfinished hypotheses of j - 1 tokens, ordered by source."""
 
     source: Tensor  # [N]
-    place: Tensor  # [N], index within its source
+    place: Tensor  # [N], index within the source
     token: Tensor  # [N], last token
     log_prob: Tensor  # [N]
     coverage: Tensor  # [N, S], sum of the attention weights p_ij over j
@@ -75,7 +75,7 @@ class _Candidates(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """The n best finished hypotheses of each source so far; the score of missing ones is -inf."""
+    """The n best finished hypotheses of each source so far; missing hypotheses have score -inf."""
 
     score: Tensor  # [B, n]
     log_prob: Tensor  # [B, n]
@@ -118,9 +118,9 @@ class BeamSearch:
     the same bound. If the model's outputs for a source do not depend on the other sources of a
     batch, the translations do not either. The best hypothesis does not depend on `num_best`.
 
-    The greedy hypothesis takes the most probable token in every step. It always keeps a place in
-    the beam, so the best result never scores below it. An ordinary beam search can drop the greedy
-    hypothesis for hypotheses with lower final scores.
+    The greedy hypothesis takes the most probable token in every step. The greedy hypothesis always
+    keeps a place in the beam, so the best result never scores lower. An ordinary beam search can
+    drop the greedy hypothesis for hypotheses with lower final scores.
 
     A hypothesis must end at a limit of max(min_length_limit, max_length_ratio ``|X|``) tokens, even
     if the end of sentence has probability 0. In the logarithm of this probability and in cp, the
@@ -130,7 +130,7 @@ class BeamSearch:
         beam: number of hypotheses of each source in a step.
         length_penalty: a in [0, 10]; 0 does not normalise by length, which favours short results.
         coverage_penalty: b in [0, 10].
-        window: window of both pruning rules in nats; infinity disables them.
+        window: window of both pruning rules in nats; infinity disables both rules.
         max_length_ratio: maximum tokens of the translation per token of the source; both include
             the end of sentence.
         min_length_limit: lower bound of the length limit, for short sources.

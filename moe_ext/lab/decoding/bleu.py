@@ -21,7 +21,7 @@ _NO_SPACES = {
 
 @dataclass(frozen=True)
 class Bleu:
-    """A BLEU score and its parts.
+    """A BLEU score with the numbers that determine the score.
 
     Attributes:
         score: 100 BP (p_1 p_2 p_3 p_4)^(1/4).
@@ -30,7 +30,7 @@ class Bleu:
         brevity_penalty: BP = min(1, exp(1 - r/c)).
         num_tokens: c, number of tokens of the translations.
         num_reference_tokens: r, number of tokens of the references closest in length.
-        signature: sacreBLEU's signature of the computation; quote it with the score.
+        signature: sacreBLEU's signature of the computation; quote the signature with the score.
     """
 
     score: float
@@ -56,8 +56,8 @@ def corpus_bleu(
 ) -> Bleu:
     """Computes case-sensitive BLEU of a corpus.
 
-    By default, sacreBLEU tokenizes the text, so scores of different papers are comparable. It uses
-    tokenizer 13a, or characters for Japanese, Chinese and Thai, which have no spaces.
+    By default, sacreBLEU tokenizes the text, so scores of different papers are comparable. The
+    tokenizer is 13a, or characters for Japanese, Chinese and Thai, which have no spaces.
 
     With tokenized=True, the text is already tokenized and the score equals that of multi-bleu.perl
     (App. E). Tokens are separated by ASCII white space. The score is 0 if no n-gram matches for an

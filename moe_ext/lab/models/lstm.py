@@ -100,7 +100,7 @@ class LSTM(nn.Module):
         return self.cell(F.linear(x, self.input_weight, self.bias) + recurrent, state.c)
 
     def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
-        """Computes the state from the gates W [x_t, m_{t-1}] + b, [N, 4 · units], and the old c."""
+        """Computes the state from c_{t-1} and the gates W [x_t, m_{t-1}] + b, [N, 4 · units]."""
         r, c = lstm_state(gates, c)
         p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
         return LSTMState(r if p is None else F.linear(r, p), c)

@@ -143,7 +143,7 @@ def word_softmax(
 
 
 def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
-    """Creates the gate of a MoE layer of width d_model; noise_generator samples its noise."""
+    """Creates the gate of a MoE layer of width d_model; noise_generator samples the noise."""
     options: dict[str, Any] = {"k": config.k}
     if config.num_groups:
         options["num_groups"] = config.num_groups
@@ -211,7 +211,7 @@ def sigmoid_of(
     """Computes sigmoid(layer(h)) in the dtype of h (App. C.1).
 
     Args:
-        layer: a MoE, or the dense layer that replaces it.
+        layer: a MoE layer or a dense layer.
         h: input of the layer, [..., D].
         mask: [...] bool, True at real tokens; None means that all tokens are real.
 

@@ -80,7 +80,8 @@ def run_at_once(calls: Sequence[Call]) -> None:
     end. A second signal kills the processes.
 
     Args:
-        calls: functions of a module, or `functools.partial` of them. Their results are dropped.
+        calls: functions of a module, or `functools.partial` of them. The results of the functions
+            are dropped.
 
     Raises:
         KeyboardInterrupt: SIGINT or SIGTERM stopped the calls.

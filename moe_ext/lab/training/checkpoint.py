@@ -7,7 +7,7 @@ The output folder contains::
 A translation model has wordpieces.model instead of vocabulary.txt.
 
 The files are written atomically: a crash leaves the old or the new file. The configuration is
-written first, so its existence means that there is a run to resume. `Checkpoints` describes the
+written first, so a folder with config.toml contains a run to resume. `Checkpoints` describes the
 folder ``checkpoints``.
 """
 
@@ -44,7 +44,9 @@ def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
     try:
         return checkpoints.load()
     except CheckpointError as error:
-        raise ConfigError(f"{error}; delete its folder to use the previous checkpoint") from error
+        raise ConfigError(
+            f"{error}; delete the checkpoint's folder to use the previous one"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def exchange_bytes(
 ) -> tuple[float, float]:
     """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
 
-    Forward sends x to the experts and y back; backward sends their gradients. With
+    Forward sends x to the experts and y back; backward sends the gradients of x and y. With
     exchange="tokens", forward also sends the gates and an int64 index for each row, and backward
     sends the gradients of the gates.
 
@@ -88,7 +88,7 @@ def exchange_bytes(
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
-    """Computes the expected rows and copies of one token under uniform routing.
+    """Computes the expected remote assignments and remote ranks of a token, for uniform routing.
 
     Args:
         placement: placement of the experts on the ranks.
@@ -123,13 +123,14 @@ class Plan:
         optimizer_bytes: bytes of the optimizer state on a device.
         activation_bytes: estimated bytes of the activations saved for backward of one batch.
         exchange_bytes: bytes that a device sends in a step for its experts, forward and backward.
-        reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients,
-            2 (d - 1) / d of their size.
+        reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients:
+            2 (d - 1) / d of the size of the gradients.
         flops: floating-point operations of a device in a step.
         expert_intensity: forward operations of an expert per byte of its rows on the network, if
-            all rows are remote. With one hidden layer, it is the hidden width · 2 / itemsize.
-        device_intensity: flops / link of a device. If it is greater than expert_intensity, sending
-            takes longer than computing.
+            all rows are remote. With one hidden layer, expert_intensity is
+            2 · hidden width / itemsize.
+        device_intensity: flops / link of a device. If device_intensity is greater than
+            expert_intensity, sending takes longer than computing.
         compute_seconds: max(flops / peak, bytes / memory bandwidth) of forward and backward. The
             bytes are two reads of the weights, one write of the gradients, and one write and one
             read of the activations.

@@ -19,7 +19,7 @@ def exit_status(main: Callable[[], object]) -> int:
     - 1: training diverged (FloatingPointError).
     - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
     - 130: Ctrl-C, or SIGTERM during training. ``scripts/compare.py`` and ``scripts/quickstart.py``
-      save a checkpoint; the same command resumes.
+      save a checkpoint; the same command resumes the training.
     - 141: stdout was closed (``| head``).
     """
     try:
@@ -46,21 +46,21 @@ def exit_status(main: Callable[[], object]) -> int:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Creates a parser whose help shows the docstring of a script unchanged."""
+    """Creates a parser whose help shows `description`, a script's docstring, unchanged."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds overrides of configuration options; call ``parse_intermixed_args`` to parse them."""
+    """Adds key=value overrides to a parser; call ``parse_intermixed_args`` to parse them."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="options of the configuration to override"
     )
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Adds the number of threads for `set_up_torch`, for scripts without a configuration."""
+    """Adds the option --threads to the parser of a script without a configuration."""
     parser.add_argument(
         "--threads",
         type=at_least(0),

@@ -25,7 +25,7 @@ _BALANCE = (("cv_importance", 3), ("cv_load", 3), ("max_over_mean_load", 2))  # 
 
 
 def dense_counterpart(config: AnyConfig) -> AnyConfig:
-    """Replaces each MoE layer by one expert that is k times as wide (MoE-1-Wide of App. C.1).
+    """Replaces each MoE layer by one expert of k times the hidden width (MoE-1-Wide, App. C.1).
 
     Raises:
         ConfigError: the model has no MoE layer, or its experts do not have one hidden layer.
@@ -52,7 +52,7 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
 
 
 def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyConfig]:
-    """Names the two compared configurations; against=None means the dense counterpart.
+    """Returns the two compared configurations by name; against=None means the dense counterpart.
 
     Raises:
         ConfigError: there is no dense counterpart, or the two configurations are equal, or they
@@ -72,7 +72,7 @@ def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyCo
 
 
 def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, str]:
-    """Returns a title for each arm, with the options in which the two arms differ."""
+    """Returns a title for each compared model, with the options in which the models differ."""
     if against is None:
         return {"moe": "MoE", "dense": "dense"}
     return {
@@ -85,7 +85,7 @@ def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str,
 
 
 def comparison_report(results: Results, text: Text) -> dict[str, Any]:
-    """Computes all numbers of a comparison over the seeds of both arms, as data for JSON.
+    """Computes all numbers of a comparison of two models over paired seeds, as data for JSON.
 
     A difference is ln ppl(first arm) - ln ppl(second arm); negative means a better first arm. The
     relative change of the perplexity is e^difference - 1. The balance metrics are those of the
@@ -118,7 +118,7 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
             "runs in progress, delete the folders of diverged runs, or give another --output"
         )
     gap = difference(first, second)
-    assert gap is not None  # there are rows
+    assert gap is not None  # rows is not empty
     return {
         "difference": asdict(gap),
         "test_tokens": int(lengths.sum()),

@@ -36,8 +36,8 @@ class DataConfig:
         min_count: minimum number of occurrences of a word in a built vocabulary.
         encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
             corpus larger than the memory. "" keeps the ids in memory.
-        num_workers: number of worker processes for each rank. They read the text and later make
-            batches during training. 0 does this in the rank's own process.
+        num_workers: number of worker processes for each rank. Workers read the text, and make the
+            batches of training. 0 does this in the rank's own process.
         tokens_per_batch: approximate number of predictions per batch.
         max_length: maximum number of predictions in a row of a training batch; 0 is no limit.
         max_train_sentences: maximum number of training sentences, from the beginning; 0 is no
@@ -81,8 +81,8 @@ class ParallelDataConfig:
             `PairBatches`.
         encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
             keeps wordpieces and ids in memory.
-        num_workers: number of worker processes for each rank. They read the text and later make
-            batches during training. 0 does this in the rank's own process.
+        num_workers: number of worker processes for each rank. Workers read the text, and make the
+            batches of training. 0 does this in the rank's own process.
         tokens_per_batch: approximate number of source tokens plus predictions per batch.
         max_length: maximum number of source tokens and of predictions of a training pair; longer
             pairs are skipped. 0 is no limit, but one very long pair can exhaust the memory.
@@ -143,8 +143,8 @@ class OptimizerConfig:
         threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
             uses `learning_rate`.
         clip_norm: maximum norm of the gradient of all parameters; 0 does not clip.
-        accumulate: number of batches per optimizer step. The loss is the mean over all their
-            tokens, plus the token-weighted mean of the balancing losses of the batches.
+        accumulate: number of batches per optimizer step. The loss is the mean over all tokens of
+            these batches, plus the token-weighted mean of the balancing losses of the batches.
     """
 
     learning_rate: float = 1e-3
@@ -204,7 +204,7 @@ class LogConfig:
 
 @dataclass
 class RunConfig:
-    """Options of all training runs.
+    """Options common to the training runs of language models and translation models.
 
     Attributes:
         output: folder of the run. "" uses runs/NAME, where NAME is the name of the configuration
@@ -214,7 +214,7 @@ class RunConfig:
         steps: total number of optimizer steps.
         device: "cpu", "cuda" or "cuda:N".
         num_threads: number of torch's threads; 0 keeps torch's default.
-        timeout: seconds that a rank waits for other ranks before it ends with an error.
+        timeout: seconds that a rank waits for other ranks before the rank ends with an error.
         autocast: "" for float32, or "bfloat16".
         optimizer: options of the optimizer.
         log: options of the log.
@@ -345,7 +345,7 @@ def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
 
 
 def config_value(config: AnyConfig, key: str) -> Any:
-    """Returns the value of a dotted key."""
+    """Returns the value of the option with a dotted key, such as "model.moe.k"."""
     return _flatten(asdict(config))[key]
 
 
@@ -396,7 +396,7 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
     if not isinstance(table, dict):
-        raise ConfigError(f"{path[:-1]} must be a table of options, got {table!r}")
+        raise ConfigError(f"option {path[:-1]} must be a table of options, got {table!r}")
     hints = get_type_hints(cls)
     values = {}
     for key, value in table.items():
@@ -412,7 +412,7 @@ def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}{error}") from None
+        raise ConfigError(f"option {path}{error}") from None
 
 
 def _check_type(hint: Any, value: Any, key: str) -> Any:
@@ -423,14 +423,14 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
             return [_check_type(item, element, key) for element in value]
         items = value.split(",") if isinstance(value, str) else [value]
         example = f", such as {json.dumps(items)}" if type(items[0]) is item else ""
-        raise ConfigError(f"{key} must be a list of {item.__name__}{example}, got {value!r}")
+        raise ConfigError(f"option {key} must be a list of {item.__name__}{example}, got {value!r}")
     if hint is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not hint:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-        raise ConfigError(f"{key} must be {names[hint]}, got {value!r}")
+        raise ConfigError(f"option {key} must be {names[hint]}, got {value!r}")
     if hint is float and not math.isfinite(value):
-        raise ConfigError(f"{key} must be finite, got {value}")
+        raise ConfigError(f"option {key} must be finite, got {value}")
     return value
 
 

@@ -20,7 +20,9 @@ def set_up_for(config: RunConfig) -> None:
 
 
 def set_up_torch(device: str, num_threads: int) -> None:
-    """Sets torch's threads and checks the device. Call it before the first tensor operation.
+    """Sets torch's threads and checks the device.
+
+    Call set_up_torch before the first tensor operation.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
@@ -43,7 +45,7 @@ def check_device(device: str) -> None:
     if kind == "cpu":
         return
     if kind != "cuda":
-        raise ConfigError(f"device must be cpu or cuda, got {device!r}")
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r}")
     if cuda_version() is None:
         raise ConfigError(
             f"device must be cpu because moe_ext is built without CUDA, got {device!r}; install a "

@@ -33,4 +33,4 @@ def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
         config = replace(config, resume=config.resume or begun)
     backend = "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl"
     yield config, init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    dist.destroy_process_group()  # not after an exception: it could hang if other ranks still run
+    dist.destroy_process_group()  # may hang after an exception if other ranks still run

@@ -28,10 +28,10 @@ def summary_writer() -> Any:
 
 
 class RunLog:
-    """Logs records such as {"kind": "train", "step": 100, "nll": ...} and shows the newest one.
+    """Writes and shows records such as {"kind": "train", "step": 100, "nll": ...}.
 
-    On a terminal, the progress bar shows training records, and lines above it show dev records. If
-    stderr is not a terminal, each record is a line.
+    On a terminal, the progress bar shows training records, and lines above the bar show dev
+    records. If stderr is not a terminal, each record is a line.
 
     Args:
         run: the run's folder.
@@ -59,7 +59,7 @@ class RunLog:
             desc=title,
             unit="step",
             dynamic_ncols=True,
-            disable=None if config.progress else True,  # None disables it without a terminal
+            disable=None if config.progress else True,  # None: no bar without a terminal
         )
         self._title, self._steps = title, steps
         self._lines = config.progress and self._bar.disable
@@ -68,7 +68,7 @@ class RunLog:
         self._bar.update()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Writes one record.
+        """Writes one record to metrics.jsonl and TensorBoard, and shows its main values.
 
         Args:
             kind: "train" or "dev".

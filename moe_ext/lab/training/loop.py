@@ -83,13 +83,13 @@ class Window:
         return math.isfinite(self.nll_sum + self.aux_sum)
 
     def summary(self, ranks: Ranks) -> dict[str, Any]:
-        """Computes the metrics of the window over all ranks.
+        """Computes the metrics since the last log line over all ranks.
 
         - nll, aux_loss: means over tokens; nll does not include aux_loss.
         - words_per_second: predictions per second.
         - cv_importance, cv_load, max_over_mean_load and other metrics of the gates: means over
           batches, as in Table 6, with one value for each MoE layer.
-        - load: tokens of each expert, divided by their mean, for each MoE layer.
+        - load: tokens of each expert, divided by the mean over experts, for each MoE layer.
         """
         sums = torch.tensor([self.nll_sum, self.aux_sum, self.num_tokens], dtype=torch.float64)
         (totals,) = ranks.sum(sums)
@@ -140,13 +140,13 @@ def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer
 class Trainer:
     """Trains the model of a configuration and writes the run to the folder ``config.output``.
 
-    The constructor reads and checks the inputs of the run. It writes nothing to the output folder.
-    A checkpoint holds the model, optimizers, schedules, position in the data and RNG states. With
-    one thread, a resumed run is bitwise identical to an uninterrupted run.
+    The constructor reads and checks the inputs of the run. The constructor writes nothing to the
+    output folder. A checkpoint holds the model, optimizers, schedules, position in the data and RNG
+    states. With one thread, a resumed run is bitwise identical to an uninterrupted run.
 
     Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
-    different models with the same seed have the same data order. With the same number of layers,
-    they also have the same dropout masks.
+    different models with the same seed have the same data order. Models with the same number of
+    layers also have the same dropout masks.
 
     In a process group, the ranks share the experts and the rows of every batch. A step is the same
     as with a single rank, except for dropout and noise, which differ by rank. A run can be resumed
@@ -226,7 +226,8 @@ class Trainer:
         """Trains until step ``config.steps``.
 
         Returns:
-            True if the training has reached that step, False if SIGINT or SIGTERM stopped it.
+            True if the training has reached ``config.steps``, False if SIGINT or SIGTERM stopped
+            it.
 
         Raises:
             FloatingPointError: the loss, the weights, or with clip_norm the gradient is not finite.
@@ -395,7 +396,7 @@ class Trainer:
             ) from None
 
     def _write_folder(self) -> None:
-        """Writes the configuration, with which a killed run can be resumed; then the vocabulary."""
+        """Writes the configuration, which makes a killed run resumable, then the vocabulary."""
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         vocabulary = self.folder / vocabulary_file(self.config)
         if self.step == 0 or not vocabulary.is_file():

@@ -53,7 +53,7 @@ def evaluate(
     title: str | None = "evaluating",
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Computes the negative log-likelihood of a text, with the full softmax and without noise.
+    """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
 
     Dropout is off. The nats of each sentence are summed in float64, so the result does not depend
     on tokens_per_batch.

@@ -56,12 +56,12 @@ class Result:
         return perplexity(self.test_nll)
 
     def nll_at(self, share: float) -> float:
-        """Returns the nats per token of the test part after a fraction of the training steps."""
+        """Returns the nats per test token at the fraction `share` of the training steps."""
         return self.test_nll if share == 1 else self.earlier_nll[share]
 
 
 def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) -> Result:
-    """Returns the result of a run; starts or resumes the run if it is not finished.
+    """Returns the result of a run; starts or resumes an unfinished run.
 
     Args:
         config: the run; its `resume` is ignored.

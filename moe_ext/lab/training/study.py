@@ -2,8 +2,8 @@
 
 Runs with the same seed share the data order, the sampled softmax classes, and the initial weights
 of their common layers. With the same number of layers, they also share the dropout masks. The
-difference between two models is the mean over such pairs of runs. The unit of analysis is the test
-log-perplexity of a run after a fixed number of steps.
+difference between two models is the mean over pairs of runs with the same seed. The unit of
+analysis is the test log-perplexity of a run after a fixed number of steps.
 """
 
 import argparse
@@ -61,7 +61,7 @@ folder cannot be used; the error message names it.
 
 
 def run_folder(runs: str | Path, arm: str, seed: int) -> Path:
-    """Returns the folder of the run of an arm and a seed in `run_study`."""
+    """Returns the folder in which `run_study` trains the model `arm` with a seed."""
     return Path(runs) / f"{arm}-seed{seed}"
 
 
@@ -73,7 +73,7 @@ def has_diverged(run: Path) -> bool:
 def study_parser(
     description: str | None, name: str, arms: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Creates a parser for the common options of studies; call its ``parse_intermixed_args``.
+    """Creates a parser for the common options of studies; call ``parse_intermixed_args`` to parse.
 
     Args:
         description: the script's docstring; the help appends the exit statuses.
@@ -112,8 +112,8 @@ def runs_at_once(arms: Mapping[str, C], wanted: int) -> tuple[dict[str, C], int]
 
     Returns:
         The configurations and the number of runs. The number is less than `wanted` if the runs
-        would need more threads than torch uses, and 1 on a GPU. If it is greater than 1, each
-        configuration whose num_threads is 0 gets an equal share of torch's threads.
+        would need more threads than torch uses, and 1 on a GPU. If the number is greater than 1,
+        each configuration whose num_threads is 0 gets an equal share of torch's threads.
     """
     threads = torch.get_num_threads()
     most = max(1, *(config.num_threads for config in arms.values()))
@@ -152,8 +152,8 @@ def run_study(
         train: the arms to train; finished runs of other arms are only read. None trains all.
         then: function called with the folder of each run after the run is trained and tested.
         at_once: the number of runs to train at the same time, each in its own process. Each process
-            reads the text again. A run that fails or diverges stops the other runs, which are
-            saved.
+            reads the text again. A run that fails or diverges stops the other runs, which save a
+            checkpoint.
 
     Returns:
         The finished runs by arm and seed.
@@ -228,7 +228,7 @@ class Claim(NamedTuple):
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
-    """Formats the claims and their verdicts as a table."""
+    """Formats claims and verdicts as a Markdown table."""
     rows = [[claim, what, as_change(gap), verdict(gap)] for claim, what, gap in claims]
     return markdown_table(["claim", "compared", "perplexity, 95%", "verdict"], rows)
 
@@ -239,7 +239,7 @@ def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
 
 
 def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
-    """Computes exp of the mean ln ppl over seeds, after a fraction of the training steps."""
+    """Computes exp of the mean ln ppl over seeds, at the fraction `share` of the training steps."""
     return perplexity(statistics.fmean(result.nll_at(share) for result in runs.values()))
 
 
@@ -260,14 +260,14 @@ def paired(
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> PairedDifference | None:
-    """Computes the mean of ln ppl(a) - ln ppl(b) after a fraction of the training steps."""
+    """Computes the mean of ln ppl(a) - ln ppl(b) at the fraction `share` of the training steps."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(
     a: Mapping[int, Result], b: Mapping[int, Result], share: float
 ) -> PairedDifference | None:
-    """Computes `difference` after all steps minus `difference` after a fraction of the steps."""
+    """Computes `difference` at the end minus `difference` at the fraction `share` of training."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
@@ -275,7 +275,8 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
     """Judges the claim that a difference is between low and high, by default below zero.
 
     The claim is supported if the confidence interval of the difference lies inside (low, high), and
-    contradicted if it lies outside. Otherwise, or without an interval, the claim is not decided.
+    contradicted if the interval lies outside. Otherwise, or without an interval, the claim is not
+    decided.
     """
     if difference is None or difference.low is None or difference.high is None:
         return NOT_DECIDED

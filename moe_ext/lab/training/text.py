@@ -67,7 +67,7 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """Loads and encodes a corpus; builds the vocabulary on the training part if none is given.
+    """Loads and encodes a corpus; builds the vocabulary on the training part if config has none.
 
     Raises:
         ConfigError: the corpus or the vocabulary cannot be used.

@@ -16,7 +16,7 @@ from moe_ext.lab.training.text import parallel_text
 
 
 def require_bleu() -> None:
-    """Checks that sacreBLEU is installed. Call it before a long translation for BLEU.
+    """Checks that sacreBLEU is installed. Call require_bleu before a long translation.
 
     Raises:
         ConfigError: sacreBLEU is not installed.
@@ -99,8 +99,8 @@ def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[st
 
     Args:
         run: folder of the run.
-        keep: for each test sentence, whether it counts, for a run with one language pair; None
-            counts all sentences.
+        keep: for each test sentence, whether the BLEU counts the sentence; only for a run with one
+            language pair. None counts all sentences.
 
     Raises:
         ConfigError: see `translated_test`.
