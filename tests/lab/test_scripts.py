@@ -400,7 +400,10 @@ def test_efficiency_is_of_equal_operations(tmp_path):
     by_itself, at_once = (row for row in rows if row.part == "time steps")
     assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
     page = (tmp_path / "efficiency.md").read_text()
-    assert "Claim: with at least 64 rows" in page and "The slowest mixture is moe-4 with 64 words" in page
+    assert (
+        "Claim: with at least 64 rows" in page
+        and "The slowest mixture is moe-4 with 64 words" in page
+    )
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
