@@ -27,7 +27,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """Median ms of an operator and another function, and quartiles of the ratio other / operator."""
+    """Median ms of an operator and another function; quartiles of the ratio other / operator."""
 
     threads: int
     operation: str

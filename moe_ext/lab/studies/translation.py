@@ -199,8 +199,8 @@ def table(study: Study) -> str:
             ]
         )
     header = [
-        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"change from {NONE}, 95%", "BLEU",
-        "BLEU without near duplicates", "wordpieces/s",
+        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"change from {NONE}, 95%",
+        "BLEU", "BLEU without near duplicates", "wordpieces/s",
     ]  # fmt: skip
     return markdown_table(header, rows)
 
