@@ -141,8 +141,8 @@ def test_wrong_or_missing_peers_are_not_timed(monkeypatch, capsys, tmp_path):
         }
         - {("half", layer.BOTH)}
     )
-    assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from ours by")
-    assert remarks["nan", layer.FORWARD].startswith("WRONG: y differs from ours by nan")
+    assert remarks["wrong", layer.BOTH].startswith("WRONG: dW2 differs from moe_ext by")
+    assert remarks["nan", layer.FORWARD].startswith("WRONG: y differs from moe_ext by nan")
     assert remarks["missing", layer.FORWARD] == "not installed: no module named nothing"
     assert remarks["large", layer.FORWARD] == "would need 2.0 GiB"
     assert remarks["slow", layer.BOTH] == remarks["slow", layer.FORWARD] == ("would take 20 s more")
@@ -389,7 +389,7 @@ def test_main_fails_where_a_peer_is_wrong(monkeypatch, capsys):
     arguments = ["--shapes", "48,5,2,16,32", "--threads", "1", "--rounds", "2", "--seconds", "0"]
     assert layer.main([*arguments, "--peers", "sort + slices"]) == 1
     captured = capsys.readouterr()
-    assert "sort + slices, forward: WRONG: dW2 differs from ours" in captured.out
+    assert "sort + slices, forward: WRONG: dW2 differs from moe_ext" in captured.out
     assert captured.err.startswith("error: 48,5,2,16,32, float32: sort + slices: WRONG: dW2")
 
 

@@ -224,7 +224,7 @@ def test_the_command_writes_the_files_of_docs(tmp_path, capsys):
     assert (
         "Of 23 models, these agree to the printed digit:\nops 22, parameters 23, total 22." in out
     )
-    assert out.count("| no (") == 2 and "\n2. 5.9397" in out
+    assert out.count("| no (") == 2 and "\n2. The count 5.9397" in out
     for name in ("paper_tables.md", "paper_tables.json"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "results" / name).read_text()
     assert len(json.loads((tmp_path / "paper_tables.json").read_text())) == 23

@@ -24,8 +24,8 @@ class Cost:
 
     Attributes:
         ops_per_timestep: multiply-adds of the forward pass of one position. For a language model,
-            the softmax is excluded (Tables 7 and 8). For a translation model, it is included, and
-            one source position and one target position are counted (Tables 2 to 5).
+            the softmax is excluded (Tables 7 and 8). For a translation model, the softmax is
+            included, and one source position and one target position are counted (Tables 2 to 5).
         parameters: the number of weights without embedding and softmax.
         total_parameters: the number of weights with embedding and softmax.
     """
@@ -84,7 +84,7 @@ def training_flops(model: LanguageModel) -> TrainingFlops:
 
     The backward pass has twice the operations of the forward pass. The softmax counts the target
     class and the sampled classes, or all classes without sampling. Only GEMMs count, and each
-    counts once even if it is recomputed. These operations, divided by the time of a step, give the
+    counts once even if recomputed. These operations, divided by the time of a step, give the
     efficiency in the paper's tables.
 
     Raises:
@@ -116,7 +116,7 @@ def moe_ops(layer: MoE) -> MoEOps:
         ValueError: other ranks hold some of the experts.
     """
     num_ranks = 1 if layer.sharding is None else layer.sharding.placement.num_ranks
-    require(num_ranks == 1, "moe_ops: layer", "be on one rank", num_ranks)
+    require(num_ranks == 1, "moe_ops: layer", "have all experts on one rank", num_ranks)
     gate = layer.gate
     # Only the matrices w_*: thresholds need no multiplications.
     matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}

@@ -76,7 +76,7 @@ class ExpertReport:
         expert: the index of the expert.
         share: the share of all tokens that is routed to the expert; k / E if the load is even.
         information: sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus
-            its value with shuffled words. A high value means unusual words.
+            the same sum for shuffled words. A high value means unusual words.
         purity: the share of the most frequent word at the 50 positions with the highest gates.
         words: the words that contribute most to the information, largest contribution first.
         contexts: the distinct contexts with the highest gates, highest gate first.

@@ -16,7 +16,7 @@ class Published:
         parameters: weights without embedding and softmax, in millions.
         total: all weights, in billions.
         drop_prob: dropout probability in Table 7; None for Table 8, which does not state it.
-        tflops: 10¹² floating-point operations per second and GPU.
+        tflops: 10¹² floating-point operations per second on each GPU.
         gpus: the number of K40 GPUs; None if the paper does not state it.
         hours: training time in hours; a range if the paper states it for several models together.
     """

@@ -119,7 +119,7 @@ def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
     layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(layers):
         raise ValueError(
-            f"layer must be in [0, {len(layers)}), the number of MoE layers, got {layer}"
+            f"layer must be from 0 to the number of MoE layers ({len(layers)}) minus 1, got {layer}"
         )
     return layers[layer]
 
@@ -196,7 +196,7 @@ def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
     """Replaces W_g of the layer's gates by normal noise of equal root mean square, in a context.
 
     Raises:
-        ValueError: a gate is strictly balanced. Its thresholds fit only the trained W_g.
+        ValueError: a gate is strictly balanced. The gate's thresholds fit only the trained W_g.
     """
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):

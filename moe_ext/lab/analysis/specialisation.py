@@ -112,7 +112,7 @@ class Specialisation:
     """The dependence of experts on a label, and its values for shuffled labels.
 
     Attributes:
-        purity: [E'], the share of the most frequent label among an expert's 50 highest gates, for
+        purity: [E'], the share of the most frequent label at an expert's 50 highest gates, for
             the E' experts with tokens.
         permuted_purity: [P, E'], the purity with each of P permutations of the labels.
         information: I, the mutual information of label and expert with the highest gate, in nats.

@@ -200,7 +200,7 @@ def _with_start_method(method: str, function: Callable[..., T], *arguments: Any)
 
 @contextmanager
 def measured() -> Iterator[list[float]]:
-    """Yields a list; the end of the block adds seconds, processor seconds and peak MiB to it."""
+    """Yields a list, to which the block's end adds seconds, processor seconds and peak MiB."""
     before = peak = _anonymous_mib()
     ended = threading.Event()
 

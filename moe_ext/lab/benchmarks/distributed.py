@@ -140,7 +140,7 @@ class Result:
 
 @contextlib.contextmanager
 def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
-    """Adds each all_to_all_single in the block to `calls`, each all_reduce's bytes to `sums`."""
+    """Adds the all_to_all_single calls of the block to `calls`, all_reduce bytes to `sums`."""
     all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:

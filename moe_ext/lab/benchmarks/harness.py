@@ -57,8 +57,8 @@ class DeviceClock:
 
     Before the call, the device overwrites a buffer of twice the size of its L2 cache. Inputs are
     thus read from memory, as in a training step. The device then waits for about 2 ms, in which the
-    host enqueues the kernels. Launch overhead is therefore measured only if it exceeds 2 ms or the
-    call synchronizes.
+    host enqueues the kernels. Launch overhead is therefore measured only if the overhead exceeds 2
+    ms or the call synchronizes.
     """
 
     CYCLES = 4_000_000  # about 2 ms

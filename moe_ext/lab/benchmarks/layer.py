@@ -142,7 +142,7 @@ Functions = dict[Key, Callable[[], object]]
 
 @dataclass
 class Options:
-    """The peers to measure, the clock, and the limits of time and memory."""
+    """The implementations to measure, the clock, and the limits of time and memory."""
 
     threads: Sequence[int | None]  # None on a GPU: unchanged
     rounds: int
@@ -155,7 +155,7 @@ class Options:
 
 
 class _WrongResult(AssertionError):
-    """The result of a peer differs from ours."""
+    """The result of another implementation differs from the result of moe_ext."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class Result:
         return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
 
     def best_ratio(self, which: str) -> float | None:
-        """Returns the time of the fastest peer, divided by the time of moe_ext, in pass `which`."""
+        """Returns the least time of another implementation / the time of moe_ext, in a pass."""
         ratios = [
             found[which].ratio_to_ours[1]
             for name, found in self.figures.items()
@@ -281,14 +281,14 @@ def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
         if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
             raise _WrongResult(
-                f"{name} differs from ours by {error:.2g} in norm; the norm of ours is {size:.2g}"
+                f"{name} differs from moe_ext by {error:.2g} in norm; moe_ext has norm {size:.2g}"
             )
 
 
 def _reason_to_skip(
     kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
 ) -> str:
-    """Returns why a peer does not run in the pass `which`, or "" if the peer runs."""
+    """Returns why an implementation does not run in the pass `which`; "" if it runs."""
     extra = kind.extra(problem, which == BOTH)
     seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
     if extra.memory > options.memory * 2**30:
@@ -297,7 +297,7 @@ def _reason_to_skip(
 
 
 class _Candidates(NamedTuple):
-    """The functions of all implementations, their first times, and reasons to skip peers."""
+    """The functions to measure, the seconds of their first round, and reasons to skip others."""
 
     functions: Functions
     seconds: dict[Key, list[float]]
@@ -306,7 +306,7 @@ class _Candidates(NamedTuple):
 
 
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
-    """Compares the results of each peer with ours, just before the peer's first round."""
+    """Checks each implementation against the result of moe_ext, just before its first round."""
     functions: Functions = {}
     seconds: dict[Key, list[float]] = {}
     peak_mib: dict[Key, float] = {}
@@ -364,9 +364,9 @@ def _first_line(error: Exception) -> str:
 def add_rounds(
     found: dict[Key, list[float]], machine: Functions, functions: Functions, options: Options
 ) -> None:
-    """Adds at least one round, and as many as fit into the time limit.
+    """Measures at least one more round, and as many as fit into the time limit.
 
-    A function that took far longer than ours in the first round is not repeated.
+    A function that took far longer than moe_ext in the first round is not repeated.
     """
     often = {
         (name, which): function
@@ -510,7 +510,7 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
 
 
 def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
-    """Returns quartiles of the routing time in ms, from float32 logits to the plan, and limits.
+    """Returns quartiles of the routing time in ms, from logits to dispatch plan, and limits.
 
     A limit is the time to move the bytes of input and output.
     """
@@ -616,7 +616,7 @@ def place(threads: int | None) -> str:
 
 
 def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
-    """Formats operations per second, and the time divided by the time of ours."""
+    """Formats operations per second, and the time divided by the time of moe_ext."""
     found = result.figures.get(name, {}).get(which)
     if found is None:
         return "–"
@@ -716,7 +716,7 @@ def print_routing(found: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_speed_up(results: Sequence[Result], field: str) -> None:
-    """Prints the speed-up of ours, relative to the first value of `field` (threads or dtype)."""
+    """Prints moe_ext's speed-up, relative to the first value of `field` (threads or dtype)."""
 
     def rest(result: Result) -> tuple:
         names = {"name", "activation", "dtype", "threads"} - {field}
@@ -791,7 +791,7 @@ def plot(results: Sequence[Result], machine: str, path: Path) -> None:
 
 
 def versions() -> str:
-    """Returns the versions of the packages of the peers."""
+    """Returns the versions of the packages with other implementations."""
     found = []
     for package in ("transformers", "mixture-of-experts", "st-moe-pytorch", "scattermoe"):
         try:

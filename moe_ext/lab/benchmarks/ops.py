@@ -4,10 +4,10 @@
     python scripts/benchmarks/ops.py --threads 1 --rounds 30 --json ops.json
 
 Rounds are interleaved (ours, plain torch, ours, …). "ms" is the median over the rounds. "x" is the
-time of plain torch divided by the time of ours, median over the rounds. The last rows compare
-dispatch and combine with Tensor.copy_ of the bytes that these operators must move. The copies go
-into fresh tensors and into tensors used before.
-"MiB" is the peak growth of the resident set during a run (Linux).
+time of the compared function divided by the time of ours, median over the rounds. The last rows
+compare dispatch and combine with Tensor.copy_ of the bytes that these operators must move. The
+copies go into fresh tensors and into tensors used before. "MiB" is the peak growth of the resident
+set during a run (Linux).
 """
 
 import statistics
@@ -27,7 +27,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """One comparison: median times in ms, and the quartiles of the ratio peer / ours."""
+    """Median ms of an operator and another function; quartiles of the ratio other / operator."""
 
     threads: int
     operation: str

@@ -40,7 +40,7 @@ def experts_work(
     costs one multiply-add per row in forward and two in backward. Bytes are the minimum of any
     implementation, which moves each tensor once. Forward reads x and the weights of the experts
     with rows, and writes y. Backward reads x, ∂L/∂y, these weights and the pre-activations of the
-    hidden layer. It writes ∂L/∂x and the gradients of all weights, including zeros. Gates and
+    hidden layer. Backward writes ∂L/∂x and the gradients of all weights, including zeros. Gates and
     indices do not count.
 
     Args:

@@ -284,7 +284,7 @@ def _verify(file: Path, sha256: str) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a zip or tar archive into a folder, never outside of it.
+    """Unpacks a zip or tar archive into `folder`, never outside of `folder`.
 
     Raises:
         ConfigError: the archive is corrupted, or a member lies outside of the folder.

@@ -54,7 +54,7 @@ class EqualLoads:
         m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
         if not (aux.tokens_per_expert == m).all():
             raise RuntimeError(
-                f"every expert must get {m} tokens of a training batch, "
+                f"balanced: every expert must get {m} tokens of a training batch, "
                 f"got {aux.tokens_per_expert.tolist()}"
             )
         self.num_batches += 1

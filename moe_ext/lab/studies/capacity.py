@@ -179,7 +179,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     table = markdown_table(
         [
             "model", "ops/timestep", "parameters", "seeds", "test ppl after 25%",
-            f"against {FIRST}, 95%", "test ppl", f"against {FIRST}, 95%", "words/s",
+            f"change from {FIRST}, 95%", "test ppl", f"change from {FIRST}, 95%", "words/s",
         ],
         rows,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         rows.append([*name.split(","), len(runs), ppl, gap, *balance])
     table = markdown_table(
         [
-            "w_importance", "w_load", "seeds", "test ppl", f"against {USUAL}, 95%",
+            "w_importance", "w_load", "seeds", "test ppl", f"change from {USUAL}, 95%",
             *COLUMNS.values(),
         ],
         rows,

@@ -89,7 +89,7 @@ class Study:
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
-    """Finds the `sentences` whose word trigrams occur to 80% or more in one sentence of `text`."""
+    """Returns for each sentence whether 80% of its word trigrams occur in a sentence of `text`."""
 
     def trigrams(sentence: str) -> set[tuple[str, ...]]:
         words = ["", *sentence.lower().split(), ""]
@@ -199,14 +199,14 @@ def table(study: Study) -> str:
             ]
         )
     header = [
-        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"against {NONE}, 95%", "BLEU",
-        "BLEU without near duplicates", "wordpieces/s",
+        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"change from {NONE}, 95%",
+        "BLEU", "BLEU without near duplicates", "wordpieces/s",
     ]  # fmt: skip
     return markdown_table(header, rows)
 
 
 def balance(study: Study) -> str:
-    """Describes the masks of the strictly balanced gates; returns "" if they have no run."""
+    """Describes the masks of the strictly balanced gates; "" if no run has such gates."""
     train, dev = [], []
     for result in study.results[BALANCED].values():
         train.append(read_metrics(result.run, "train")[-1])
