@@ -1,6 +1,6 @@
 """Sparsely-gated mixtures of experts (Shazeer et al., 2017) for PyTorch.
 
-Contents, with the paper's section and the file::
+Each line names a part of the package, the paper's section or equation, and the file::
 
     gates        select k experts for each token         Sec. 2.1     moe_ext/gates/
     losses       importance loss, load loss, CV²         Sec. 4, A    moe_ext/losses.py

@@ -10,7 +10,7 @@ REINSTALL = "run `pip install --no-build-isolation .` in the source tree of moe_
 
 
 def release(version: str) -> str:
-    """Returns "major.minor"; torch's C++ ABI may change between minor versions."""
+    """Returns "major.minor" of a version; torch's C++ ABI may change between minor versions."""
     return ".".join(version.split(".")[:2])
 
 
@@ -22,20 +22,21 @@ def load() -> None:
     """Imports moe_ext._C, which registers the operators.
 
     Raises:
-        ImportError: the module is missing, or was built for a different version of torch or CUDA.
+        ImportError: moe_ext._C is missing, or was built for a different version of torch or CUDA.
     """
     if importlib.util.find_spec("moe_ext._C") is None:
+        package = Path(__file__).parent
         raise ImportError(
-            f"moe_ext was imported from {Path(__file__).parent}, which has no compiled module: "
-            "run `pip install --no-build-isolation -e .` there. If moe_ext is installed elsewhere, "
-            "run Python from another folder"
+            f"moe_ext was imported from {package}, which has no compiled module: run "
+            f"`pip install --no-build-isolation -e .` in {package.parent}. To import an installed "
+            "moe_ext instead, run Python from another folder"
         )
     try:
         import moe_ext._C as _C
     except ImportError as error:
         raise ImportError(
             f"moe_ext: the compiled module does not load with torch {torch.__version__}. It was "
-            f"probably built for a different version: {REINSTALL} ({error})"
+            f"probably built for a different version of torch or CUDA: {REINSTALL} ({error})"
         ) from None
     if _C.cxx11_abi != torch.compiled_with_cxx11_abi():
         raise ImportError(f"moe_ext was built with a different C++ ABI than torch: {REINSTALL}")
@@ -47,8 +48,8 @@ def load() -> None:
     # As in setup.py, the major versions must agree.
     if _C.cuda_version and major(_C.cuda_version) != major(torch.version.cuda or "none"):
         raise ImportError(
-            f"moe_ext was built for CUDA {_C.cuda_version}, but torch has {torch.version.cuda}: "
-            f"{REINSTALL}"
+            f"moe_ext was built for CUDA {_C.cuda_version}, but torch for CUDA "
+            f"{torch.version.cuda}: {REINSTALL}"
         )
 
 

@@ -9,7 +9,7 @@ _NAME = re.compile(r"(?<![^.])(weight|bias)_(\d+)$")
 
 
 def former_name(name: str) -> str:
-    """Returns the earlier name, such as "experts.weights.0" for "experts.weight_0"."""
+    """Returns a parameter's earlier name, such as "experts.weights.0" for "experts.weight_0"."""
     return _NAME.sub(lambda found: f"{_LISTS[found[1]]}.{found[2]}", name)
 
 

@@ -1,4 +1,4 @@
-"""Eq. 1 after the gate: one fused operator, or dispatch, experts and combine in sequence."""
+"""Computes Eq. 1 after the gate, by one fused operator or by dispatch, experts and combine."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ def mixture(
     """Computes Σ_i G(x)_i E_i(x) over the chosen experts (Eq. 1), [T, d_output].
 
     Args:
-        experts: an `Experts`, or a part of it that its `split` returned.
-        x: [T, D].
-        gates: [T, K], or [R] with token_offsets.
+        experts: an `Experts`, or a callable that `Experts.split` returned.
+        x: [T, D], the tokens.
+        gates: [T, K], or [R] with token_offsets. The weights of the chosen experts.
         plan: the dispatch plan of the routing decision.
         token_offsets: see `moe_ext.ops.combine`.
-        fused: whether experts take the gates and the plan; see `Experts`.
-        equal_load: every expert has R / E rows; the offsets are not needed.
-        recompute: recompute the experts in the backward pass and save no activations.
+        fused: whether experts take the gates and the dispatch plan; see `Experts`.
+        equal_load: whether every expert has R / E rows, so that plan.offsets is not needed.
+        recompute: whether to recompute the experts in the backward pass and save no activations.
     """
     if fused:
         return experts(

@@ -51,7 +51,7 @@ def require_at_least(minimum: float, owner: str = "", **values: float | None) ->
 
 
 def is_whole(value: object) -> bool:
-    """Returns True for an int; False for a bool, a NumPy integer or a tensor."""
+    """Returns True if value is an int; False for a bool, a NumPy integer or a tensor."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -72,7 +72,7 @@ def require_sizes(owner: str, minimum: int = 1, **values: int) -> None:
 
 
 def require_k(owner: str, k: int, num_experts: int) -> None:
-    """Raises ValueError if k is not a whole number between 1 and num_experts."""
+    """Raises ValueError, prefixed by owner, if k is not a whole number from 1 to num_experts."""
     rule = f"be a whole number between 1 and num_experts = {num_experts}"
     require(is_whole(k) and 1 <= k <= num_experts, f"{owner}: k", rule, k)
 
@@ -85,6 +85,8 @@ def require_k_of_levels(
     experts_per_group: int,
 ) -> tuple[int, int]:
     """Checks the sizes of a two-level gate and returns (k1, k2). A single number k means (k, k).
+
+    The sizes are d_model, num_groups, experts_per_group and k. Errors begin with owner.
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and num_groups, or k2 not between 1 and
@@ -104,20 +106,20 @@ def require_k_of_levels(
 
 
 def require_shape(owner: str, shape: tuple[int, ...], **values: Tensor) -> None:
-    """Raises ValueError if a tensor does not have the shape; tensors are given by name."""
+    """Raises ValueError, prefixed by owner, if a tensor in values does not have the shape."""
     for name, value in values.items():
         found = tuple(value.shape)
         require(found == shape, f"{owner}: {name}", f"have shape {shape}", found)
 
 
 def require_floating(owner: str, x: Tensor) -> None:
-    """Raises TypeError if x is not floating point."""
+    """Raises TypeError, prefixed by owner, if x is not floating point."""
     if not x.is_floating_point():
         raise TypeError(f"{owner}: x must have a floating-point dtype, got {x.dtype}")
 
 
 def require_mask(owner: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError if a mask is not bool, ValueError if it does not have the shape."""
+    """Raises TypeError if owner's mask is not bool, ValueError if it does not have the shape."""
     if mask.dtype != torch.bool:
         raise TypeError(f"{owner}: mask must have dtype torch.bool, got {mask.dtype}")
     require_shape(owner, shape, mask=mask)

@@ -23,7 +23,7 @@ _Part = Callable[..., Tensor]  # a subset of the experts, with the arguments of 
 
 
 def uniform_(weight: Tensor, fan_in: int, generator: torch.Generator | None = None) -> None:
-    """Fills a weight with uniform random values of mean 0 and variance 1 / fan_in."""
+    """Fills weight with uniform random values from generator: mean 0, variance 1 / fan_in."""
     bound = math.sqrt(3 / fan_in)
     nn.init.uniform_(weight, -bound, bound, generator=generator)
 
@@ -44,7 +44,7 @@ class Experts(nn.Module):
         ...         return x * self.scale[rows]
 
     Custom experts can be sharded over ranks if the first dimension of every parameter and buffer
-    is the expert.
+    is the expert dimension, of size num_experts.
 
     Args:
         num_experts: E, the number of experts on this rank; may be 0.
@@ -57,8 +57,8 @@ class Experts(nn.Module):
         d_output: the width of an output row.
         fused: whether `forward` also accepts tokens, gates and the dispatch plan and returns the
             mixture, as `FeedForwardExperts.forward` does.
-        can_split: whether `split` is defined. ``ExpertParallel(num_chunks=...)`` needs it for more
-            than one chunk. The parts are fused if the experts are.
+        can_split: whether `split` is defined. ``ExpertParallel(num_chunks=...)`` needs `split` for
+            more than one chunk. The callables from `split` are fused if the experts are fused.
 
     Raises:
         ValueError: a size is out of range.
@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.d_output = d_model if d_output is None else d_output
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Maps rows to output rows.
+        """Maps the rows x to output rows; each expert maps its own rows.
 
         Args:
             x: [R, D], sorted by expert.
@@ -87,7 +87,7 @@ class Experts(nn.Module):
                 experts must also accept None, which means R / E rows for every expert.
 
         Returns:
-            [R, d_output].
+            The output rows [R, d_output].
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x, offsets)")
 
@@ -95,16 +95,16 @@ class Experts(nn.Module):
         __call__: _Part  # fused experts take more arguments
 
     def split(self, sizes: Sequence[int]) -> Sequence[_Part]:
-        """Splits the experts into the first sizes[0], the next sizes[1], …
+        """Splits the experts into consecutive blocks of sizes[0], sizes[1], … experts.
 
         Returns:
             Callables with the arguments of `forward`, one for each size.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define split(sizes)")
+        raise NotImplementedError(f"{type(self).__name__} must define split(sizes)")
 
 
 class FeedForwardExperts(Experts):
-    """Implements E feed-forward networks of equal shape with the weights of a layer in one tensor.
+    """Implements E feed-forward networks of equal shape; each layer has one stacked weight tensor.
 
     Initial weights are uniform with variance 1 / fan_in; biases are zero. The seed of each expert
     is one random number from torch's global CPU generator plus the expert's global index. So ranks
@@ -118,16 +118,17 @@ class FeedForwardExperts(Experts):
         d_model: D, the width of an input row.
         hidden_sizes: widths of the hidden layers.
         activation: one of `moe_ext.ops.ACTIVATIONS`. A gated activation ("swiglu", …) doubles the
-            width of the matrix before it.
+            output width of the matrix before the activation.
         bias: whether the layers have biases. The paper's experts have none.
         d_output: width of an output row; None: d_model.
         dtype: dtype of weights, biases and input rows; None: torch's default dtype.
         first_expert: global index of the first expert on this rank.
 
     Attributes:
-        weight_0: [E, D, width] parameter of the first layer. weight_1 and the next are
-            [E, fan_in, width].
-        bias_0: [E, width] parameter of the first layer, with bias=True; bias_1 and so on follow.
+        weight_0: [E, D, width] parameter, the matrices of the first layer. The next layers have
+            weight_1, … [E, fan_in, width].
+        bias_0: [E, width] parameter of the first layer, only with bias=True. The next layers have
+            bias_1, …
 
     Raises:
         ValueError: a size is out of range, or the activation is unknown.
@@ -221,8 +222,8 @@ class FeedForwardExperts(Experts):
     ) -> Tensor:
         """Maps rows x [R, D], sorted by expert, to [R, d_output].
 
-        With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. The arguments are
-        those of `moe_ext.ops.experts`.
+        With inverse and gates, maps tokens x [T, D] to the mixture [T, d_output]. See
+        `moe_ext.ops.experts` for offsets, token_offsets and recompute.
         """
         return ops.experts(
             x,
@@ -261,7 +262,7 @@ class FeedForwardExperts(Experts):
 
 
 def _take_former_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Renames the parameters in a state_dict of an earlier version."""
+    """Renames the parameters of module, under prefix, in a state_dict of an earlier version."""
     wanted = [prefix + name for name, _ in module.named_parameters()]
     for former, name in current_names(state_dict, wanted).items():
         state_dict[name] = state_dict.pop(former)
@@ -271,8 +272,8 @@ class ModuleExperts(Experts):
     """Runs arbitrary modules as experts, sequentially. The modules may have different types.
 
     Every module maps [n, D] to [n, d_output]. It may return any floating-point dtype; `MoE` casts
-    the result to the dtype of x. Every forward pass calls every module, with n = 0 if it has no
-    tokens. So its parameters always have gradients.
+    the result to the dtype of x. Every forward pass calls every module, with n = 0 if the module
+    has no tokens. So the parameters of every module always have gradients.
 
     The host needs the number of rows of each expert. So on CUDA the host synchronizes with the
     device, and torch.compile breaks the graph.
@@ -281,7 +282,7 @@ class ModuleExperts(Experts):
         modules: one module for each expert.
 
     Raises:
-        ValueError: modules is empty. In the forward pass: the outputs differ in width.
+        ValueError: modules is empty, or in the forward pass, the modules' outputs differ in width.
     """
 
     can_split: ClassVar[bool] = True
@@ -302,6 +303,6 @@ class ModuleExperts(Experts):
         return torch.cat(parts)
 
     def split(self, sizes: Sequence[int]) -> list[ModuleExperts]:
-        """Splits the experts into the first sizes[0], the next sizes[1], …; each size is >= 1."""
+        """Splits the experts into consecutive blocks of sizes[0] >= 1, sizes[1] >= 1, … experts."""
         modules = iter(self.experts)
         return [ModuleExperts(islice(modules, size)) for size in sizes]

@@ -41,8 +41,8 @@ class HierarchicalMoE(MoE):
 
     Args:
         d_model: D, the width of x.
-        num_groups: a.
-        experts_per_group: b.
+        num_groups: a, the number of groups.
+        experts_per_group: b, the number of experts in each group.
         k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.

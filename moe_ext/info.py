@@ -15,7 +15,7 @@ __all__ = ["blas_name", "cpu_name", "cuda_version", "isa", "products"]
 
 
 def cpu_name() -> str:
-    """Returns the processor's name and those of its vector instruction sets that kernels use."""
+    """Returns the processor's name and its vector instruction sets that the CPU kernels can use."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -27,7 +27,7 @@ def cpu_name() -> str:
 
 
 def blas_name() -> str:
-    """Returns the BLAS that torch was built with, such as "BLAS mkl"."""
+    """Returns the BLAS library that torch was built with, such as "BLAS mkl"."""
     found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return f"BLAS {found[1] if found else 'unknown'}"
 
@@ -35,7 +35,7 @@ def blas_name() -> str:
 def isa() -> str:
     """Returns the instruction set of the CPU kernels, such as "avx512_bf16".
 
-    The environment variable MOE_EXT_ISA selects a lower one.
+    The environment variable MOE_EXT_ISA selects a lower instruction set.
     """
     return _C.isa()
 
@@ -60,7 +60,7 @@ def _operators() -> list[str]:
 
 
 def _self_test(device: str) -> str:
-    """Runs a layer forward and backward and checks Eq. 1."""
+    """Runs a `MoE` layer forward and backward on a device and checks Eq. 1."""
     torch.manual_seed(0)
     layer = MoE(8, 4, 2, experts=[torch.nn.Identity() for _ in range(4)]).to(device)
     x = torch.randn(16, 8, device=device, requires_grad=True)
@@ -69,7 +69,7 @@ def _self_test(device: str) -> str:
     # With identity experts, y = x · (sum of the gates) = x.
     gradients = [parameter.grad for parameter in layer.parameters()]
     ok = torch.allclose(y, x) and all(bool(g is not None and g.isfinite().all()) for g in gradients)
-    return "passed" if ok else "FAILED: y differs from x, or a gradient is missing or not finite"
+    return "passed" if ok else "FAILED: wrong output, or a gradient is missing or not finite"
 
 
 def _main() -> int:

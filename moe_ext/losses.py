@@ -33,8 +33,8 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
     """Computes L_importance = weight · CV(Importance(X))² (Eq. 7), a scalar.
 
     Args:
-        importance: [E], summed over the whole batch.
-        weight: w_importance.
+        importance: [E], the gates of each expert, summed over the whole batch.
+        weight: w_importance, the scale of the loss.
     """
     return _weighted(importance, weight)
 
@@ -43,8 +43,8 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
     """Computes L_load = weight · CV(Load(X))² (Appendix A), a scalar.
 
     Args:
-        load: [E], summed over the whole batch.
-        weight: w_load.
+        load: [E], the estimated tokens of each expert, summed over the whole batch.
+        weight: w_load, the scale of the loss.
     """
     return _weighted(load, weight)
 
@@ -52,20 +52,20 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
     """Computes L_batchwise, the loss that trains the thresholds (Appendix F), a scalar.
 
-    It sums over the tokens j and the experts i::
+    The loss sums over the tokens j and the experts i. M_threshold selects the scores X_ji > T_i::
 
         L_batchwise = Σ_j Σ_i (M_threshold(X_j, T)_i - M_batchwise(X)_ji) (X_ji - T_i)
 
     No term is negative. A term is 0 where the two masks agree. The derivative ∂L/∂T_i is the number
-    of tokens of expert i in the batchwise mask, minus the number of tokens above its threshold.
+    of tokens of expert i in M_batchwise, minus its number of tokens in M_threshold.
 
     Args:
-        scores: X, [..., T, E].
-        threshold: T, [..., E].
+        scores: X, [..., num_tokens, E].
+        threshold: T, [..., E], one threshold for each expert.
         mask: M_batchwise(X), bool, in the shape of scores.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: the shapes of scores, threshold and mask do not match.
     """
     shape = tuple(scores.shape)
     require_shape("batchwise_loss", shape[:-2] + shape[-1:], threshold=threshold)

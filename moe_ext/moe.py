@@ -33,13 +33,14 @@ __all__ = ["MoE", "MoEAux"]
 class MoEAux(NamedTuple):
     """Holds the losses, statistics and routing decision that a MoE layer returns with y.
 
-    T is the number of tokens that are not masked out. With a process_group and balance="global",
-    loss, importance, load, load_factors and gate_metrics cover the tokens of all ranks. The other
-    attributes always cover the tokens of this rank.
+    Shapes: T tokens that are not masked out, E experts, K experts per token, R (token, expert)
+    assignments. With a process_group and balance="global", loss, importance, load, load_factors and
+    gate_metrics cover the tokens of all ranks. The other attributes cover this rank's tokens.
 
     Attributes:
         loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the gate's own loss.
-            Add it to the task loss (mean per token, in nats). Add up the losses of several layers.
+            CV is the coefficient of variation. Add this loss, summed over all MoE layers, to the
+            task loss (mean per token, in nats).
         importance: [E], the sum of the gates of each expert (Eq. 6).
         load: [E], the smooth estimate of the number of tokens per expert (Appendix A).
         gates: [T, K], or [R] with token_offsets.
@@ -47,8 +48,8 @@ class MoEAux(NamedTuple):
         tokens_per_expert: [E] int64, the exact number of tokens per expert.
         token_offsets: [T + 1] int64; token t has the gates token_offsets[t] to
             token_offsets[t + 1] - 1. None: each token has K gates.
-        gate_metrics: scalars that the gate reports.
-        load_factors: the factors of load for a hierarchical gate; see `Routing`.
+        gate_metrics: scalars that the gate reports, by name.
+        load_factors: the factors of load for a hierarchical gate, else None; see `Routing`.
     """
 
     loss: Tensor
@@ -62,7 +63,7 @@ class MoEAux(NamedTuple):
     load_factors: tuple[Tensor, ...] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the balance metrics of Table 6 as Python numbers.
+        """Returns the balance metrics of the paper's Table 6 as Python numbers.
 
         The keys are cv_importance, cv_load and max_over_mean_load. The key cv_tokens is the CV of
         tokens_per_expert. The entries of gate_metrics follow. The call synchronizes with the GPU.
@@ -84,19 +85,19 @@ _register_namedtuple(MoEAux, serialized_type_name="moe_ext.MoEAux")
 class MoE(nn.Module):
     """Computes y = Σ_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 
-    1. gate: selects k experts for each token of x [T, D] and weights them by its gates
-    2. plan: sorts the T·k routed rows by expert
-    3. dispatch: copies each token to its rows
+    1. gate: selects k experts for each token of x [T, D]; their weights are the token's gates
+    2. dispatch plan: sorts the T·k (token, expert) assignments by expert
+    3. dispatch: copies each token to one row for each of its assignments
     4. experts: each expert maps its rows
-    5. combine: sums the outputs of each token, weighted by its gates
+    5. combine: sums the output rows of each token, weighted by its gates
 
     With feed-forward experts, steps 3 to 5 are one operator. It saves x and the hidden layers for
     backward. With recompute it saves only x (App. D).
 
     With a process_group, its ranks share the experts (Sec. 3). Each rank has a replica of the gate,
     a contiguous shard of the experts, and its own tokens, whose number may differ between ranks.
-    All ranks must call the layer together, forward and backward. The output equals that of a single
-    process that has the tokens of all ranks, concatenated in rank order.
+    All ranks must run the layer's forward and backward passes together. The output equals that of a
+    single process that has the tokens of all ranks, concatenated in rank order.
 
     Gradients are those of the mean of the ranks' losses. Expert gradients are complete after
     backward. All other gradients must be averaged over the ranks, which
@@ -112,19 +113,20 @@ class MoE(nn.Module):
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
             FeedForwardExperts with hidden_sizes, activation, bias and expert_dtype. With several
             ranks, pass only this rank's experts (`moe_ext.distributed.ExpertPlacement`).
-        recompute: recompute the experts in the backward pass instead of saving their activations.
-            Costs one extra GEMM for each hidden layer. Results are bitwise identical. Custom
-            experts update running statistics, such as those of BatchNorm, twice.
+        recompute: whether to recompute the experts in the backward pass instead of saving their
+            activations. Costs one extra GEMM for each hidden layer. Results are bitwise identical
+            to recompute=False. Custom experts update running statistics, such as those of
+            BatchNorm, twice.
         expert_dtype: dtype of the expert weights. Tokens are cast to it for the experts but not for
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
             experts, unless autocast is on.
-        w_importance, w_load: weights of the two balancing losses.
+        w_importance, w_load: weights of the importance loss and of the load loss.
         noise_epsilon, generator: see `NoisyTopKGate`.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
-        parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None: this
-            process has all experts.
+        parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
+            without process_group: this process has all experts.
 
     Attributes:
         gate: the gate module.
@@ -288,7 +290,7 @@ class MoE(nn.Module):
         __call__ = forward
 
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
-        """Applies the layer to the values [ΣT, D] of a nested tensor."""
+        """Applies the layer to the values [ΣT, D] of the nested tensor x; mask must be None."""
         if mask is not None:
             raise ValueError(f"MoE: mask must be None if x is nested, got {tuple(mask.shape)}")
         rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
@@ -299,7 +301,7 @@ class MoE(nn.Module):
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns Σ_i G(x)_i E_i(x) [T, d_output] and tokens_per_expert [E]."""
+        """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""
         if self.sharding is not None and self.sharding.exchange is not None:
             return self.sharding.exchange(
                 tokens,

@@ -1,6 +1,6 @@
-"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or two settings, over paired seeds.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Measures the perplexity of a trained model, and the BLEU of its translations.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

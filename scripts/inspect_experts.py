@@ -1,6 +1,6 @@
 """Shows what the experts of a trained model specialise in (Table 9 of the paper).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Computes the memory, network traffic, step time and efficiency of a language model on a cluster.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Prepares a corpus for training: downloads, verifies, unpacks and encodes it.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

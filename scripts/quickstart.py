@@ -1,6 +1,6 @@
 """Trains a small MoE language model and its dense counterpart, and compares them.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Trains a language model or a translation model.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Translates text with one sentence per line, using a trained model.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -42,7 +42,7 @@ def test_broken_links_are_found(tmp_path):
     ]
 
 
-PAGES = ("index.html", "guides/gate.html", "api/moe_ext.html", "results/experts.html")
+PAGES = ("index.html", "guides/gate.html", "api/generated/moe_ext.MoE.html", "results/experts.html")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -62,6 +62,9 @@ def test_the_search_finds_a_name(site, browser):
 
     browser.get((site / "index.html").as_uri())
     browser.find_element("css selector", "input[name=q]").send_keys("Load\n")
-    name = (By.CSS_SELECTOR, "#search-results a[href$='api/ops.html#moe_ext.ops.load']")
+    name = (
+        By.CSS_SELECTOR,
+        "#search-results a[href$='api/generated/moe_ext.ops.load.html#moe_ext.ops.load']",
+    )
     WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(*name))
     assert console(browser) == []

@@ -1,15 +1,15 @@
 """Training with experts that are sharded over the ranks of a process group (Sec. 3).
 
-A single layer needs only ``MoE(..., process_group=group)``. This package has its options and the
-tools for the model that contains it::
+A single layer needs only ``MoE(..., process_group=group)``. This package has the options of such a
+layer and the tools to train a model that contains it::
 
     init_process_group  initializes torch.distributed, also after a restart by torchrun
     ExpertParallel      the options: balance, exchange, num_chunks, a mesh with replicas
     parallelize         averages the gradients of the dense parameters; keeps experts sharded
     clip_grad_norm_     clips by the norm of the gradients of all ranks
     GradScaler          skips a step on all ranks if one of them overflows
-    expert_parameters   the sharded parameters and their shards
-    Checkpoints         written by any number of ranks, read by any other number
+    expert_parameters   lists the sharded parameters and their shards
+    Checkpoints         saves with one number of ranks, loads with any other number
     full_state_dict     gathers the state_dict of a single process
     load_full_state_dict  loads each rank's part of the state_dict of a single process
 

@@ -12,14 +12,14 @@ from moe_ext.gates import rows_per_expert
 def mask_over_ranks(
     scores: Tensor, k: int, group_sizes: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes M_batchwise(X, m) over the rows of all ranks; each rank computes some experts.
+    """Computes M_batchwise(X, m) over the rows of all ranks; each rank handles some experts.
 
     Args:
         scores: [R, E], this rank's rows, sorted by group.
         k: mean number of experts per row.
         group_sizes: [G], this rank's number of rows in each group. Summed over the ranks, all
             groups have the same size.
-        ranks: the ranks that call this together.
+        ranks: the ranks that call this function together.
 
     Returns:
         mask [R, E] bool for this rank's rows, and mth_score [G, E] as in

@@ -30,11 +30,11 @@ class CheckpointFolder:
        a file with that name. The checkpoint is now valid.
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
-    Steps later than the one in `latest` belong to an abandoned run and are ignored.
+    Checkpoints later than the one in `latest` belong to an abandoned run and are ignored.
 
     Args:
-        path: the folder; the first save creates it.
-        keep: number of checkpoints to keep.
+        path: the folder of all checkpoints; the first save creates it.
+        keep: number of the newest checkpoints to keep.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -42,7 +42,7 @@ class CheckpointFolder:
         self.keep = keep
 
     def checkpoints(self) -> dict[int, Path]:
-        """Returns the folders by step, in ascending order."""
+        """Returns the folder of each checkpoint by step, in ascending order."""
         # In reverse order, step-N comes after step-N.old and replaces it in `found`.
         paths = sorted(self.path.glob("step-*"), reverse=True)
         found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
@@ -52,17 +52,17 @@ class CheckpointFolder:
         return {step: found[step] for step in sorted(found) if step <= last}
 
     def temporary(self, step: int) -> Path:
-        """Returns the hidden folder for the files of a new checkpoint."""
+        """Returns the hidden folder for the files of the new checkpoint of a step."""
         return self.path / f".step-{step:08d}"
 
     def begin(self, step: int) -> None:
-        """Makes the hidden folder and deletes the files of interrupted saves."""
+        """Makes the hidden folder of a step and deletes the files of interrupted saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear()
         self.temporary(step).mkdir()
 
     def publish(self, step: int, sums: Mapping[str, str]) -> None:
-        """Turns the files of the hidden folder into a checkpoint; they must be synced to disk.
+        """Turns the hidden folder of a step into a checkpoint; its files must be synced to disk.
 
         Args:
             step: the number of the checkpoint.
@@ -82,11 +82,11 @@ class CheckpointFolder:
         self._clear()
 
     def abandon(self, step: int) -> None:
-        """Deletes the hidden folder of a failed save."""
+        """Deletes the hidden folder of a step whose save failed."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def _clear(self) -> None:
-        """Deletes interrupted saves, replaced checkpoints and those of abandoned runs."""
+        """Deletes interrupted saves, replaced checkpoints and checkpoints of abandoned runs."""
         counting = self.checkpoints().values()
         for path in self.path.glob("step-*"):
             if STEP.fullmatch(path.name) and path not in counting:
@@ -98,12 +98,12 @@ class CheckpointFolder:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 checksums of the named files."""
+    """Returns the SHA-256 checksums of the files in folder that names lists."""
     return {name: _sum(folder / name) for name in names}
 
 
 def verify(folder: Path, share: int, shares: int) -> None:
-    """Verifies the checksums of every `shares`-th file of a checkpoint, starting at `share`.
+    """Verifies the checksums of every `shares`-th file in folder, starting with file `share`.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -128,5 +128,5 @@ def _sum(path: Path) -> str:
 
 
 def _hide(path: Path) -> None:
-    """Renames a checkpoint: an interrupted deletion leaves no partial checkpoint."""
+    """Renames the checkpoint at path: an interrupted deletion leaves no partial checkpoint."""
     path.rename(path.with_name(f".{path.name}.deleted"))

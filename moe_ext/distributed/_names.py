@@ -1,4 +1,4 @@
-"""The public names of the package, by their modules."""
+"""Imports the public names of moe_ext.distributed from their modules."""
 
 # ruff: noqa: F401
 

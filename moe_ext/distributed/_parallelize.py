@@ -33,7 +33,7 @@ def parallelize(
 
     Broadcasts the dense parameters from rank 0 and averages their gradients over all ranks. Expert
     gradients already include the rows of all ranks and are not communicated. If the mesh of a layer
-    has replicas of the experts, their gradients are averaged over the replicas.
+    has replicas of the experts, the expert gradients are averaged over the replicas.
 
     Args:
         model: the model of this rank. Each of its MoE layers must be made with a process_group or a
@@ -87,7 +87,7 @@ def parallelize(
 
 
 def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
-    """Broadcasts all parameters and buffers from rank 0, except those of the experts."""
+    """Broadcasts the model from rank 0 of ranks, except parameters and buffers of the experts."""
     of_experts = expert_tensors(model)
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         if name not in of_experts:
@@ -95,7 +95,7 @@ def _start_from_the_first(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _average(param: nn.Parameter, copies: Ranks) -> None:
-    """Broadcasts a parameter from the first replica; averages its gradient after every backward."""
+    """Broadcasts param from rank 0 of copies; averages its gradient after every backward pass."""
     with torch.no_grad():
         dist.broadcast(param, group_src=0, group=copies.group)
 

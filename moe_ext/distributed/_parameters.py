@@ -17,8 +17,8 @@ class ExpertParameter(NamedTuple):
     Attributes:
         name: the name in the model of a single process, which has the experts of all ranks.
         param: the parameter of this rank.
-        layout: the layout of the layer.
-        bounds: (first, last, total), if param [last - first, ...] is a shard of a tensor
+        layout: how ranks divide the experts of the parameter's layer.
+        bounds: (first, last, total), if param has the rows first <= r < last of a tensor
             [total, ...] of a single process. None: param belongs to a single expert.
     """
 
@@ -35,14 +35,14 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     of custom `Experts` are shards of a larger tensor. On a single rank, the result is empty.
 
     Raises:
-        ValueError: a parameter or buffer of such experts does not have one row for each expert.
+        ValueError: a parameter or buffer of custom experts does not have one row for each expert.
     """
     state = expert_state(model)
     return {name: state[name] for name, _ in model.named_parameters() if name in state}
 
 
 def expert_tensors(model: nn.Module) -> set[str]:
-    """Returns the names of all sharded parameters and buffers, including non-persistent buffers."""
+    """Returns the names of the model's sharded parameters and buffers, also non-persistent ones."""
     names = set(expert_state(model))
     for prefix, layer in _spread_layers(model):
         names |= {prefix + name for name, _ in layer.experts.named_buffers()}
@@ -50,7 +50,7 @@ def expert_tensors(model: nn.Module) -> set[str]:
 
 
 def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
-    """Returns the sharded entries of the state_dict: parameters and buffers under all names."""
+    """Returns the sharded entries of the model's state_dict, under all their names."""
     found = {}
     for prefix, layer in _spread_layers(model):
         assert layer.sharding is not None  # _spread_layers yields only sharded layers
@@ -62,14 +62,14 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
             else:
                 rule = f"have one row for each of this rank's experts ({len(local)})"
                 shape = tuple(value.shape) if isinstance(value, Tensor) else (type(value),)
-                require(shape[:1] == (len(local),), f"{prefix}{name}", rule, shape)
+                require(shape[:1] == (len(local),), f"model: {prefix}{name}", rule, shape)
                 whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
             found[prefix + name] = ExpertParameter(prefix + whole_name, value, layout, bounds)
     return found
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """Yields the prefix of the expert names, and the layer, for all names of each sharded layer."""
+    """Yields the prefix of its experts' names and the layer, for each name of a sharded layer."""
     for path, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, MoE) or layer.sharding is None:
             continue

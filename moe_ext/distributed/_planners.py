@@ -27,7 +27,7 @@ from moe_ext.distributed._state import Key, Part
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Extends the default planner by blocks of larger tensors."""
+    """Extends torch's default save planner: saves blocks of larger tensors."""
 
     def __init__(self, parts: Mapping[Key, Part]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Extends the default planner by blocks of larger tensors."""
+    """Extends torch's default load planner: loads blocks of larger tensors."""
 
     def __init__(self, parts: Mapping[Key, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -86,7 +86,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, value in values.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             if whole and found[name] < value.numel():
-                raise ValueError(f"the checkpoint does not have all elements of {name}")
+                raise ValueError(f"the checkpoint does not have all elements of the tensor {name}")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

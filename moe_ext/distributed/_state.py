@@ -25,10 +25,10 @@ Key = tuple[str, ...]  # ("model", name) or ("optimizer", name of the parameter,
 
 
 class Part(NamedTuple):
-    """Describes a rank's part of a value.
+    """Describes a rank's part of a tensor or other value in the state.
 
     Attributes:
-        value: the part; it shares the memory of the model or the optimizer.
+        value: the part, which shares the memory of the model or the optimizer.
         first: value[i] is row first + i of the full tensor.
         size: number of rows of the full tensor. None: value is complete, or a DTensor.
     """
@@ -47,9 +47,10 @@ class Part(NamedTuple):
 def full_state_dict(
     model: nn.Module, process_group: ProcessGroup | DeviceMesh | None
 ) -> dict[str, Tensor]:
-    """Gathers the state_dict that the model has in a single process, on the CPU.
+    """Gathers on the CPU the state_dict that the model has in a single process.
 
-    All ranks must call it together. Rank 0 gets all values; the other ranks get an empty dict.
+    All ranks must call this function together. Rank 0 gets all tensors, the other ranks an empty
+    dict.
 
     Args:
         model: the model, with or without the wrapper of `parallelize`.
@@ -88,7 +89,7 @@ def load_full_state_dict(
     state: Mapping[str, Tensor],
     process_group: ProcessGroup | DeviceMesh | None,
 ) -> None:
-    """Loads this rank's part of the state_dict of a single process. All ranks call it together.
+    """Loads this rank's part of the state_dict of a single process, on all ranks together.
 
     Args:
         model: the model, with or without the wrapper of `parallelize`.
@@ -123,7 +124,7 @@ def load_full_state_dict(
 
 
 def whole_shapes(parts: Mapping[Key, Part], ranks: Ranks) -> dict[str, torch.Size]:
-    """Returns the names and full shapes of the model that all ranks hold together."""
+    """Returns the names and full shapes of the model's tensors, from the parts of all ranks."""
     shapes = {path[1]: part.shape for path, part in parts.items() if path[0] == "model"}
     return dict(ChainMap(*ranks.gather_objects(shapes)))
 
@@ -131,7 +132,7 @@ def whole_shapes(parts: Mapping[Key, Part], ranks: Ranks) -> dict[str, torch.Siz
 def require_same_shapes(
     name: str, given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]
 ) -> None:
-    """Raises ValueError unless given has the names and shapes of the model."""
+    """Raises ValueError, prefixed by name, unless given has the same names and shapes as wanted."""
     wrong = [
         f"{key}: {_text(given.get(key))} instead of {_text(wanted.get(key))}"
         for key in sorted({*given, *wanted})
@@ -145,16 +146,16 @@ def require_same_shapes(
 
 
 def _text(shape: torch.Size | None) -> str:
-    return "nothing" if shape is None else str(list(shape))
+    return "no tensor" if shape is None else str(list(shape))
 
 
 def flat(parts: Mapping[Key, Part]) -> dict[str, Any]:
-    """Returns the values, with each key joined to one name."""
+    """Returns the values of parts by name; a name is a key joined with dots."""
     return {".".join(key): part.value for key, part in parts.items()}
 
 
 def require_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError if experts are sharded over ranks, but `ranks` is a single rank."""
+    """Raises ValueError if the model's experts are sharded, but `ranks` is a single rank."""
     require(
         ranks.size > 1 or not expert_state(unwrapped(model)),
         "process_group",
@@ -181,7 +182,7 @@ def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[K
 
     Raises:
         ValueError: a parameter does not belong to the model, or the state of a sharded parameter is
-            neither a scalar nor sharded in the same way.
+            neither a scalar nor sharded as the parameter is.
     """
     parts: dict[Key, Part] = {}
     for name, param, entry, state in _parameters(model, optimizers):
@@ -200,7 +201,7 @@ def optimizer_parts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[K
 def new_optimizer_parts(
     model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[Key, STORAGE_TYPES]
 ) -> dict[Key, Part]:
-    """Allocates the optimizers' states with the shapes and dtypes that were saved."""
+    """Allocates states of the model's optimizers, with the shapes and dtypes in saved."""
     keys: dict[str, list[str]] = {}
     for path in saved:
         if path[0] == "optimizer":
@@ -228,7 +229,7 @@ def _room(param: Tensor, entry: ExpertParameter | None, saved: STORAGE_TYPES) ->
 
 
 def optimizer_options(optimizers: Sequence[Optimizer]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns the class name of each optimizer and the options of its parameter groups."""
+    """Returns, for each of optimizers, its class name and the options of its parameter groups."""
     own = ("params", "param_names")  # differ between ranks
     return [
         (
@@ -244,7 +245,11 @@ def require_same_optimizers(
     given: Sequence[tuple[str, list[dict[str, Any]]]],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Raises ValueError unless the classes and numbers of groups agree, or optimizers is empty."""
+    """Raises ValueError, prefixed by name, unless given and optimizers agree.
+
+    They agree if the classes and the numbers of parameter groups are equal, or if optimizers is
+    empty.
+    """
     there, here = (
         [f"{kind} with {len(groups)} group(s)" for kind, groups in options]
         for options in (given, optimizer_options(optimizers))
@@ -258,7 +263,7 @@ def load_optimizers(
     values: Mapping[Key, Any],
     options: Sequence[tuple[str, list[dict[str, Any]]]],
 ) -> None:
-    """Loads the states and the options from `optimizer_options` into the optimizers."""
+    """Loads the states in values and the options from `optimizer_options` into the optimizers."""
     states: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         if key[0] == "optimizer":
@@ -293,7 +298,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _parameters(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Tensor, ExpertParameter | None, dict[str, Any]]]:
-    """Yields name, parameter, shard and state of each parameter, in the optimizers' order."""
+    """Yields name, parameter, shard and state of model's parameters, in the optimizers' order."""
     model = unwrapped(model)
     experts = expert_parameters(model)
     names = {param: name for name, param in model.named_parameters()}
@@ -302,7 +307,7 @@ def _parameters(
             if param not in names:
                 raise ValueError(
                     f"{type(optimizer).__name__}: params must belong to the model, "
-                    f"got one of shape {tuple(param.shape)} that does not"
+                    f"got a parameter of shape {tuple(param.shape)} that does not"
                 )
             entry = experts.get(names[param])
             name = names[param] if entry is None else entry.name
@@ -310,7 +315,7 @@ def _parameters(
 
 
 def _part(value: Any, entry: ExpertParameter | None) -> Part:
-    """Returns the part of a value. Scalars, such as the step count, are not sharded."""
+    """Returns the part of a value that entry describes; scalars, such as the step, are complete."""
     if entry is None or entry.bounds is None or not isinstance(value, Tensor) or not value.dim():
         return Part(value)
     return Part(value, entry.bounds[0], entry.bounds[2])

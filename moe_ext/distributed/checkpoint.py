@@ -1,7 +1,7 @@
 """Checkpoints of models with sharded experts; any number of ranks can load them.
 
 The tensors have the names and shapes of the model of a single process. Each rank writes its block
-of an expert tensor [E, …]. Each rank reads the block that it needs, even across written blocks.
+of an expert tensor [E, …]. Each rank reads the block that it needs, even if several ranks wrote it.
 """
 
 import atexit
@@ -77,14 +77,14 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """Saves and loads the checkpoints in a folder, atomically and verified by checksum.
 
-    A crash at any moment leaves all existing checkpoints intact. All ranks must call a method
+    A crash at any moment leaves all existing checkpoints intact. All ranks must call each method
     together. If one rank fails, all ranks raise the same error. A save deletes the checkpoints of
     later steps, because they belong to an abandoned run.
 
     Args:
         folder: a folder that all ranks can access; the first save creates it.
         process_group: all ranks that train, or their mesh; None: only this rank.
-        keep: number of checkpoints to keep.
+        keep: number of the newest checkpoints to keep.
         timeout: time that a rank waits for the others in `async_save`; None: torch's default.
             `save` and `load` use the timeout of the process group.
 
@@ -134,8 +134,8 @@ class Checkpoints:
             step: the number of the checkpoint.
             model: the model, with or without the wrapper of `parallelize`.
             optimizers: the optimizers of the model's parameters.
-            state: any object that can be pickled. Only that of rank 0 is saved.
-            rank_state: any object that can be pickled. That of every rank is saved.
+            state: any object that can be pickled. Only the state of rank 0 is saved.
+            rank_state: any object that can be pickled. The rank_state of every rank is saved.
 
         Raises:
             ValueError: step is not a whole number of at least 0.
@@ -154,11 +154,11 @@ class Checkpoints:
         state: Any = None,
         rank_state: Any = None,
     ) -> None:
-        """Copies the state to memory and returns; a thread writes the checkpoint.
+        """Copies all values in memory and returns; a background thread writes the checkpoint.
 
         The arguments are those of `save`. At most one save runs in the background: the next save or
         load waits for it and raises its error. Call `wait` before you destroy the process group.
-        If no call raises the error, it is printed at exit.
+        If no later call raises the error of a save, Python prints the error at exit.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state, copy=True)
@@ -176,7 +176,7 @@ class Checkpoints:
         """Blocks until no save runs in the background.
 
         Raises:
-            CheckpointError: the save failed.
+            CheckpointError: the background save failed.
         """
         atexit.unregister(self.wait)
         under_way, self._under_way = self._under_way, None
@@ -201,11 +201,12 @@ class Checkpoints:
                 and rank_state.
             optimizers: optimizers with the classes and numbers of groups that were saved; (): load
                 no optimizer.
-            step: the step to load; None: the newest.
-            fallback: whether to warn and load the preceding checkpoint if this one is corrupted.
+            step: the step of the checkpoint; None: the newest checkpoint.
+            fallback: whether to warn and load the preceding checkpoint if a checkpoint is
+                corrupted.
 
         Returns:
-            The step and the two states, a `Loaded`.
+            The step, state and rank_state, in a `Loaded`.
 
         Raises:
             CheckpointError: the checkpoint is missing or corrupted, or does not match the model or
@@ -231,7 +232,10 @@ class Checkpoints:
         rank_state: Any,
         copy: bool = False,
     ) -> tuple[dict[Key, Part], dict[str, bytes]]:
-        """Returns this rank's tensors and the contents of its other files."""
+        """Returns this rank's tensors, or copies if copy is set, and its other files' contents.
+
+        The arguments are those of `save`.
+        """
         require_sizes("Checkpoints", 0, step=step)
         optimizers = tuple(optimizers)
 
@@ -280,7 +284,10 @@ class Checkpoints:
             raise
 
     def _intact(self, step: int | None, fallback: bool) -> tuple[int, Path]:
-        """Verifies checksums and returns the step and the folder of the checkpoint to load."""
+        """Verifies checksums; returns the step and folder of the checkpoint that `load` must read.
+
+        The arguments step and fallback are those of `load`.
+        """
         ranks = self._ranks
         doing = f"loading from {self._folder.path}"
         there = ranks.gather_objects(_together(ranks, doing, self._folder.checkpoints))[0]
@@ -310,7 +317,10 @@ class Checkpoints:
         parts: dict[Key, Part],
         shapes: Mapping[str, torch.Size],
     ) -> tuple[Any, Any]:
-        """Returns state and rank_state; loads the rest into the model and the optimizers."""
+        """Returns state and rank_state from path; loads the model and the optimizers from it.
+
+        parts are this rank's tensors of the model, shapes the full shapes by name.
+        """
         state, options, version = _unpickled(path / "state.pt")
         own = path / f"rank-{self._ranks.rank}.pt"
         states = state, _unpickled(own) if own.exists() else None
@@ -321,7 +331,8 @@ class Checkpoints:
             metadata = reader.read_metadata()
         except Exception as error:
             raise CheckpointError(
-                f"torch {torch.__version__} cannot read a checkpoint written by torch {version}"
+                f"torch {torch.__version__} cannot read a checkpoint written by torch {version}; "
+                f"use torch {version}"
             ) from error
         saved = {
             metadata.planner_data[name]: entry
@@ -368,7 +379,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
-    """Returns the same ranks in a new gloo group."""
+    """Returns the same ranks in a new gloo process group with its own timeout."""
     if ranks.size == 1:
         return ranks
     some = ranks.size < dist.get_world_size()  # then only these ranks call this
@@ -379,7 +390,7 @@ def _same_ranks(ranks: Ranks, timeout: timedelta | None) -> Ranks:
 
 
 def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
-    """Returns function(); if it fails on one rank, all ranks raise the same error."""
+    """Returns function(); if it fails on a rank, all ranks raise an error, prefixed by doing."""
     reason = cause = None
     try:
         result = function()
@@ -416,7 +427,7 @@ def _write_tensors(ranks: Ranks, folder: Path, parts: Mapping[Key, Part]) -> Non
 
 
 def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:
-    """Writes the files and returns the checksums of all files that this rank wrote."""
+    """Writes files to folder; returns the checksums of all files that this rank wrote there."""
     for name, content in files.items():
         with atomic_file(folder / name) as file:
             file.write(content)
@@ -426,7 +437,7 @@ def _write_files(rank: int, folder: Path, files: Mapping[str, bytes]) -> dict[st
 
 @contextmanager
 def _errors_of(rank: int) -> Iterator[None]:
-    """Reraises the error of one rank; ignores torch's warning for a single rank."""
+    """Reraises the original error of one rank; ignores torch's warning for a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:

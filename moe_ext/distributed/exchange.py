@@ -1,4 +1,4 @@
-"""Expert parallelism: the all-to-all of tokens to their experts and of the outputs back (Sec. 3).
+"""Expert parallelism by two all-to-all operations (Sec. 3).
 
 Every rank has a replica of the gate and owns some experts. An all-to-all sends each routed token to
 the owners of its experts. A second all-to-all returns the outputs, which are then summed. Weights
@@ -36,8 +36,8 @@ class _Copies(NamedTuple):
     Attributes:
         inverse, token_offsets: the positions of each token's copies, see `moe_ext.ops.dispatch`.
         num_copies: [destinations] int64, the number of copies for each destination.
-        of_row: [R] int64, the copy that each row needs, counted from the first of its destination.
-            None: each row has its own copy.
+        of_row: [R] int64, the copy that each row needs, counted from the first copy of its
+            destination. None: each row has its own copy.
     """
 
     inverse: Tensor
@@ -66,25 +66,25 @@ class _Order(NamedTuple):
 class Exchange:
     """Computes the mixture of experts that are sharded over ranks.
 
-    1. plan: sort the rows by expert and so by owner; an all-to-all of the row counts
-    2. dispatch: an all-to-all of the rows to the owners
+    1. plan: sort the rows by expert and so by owner; an all-to-all sends the row counts
+    2. dispatch: an all-to-all sends the rows to the owners of their experts
     3. experts: sort the received rows by expert, then rank, then token. This is the order of a
        single process with all tokens. Apply the experts.
-    4. an all-to-all of the outputs back
+    4. return: an all-to-all sends the outputs back
     5. combine: sum the outputs of each token, weighted by its gates
 
-    With several chunks, each rank computes its experts in sequential chunks and overlaps this with
-    the transfer of other chunks. Expert gradients are those of the mean of the ranks' losses, as
-    DistributedDataParallel computes those of the other parameters.
+    With several chunks, each rank computes its experts in sequential chunks. The computation of one
+    chunk overlaps with the transfer of others. Expert gradients are those of the mean of the ranks'
+    losses. DistributedDataParallel uses the same mean for the other parameters.
 
     Args:
         placement: the assignment of experts to ranks.
-        ranks: the ranks; all must call this together, forward and backward.
+        ranks: the ranks that share the experts; all must call this together, forward and backward.
         unit: "rows" sends every routed row. Its output is weighted and summed on the token's own
             rank. Results are bitwise identical to a single process. The outputs are saved for
             backward. "tokens" sends each token at most once to each rank, with its gates, and
-            returns one sum. It sends fewer bytes if k > 1 and saves no outputs. The summation order
-            differs, so outputs agree to rounding.
+            returns one weighted sum. Compared with "rows", it sends fewer bytes if k > 1 and saves
+            no outputs for backward. Its summation order differs, so outputs agree to rounding.
         num_chunks: number of chunks of each rank's experts, at least 1.
     """
 

@@ -12,7 +12,7 @@ __all__ = ["atomic_file", "sync_folder", "write_text"]
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that atomically replaces `path` at the end of the block.
+    """Opens a temporary file that atomically replaces `path` at the end of the with block.
 
     A reader always sees either the complete old file or the complete new file, even after a crash.
     If the block raises, the old file stays and the temporary file is deleted. If path is a symbolic
@@ -39,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text atomically."""
+    """Writes a text to the file path atomically."""
     with atomic_file(path) as file:
         file.write(text.encode())
 

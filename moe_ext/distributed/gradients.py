@@ -29,14 +29,14 @@ def clip_grad_norm_(
     """Scales all gradients to a total norm of at most `max_norm`; returns the norm before scaling.
 
     Equals `torch.nn.utils.clip_grad_norm_` in a single process with all experts. The total norm
-    covers the dense gradients once and the expert gradients of all ranks. All ranks must call it
-    together.
+    covers the dense gradients once and the expert gradients of all ranks. All ranks must call this
+    function together.
 
     Args:
         model: the model after backward, with or without the wrapper of `parallelize`.
         max_norm: the maximum total norm.
         norm_type: p of the p-norm, above 0; may be infinity.
-        error_if_nonfinite: whether to raise if the norm is infinite or NaN, on all ranks.
+        error_if_nonfinite: whether all ranks raise if the norm is infinite or NaN.
 
     Raises:
         ValueError: norm_type is not above 0.
@@ -64,7 +64,8 @@ def clip_grad_norm_(
     total = get_total_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} must be finite, got {total.item()}"
+            f"clip_grad_norm_: the gradient norm of order {norm_type} must be finite, "
+            f"got {total.item()}"
         )
     for params in by_kind:
         clip_grads_with_norm_(params, max_norm, total)
@@ -72,7 +73,7 @@ def clip_grad_norm_(
 
 
 def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
-    """Returns the norm of the gradients of some parameters; gathers DTensor shards."""
+    """Returns the norm of order norm_type of the gradients of params; gathers DTensor shards."""
     # The maximum norm fails for a tensor without elements.
     grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
     norm = get_total_norm(grads, norm_type)
@@ -83,7 +84,9 @@ def _norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses as `torch.amp.GradScaler` does; all ranks skip a step if one rank overflows.
+    """Scales losses as `torch.amp.GradScaler` does, for gradients that are sharded over ranks.
+
+    All ranks skip a step if the gradients of one rank overflow.
 
     Args:
         device: see `torch.amp.GradScaler`.

@@ -14,7 +14,7 @@ class ExpertPlacement:
 
     Attributes:
         num_experts: total number of experts.
-        num_ranks: number of ranks that share them.
+        num_ranks: number of ranks that share the experts.
         experts_per_group: size of a group; a rank gets only complete groups (hierarchical mixture,
             App. B).
 
@@ -36,7 +36,7 @@ class ExpertPlacement:
         )
 
     def experts_of(self, rank: int) -> range:
-        """Returns the experts of a rank; empty for the last ranks if there are too few groups."""
+        """Returns the experts of a rank; none for the last ranks if ranks outnumber groups."""
         rule = f"be in [0, {self.num_ranks})"
         require(0 <= rank < self.num_ranks, "ExpertPlacement.experts_of: rank", rule, rank)
         size = self.experts_per_group

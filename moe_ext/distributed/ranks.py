@@ -51,7 +51,7 @@ class Ranks:
         return tuple(p.view_as(value).clone() for p, value in zip(parts, values, strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gathers the values of every rank, [size, ...]. Has no gradient."""
+        """Gathers the values of every rank, [size, ...]. The result has no gradient."""
         if self.size == 1:
             return values.unsqueeze(0)
         gathered = values.new_empty(self.size * values.numel())
@@ -59,7 +59,7 @@ class Ranks:
         return gathered.view(self.size, *values.shape)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gathers one object from each rank; it must be picklable. Returns them in rank order."""
+        """Gathers the picklable value of each rank; returns all values in rank order."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -68,7 +68,7 @@ class Ranks:
 
 
 def blocks(whole: range, number: int) -> list[range]:
-    """Divides a range into contiguous blocks whose lengths differ by at most 1, longest first."""
+    """Divides whole into number contiguous ranges; lengths differ by at most 1, longest first."""
     share, rest = divmod(len(whole), number)
     bounds = [whole.start + i * share + min(i, rest) for i in range(number + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
@@ -99,7 +99,7 @@ class AllToAll:
 
     Args:
         rows: [sum(num_sent), ...], sorted by destination rank.
-        ranks: the ranks that take part.
+        ranks: the ranks that take part in the all-to-all.
         num_sent: number of rows to each rank.
         num_received: number of rows from each rank.
     """

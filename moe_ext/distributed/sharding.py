@@ -21,7 +21,7 @@ Balance = Literal["global", "local"]
 
 
 class Layout(NamedTuple):
-    """Describes how the ranks that train together divide a layer.
+    """Describes how the ranks that train together divide the experts of a layer.
 
     Attributes:
         world: all ranks; each has its own tokens.
@@ -101,7 +101,7 @@ class ExpertSharding:
         gate: the gate of the layer.
 
     Attributes:
-        layout: the ranks, by their role.
+        layout: the `Layout` of the ranks.
         placement: the assignment of experts to ranks.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
@@ -135,7 +135,7 @@ class ExpertSharding:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
 
     def require_experts(self, experts: object) -> None:
-        """Checks that the experts support the options; the result is the same on all ranks.
+        """Checks that the experts support the options of the layer, equally on all ranks.
 
         Raises:
             ValueError: a chunk of some rank would have no module, or the experts cannot be split.

@@ -1,4 +1,4 @@
-"""Initialization of ranks that torchrun starts and restarts."""
+"""Initializes the process group of ranks that torchrun starts and restarts."""
 
 import os
 from datetime import timedelta
@@ -20,7 +20,8 @@ def init_process_group(
 
     Args:
         backend, timeout: see `torch.distributed.init_process_group`.
-        options: its other keyword arguments, except store, rank and world_size.
+        options: the other keyword arguments of `torch.distributed.init_process_group`, except
+            store, rank and world_size.
 
     Returns:
         The process group of all ranks, or None if torchrun did not start this process.

@@ -8,7 +8,7 @@ Contents, with the paper's equation or section::
     NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
     HierarchicalNoisyTopKGate    selects groups, then experts within them     App. B
     BalancedGate                 every expert gets the same number of tokens  App. F
-    HierarchicalBalancedGate     the same on two levels                       App. B, F
+    HierarchicalBalancedGate     balanced gating on two levels                App. B, F
 """
 
 from moe_ext.gates.balanced import (

@@ -1,4 +1,4 @@
-"""Logits and initialization, shared by all gates."""
+"""Computes the logits and the initial weights of all gates."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,22 +13,22 @@ from moe_ext import ops
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Computes x · weight. On the CPU, a row's result does not depend on the other rows.
 
-    On CUDA it may: torch selects a GEMM kernel by the number of rows.
+    On CUDA it may depend on the number of rows, by which torch selects a GEMM kernel.
     """
     return ops.experts(x, [weight.unsqueeze(0)])
 
 
 def widened(x: Tensor) -> Tensor:
-    """Converts x to at least float32, once for all matrices of a gate."""
+    """Converts x to at least float32; a gate calls this once for all its matrices."""
     return x.to(ops.accumulation_dtype(x))
 
 
 def logits(
     x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = matmul
 ) -> Tensor:
-    """Computes x · weight in at least float32, also under autocast.
+    """Computes x · weight by product(x, weight), in at least float32, also under autocast.
 
-    The load subtracts a threshold from a logit, which cancels in lower precision.
+    `moe_ext.ops.load` subtracts a threshold from a logit, which cancels in lower precision.
     """
     x = widened(x)
     wide = torch.promote_types(x.dtype, weight.dtype)
@@ -40,6 +40,6 @@ def logits(
 
 @torch.no_grad()
 def zero_(gate: nn.Module) -> None:
-    """Sets all parameters and buffers to zero."""
+    """Sets all parameters and buffers of a gate to zero."""
     for value in chain(gate.parameters(), gate.buffers()):
         value.zero_()

@@ -1,4 +1,4 @@
-"""Selection and load of one level, shared by the flat and the hierarchical noisy gate."""
+"""Selects experts and computes the load on one level of a flat or hierarchical noisy gate."""
 
 import torch
 from torch import Tensor
@@ -44,9 +44,11 @@ class NoisyGate(Gate):
         k: int,
         plan: ops.DispatchPlan | None = None,
     ) -> tuple[Tensor, ops.TopKSelection]:
-        """Returns the clean logits of each token and the selection of its top k.
+        """Returns the clean logits x · w_gate and the selection of the k largest noisy logits.
 
-        With a plan, returns them for each row of the plan, with the weights of the row's group.
+        In training mode, x · w_noise gives the standard deviation of the noise. A dispatch plan
+        assigns tokens to groups. The results then have one row for each (token, group) assignment,
+        and w_gate and w_noise have one matrix for each group.
         """
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,7 +69,10 @@ class NoisyGate(Gate):
     def _load(
         self, clean_logits: Tensor, kept: ops.TopKSelection, group_offsets: Tensor | None = None
     ) -> Tensor:
-        """Computes Load(X) of a selection in training mode; see `moe_ext.ops.load`."""
+        """Computes Load(X) of kept, a selection in training mode, by `moe_ext.ops.load`.
+
+        The operator describes clean_logits and group_offsets.
+        """
         return ops.load(
             clean_logits,
             kept.noise_stddev,

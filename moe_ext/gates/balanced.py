@@ -33,7 +33,7 @@ class _Agreement(NamedTuple):
     Attributes:
         loss: L_batchwise.
         num_differing: number of (token, expert) pairs that only one of the masks selects.
-        num_selected: number of pairs that the two masks select, added up.
+        num_selected: number of pairs in one mask plus number of pairs in the other mask.
     """
 
     loss: Tensor
@@ -77,7 +77,7 @@ def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
 
 
 def _several(ranks: Ranks | None) -> Ranks | None:
-    """Returns None for a single rank."""
+    """Returns None if ranks is a single rank, else ranks."""
     return None if ranks is None or ranks.size == 1 else ranks
 
 
@@ -87,7 +87,7 @@ def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
-    """Compares the batchwise mask with the threshold mask; shapes as in `batchwise_loss`."""
+    """Compares the batchwise mask with scores > threshold; shapes as in `batchwise_loss`."""
     passes = scores > threshold.unsqueeze(-2)
     return _Agreement(
         batchwise_loss(scores, threshold, mask),
@@ -98,10 +98,11 @@ def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
 
 @torch.no_grad()
 def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> None:
-    """Sets the thresholds just below the m-th scores of the first batch with finite scores.
+    """Sets threshold just below mth_score in the first batch where all these scores are finite.
 
-    There the two masks agree. The margin of 16 eps covers rounding: on CUDA, the GEMM of evaluation
-    may round differently. Later batches write the old values: reading the flag would synchronize.
+    The threshold and batchwise masks then agree on this batch. The margin of 16 eps covers
+    rounding: on CUDA, the GEMM of evaluation mode may round differently. Later batches write the
+    old threshold again, because reading the flag `initialized` on the host would synchronize.
     """
     finite = mth_score.isfinite().all()
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
@@ -111,7 +112,7 @@ def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> No
 
 
 class StrictlyBalancedGate(Gate):
-    """Implements the batchwise mask and its thresholds for the flat and the hierarchical gate.
+    """Implements the batchwise mask and the thresholds of both strictly balanced gates.
 
     Attributes:
         batchwise: whether to select by the batchwise mask in evaluation mode too.
@@ -132,7 +133,7 @@ class StrictlyBalancedGate(Gate):
         return f"{super().extra_repr()}, detach_scores={self.detach_scores}"
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Computes G_σ, the scores that the masks compare."""
+        """Computes G_σ = softmax(logits), the scores by which the masks select."""
         return torch.softmax(logits.detach() if self.detach_scores else logits, dim=-1)
 
     def _by_batch(
@@ -146,8 +147,9 @@ class StrictlyBalancedGate(Gate):
     ) -> _Mask:
         """Computes M_batchwise(X, m) for scores [R, E] of G equally large groups of rows.
 
-        With several ranks, group_sizes [G] is the number of this rank's rows in each group. None
-        means a single group.
+        A row has k experts on average. In training mode, the first batch sets threshold and the
+        flag `initialized`. With several ranks, group_sizes [G] is the number of this rank's rows in
+        each group; None means a single group.
         """
         num_rows, num_experts = scores.shape
         num_groups = threshold.numel() // num_experts
@@ -189,7 +191,10 @@ class StrictlyBalancedGate(Gate):
         masks: list[_Mask],
         ranks: Ranks | None,
     ) -> Routing:
-        """Makes the `Routing`, with the loss and the metrics of the masks of all levels."""
+        """Makes a `Routing` from gates, expert_index, token_offsets and the mask of each level.
+
+        The masks give its loss and metrics. Importance, load, loss and metrics cover all ranks.
+        """
         slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
         agreements = [mask.agreement for mask in masks if mask.agreement is not None]
         parts = [
@@ -233,19 +238,19 @@ class BalancedGate(StrictlyBalancedGate):
     The output of a token without experts is 0. Load is constant, so w_load has no effect.
 
     Evaluation mode uses M_threshold: it selects the experts with G_σ(x)_i > threshold_i,
-    independently of the other tokens. This synchronizes with the device to count the selected
-    experts.
+    independently of the other tokens. The host then synchronizes with the device to count the
+    selected experts.
 
-    The thresholds are trained by L_batchwise / T, the gate's own loss. They are 0 until the first
-    training batch sets them just below its m-th scores. An untrained gate in evaluation mode
-    therefore selects all experts (Eq. 2). Thresholds have the scale of a softmax over E experts:
-    train them with a separate learning rate well below 1 / E.
+    The gate's own loss, L_batchwise / T for T tokens, trains the thresholds. They are 0 until the
+    first training batch sets them just below the m-th largest score of each expert. An untrained
+    gate in evaluation mode therefore selects all experts (Eq. 2). Thresholds have the scale of a
+    softmax over E experts: train them with a separate learning rate well below 1 / E.
 
     The first batch writes the threshold parameter in place. `torch.func.functional_call` and
     `fully_shard` substitute another tensor and lose this initialization. Without a process_group,
-    each rank initializes from its own batch; DistributedDataParallel does not remove the
-    difference. Layers with a process_group under `moe_ext.distributed.parallelize` have neither
-    problem.
+    each rank initializes its thresholds from its own batch; DistributedDataParallel does not remove
+    this difference between ranks. Layers with a process_group under
+    `moe_ext.distributed.parallelize` have neither problem.
 
     W_g starts at zero, so all scores are equal. A fixed pseudo-random function then assigns tokens
     to experts (`moe_ext.ops.batchwise_topm`).
@@ -261,8 +266,8 @@ class BalancedGate(StrictlyBalancedGate):
         detach_scores: whether L_batchwise trains only the thresholds, not W_g and earlier layers.
 
     Attributes:
-        w_gate: [D, E] parameter.
-        threshold: [E] parameter.
+        w_gate: [D, E] parameter W_g.
+        threshold: [E] parameter, the threshold of each expert's score.
         batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
 
     Raises:
@@ -280,7 +285,10 @@ class BalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D]; the slots of each token are in order of expert index."""
+        """Routes x [T, D]; the experts of each token are in index order.
+
+        See `Gate.forward` for ranks.
+        """
         ranks = _several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
@@ -296,28 +304,29 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
     """Applies strictly balanced gating on two levels: a groups of b experts each (App. B, F).
 
     Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
-    factor is a `BalancedGate`.
+    factor is computed as in `BalancedGate`.
 
-    In training mode, each group selects m1 = k1·T/a tokens X^(i) of the batch. Each of its experts
-    selects m2 = k2·m1/b of these. The gates of a token sum to less than 1 if no expert of a chosen
-    group selects it. A secondary gate sees only X^(i); T · (a + k1 · b) logits are computed.
+    In training mode, group i selects m1 = k1·T/a tokens X^(i) of the batch. Each of its experts
+    selects m2 = k2·m1/b of these tokens. The gates of a token sum to less than 1 if a group selects
+    the token but none of the group's experts does. A secondary gate G_i sees only X^(i); the two
+    levels compute T · (a + k1 · b) logits.
 
     In evaluation mode, thresholds select on both levels. See `BalancedGate` for their
     initialization and training. The metrics cover both levels together.
 
     Args:
         d_model: D, the width of x.
-        num_groups: a.
-        experts_per_group: b.
+        num_groups: a, the number of groups.
+        experts_per_group: b, the number of experts in each group.
         k: (k1, k2), the mean number of groups per token and of experts per chosen group. A single
             number k means (k, k).
         detach_scores: see `BalancedGate`.
 
     Attributes:
-        w_gate: [D, a] parameter.
-        w_gate_secondary: [a, D, b] parameter.
-        threshold: [a] parameter.
-        threshold_secondary: [a, b] parameter.
+        w_gate: [D, a] parameter of the primary gate.
+        w_gate_secondary: [a, D, b] parameter of the secondary gates.
+        threshold: [a] parameter, the threshold of each group.
+        threshold_secondary: [a, b] parameter, the threshold of each expert.
         batchwise: whether to use M_batchwise in evaluation mode too (`batchwise_masks`).
 
     Raises:
@@ -350,7 +359,10 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         self.register_buffer("initialized_secondary", torch.tensor(False))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D]; the slots of each token are in order of expert index."""
+        """Routes x [T, D]; the experts of each token are in index order.
+
+        See `Gate.forward` for ranks.
+        """
         ranks = _several(ranks)
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels
@@ -429,11 +441,11 @@ def balanced_gates(model: nn.Module) -> list[StrictlyBalancedGate]:
 def batchwise_masks(model: nn.Module) -> Iterator[None]:
     """Makes the strictly balanced gates of a model use the batchwise mask within the context.
 
-    In evaluation mode, the experts of a token then depend on the other tokens of the batch. Use it
-    to measure the effect of the thresholds.
+    In evaluation mode, the experts of a token then depend on the other tokens of the batch. Use
+    this context to measure the effect of the thresholds.
 
     Args:
-        model: any module that contains such gates.
+        model: any module that contains strictly balanced gates.
     """
     gates = balanced_gates(model)
     before = [gate.batchwise for gate in gates]

@@ -18,7 +18,7 @@ __all__ = ["Gate", "Routing"]
 class Routing(NamedTuple):
     """Holds a gate's routing decision for T tokens.
 
-    A slot is a (token, expert) assignment. Slots are ordered by token.
+    A slot is one of the R (token, expert) assignments. Slots are ordered by token.
 
     Attributes:
         gates: [T, K], or [R] with token_offsets; float32 or float64. The weight of each slot.
@@ -28,12 +28,12 @@ class Routing(NamedTuple):
             number of routed tokens, which has no gradient.
         token_offsets: [T + 1] int64; token t has the slots token_offsets[t] to
             token_offsets[t + 1] - 1. None: each token has K slots.
-        equal_load: whether every expert has exactly R / E tokens. The layer then needs no counts.
-        loss: scalar, the gate's own loss, which the layer adds to its loss. None: no loss.
-        metrics: scalars that describe the routing, for `MoEAux.metrics`.
-        load_factors: the factors of `hierarchical_load`: Load_primary(X) [a], Load_i(X^(i)) [a, b]
-            and ``|X^(i)|`` [a]. Only a hierarchical noisy gate sets them. Each factor is a sum over
-            tokens; their product is not.
+        equal_load: whether every expert has exactly R / E tokens. `MoE` then needs no token counts.
+        loss: scalar, the gate's own loss, which `MoE` adds to its loss. None: no loss.
+        metrics: scalars by name that describe the routing, for `MoEAux.metrics`.
+        load_factors: Load_primary(X) [a], Load_i(X^(i)) [a, b] and ``|X^(i)|`` [a] of a groups with
+            b experts each. Only a hierarchical noisy gate sets these factors of load, because each
+            factor is a sum over tokens and load is not.
     """
 
     gates: Tensor
@@ -51,7 +51,7 @@ class Gate(nn.Module):
     """Routes tokens to experts; the base class of all gates.
 
     Derive a custom gate from this class. Call ``super().__init__(d_model, num_experts, k)`` and
-    define `forward`. The method `make_routing` builds its result:
+    define `forward`. The method `make_routing` builds the `Routing` that `forward` returns:
 
         >>> class RoundRobinGate(Gate):
         ...     def forward(self, x, ranks=None):
@@ -63,7 +63,7 @@ class Gate(nn.Module):
     Args:
         d_model: D, the width of x.
         num_experts: E, the number of experts.
-        k: experts per token, 1 <= k <= E; the mean if it differs between tokens.
+        k: experts per token, 1 <= k <= E; the mean if the number differs between tokens.
 
     Attributes:
         d_model: the constructor argument.
@@ -71,8 +71,9 @@ class Gate(nn.Module):
         k: the constructor argument.
         generator: source of the noise; None: torch's global generator.
         experts_per_group: number of consecutive experts that must stay on one rank.
-        routes_by_batch: whether a token's experts depend on the other tokens of the batch. Several
-            ranks then require ``balance="global"``; otherwise their gates would diverge.
+        routes_by_batch: whether a token's experts depend on the other tokens of the batch. With
+            several ranks, `MoE` then requires ``balance="global"``; otherwise the ranks' gates
+            would diverge.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
@@ -115,8 +116,8 @@ class Gate(nn.Module):
             weight: [D, E].
 
         Returns:
-            [T, E]. On the CPU, a row is bitwise independent of the other rows. On CUDA it may not
-            be.
+            [T, E]. On the CPU, a row is bitwise independent of the other rows. On CUDA, a row may
+            depend on the number of rows.
         """
         return logits(x, weight)
 
@@ -143,7 +144,7 @@ class Gate(nn.Module):
             gates: [T, K].
             expert_index: [T, K] int64, the expert of each gate.
             load: [E], the load of this rank's tokens; None: the number of routed tokens.
-            ranks: see `forward`.
+            ranks: the ranks to sum over; see `forward`.
         """
         if load is None:
             load = ops.importance(torch.ones_like(gates), expert_index, self.num_experts)

@@ -18,14 +18,14 @@ __all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
     """Computes the load of a hierarchical gate (Appendix B), [a · b].
 
-    The load of an empty group is 0. Otherwise::
+    The load of expert j in group i is 0 for an empty group. Otherwise::
 
         Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
 
     Args:
-        load: [a], Load_primary(X).
+        load: [a], Load_primary(X), the load of each group.
         load_of_group: [a, b], Load_i(X^(i)) of each group; 0 for an empty group.
-        group_size: [a], ``|X^(i)|``.
+        group_size: [a], ``|X^(i)|``, the number of tokens of each group.
     """
     return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
 
@@ -34,8 +34,8 @@ class HierarchicalNoisyTopKGate(NoisyGate):
     """Selects k1 of a groups, then k2 of the b experts in each, with noise (Appendix B).
 
     Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
-    factor is a `NoisyTopKGate`. A secondary gate G_i sees only X^(i) = {x : G_primary(x)_i > 0}.
-    The balancing losses use::
+    factor is computed as in `NoisyTopKGate`. A secondary gate G_i sees only the tokens
+    X^(i) = {x : G_primary(x)_i > 0}. The balancing losses use::
 
         Importance_H(X)_ij = Σ_x G_primary(x)_i · G_i(x)_j
         Load_H(X)_ij = Load_primary(X)_i · Load_i(X^(i))_j / |X^(i)|
@@ -43,23 +43,23 @@ class HierarchicalNoisyTopKGate(NoisyGate):
     The group size ``|X^(i)|`` is an exact count without gradient. An empty group has load 0. The
     losses balance all experts and train both levels.
 
-    The gate computes T · (a + k1 · b) logits. All four matrices start at zero. The notes of
-    `NoisyTopKGate` on evaluation mode and on k = 1 apply to each level. A level with a single
-    choice draws no noise. With a = 1 or b = 1, results are therefore bitwise identical to a
-    `NoisyTopKGate` with the same seed.
+    The gate computes T · (a + k1 · b) logits. All four parameters start at zero. The notes of
+    `NoisyTopKGate` on evaluation mode and on k = 1 apply to each level. A level with a single group
+    or a single expert draws no noise. With a = 1 or b = 1, results are therefore bitwise identical
+    to a `NoisyTopKGate` with the same seed.
 
     Args:
         d_model: D, the width of x.
-        num_groups: a.
-        experts_per_group: b.
+        num_groups: a, the number of groups.
+        experts_per_group: b, the number of experts in each group.
         k: (k1, k2), groups per token and experts per chosen group. A single number k means (k, k).
         noise_epsilon, detach_threshold, generator: see `NoisyTopKGate`.
 
     Attributes:
-        w_gate: [D, a] parameter.
-        w_noise: [D, a] parameter.
-        w_gate_secondary: [a, D, b] parameter.
-        w_noise_secondary: [a, D, b] parameter.
+        w_gate: [D, a] parameter of the primary gate.
+        w_noise: [D, a] parameter of the primary gate's noise.
+        w_gate_secondary: [a, D, b] parameter of the secondary gates.
+        w_noise_secondary: [a, D, b] parameter of the secondary gates' noise.
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or
@@ -93,7 +93,8 @@ class HierarchicalNoisyTopKGate(NoisyGate):
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D] to k1 · k2 experts per token.
 
-        Slots are ordered by decreasing noisy logit of the group, then of the expert.
+        The experts of a token are in order of decreasing noisy logit of the group, then of the
+        expert. See `Gate.forward` for ranks.
         """
         k1, k2 = self.k_of_levels
         x = widened(x)
@@ -126,7 +127,7 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         return Routing(gates, expert_index, importance, load, load_factors=tuple(factors))
 
     def draw_noise(self, like: Tensor) -> Tensor:
-        """Draws noise as `Gate.draw_noise` does; returns zeros for a level with a single choice."""
+        """Draws noise in the shape of `like`; returns zeros for a single group or expert."""
         return torch.zeros_like(like) if like.shape[1] == 1 else super().draw_noise(like)
 
     def extra_repr(self) -> str:

@@ -16,8 +16,9 @@ __all__ = ["NoisyTopKGate"]
 class NoisyTopKGate(NoisyGate):
     """Selects the top k of noisy logits (Eqs. 3-5); adds noise only in training mode.
 
-    Both matrices start at zero ("no signal and some noise"). Training begins with uniformly random
-    routing. In evaluation mode, all logits of an untrained gate tie and the lowest indices win.
+    W_g and W_noise start at zero ("no signal and some noise"). Training begins with uniformly
+    random routing. In evaluation mode, all logits of an untrained gate tie. Then the experts with
+    the lowest indices are selected.
 
     With k = 1, the gate is 1 for any logits. The task loss then has no gradient for the gate; only
     the balancing losses train it.
@@ -29,13 +30,13 @@ class NoisyTopKGate(NoisyGate):
         noise_epsilon: minimum standard deviation of the noise.
         detach_threshold: whether to block the gradient of the load through the thresholds (see
             `moe_ext.ops.load`).
-        generator: source of the noise. None: torch's global generator, which torch.utils.checkpoint
-            replays. It does not replay a custom generator. torch.compile(fullgraph=True) does not
-            support one. A torch.cuda.CUDAGraph needs register_generator_state for it.
+        generator: source of the noise. None: torch's global generator. torch.utils.checkpoint
+            replays only the global generator. torch.compile(fullgraph=True) does not support a
+            custom generator. A torch.cuda.CUDAGraph needs register_generator_state for it.
 
     Attributes:
-        w_gate: [D, E] parameter.
-        w_noise: [D, E] parameter.
+        w_gate: [D, E] parameter W_g.
+        w_noise: [D, E] parameter W_noise.
 
     Raises:
         ValueError: a size is below 1, k is not between 1 and num_experts, or noise_epsilon is
@@ -57,7 +58,10 @@ class NoisyTopKGate(NoisyGate):
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D] to k experts per token, in order of decreasing (noisy) logit."""
+        """Routes x [T, D] to k experts per token, in order of decreasing (noisy) logit.
+
+        See `Gate.forward` for ranks.
+        """
         clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, self.k)
         load = self._load(clean_logits, kept) if self.training else None
         return self.make_routing(kept.gates, kept.expert_index, load=load, ranks=ranks)

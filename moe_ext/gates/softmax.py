@@ -21,7 +21,7 @@ class SoftmaxGate(Gate):
         num_experts: E, the number of experts.
 
     Attributes:
-        w_gate: [D, E] parameter.
+        w_gate: [D, E] parameter W_g.
 
     Raises:
         ValueError: d_model or num_experts is below 1.
@@ -36,7 +36,7 @@ class SoftmaxGate(Gate):
         zero_(self)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D] to all E experts, in order of their index."""
+        """Routes x [T, D] to all E experts, in index order; see `Gate.forward` for ranks."""
         gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
         return self.make_routing(gates, expert_index, ranks=ranks)
@@ -52,9 +52,9 @@ class TopKGate(Gate):
 
         G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j,   G_σ(x) = softmax(x·W_g)
 
-    W_g starts with normal random values of standard deviation 0.1 · D^-1/2. From zero, every token
-    would be routed to the same experts. Load is the number of routed tokens, which has no gradient.
-    Only the importance loss balances the experts.
+    W_g starts with normal random values of standard deviation 0.1 · D^-1/2. With W_g = 0, every
+    token would be routed to the same experts. Load is the number of routed tokens, which has no
+    gradient. Only the importance loss balances the experts.
 
     Args:
         d_model: D, the width of x.
@@ -62,7 +62,7 @@ class TopKGate(Gate):
         k: experts per token, 1 <= k <= E.
 
     Attributes:
-        w_gate: [D, E] parameter.
+        w_gate: [D, E] parameter W_g.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
@@ -74,10 +74,13 @@ class TopKGate(Gate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reinitializes W_g."""
+        """Reinitializes W_g with random values."""
         nn.init.normal_(self.w_gate, std=0.1 * len(self.w_gate) ** -0.5)
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D] to k experts per token, in order of decreasing logit."""
+        """Routes x [T, D] to k experts per token, in order of decreasing logit.
+
+        See `Gate.forward` for ranks.
+        """
         kept = ops.noisy_topk_gating(self.logits(x, self.w_gate), None, None, self.k)
         return self.make_routing(kept.gates, kept.expert_index, ranks=ranks)

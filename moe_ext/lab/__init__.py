@@ -1,4 +1,6 @@
-"""The lab: the paper's models and experiments, built on the layer. The layer never imports it.
+"""The paper's models and experiments, built on the MoE layer of moe_ext.
+
+No module outside moe_ext.lab imports this package. Its subpackages are:
 
 - models: language models and translation models with mixtures of experts
 - data: corpora, vocabularies and batches
@@ -6,10 +8,11 @@
 - decoding: beam search and BLEU
 - analysis: operation counts and the specialisation of experts
 - studies: one module for each experiment of the paper
-- benchmarks: the harness, the roofline limits, the peers, and one module for each benchmark
+- benchmarks: the harness, the roofline limits, the other implementations, and one module for each
+  benchmark
 - commands: one module for each command, such as train, evaluate and translate
 
-Install its optional packages with ``pip install 'moe_ext[train]'`` and
+Install the optional packages of moe_ext.lab with ``pip install 'moe_ext[train]'`` and
 ``pip install 'moe_ext[translation]'``.
 """
 

@@ -38,7 +38,7 @@ def open_plain(file: Path) -> IO[bytes]:
 
 
 def plain_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines without line ends and without a leading byte order mark."""
+    """Yields each line without its line end; removes a byte order mark from the first line."""
     for number, line in enumerate(lines):
         yield (line if number else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
 
@@ -50,12 +50,12 @@ def file_fingerprint(file: Path) -> str:
 
 
 class Locked(Exception):
-    """Raised if another process holds the lock."""
+    """Raised by ``file_lock`` if another process holds the lock."""
 
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
-    """Holds an exclusive lock between processes.
+    """Holds an exclusive lock on a file, so that only one process runs the body.
 
     Args:
         path: the lock file.
@@ -78,5 +78,5 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes the data as JSON with `write_text`."""
+    """Writes data to a JSON file atomically."""
     write_text(path, json.dumps(data, indent=1) + "\n")

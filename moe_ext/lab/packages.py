@@ -10,7 +10,7 @@ def require_package(owner: str, module: str, extra: str) -> ModuleType:
     """Imports a module of an optional package.
 
     Args:
-        owner: name of the function or option that needs the package, for the error.
+        owner: name of the function or option that needs the package, shown in the error message.
         module: full module name; its first part is the package.
         extra: the extra in pyproject.toml that installs the package.
 

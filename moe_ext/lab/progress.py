@@ -13,14 +13,14 @@ def progress(
 ) -> Iterable[T]:
     """Iterates over the items and shows a progress bar on stderr.
 
-    The bar appears after one second and disappears after the last item. It is not shown if stderr
+    The bar appears after one second and disappears after the last item. No bar is shown if stderr
     is not a terminal or tqdm is not installed.
 
     Args:
-        items: iterated over once.
+        items: the items of the loop, iterated over once.
         title: text in front of the bar; None shows no bar.
-        unit: name of an item.
-        total: number of items; None uses ``len(items)`` if it is defined.
+        unit: unit of the item count, such as "sentences".
+        total: number of items; None uses ``len(items)`` if items has a length.
     """
     if title is None:
         return items

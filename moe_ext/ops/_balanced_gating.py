@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 class BatchwiseTopM(NamedTuple):
-    """Holds the mask M_batchwise as a list of rows for each expert.
+    """Holds the mask M_batchwise of G batches as the m selected rows of each of E experts.
 
     Attributes:
         row_index: [G, E, m] int64, the rows of each expert in ascending order.
-        mth_score: [G, E], the lowest selected score; infinity if m = 0. Has no gradient.
+        mth_score: [G, E], the lowest selected score of each expert, without gradient; infinity if
+            m = 0.
     """
 
     row_index: Tensor
@@ -21,18 +22,18 @@ class BatchwiseTopM(NamedTuple):
 def batchwise_topm(
     scores: Tensor, m: int, first_expert: int = 0, num_experts: int | None = None
 ) -> BatchwiseTopM:
-    """Selects the m rows with the largest scores in each column: M_batchwise(X, m).
+    """Selects for each expert the m rows with its largest scores: M_batchwise(X, m).
 
-    A fixed pseudo-random function of row and column (g·E + e) breaks ties. If all scores are equal,
-    different experts therefore get different rows. The result is the same in every run, with any
-    number of threads and on every device. NaN ranks below every number. The rows of an expert are
-    always distinct.
+    A fixed pseudo-random function of the row and the number g·E + e of batch g and expert e breaks
+    ties. If all scores are equal, different experts therefore get different rows. The result is the
+    same in every run, with any number of threads and on every device. NaN ranks below every number.
+    The rows of an expert are always distinct.
 
     Args:
-        scores: [G, N, E], G batches of N rows; or [N, E], and the results have no dimension G.
+        scores: [G, N, E], G batches of N rows; or [N, E], then the results have no dimension G.
         m: rows for each expert, 0 <= m <= N.
         first_expert: index of the expert in column 0, if scores has only some of the experts.
-        num_experts: the total number of experts; None: E. Ties break as with all experts present.
+        num_experts: the total number of experts; None: E. Ties break as if scores had all experts.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or value.
@@ -46,8 +47,9 @@ def batchwise_topm(
 def selected_softmax(logits: Tensor, expert_index: Tensor, token_offsets: Tensor) -> Tensor:
     """Computes the gates of the selected experts, [R].
 
-    The gates are G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j. The operator computes the softmax over
-    only the selected logits, which cannot underflow. A token without selected experts has no gates.
+    The gates are G(x)_i = G_σ(x)_i M_i / Σ_j G_σ(x)_j M_j, where M_i = 1 for a selected expert and
+    else 0. The operator computes the softmax over only the selected logits. So the sum cannot
+    underflow. A token without selected experts has no gates.
 
     Args:
         logits: [T, E].

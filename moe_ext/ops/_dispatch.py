@@ -1,4 +1,4 @@
-"""Dispatch: the tokens x [T, D] to rows [R, D] that are sorted by expert."""
+"""Dispatch copies the tokens x [T, D] to rows [R, D] that are sorted by expert."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,14 @@ from torch import Tensor
 class DispatchPlan(NamedTuple):
     """Maps between the two orders of the (token, expert) assignments.
 
-    Slots are the assignments in the gate's order, sorted by token. With K per token, slot t·K + j
-    is the j-th expert of token t. Rows are the same assignments, sorted by expert, then by slot.
+    Slots are the R assignments in the gate's order, sorted by token. With K experts per token, slot
+    t·K + j is the j-th expert of token t. Rows are the same assignments, sorted by expert, then by
+    slot.
 
     Attributes:
         permutation: [R] int64, the slot of each row.
-        inverse: [T, K] or [R] int64 like expert_index, the row of each slot.
-        tokens_per_expert: [E] int64.
+        inverse: int64, in the shape of expert_index: [T, K] or [R]. The row of each slot.
+        tokens_per_expert: [E] int64, the number of tokens of each expert.
         offsets: [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1].
     """
 
@@ -26,10 +27,10 @@ class DispatchPlan(NamedTuple):
 
 
 def dispatch_plan(expert_index: Tensor, num_experts: int) -> DispatchPlan:
-    """Sorts the slots by expert with a stable counting sort in O(R + E).
+    """Sorts R (token, expert) assignments by expert with a stable counting sort in O(R + E).
 
     Args:
-        expert_index: [T, K] or [R] int64, the expert of each slot, in [0, num_experts).
+        expert_index: [T, K] or [R] int64, the expert of each assignment, in [0, num_experts).
         num_experts: E, the number of experts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Floating-point dtypes."""
+"""The dtype in which the operators accumulate sums."""
 
 import torch
 from torch import Tensor

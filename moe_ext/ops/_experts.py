@@ -38,8 +38,8 @@ def experts(
     On CUDA, float32 inputs are multiplied in float32, never in TF32; `allow_tf32` has no effect.
 
     The operator saves x and the hidden layers before their activation for backward. It saves
-    neither the dispatched rows nor the expert outputs, because ∂L/∂gate = ⟨∂L/∂A, A⟩, where A is
-    the input of the last layer.
+    neither the dispatched rows nor the expert outputs. The gradient of a gate needs neither:
+    ∂L/∂gate = ⟨∂L/∂A, A⟩, where A is the input of the last layer.
 
     Args:
         x: [R, D], or [T, D] with inverse.
@@ -55,7 +55,7 @@ def experts(
         token_offsets: [T + 1] int64; token t has the slots
             token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
         recompute: whether to save only x and recompute the hidden layers in the backward pass
-            (App. D). Uses less memory. Results are bitwise identical.
+            (App. D). This saves memory. Results are bitwise identical to recompute=False.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.

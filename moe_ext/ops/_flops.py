@@ -1,4 +1,4 @@
-"""FLOPs of the experts' GEMMs, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""Counts the FLOPs of the experts' GEMMs for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from collections.abc import Sequence
 from math import prod
@@ -11,7 +11,7 @@ Shape = Sequence[int]
 
 
 def _of_rows(x: Shape, inverse: Shape | None, weights: Sequence[Shape]) -> int:
-    """Counts the multiplications and additions of each row with the matrices of its expert."""
+    """Counts the FLOPs of multiplying each row of x, or of inverse if given, by its weights."""
     num_rows = x[0] if inverse is None else prod(inverse)
     return 2 * num_rows * sum(fan_in * width for _, fan_in, width in weights)
 

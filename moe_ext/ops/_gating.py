@@ -13,9 +13,9 @@ class TopKSelection(NamedTuple):
         gates: [T, K], the gates G(x) in order of decreasing noisy logit; each row sums to 1.
         expert_index: [T, K] int64, the expert of each gate.
         threshold: [T, 2], the thresholds kth_excluding(H, k, i) of Appendix A. Column 0 is the k-th
-            largest noisy logit; an expert outside the top k must exceed it. Column 1 is the
-            (k+1)-th largest; an expert in the top k must exceed it. It is -inf if k = E.
-        threshold_index: [T, 2] int64, the experts of the two thresholds; -1 if k = E.
+            largest noisy logit; an expert outside the top k must exceed it to enter. Column 1 is
+            the (k+1)-th largest, or -inf if k = E; an expert in the top k must exceed it to stay.
+        threshold_index: [T, 2] int64, the experts of the two thresholds. Column 1 is -1 if k = E.
         noise_stddev: [T, E], softplus(raw_noise_stddev) + noise_epsilon; [0, E] without noise.
     """
 
@@ -44,8 +44,9 @@ def noisy_topk_gating(
     selected logit is NaN or the largest logit is infinite. For any logits, the indices are distinct
     and in range.
 
-    `gates`, `threshold` and `noise_stddev` are differentiable with respect to the first two
-    arguments. For half-precision inputs they are float32; gradients have the dtype of the input.
+    `gates`, `threshold` and `noise_stddev` are differentiable with respect to clean_logits and
+    raw_noise_stddev. For half-precision inputs, these three outputs are float32. Gradients have the
+    dtype of the input.
 
     Args:
         clean_logits: [T, E], x·W_g.

@@ -19,14 +19,14 @@ def load(
         P(x, i) = Φ((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i)
 
     The gradient flows to the logits, the standard deviations and the thresholds. Through the
-    thresholds it reaches the k-th and (k+1)-th largest noisy logits.
+    thresholds, the gradient reaches the k-th and (k+1)-th largest noisy logits.
 
     Args:
         clean_logits: [T, E].
         noise_stddev, threshold, expert_index: see `TopKSelection`.
         detach_threshold: whether to treat the thresholds as constants.
         group_offsets: [G + 1] int64, ascending from 0 to T. Group g has the rows
-            group_offsets[g] <= t < group_offsets[g + 1]; it may be empty.
+            group_offsets[g] <= t < group_offsets[g + 1]; a group may be empty. None: no groups.
 
     Returns:
         [E], or [G, E] with group_offsets. Row g is then the sum over the rows of group g, the load

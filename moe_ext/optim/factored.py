@@ -15,10 +15,10 @@ __all__ = ["FactoredAdagrad", "FactoredAdam"]
 
 
 class _Factored(Optimizer):
-    """Implements both optimizers, except for the coefficients of the moments.
+    """Implements `FactoredAdam` and `FactoredAdagrad`, except for their coefficients.
 
     For a weight matrix [R, C], the state has two vectors instead of the second moment V [R, C]:
-    `row` [R] averages g² over each row, `column` [C] averages it over each column::
+    `row` [R] averages g² over each row, `column` [C] averages g² over each column::
 
         row <- decay · row + gain · mean_j(g²)        column <- decay · column + gain · mean_i(g²)
         V = correction · row · columnᵀ / mean(row)    weight <- weight - lr · g / (sqrt(V) + eps)
@@ -31,8 +31,8 @@ class _Factored(Optimizer):
     def _coefficients(
         self, group: dict[str, Any], step: Tensor
     ) -> tuple[float | Tensor, float, float]:
-        """Returns correction, decay and gain of a step; step counts from 1."""
-        raise NotImplementedError
+        """Returns correction, decay and gain of a step for a parameter group; step is >= 1."""
+        raise NotImplementedError(f"{type(self).__name__} must define _coefficients(group, step)")
 
     def _check_options(self, options: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -50,7 +50,7 @@ class _Factored(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters with its own options.
+        """Adds param_group, a dict of parameters and their own options.
 
         Raises:
             ValueError: an option is out of range.
@@ -74,7 +74,7 @@ class _Factored(Optimizer):
         gradient of an expert without tokens.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: a function that reevaluates the model and returns the loss.
 
         Returns:
             The loss that closure returned, or None.
@@ -153,7 +153,7 @@ class _Factored(Optimizer):
 
 
 def _number(value: float | Tensor) -> Tensor:
-    """Converts a scalar to a float64 tensor on its own device; a number goes to the host."""
+    """Converts value to a float64 scalar on the tensor's own device, or on the CPU for a number."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()).double()
     return torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -169,8 +169,8 @@ class FactoredAdam(_Factored):
         V = row · columnᵀ / mean(row) / (1 - β2^t)
         weight <- weight - lr · g / (sqrt(V) + eps)
 
-    V equals Adam's second moment if g² has rank one. The state of a matrix has R + C elements;
-    Adam's has 2 · R · C. Expert weights [E, D, F] have row [E, D] and column [E, F].
+    V equals Adam's second moment if g² has rank one. The state of a matrix has R + C elements; the
+    state of Adam has 2 · R · C. Expert weights [E, D, F] have row [E, D] and column [E, F].
 
     The last two dimensions of a parameter form the matrix. The full second moment is stored for
     parameters with fewer than two dimensions and for groups with ``factored=False``. For an expert
@@ -184,12 +184,13 @@ class FactoredAdam(_Factored):
         lr: learning rate, a number or a tensor with one element.
         beta2: decay of the second moment.
         eps: added to sqrt(V).
-        mean_of_roots: divide by (sqrt(row) + eps) · (sqrt(column) + eps) / mean(sqrt(column) + eps)
-            instead of sqrt(V) + eps, with bias-corrected moments. By Jensen's inequality the steps
-            are smaller, by one factor per matrix.
-        capturable: keep the step count on the device of the parameter and never read it on the
-            host. A CUDA graph can then capture the step; lr must be a tensor on that device.
-        factored: whether to factor the second moment. False stores all of it.
+        mean_of_roots: whether to divide g by
+            (sqrt(row) + eps) · (sqrt(column) + eps) / mean(sqrt(column) + eps) instead of
+            sqrt(V) + eps, with bias-corrected row and column. By Jensen's inequality the updates
+            are smaller, by one factor for a whole matrix.
+        capturable: whether to keep the step count on the device of the parameter and never read it
+            on the host. A CUDA graph can then capture the step; lr must be a tensor on that device.
+        factored: whether to factor the second moment. False stores the full second moment.
 
     Raises:
         ValueError: an option is out of range or not supported.

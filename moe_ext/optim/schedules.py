@@ -11,8 +11,8 @@ __all__ = ["warmup_inverse_sqrt", "warmup_schedule"]
 def warmup_inverse_sqrt(step: int, warmup_steps: int, hold_steps: int = 0) -> float:
     """Returns the factor min(step / warmup_steps, 1, sqrt((warmup_steps + hold_steps) / step)).
 
-    The factor rises linearly to 1, stays there, then decays as step^-1/2. It is continuous.
-    Appendix C.1 ("Training") uses no hold steps; Appendix E does.
+    The factor rises linearly to 1, stays 1 for hold_steps, then decays as step^-1/2. It is
+    continuous. Appendix C.1 ("Training") uses no hold steps; Appendix E uses them.
 
     Args:
         step: the number of the step; counts from 1.
@@ -32,7 +32,8 @@ def warmup_schedule(
 ) -> LambdaLR:
     """Makes a scheduler that scales the optimizer's learning rate by `warmup_inverse_sqrt`.
 
-    Call its step() after that of the optimizer. The defaults are those of the language models
-    (App. C.1). The translation models use warmup_steps=2000 and hold_steps=8000 (App. E).
+    Call the scheduler's step() after the optimizer's step(). The defaults are those of the paper's
+    language models (App. C.1). Its translation models use warmup_steps=2000 and hold_steps=8000
+    (App. E).
     """
     return LambdaLR(optimizer, lambda done: warmup_inverse_sqrt(done + 1, warmup_steps, hold_steps))

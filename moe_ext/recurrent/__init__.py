@@ -5,7 +5,7 @@ Contents::
     MoELSTM, MoELSTMCell   an LSTM with a mixture of experts as its weight matrix
     lstm_state             the LSTM equations after the weight matrix
     unroll                 runs a recurrent step over a sequence; bounds the saved states
-    num_evaluations        the number of step evaluations that this costs
+    num_evaluations        the number of step evaluations that unroll needs
 """
 
 from moe_ext.recurrent.bptt import Step, num_evaluations, unroll

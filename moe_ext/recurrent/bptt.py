@@ -2,12 +2,12 @@
 
 Plain back-propagation saves the activations of every step. This module saves m hidden states
 ("BPTT-HSM") and recomputes the steps between them in the backward pass. The minimum number of
-evaluations for t steps is::
+step evaluations for t steps is::
 
     C(1, m) = 1        C(t, m) = min over 0 < y < t of  y + C(t - y, m - 1) + C(y, m)
 
-The recursion runs y steps, stores the state, and processes the steps to its right with one slot
-less. Then it frees the state and processes the steps to its left. The first state uses a slot.
+The recursion runs y steps, stores the state in one of m slots, and processes the later steps with
+m - 1 slots. Then it frees the slot and processes the first y steps. The initial state uses a slot.
 """
 
 import contextlib
@@ -38,26 +38,27 @@ def unroll(
     """Runs state, output[t] = step(parameters, inputs[t], state) for t = 0, 1, …
 
     With memory_slots, m states and the state of the current step are saved for backward instead of
-    all activations. Outputs and gradients are bitwise identical. The step is evaluated t times in
-    the forward pass and C(t, m) + 1 times in total (`num_evaluations`). The extra evaluation is
-    that of the last step: its output is needed before its gradient exists.
+    all activations. Outputs and gradients are bitwise identical to those without memory_slots. For
+    t time steps, step is called t times in the forward pass and C(t, m) + 1 times in total
+    (`num_evaluations`). The extra call evaluates the last step: its output is needed before its
+    gradient exists.
 
     Recomputation restores the RNG state and the autocast state of the forward pass. Afterwards, the
     random generators have the same state as without recomputation. Second derivatives raise
-    RuntimeError.
+    RuntimeError with memory_slots.
 
-    torch.compile compiles the plain loop into one graph that grows with the sequence. With
-    memory_slots, the loop runs in eager mode after a graph break.
+    Without memory_slots, torch.compile compiles the loop into one graph that grows with the number
+    of steps. With memory_slots, the loop runs in eager mode after a graph break.
 
     Args:
         step: a function that returns the new state and the outputs. It must depend only on its
-            arguments and on random numbers. It may use an argument several times.
+            arguments and on random numbers.
         parameters: all tensors that every step uses, including frozen ones. The step must not
             modify them.
         inputs: tensors with a leading time dimension.
         state: the state before the first step.
         memory_slots: m, the number of saved states including the first. None: save all activations.
-        generators: the generators that the step uses, apart from torch's default generators.
+        generators: the random generators that step uses, apart from torch's default generators.
 
     Returns:
         The outputs of all steps, each stacked along a new leading dimension, and the last state.
@@ -65,7 +66,7 @@ def unroll(
     Raises:
         ValueError: memory_slots is below 1, there are no time steps, or the inputs differ in
             length.
-        RuntimeError: the step modified a parameter in place (only with memory_slots).
+        RuntimeError: step modified a parameter in place (only with memory_slots).
     """
     lengths = {len(x) for x in inputs}
     require(
@@ -89,18 +90,19 @@ def unroll(
 def num_evaluations(steps: int, slots: int) -> int:
     """Computes C(t, m), the minimum number of evaluations for backward over t steps with m slots.
 
-    Griewank and Walther (2000) give the closed form without the t evaluations that build the graph.
+    The closed form is from Griewank and Walther (2000), who do not count the t evaluations that
+    build the graph.
 
     Args:
-        steps: t >= 1.
-        slots: m >= 1.
+        steps: t >= 1, the number of time steps.
+        slots: m >= 1, the number of saved states.
     """
     r = _repetitions(steps, slots)
     return steps + r * steps - comb(slots + r, slots + 1)
 
 
 def _repetitions(steps: int, slots: int) -> int:
-    """Returns the maximum number of repetitions of a step: the least r with C(m + r, m) >= t.
+    """Returns how often a step is recomputed at most: the least r with C(m + r, m) >= t.
 
     Here C is the binomial coefficient, t is steps and m is slots.
     """
@@ -111,9 +113,9 @@ def _repetitions(steps: int, slots: int) -> int:
 
 
 def _stored_positions(start: int, stop: int, slots: int) -> list[int]:
-    """Returns the positions between start and stop to store; start itself uses one slot.
+    """Returns the positions from start to stop at which to save states; start uses one of slots.
 
-    Each position is the largest y that attains the minimum, applied repeatedly to the right part.
+    A position is start plus the largest y that attains the minimum of C(t, m), and the next start.
     """
     positions = []
     while slots > 1 and stop - start > 1:
@@ -126,12 +128,12 @@ def _stored_positions(start: int, stop: int, slots: int) -> list[int]:
 
 
 def _views(tensors: Sequence[Tensor]) -> _Tensors:
-    """Returns views; each view accumulates the gradients of its uses and passes on one sum."""
+    """Returns views of tensors; a view sums the gradients of its uses and passes on the sum."""
     return tuple(x.view_as(x) if x.requires_grad else x for x in tensors)
 
 
 def _call(step: Step, parameters: _Tensors, inputs: _Tensors, state: _Tensors) -> Any:
-    """Runs one step on views of the parameters and the state.
+    """Runs one step on its inputs and on views of the parameters and the state.
 
     Gradients are then summed within each step first, then over the steps. This order is the same
     for one graph per step and for one graph over all steps. Also, autocast does not cache casts of
@@ -147,7 +149,7 @@ def _run(
     state: _Tensors,
     visit: Callable[[int, _Tensors], None] = lambda t, state: None,
 ) -> tuple[_Tensors, _Tensors]:
-    """Runs all steps; calls `visit` with the number of each step and the state before it."""
+    """Runs step with parameters over inputs; `visit` gets each step's number and input state."""
     outputs: list[_Tensors] = []
     stacks: _Tensors = ()
     for t, inputs_t in enumerate(zip(*(x.unbind() for x in inputs), strict=True)):
@@ -160,7 +162,8 @@ def _run(
         stacks = stacks or tuple(x.new_empty(len(inputs[0]), *x.shape) for x in output)
         for x, stack in zip(output, stacks, strict=True):
             shape = tuple(stack.shape[1:])
-            require(x.shape == shape, "unroll: outputs", f"have shape {shape}", tuple(x.shape))
+            rule = f"have the shape {shape} of the first step"
+            require(x.shape == shape, "unroll: outputs", rule, tuple(x.shape))
             stack[t] = x
     state = _views(state)  # as _call would do in the next step
     return stacks or tuple(torch.stack(output) for output in zip(*outputs, strict=True)), state
@@ -169,7 +172,7 @@ def _run(
 class _Plan(NamedTuple):
     """Holds the non-tensor arguments of `unroll` and the numbers of its tensors.
 
-    sizes counts the parameters, the inputs and the tensors of the state.
+    sizes has the number of parameters, of inputs and of state tensors.
     """
 
     step: Step
@@ -178,13 +181,13 @@ class _Plan(NamedTuple):
     sizes: tuple[int, int, int]
 
     def split(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
-        """Splits a flat sequence into parameters, inputs and state."""
+        """Splits the flat sequence tensors into parameters, inputs and state."""
         p, x, _ = self.sizes
         return tuple(tensors[:p]), tuple(tensors[p : p + x]), tuple(tensors[p + x :])
 
 
 class _Stored(NamedTuple):
-    """Holds what is needed to recompute from a position: the state and the RNG states."""
+    """Holds the state and the RNG states before the step at a position, for recomputation."""
 
     position: int
     state: _Tensors
@@ -289,7 +292,7 @@ class _StoredStates(torch.autograd.Function):
 
 
 def _leaves(tensors: _Tensors, needed: Sequence[bool]) -> _Tensors:
-    """Detaches the tensors and makes those that need a gradient leaves of a new graph."""
+    """Detaches tensors into leaves of a new graph; needed tells which ones require a gradient."""
     return tuple(
         x.detach().requires_grad_(n and x.is_floating_point())
         for x, n in zip(tensors, needed, strict=True)
@@ -307,9 +310,9 @@ def _step_backward(
 ) -> tuple[tuple, tuple]:
     """Returns the gradients of one step's inputs and state; None where there is no gradient.
 
-    Adds the gradients of the parameters to grad_parameters. grads are the gradients of the new
-    state and the outputs. If a tensor occurs there several times, its gradients are summed in the
-    order that autograd uses in one graph: the last use first.
+    Calls plan.step under the autocast options. Adds the gradients of the parameters to
+    grad_parameters. grads are the gradients of the new state and the outputs. The gradients of a
+    tensor that step returns several times are summed in the order of autograd: the last use first.
     """
     with torch.enable_grad(), _autocast(autocast):
         new_state, outputs = _call(plan.step, parameters, inputs, state)
@@ -340,7 +343,7 @@ def _step_backward(
 
 
 def _all_generators(plan: _Plan, tensors: _Tensors) -> list[torch.Generator]:
-    """Returns the default generators of the devices in use, and those of the step."""
+    """Returns the default generators of the tensors' devices, then the generators of the plan."""
     devices = sorted({x.get_device() for x in tensors if x.is_cuda})
     return [
         torch.default_generator,
@@ -350,7 +353,7 @@ def _all_generators(plan: _Plan, tensors: _Tensors) -> list[torch.Generator]:
 
 
 def _autocast_options(tensors: _Tensors) -> list[dict[str, Any]]:
-    """Returns the arguments of torch.autocast that restore the current state."""
+    """Returns the arguments of torch.autocast that restore its state on the tensors' devices."""
     devices = {"cpu", *(x.device.type for x in tensors)}
     return [
         {

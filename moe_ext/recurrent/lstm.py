@@ -38,7 +38,7 @@ def lstm_state(gates: Tensor, c: Tensor) -> _State:
 
     Args:
         gates: [B, 4 · U], the concatenation of i, f, j and o.
-        c: [B, U], c_{t-1}.
+        c: [B, U], the previous cell state c_{t-1}.
 
     Returns:
         The tuple (h_t, c_t), each [B, U].
@@ -63,13 +63,13 @@ class MoELSTMCell(nn.Module):
         d_input: D, the width of x_t.
         d_hidden: U, the width of h and c.
         num_experts: E, the number of experts.
-        k: experts per row.
+        k: experts per row [x_t, h_{t-1}].
         dropout: dropout probability of x_t. The state h has no dropout.
         gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
 
     Attributes:
-        moe: the `MoE` of the matrices.
+        moe: the `MoE` whose experts are the matrices.
         bias: [4 · U] parameter b.
 
     Raises:
@@ -110,13 +110,13 @@ class MoELSTMCell(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Resets only the bias. The gate and the experts have their own reset_parameters."""
+        """Reinitializes only the bias. The gate and the experts have their own reset_parameters."""
         with torch.no_grad():
             self.bias.zero_()
             self.bias[self.d_hidden : 2 * self.d_hidden] = 1
 
     def initial_state(self, x: Tensor, batch_size: int) -> _State:
-        """Returns h and c [B, U] as zeros, in the promoted dtype of x and the bias."""
+        """Returns h and c as zeros [batch_size, U], in the promoted dtype of x and the bias."""
         dtype = torch.promote_types(x.dtype, self.bias.dtype)
         zeros = torch.zeros(batch_size, self.d_hidden, dtype=dtype, device=x.device)
         return zeros, zeros
@@ -126,7 +126,7 @@ class MoELSTMCell(nn.Module):
 
         Returns:
             The new state (h, c) and the `MoEAux` of this step. Its loss is only the gate's own
-            loss. `MoELSTM` computes the balancing losses, over whole sequences.
+            loss, because `MoELSTM` computes the balancing losses over whole sequences.
 
         Raises:
             ValueError: x or the state has the wrong shape.
@@ -153,10 +153,11 @@ class MoELSTM(nn.Module):
     """Applies an `MoELSTMCell` to whole sequences.
 
     Each step depends on the step before it. So the experts see only one time step of the batch at
-    once (Sec. 3.1), and a large batch is needed. To fit it in memory, memory_slots limits the
-    number of states (h, c) saved for backward and recomputes steps (`moe_ext.recurrent.unroll`).
-    With 5 slots, each of 100 steps is evaluated about 4.2 times. Recomputation replays noise and
-    dropout. Outputs and gradients are bitwise identical.
+    once (Sec. 3.1), and a large batch is needed. To fit a large batch in memory, memory_slots
+    limits the number of states (h, c) saved for backward and recomputes steps
+    (`moe_ext.recurrent.unroll`). With memory_slots=5, a step of a sequence of 100 steps is
+    evaluated about 4.2 times on average. Recomputation replays noise and dropout. Outputs and
+    gradients are bitwise identical to those without memory_slots.
 
     Args:
         d_input: D, the width of x.
@@ -164,14 +165,15 @@ class MoELSTM(nn.Module):
         num_experts, k, dropout, noise_epsilon, generator: see `MoELSTMCell`.
         gate: see `MoELSTMCell`. A custom gate must select k experts for every row. Its random
             numbers must come from torch's generators or its attribute `generator`. It may modify
-            its buffers only in place. With memory_slots, it must not modify them, and it passes
-            gradients only to x and to its own parameters.
-        w_importance, w_load: weights of the two balancing losses.
+            its buffers only in place. With memory_slots, it must not modify its buffers, and it
+            passes gradients only to x and to its own parameters.
+        w_importance, w_load: weights of the importance loss and of the load loss.
         memory_slots: number of saved states, including the initial one. None: save all activations.
-        batch_first: whether x, mask and y begin with [B, S]; otherwise they begin with [S, B].
+        batch_first: whether the dimensions of x, mask and y begin with batch, sequence [B, S] or
+            with sequence, batch [S, B].
         process_group: the ranks that balance their sequences together. They must call the layer
-            together; a rank may have no sequences. Each rank has all experts. Their gradients must
-            be averaged like all others (`moe_ext.distributed.parallelize`).
+            together; a rank may have no sequences. Each rank has all experts. The gradients of all
+            parameters must be averaged over the ranks (`moe_ext.distributed.parallelize`).
 
     Raises:
         ValueError, TypeError: an argument is invalid; see also `MoE`.
@@ -239,9 +241,9 @@ class MoELSTM(nn.Module):
             - y [B, S, U], in the dtype of x
             - the state (h, c) after the last real token of each sequence
             - a `MoEAux`, summed over the steps and, where `MoEAux` says so, over the ranks. The
-              gate's own loss is summed too. Load_H (App. B) is computed from the sums of its
-              factors. The attributes gates and expert_index list the real tokens in the order of
-              flattened x. The dictionary gate_metrics is empty.
+              gate's own loss is summed too. A hierarchical load (App. B) is computed from the sums
+              of its factors. The attributes gates and expert_index list the real tokens in the
+              order of flattened x. The dictionary gate_metrics is empty.
 
         Raises:
             ValueError: x, state or mask has the wrong shape.
@@ -253,7 +255,7 @@ class MoELSTM(nn.Module):
         cell = self.cell
 
         def swap(tensor: Tensor) -> Tensor:
-            """Swaps batch and time if batch_first: to time first, and back."""
+            """Swaps the batch and time dimensions of tensor if batch_first is set."""
             return tensor.transpose(0, 1) if self.batch_first else tensor
 
         inputs = [swap(tensor) for tensor in (x, mask) if tensor is not None]
@@ -327,7 +329,8 @@ class _CellStep:
     ) -> tuple[_Tensors, _Tensors]:
         if self.cell.training != self.training:
             raise RuntimeError(
-                "MoELSTM: the training mode must be the same in the forward and backward pass"
+                "MoELSTM: with memory_slots, the training mode must not change between forward and "
+                "backward; call backward before train() or eval()"
             )
         x, *mask = inputs
         if mask:
@@ -353,7 +356,10 @@ class _CellStep:
     def _masked_call(
         self, tensors: _Tensors, x: Tensor, mask: Tensor, state: _Tensors
     ) -> tuple[Tensor, _Tensors, MoEAux]:
-        """Runs the rows that are not masked out; the other rows output 0 and keep their state."""
+        """Runs the cell on the rows that mask selects; other rows output 0 and keep their state.
+
+        tensors are the parameters and buffers of the cell.
+        """
         rows = mask.nonzero().squeeze(1)
 
         def spread(values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Measures speed and memory of the data pipeline on a generated corpus.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

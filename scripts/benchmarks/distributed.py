@@ -1,6 +1,6 @@
-"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
+"""Measures the cost of expert parallelism: bytes sent, time of the all-to-all, throughput.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

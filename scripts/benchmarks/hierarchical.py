@@ -1,6 +1,6 @@
-"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
+"""Compares the speed of a hierarchical mixture of 131,072 experts with mixtures of 1,024 experts.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
+"""Compares the speed of Eq. 1 for given gates with other implementations and hardware limits.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

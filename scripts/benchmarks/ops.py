@@ -1,6 +1,6 @@
-"""Times the routing operators against the same computation in plain torch.
+"""Compares the speed of the routing operators with the same computation in plain torch.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

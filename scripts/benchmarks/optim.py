@@ -1,6 +1,6 @@
-"""Times factored Adam against torch's optimizers on a layer of experts.
+"""Compares the speed of factored Adam and of torch's optimizers on a layer of experts.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

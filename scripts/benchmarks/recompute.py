@@ -1,6 +1,6 @@
 """Measures what recomputing the experts' hidden layers saves in memory and costs in time.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
+"""Compares bounded-memory back-propagation through a MoE-LSTM with plain back-propagation.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

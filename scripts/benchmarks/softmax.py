@@ -1,6 +1,6 @@
-"""Times a training step of the sampled softmax against the full softmax.
+"""Compares the time of a training step with the sampled softmax and with the full softmax.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Measures a few training steps of a model on random words: time, operations, memory.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Measures sentences per second of a translator in batches against one sentence at a time.
+"""Compares the speed of translation in batches and of one sentence at a time.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
+"""Trains a model with strictly balanced gates and compares its two kinds of masks (App. F).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
+"""Compares models with 4 to 256 experts at equal operations per word (Figs. 2 and 3, Table 7).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
+"""Compares the training speed of sparse and dense models, at small scale (Sec. 5.1).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

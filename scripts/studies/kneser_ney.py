@@ -1,6 +1,6 @@
-"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1, an interpolated Kneser-Ney model, to a run's corpus.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

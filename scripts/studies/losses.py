@@ -1,6 +1,6 @@
-"""Compares weights of the balancing losses, at small scale (Table 6).
+"""Compares values of w_importance and w_load, at small scale (Table 6).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

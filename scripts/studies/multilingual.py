@@ -1,6 +1,6 @@
-"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
+"""Compares translation models for one and for twelve language pairs (Table 5, small scale).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

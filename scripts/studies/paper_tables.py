@@ -1,6 +1,6 @@
-"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
+"""Counts operations and parameters of the models of the paper's Tables 7 and 8.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

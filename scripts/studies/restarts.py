@@ -1,6 +1,6 @@
-"""Kills ranks of a training run at random moments and checks that it continues correctly.
+"""Kills ranks of a training run at random moments and checks that the run continues correctly.
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Measures what experts specialise in, and shows the contexts of some experts (Table 9).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
-Run it with `--help` to see its commands and options.
+Run this script with `--help` to see its arguments.
 """
 
 import sys

@@ -235,9 +235,9 @@ def test_state_dict_of_one_process(workers, world, dense):
     assert message == (
         "load_full_state_dict: state must have the names and shapes of the model, got "
         "flat.experts.weight_0: [4, 4, 6] instead of [5, 4, 6]; "
-        "modules_layer.experts.experts.2.last.bias: nothing instead of [4]; "
-        "modules_layer.experts.experts.2.last.weight: nothing instead of [4, 5]; "
-        "other: [] instead of nothing"
+        "modules_layer.experts.experts.2.last.bias: no tensor instead of [4]; "
+        "modules_layer.experts.experts.2.last.weight: no tensor instead of [4, 5]; "
+        "other: [] instead of no tensor"
     )
 
 
@@ -425,7 +425,10 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="must contain step 2, got 1"):
         checkpoints.load(model, step=2)
 
-    for number, experts in ((4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"), (6, "nothing instead of")):
+    for number, experts in (
+        (4, r"\[5, 4, 6\] instead of \[4, 4, 6\]"),
+        (6, "no tensor instead of"),
+    ):
         other = Model(num_experts=number)
         before = other.dense.weight.clone()
         with pytest.raises(CheckpointError, match=f"state must have the names .*, got .*{experts}"):

@@ -206,7 +206,7 @@ def test_devices_of_the_command():
     for words, message in (
         (["v100"], "--device must"),
         (["k40", "link=fast"], "--device: link must"),
-        (["flops=1e6", "memory=1"], "must be a preset or also have memory_bandwidth, link"),
+        (["flops=1e6", "memory=1"], "must be a preset or also give memory_bandwidth, link"),
         (["k40", "link=-1"], "link must"),
     ):
         with pytest.raises(ConfigError, match=message):

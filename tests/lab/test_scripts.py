@@ -401,7 +401,10 @@ def test_efficiency_compares_equal_operations(tmp_path):
     by_itself, at_once = (row for row in rows if row.part == "time steps")
     assert (by_itself.rows_per_expert, at_once.rows_per_expert) == (16, 320)
     page = (tmp_path / "efficiency.md").read_text()
-    assert "Claim: with at least 64 rows" in page and "The lowest is moe-4 with 64 words" in page
+    assert (
+        "Claim: with at least 64 rows" in page
+        and "The slowest mixture is moe-4 with 64 words" in page
+    )
 
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
@@ -440,7 +443,7 @@ def test_kneser_ney_on_shares_of_the_text(corpus, tmp_path, capsys):
     assert sum(report["test_sentence_tokens"]) == report["test_tokens"]
     assert json.loads((tmp_path / "kneser_ney.json").read_text()) == report
     table = (tmp_path / "kneser_ney.md").read_text()
-    assert "3-gram model (modified, three discounts" in table and table in capsys.readouterr().out
+    assert "3-gram models (modified, three discounts" in table and table in capsys.readouterr().out
     one_discount = [*options, "--discounts", 1, "--arpa"]
     report = kneser_ney.main([str(option) for option in one_discount])
     (model,) = report["models"]

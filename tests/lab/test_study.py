@@ -320,7 +320,7 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
 def test_the_rate_of_a_capacity_study_is_chosen(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_script(capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
-    assert "optimizer.learning_rate is chosen from --rates" in capsys.readouterr().err
+    assert "optimizer.learning_rate must be omitted; give --rates" in capsys.readouterr().err
 
 
 def test_losses_are_reported(corpus, tmp_path):

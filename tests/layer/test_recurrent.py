@@ -334,7 +334,7 @@ def test_slots_need_the_same_mode_on_the_way_back():
     layer = make_layer(memory_slots=2, dropout=0.5)
     y, _, _ = layer(make_inputs()[0])
     layer.eval()
-    with pytest.raises(RuntimeError, match="training mode must be the same"):
+    with pytest.raises(RuntimeError, match="training mode must not change between forward"):
         y.sum().backward()
 
 

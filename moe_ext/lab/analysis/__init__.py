@@ -1,4 +1,4 @@
-"""The cost of a model, and the specialisation of its experts."""
+"""Counts the cost of a model, and measures the specialisation of its experts."""
 
 from moe_ext.lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.lab.analysis.experts import (

@@ -43,11 +43,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations of training for each token; a multiply-add is two (Sec. 5.1).
+    """Floating-point operations of training per token; a multiply-add counts as two (Sec. 5.1).
 
     Attributes:
         total: operations of the forward and backward pass, with the softmax.
-        experts: the experts' part of them.
+        experts: the operations of the experts alone.
     """
 
     total: int
@@ -55,18 +55,18 @@ class TrainingFlops:
 
     @property
     def expert_share(self) -> float:
-        """The experts' part of the total, in [0, 1]."""
+        """The fraction of the operations that the experts compute, in [0, 1]."""
         return self.experts / self.total
 
 
 def cost(model: AnyModel) -> Cost:
     """Counts a model's operations and parameters from the shapes of its tensors.
 
-    Runs nothing, so it works on the meta device too. Each weight of a matrix counts as one
+    The model does not run, so it can be on the meta device. Each weight of a matrix counts as one
     multiply-add for each position. A position uses k of the E experts of a MoE, and the secondary
     matrices of its groups in a hierarchical gate. The biases of the LSTMs count in the total only;
     they are smaller than the precision of the tables. Operations exclude the attention, because
-    the tables do.
+    the paper's tables exclude it.
 
     Raises:
         ValueError: other ranks hold some of the experts. Build the model on the meta device
@@ -110,7 +110,7 @@ class MoEOps(NamedTuple):
 
 
 def moe_ops(layer: MoE) -> MoEOps:
-    """Counts the operations of one layer, as `cost` does.
+    """Counts the multiply-adds of one MoE layer per token, as `cost` does.
 
     Raises:
         ValueError: other ranks hold some of the experts.
@@ -133,7 +133,7 @@ class _Count(NamedTuple):
 
 
 def _count(model: AnyModel) -> _Count:
-    """Counts the layers between embedding and softmax."""
+    """Counts operations and weights of the layers between embedding and softmax."""
     ops = expert_ops = parameters = 0
     for layer in model.layers:
         if isinstance(layer, (MoE, MoELSTM)):

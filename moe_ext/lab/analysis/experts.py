@@ -26,17 +26,17 @@ class Context(NamedTuple):
 
     @property
     def before(self) -> str:
-        """The neighbours before the word."""
+        """The neighbours before the word, as one string."""
         return " ".join(self.words[:NEIGHBOURS]).strip()
 
     @property
     def word(self) -> str:
-        """The word in the middle."""
+        """The word between its neighbours."""
         return self.words[NEIGHBOURS]
 
     @property
     def after(self) -> str:
-        """The neighbours after the word."""
+        """The neighbours after the word, as one string."""
         return " ".join(self.words[NEIGHBOURS + 1 :]).strip()
 
 
@@ -44,7 +44,7 @@ class Word(NamedTuple):
     """A word that distinguishes an expert from the others.
 
     Attributes:
-        word: the word.
+        word: the spelling of the word.
         times: how often the word is routed to the expert.
         share: the share of all occurrences of the word that is routed to the expert.
     """
@@ -59,8 +59,8 @@ class PairShare(NamedTuple):
 
     Attributes:
         name: the language pair, such as "en-fr".
-        share: its share of the expert's tokens.
-        expected: its share of the tokens of all experts.
+        share: the language pair's share of the expert's tokens.
+        expected: the language pair's share of the tokens of all experts.
     """
 
     name: str
@@ -77,10 +77,10 @@ class ExpertReport:
         share: the share of all tokens that is routed to the expert; k / E if the load is even.
         information: sum_w p(w|e) ln(p(w|e) / p(w)) over the words w of the expert e, in nats, minus
             its value with shuffled words. A high value means unusual words.
-        purity: the share of the most frequent word among the 50 highest gates.
+        purity: the share of the most frequent word at the 50 positions with the highest gates.
         words: the words that contribute most to the information, largest contribution first.
         contexts: the distinct contexts with the highest gates, highest gate first.
-        pairs: the share of each language pair, if the text has two or more.
+        pairs: the share of each language pair, if the text has two or more pairs.
     """
 
     expert: int
@@ -95,8 +95,8 @@ class ExpertReport:
     def pair_information(self) -> float:
         """sum_l p(l|e) ln(p(l|e) / p(l)) over the language pairs l, in nats.
 
-        Its mean over the tokens of all experts is the mutual information of expert and language
-        pair.
+        The mean of this value over the tokens of all experts is the mutual information of expert
+        and language pair.
         """
         return sum(p.share * math.log(p.share / p.expected) for p in self.pairs if p.share > 0)
 
@@ -179,7 +179,7 @@ def expert_reports(
 def _information(
     experts: Tensor, words: Tensor, load: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns p(w|e) ln(p(w|e) / p(w)), expert, word and count of each (expert, word) found."""
+    """Returns p(w|e) ln(p(w|e) / p(w)), e, w and count of each (expert e, word w) that occurs."""
     keys, count = torch.unique(experts * vocab_size + words, return_counts=True)
     expert, word = keys // vocab_size, keys % vocab_size
     p_word = torch.bincount(words, minlength=vocab_size).double() / len(words)
@@ -190,7 +190,7 @@ def _information(
 def _contexts(
     routed: RoutedText, slots: Tensor, spelling: Sequence[str], num_contexts: int
 ) -> list[Context]:
-    """Collects the first distinct contexts of slots that are sorted by decreasing gate."""
+    """Collects the first distinct contexts of `slots`, which are sorted by decreasing gate."""
     contexts: dict[tuple[int, ...], float] = {}
     for slot in slots[: 10 * num_contexts].tolist():
         window = tuple(routed.windows[routed.position[slot]].tolist())
@@ -204,7 +204,7 @@ def _contexts(
 
 
 def _pair_shares(routed: RoutedText) -> list[list[PairShare]]:
-    """The language pairs' shares for each expert; [] for an expert without tokens."""
+    """Returns the shares of the language pairs by expert; [] for an expert without tokens."""
     num_experts, num_pairs = routed.num_experts, len(routed.pair_names)
     if routed.pair is None:
         return [[] for _ in range(num_experts)]

@@ -1,4 +1,4 @@
-"""The expert reports as text and as a page, the expert explorer (Table 9)."""
+"""Formats expert reports as text and as an HTML page, the expert explorer (Table 9)."""
 
 import json
 import random
@@ -17,7 +17,7 @@ _GATE_BINS = 20  # of the histograms, from 0 to 1
 
 
 def as_text(reports: Sequence[ExpertReport]) -> str:
-    """Format the reports as plain text, one paragraph for each expert."""
+    """Formats the reports as plain text, one paragraph for each expert."""
     lines = []
     for report in reports:
         lines.append(
@@ -46,12 +46,12 @@ def as_html(
     *,
     num_sentences: int = 200,
 ) -> str:
-    """Build the expert explorer: one HTML page that loads no other file.
+    """Builds the expert explorer: one HTML page that loads no other file.
 
     Args:
-        routed: the text that the reports describe.
-        reports: from `expert_reports`, in any order.
-        vocabulary: the model's.
+        routed: the routed text that the reports describe.
+        reports: the reports from `expert_reports`, in any order.
+        vocabulary: the vocabulary of the model.
         title: the heading of the page.
         num_sentences: the number of sentences on the page, chosen at random.
     """
@@ -65,7 +65,7 @@ def as_html(
 def _explorer_data(
     routed: RoutedText, reports: Sequence[ExpertReport], vocabulary: AnyVocabulary, number: int
 ) -> dict[str, Any]:
-    """The data of the page. A word is an index into "words", which holds each spelling once."""
+    """Returns the data of the page; a word is an index into the list "words"."""
     index: dict[str, int] = {}
 
     def index_of(word: str) -> int:
@@ -107,7 +107,7 @@ def _sentences(
     number: int,
     index_of: Callable[[str], int],
 ) -> list[dict[str, Any]]:
-    """Random sentences. A token is [word, expert, gate, expert, gate, ...], highest gate first."""
+    """Returns random sentences; a token is [word, expert, gate, ...], highest gate first."""
     order, count = routed.slots_by_position()
     experts, gates = routed.expert[order].tolist(), routed.gate[order].tolist()
     begins, ends = (count.cumsum(0) - count).tolist(), count.cumsum(0).tolist()

@@ -1,11 +1,11 @@
-"""The paper's published figures of its language models: Tables 1, 7 and 8, and App. C.1."""
+"""The figures of the paper's language models, from Tables 1, 7 and 8, and App. C.1."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model's row, with figures as printed: one decimal digit.
+    """A model's row of Table 7 or 8, with figures as printed: one decimal digit.
 
     Attributes:
         table: "lm1b" (Table 7, 1 billion words) or "news" (Table 8, 100 billion words).
@@ -18,7 +18,7 @@ class Published:
         drop_prob: dropout probability in Table 7; None for Table 8, which does not state it.
         tflops: 10¹² floating-point operations per second and GPU.
         gpus: the number of K40 GPUs; None if the paper does not state it.
-        hours: training time; a range if the paper states it for several models together.
+        hours: training time in hours; a range if the paper states it for several models together.
     """
 
     table: str
@@ -35,7 +35,7 @@ class Published:
 
     @property
     def config(self) -> str:
-        """The model's file in configs/."""
+        """The path of the model's configuration in configs/."""
         return f"{self.table}/{self.name.lower()}.toml"
 
     def __str__(self) -> str:

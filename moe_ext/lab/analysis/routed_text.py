@@ -33,7 +33,7 @@ class RoutedText:
             ends of the sentence.
         position, expert: [R] int64, the position and the expert of each slot.
         gate: [R], the gate of each slot.
-        pair: [N] int64, the language pair of each position; None with fewer than two.
+        pair: [N] int64, the language pair of each position; None with fewer than two pairs.
         pair_names: the names of the language pairs, such as "en-fr".
     """
 
@@ -47,7 +47,7 @@ class RoutedText:
 
     @property
     def words(self) -> Tensor:
-        """The input words, [N]."""
+        """The input word of each position, [N]."""
         return self.windows[:, NEIGHBOURS]
 
     def slots_by_gate(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class RoutedText:
         return order[key[order].argsort(stable=True)], torch.bincount(key, minlength=number)
 
     def highest(self, number: int) -> Tensor:
-        """Returns each expert's positions with the highest gates, [E, number], padded with -1."""
+        """Returns the positions of each expert's highest gates, [E, number], padded with -1."""
         order, load = self.slots_by_gate()
         expert = self.expert[order]
         rank = torch.arange(len(order)) - (load.cumsum(0) - load)[expert]
@@ -81,7 +81,7 @@ class RoutedText:
         return positions
 
     def first_choice(self) -> tuple[Tensor, Tensor]:
-        """Returns the positions that have an expert, and the expert with the highest gate there."""
+        """Returns the positions with an expert, and each position's expert of the highest gate."""
         order, _ = self.slots_by_position()
         first = self.position[order].diff(prepend=torch.tensor([-1])) > 0
         return self.position[order[first]], self.expert[order[first]]
@@ -93,7 +93,7 @@ class RoutedText:
 
 
 def joined(texts: Sequence[RoutedText]) -> RoutedText:
-    """Concatenates the positions of several texts."""
+    """Concatenates the positions of several routed texts, in the order of `texts`."""
     offset, positions = 0, []
     pairs = [routed.pair for routed in texts if routed.pair is not None]
     for routed in texts:
@@ -111,10 +111,10 @@ def joined(texts: Sequence[RoutedText]) -> RoutedText:
 
 
 def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
-    """Returns the MoE layer with an index among the model's MoE layers.
+    """Returns the MoE layer with index `layer` among the model's MoE layers.
 
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: layer is not in [0, number of MoE layers).
     """
     layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(layers):
@@ -133,7 +133,7 @@ def route_text(
     layer: int = 0,
     tokens_per_batch: int = 2_560,
 ) -> RoutedText:
-    """Runs randomly chosen sentences without noise or dropout, and records one layer's routing.
+    """Runs a model on random sentences without noise or dropout; records one layer's routing.
 
     Args:
         model: a model with a MoE layer.
@@ -141,11 +141,11 @@ def route_text(
         num_positions: the approximate number of words to run.
         layer: the index of the layer among the MoE layers. In a translation model, 0 is the encoder
             and 1 is the decoder.
-        tokens_per_batch: the size of a batch. It affects the choice of sentences, not their
+        tokens_per_batch: the size of a batch. The size affects the choice of sentences, not their
             routing.
 
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: layer is not in [0, number of MoE layers).
     """
     num_experts = find_moe_layer(model, layer).num_experts
     device = model.embedding.weight.device
@@ -193,16 +193,19 @@ def _slots(aux: MoEAux) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def untrained_gates(layer: nn.Module, seed: int) -> Iterator[None]:
-    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in this context.
+    """Replaces W_g of the layer's gates by normal noise of equal root mean square, in a context.
 
     Raises:
-        ValueError: a gate is strictly balanced. Its thresholds are trained for its own W_g.
+        ValueError: a gate is strictly balanced. Its thresholds fit only the trained W_g.
     """
     parameters: list[nn.Parameter] = []
     for gate in (module for module in layer.modules() if isinstance(module, Gate)):
         for name, parameter in gate.named_parameters(recurse=False):
             if name.startswith("threshold"):
-                raise ValueError("untrained_gates: layer must have gates without thresholds")
+                raise ValueError(
+                    "untrained_gates: layer must have gates without thresholds, "
+                    f"got a {type(gate).__name__}"
+                )
             if name.startswith("w_gate"):
                 parameters.append(parameter)
     trained = [parameter.detach().clone() for parameter in parameters]

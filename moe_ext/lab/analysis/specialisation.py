@@ -1,8 +1,8 @@
-"""Measures how much experts specialise: purity and mutual information, against chance (Table 9).
+"""Measures how much experts specialise, by purity and mutual information (Table 9).
 
 A label is an integer for each of N positions: the word, the previous word, the word class or the
-kind of text. Shuffled labels show the values that chance gives. Shuffling keeps each expert's gates
-and the frequency of each label.
+kind of text. The values for shuffled labels are those that chance gives. Shuffling keeps each
+expert's gates and the frequency of each label.
 """
 
 import re
@@ -30,7 +30,7 @@ WORD_CLASSES = (
 
 
 def word_class(word: str) -> str:
-    """Classifies an English word by its form; one of WORD_CLASSES."""
+    """Returns the class of an English word, one of ``WORD_CLASSES``, from its form."""
     if word in (Vocabulary.UNK, Vocabulary.EOS):
         return word
     if re.search(r"\d", word):
@@ -46,7 +46,7 @@ def word_class(word: str) -> str:
 
 
 def piece_class(piece: str) -> str:
-    """Classifies a wordpiece; one that begins a word ("▁") is classified as a whole word."""
+    """Classifies a wordpiece; a wordpiece that begins a word ("▁") counts as a whole word."""
     if re.fullmatch(r"<2.+>", piece):
         return "target token"
     word = piece.removeprefix("▁")
@@ -58,7 +58,7 @@ def piece_class(piece: str) -> str:
 def labels_of(routed: RoutedText, vocabulary: AnyVocabulary) -> dict[str, Tensor]:
     """Returns the labels [N] by name: "current word", "previous word" and "word class".
 
-    A text with two or more language pairs also has "language pair".
+    A text with two or more language pairs also has the label "language pair".
     """
     class_of = piece_class if isinstance(vocabulary, Wordpieces) else word_class
     classes = torch.tensor([WORD_CLASSES.index(class_of(word)) for word in vocabulary.words])
@@ -109,14 +109,14 @@ def mutual_information(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """How much experts and a label depend on each other.
+    """The dependence of experts on a label, and its values for shuffled labels.
 
     Attributes:
         purity: [E'], the share of the most frequent label among an expert's 50 highest gates, for
             the E' experts with tokens.
         permuted_purity: [P, E'], the purity with each of P permutations of the labels.
         information: I, the mutual information of label and expert with the highest gate, in nats.
-        permuted_information: [P], the information with each permutation of the labels.
+        permuted_information: [P], the mutual information with each permutation of the labels.
         entropy: H, the entropy of the expert with the highest gate, in nats.
     """
 
@@ -128,21 +128,22 @@ class Specialisation:
 
     @property
     def share(self) -> float:
-        """(I - mean I with shuffled labels) / H.
+        """The ratio (I - mean I with shuffled labels) / H.
 
-        It is about 0 if label and expert are independent, and 1 if the label determines the expert.
+        The ratio is about 0 if label and expert are independent, and 1 if the label determines the
+        expert.
         """
         excess = self.information - float(self.permuted_information.mean())
         return excess / self.entropy if self.entropy > 0 else 0.0
 
     @property
     def p_purity(self) -> float:
-        """The share of permutations, true labels included, that reach the mean purity."""
+        """The p-value: the share of permutations, true labels included, that reach the purity."""
         return _p_value(float(self.purity.mean()), self.permuted_purity.mean(1))
 
     @property
     def p_information(self) -> float:
-        """The share of permutations, true labels included, that reach the information."""
+        """The p-value: the share of permutations, true labels included, that reach I."""
         return _p_value(self.information, self.permuted_information)
 
     def summary(self) -> dict[str, Any]:
@@ -175,11 +176,11 @@ def measure_specialisation(
     num_permutations: int = 1_000,
     seed: int = 0,
 ) -> dict[str, Specialisation]:
-    """Measures the specialisation of the experts for each label, and its value by chance.
+    """Measures the specialisation of the experts for each label and for shuffled labels.
 
     Args:
         routed: the routing of N positions.
-        labels: [N] int64 each, at least 0.
+        labels: by name, [N] int64 each, at least 0.
         num_permutations: P, at least 1.
         seed: the seed of the permutations, which all labels share.
 

@@ -3,9 +3,9 @@
 - harness: interleaved timing of functions
 - memory: peak memory of a function, and what autograd saves for backward
 - roofline: lower bounds of a computation's time
-- peers: Eq. 1 in other implementations
+- peers: other implementations of Eq. 1
 
-Every other module is a benchmark with `main(arguments)`; scripts/benchmarks/ has the commands.
+Every other module is a benchmark with `main(arguments)`, run by a script in scripts/benchmarks/.
 """
 
 from moe_ext.lab.benchmarks.harness import (

@@ -5,10 +5,11 @@
     python scripts/benchmarks/data.py --corpus FOLDER --vocabulary FILE     # a real corpus
 
 The corpus has the layout of the 1-billion-word benchmark. Its words are Zipf-distributed over
-793,471 entries, the size of the benchmark's vocabulary, so look-ups miss the caches as often as
-there. Words include ends of sentences. Words per processor second hardly depend on other load.
-Memory is the peak growth of the process and its workers, without file pages, which the system can
-drop (Linux). The last rows have 30,301,028 sentences, as many as the benchmark, with empty text.
+793,471 entries, the size of the benchmark's vocabulary, so vocabulary look-ups miss the
+caches as often as in the benchmark. Words include ends of sentences. Words per processor second
+hardly depend on other running programs. Memory is the peak growth of the process and its workers,
+without file pages, which the system can drop (Linux). The last rows of the table are for 30,301,028
+sentences of empty text, as many sentences as in the benchmark.
 """
 
 import argparse
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass
 class Row:
-    """The figures of one stage."""
+    """The measurements of one stage of the data pipeline."""
 
     what: str
     workers: int
@@ -64,17 +65,29 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=at_least(0), nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--words", type=at_least(1_000), default=20_000_000, help="words of the generated corpus"
+        "--words",
+        type=at_least(1_000),
+        default=20_000_000,
+        help="number of words of the generated corpus",
     )
     parser.add_argument(
-        "--vocab-size", type=at_least(3), default=_VOCABULARY, help="of the generated corpus"
+        "--vocab-size",
+        type=at_least(3),
+        default=_VOCABULARY,
+        help="vocabulary size of the generated corpus",
     )
     parser.add_argument(
-        "--sentences", type=at_least(1), default=_SENTENCES, help="sentences of empty text"
+        "--sentences",
+        type=at_least(1),
+        default=_SENTENCES,
+        help="number of sentences of empty text",
     )
     parser.add_argument("--tokens-per-batch", type=at_least(1), nargs="+", default=[2_560, 300_000])
     parser.add_argument(
-        "--batch-words", type=at_least(1), default=10_000_000, help="words to read in batches"
+        "--batch-words",
+        type=at_least(1),
+        default=10_000_000,
+        help="number of words to read in batches",
     )
     parser.add_argument("--corpus", type=Path, help="a corpus to use instead of the generated one")
     parser.add_argument("--vocabulary", type=Path, help="the vocabulary of --corpus")
@@ -187,7 +200,7 @@ def _with_start_method(method: str, function: Callable[..., T], *arguments: Any)
 
 @contextmanager
 def measured() -> Iterator[list[float]]:
-    """Yields a list that the block's end fills with [seconds, processor seconds, peak MiB]."""
+    """Yields a list; the end of the block adds seconds, processor seconds and peak MiB to it."""
     before = peak = _anonymous_mib()
     ended = threading.Event()
 
@@ -215,7 +228,7 @@ def seconds() -> tuple[float, float]:
 
 
 def _anonymous_mib() -> float:
-    """Returns the memory of this process and its children; file pages do not count."""
+    """Returns the memory in MiB of this process and its children, without file pages."""
     total = 0
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
         try:
@@ -231,7 +244,7 @@ def _anonymous_mib() -> float:
 
 
 def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, Path]:
-    """Generates a corpus in the layout of the benchmark; returns it and its vocabulary file."""
+    """Generates a corpus in `folder`; returns the corpus and its vocabulary file."""
     generator = torch.Generator().manual_seed(1)
     words = ["</S>", "<S>", "<UNK>"]
     # Common words are short: bytes per word are about those of English text.
@@ -260,7 +273,7 @@ def _make_corpus(folder: Path, num_words: int, vocab_size: int) -> tuple[Path, P
 
 
 def _empty_text(folder: Path, num_sentences: int) -> None:
-    """Creates the files of encoded sentences; all words have id 0 and take no disk space."""
+    """Creates files of encoded sentences; all words have id 0, so the files take no disk space."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     lengths = 2 + 2 * (_MEAN_LENGTH - 1) * torch.rand(num_sentences, generator=generator)

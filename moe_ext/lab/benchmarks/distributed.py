@@ -1,4 +1,4 @@
-"""Measures the cost of expert parallelism: bytes, time of the all-to-all, throughput.
+"""Measures the cost of expert parallelism: bytes sent, time of the all-to-all, throughput.
 
     python scripts/benchmarks/distributed.py                          # 1, 2, 4 ranks: 4 minutes
     python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200      # MB/s; Linux, root
@@ -12,27 +12,28 @@ losses and ends at x and all parameters. --tokens and --experts are per rank, so
 number of rows at every world size (Sec. 3.1). The gate's gradients are not all-reduced.
 
 Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
-minimum for the exchange of "rows" is (token, expert) assignments to other ranks times
-(d_in + d_out), in forward and again in backward. For "tokens" it has (token, rank) pairs instead,
-plus a gate and an index for each row, and the gate's gradient. Numbers of rows ("counts") and the
-bytes passed to `all_reduce` ("losses") are listed separately.
+minimum for --exchanges rows is the number of (token, expert) assignments to other ranks times
+d_in + d_out elements, in forward and again in backward. The minimum for --exchanges tokens counts
+(token, rank) pairs instead, plus a gate and an index for each row, and the gate's gradient. The
+bytes of the row counts ("counts") and those passed to `all_reduce` ("losses") are listed
+separately.
 
-Rounds are interleaved, across world sizes too, and each step starts after a barrier. A time is the
-time of the slowest rank. Figures are medians over the rounds, with quartiles in brackets:
+Rounds are interleaved, across world sizes too, and each step starts after a barrier. Each time is
+that of the slowest rank. Figures are medians over the rounds, with quartiles in brackets:
 
-    alone          each rank runs a layer of its own experts, all at the same time. These are the
-                   GEMMs without an all-to-all (if a rank has at least k experts), on a machine
-                   that all ranks share
+    alone          each rank runs a layer of its own experts, all ranks at the same time: the GEMMs
+                   of a step without an all-to-all (if a rank has at least k experts)
     transfers      all transfers of a step in sequence, through `AllToAll`
-    raw            the same by `all_to_all_single` between existing tensors. Both time the second of
-                   two calls, so the caches are in the same state
-    waits          the share of the step that a rank waits for rows, mean over the ranks
+    raw            the same transfers by `all_to_all_single` between existing tensors. For transfers
+                   and raw, the second of two calls is timed, so the caches are in the same state
+    waits          the fraction of the step's time that a rank waits for rows, mean over the ranks
     efficiency     tokens/s, divided by the tokens/s of one rank times the number of ranks
-    alone / step   like efficiency, but excludes that ranks share the processors
-    hidden         (step with 1 chunk - step) / min(transfers, alone): how much of the all-to-all
-                   overlaps with computation, as a share of the possible overlap
+    alone / step   time of alone, divided by the time of a step: efficiency without the slow-down by
+                   ranks that share processors
+    hidden         (step with 1 chunk - step) / min(transfers, alone): the overlap of all-to-all and
+                   computation, as a fraction of the possible overlap
 
---bandwidth limits the loopback device in a separate network namespace; all ranks share it. With
+--bandwidth limits the loopback device that all ranks share, in a separate network namespace. With
 --compute-ms, experts sleep for this time per step, a third of it in forward, and use no processor.
 This models an accelerator that computes while the processors send.
 """
@@ -72,7 +73,7 @@ _EXCHANGES = list(get_args(ExchangeUnit))
 
 
 class Key(NamedTuple):
-    """What is timed: "alone", "transfers", "raw" or "step", at a number of ranks."""
+    """A timed function: "alone", "transfers", "raw" or "step", at a number of ranks."""
 
     processes: int
     what: str
@@ -81,7 +82,7 @@ class Key(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One all_to_all_single of one rank."""
+    """One call of all_to_all_single by one rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # of a row
@@ -90,20 +91,20 @@ class _Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Returns the kind of data; the first call of a step sends the counts."""
+        """Returns "indices", "gates" or "rows"; the first call of a step sends the row counts."""
         if not self.dtype.is_floating_point:
             return "indices"
         return "gates" if self.shape == (1,) else "rows"
 
     def leaving(self, rank: int) -> int:
-        """Returns the bytes that this rank sends to others."""
+        """Returns the bytes that `rank` sends to other ranks in this call."""
         number = sum(self.sent) - self.sent[rank]
         return number * self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
 @dataclass
 class Bytes:
-    """The bytes that are sent to other ranks in one pass, by kind."""
+    """The bytes that are sent to other ranks in one forward or backward pass, by kind."""
 
     rows: int = 0
     gates: int = 0
@@ -115,7 +116,7 @@ class Bytes:
 
 @dataclass
 class Result:
-    """The figures of a layer at a number of ranks; quartiles are over the rounds."""
+    """The measurements of a layer at a number of ranks; quartiles are over the rounds."""
 
     processes: int
     exchange: str
@@ -139,7 +140,7 @@ class Result:
 
 @contextlib.contextmanager
 def recorded(calls: list[_Call], sums: list[int]) -> Iterator[None]:
-    """Records every all_to_all_single, and the bytes of every all_reduce."""
+    """Adds each all_to_all_single in the block to `calls`, each all_reduce's bytes to `sums`."""
     all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def note_call(output: Tensor, input: Tensor, received: Any, sent: Any, **options: Any) -> Any:
@@ -201,7 +202,7 @@ class _Rest(torch.autograd.Function):
 
 
 class _World:
-    """The layers of one rank in a group, and the functions to time."""
+    """The layers of one rank in a process group, and the functions whose run time is measured."""
 
     def __init__(self, group: dist.ProcessGroup | None, args: argparse.Namespace) -> None:
         self.ranks = Ranks(group)
@@ -257,7 +258,7 @@ class _World:
         self.backward(layer, self.forward(layer, exchange)[0])
 
     def count(self, key: Key, exchange: Exchange) -> tuple[list[_Call], list[_Call]]:
-        """Records the bytes of one step; returns its calls in forward and in backward."""
+        """Records the bytes of a step; returns the all_to_all_single calls of each pass."""
         calls: list[list[_Call]] = [[], []]
         sums: list[list[int]] = [[], []]
         with recorded(calls[0], sums[0]):
@@ -282,7 +283,7 @@ class _World:
         return calls[0], calls[1]
 
     def leaving(self, expert_index: Tensor) -> tuple[int, int]:
-        """Returns how many rows and tokens this rank's tokens send to other ranks."""
+        """Returns the numbers of rows and of (token, rank) pairs that leave this rank."""
         placement, home = self.sharding.placement, self.ranks.rank
         owners = [
             {placement.owner(e) for e in experts if placement.owner(e) != home}
@@ -294,7 +295,7 @@ class _World:
     def add_transfers(
         self, size: int, exchange: str, forward: list[_Call], backward: list[_Call]
     ) -> None:
-        """Adds the same calls without a layer: through `AllToAll`, and directly."""
+        """Adds the recorded calls without a layer: through `AllToAll`, and in plain torch."""
         group, device = self.ranks.group, self.x.device
 
         def tensor(call: _Call, number: list[int]) -> Tensor:
@@ -439,7 +440,7 @@ def results_of(everything: Sequence[Found], args: argparse.Namespace) -> list[Re
 
 
 def total(each: Iterable[Bytes]) -> Bytes:
-    """Returns the sum over the ranks."""
+    """Returns the sum of the ranks' bytes."""
     return Bytes(*(sum(values) for values in zip(*(asdict(b).values() for b in each), strict=True)))
 
 
@@ -544,7 +545,7 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
 
 
 def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs this benchmark under torchrun, if asked on a limited link; returns the exit status."""
+    """Runs the benchmark under torchrun, with --bandwidth on a slow link; returns the status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "localhost", "--nproc-per-node", str(max(args.processes))]
     command += ["--module", "moe_ext.lab.benchmarks.distributed", *arguments]
@@ -569,22 +570,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[1, 2, 4],
         help="numbers of chunks; must include 1",
     )
-    parser.add_argument("--tokens", type=at_least(1), default=1024, help="per rank")
-    parser.add_argument("--experts", type=at_least(1), default=8, help="per rank")
+    parser.add_argument("--tokens", type=at_least(1), default=1024, help="tokens per rank")
+    parser.add_argument("--experts", type=at_least(1), default=8, help="experts per rank")
     parser.add_argument("--k", type=at_least(1), default=4)
     parser.add_argument("--width", type=at_least(1), default=512)
     parser.add_argument("--hidden", type=at_least(1), default=1024)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=at_least(1), default=1, help="per rank")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="threads per rank")
     parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument("--warm-up", type=at_least(0), default=2, help="untimed rounds before")
-    parser.add_argument("--bandwidth", type=float, default=0, help="MB/s (0: no limit)")
+    parser.add_argument(
+        "--warm-up", type=at_least(0), default=2, help="number of untimed rounds at the start"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=0,
+        help="limit of the loopback network in MB/s (0: no limit)",
+    )
     parser.add_argument(
         "--compute-ms",
         type=float,
         default=0,
-        help="experts sleep for this time per step (0: they compute)",
+        help="ms per step that experts sleep (0: experts compute)",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

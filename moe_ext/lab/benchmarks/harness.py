@@ -1,4 +1,4 @@
-"""Times functions in interleaved rounds; shared by all benchmarks."""
+"""Measures the run time of functions in interleaved rounds; shared by all benchmarks."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ Clock = Callable[[Callable[[], object]], float]  # returns the seconds of one ca
 
 
 class Quartiles(NamedTuple):
-    """The quartiles of a figure over the rounds; formatted as "median (low-high)"."""
+    """The quartiles of a measured value over the rounds; formatted as "median (low-high)"."""
 
     low: float
     median: float
@@ -32,13 +32,13 @@ class Quartiles(NamedTuple):
         return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
     def cells(self, form: str = ".2f") -> tuple[str, str]:
-        """Returns the cells of a table: the median, and the two quartiles."""
+        """Formats two cells of a table: the median, and the lower and upper quartile."""
         low, median, high = (format(value, form) for value in self)
         return median, f"{low}-{high}"
 
 
 def environment(device: str = "cpu") -> str:
-    """Returns what the figures depend on: processor, torch, BLAS, the kernels' instruction set."""
+    """Describes the test system: processor or GPU, torch, BLAS, the kernels' instruction set."""
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
         return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
@@ -46,14 +46,14 @@ def environment(device: str = "cpu") -> str:
 
 
 def host_seconds(function: Callable[[], object]) -> float:
-    """Returns the seconds until the call returns."""
+    """Returns the wall-clock seconds of one call of `function`."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 class DeviceClock:
-    """Returns the seconds that a call keeps a GPU's current stream busy, between two events.
+    """Measures the seconds that a call keeps a GPU's current stream busy, with two CUDA events.
 
     Before the call, the device overwrites a buffer of twice the size of its L2 cache. Inputs are
     thus read from memory, as in a training step. The device then waits for about 2 ms, in which the
@@ -80,7 +80,7 @@ class DeviceClock:
 
 
 def clock_of(device: str) -> Clock:
-    """Returns a clock for calls whose work runs on the device."""
+    """Returns a function that measures the seconds of a call whose work runs on `device`."""
     return host_seconds if device == "cpu" else DeviceClock(device)
 
 
@@ -92,16 +92,15 @@ def interleaved(
     twice: bool = False,
     clock: Clock = host_seconds,
 ) -> dict[Name, list[float]]:
-    """Times each function in every round; the functions of a round run in sequence and see the same
-    noise.
+    """Measures the run time of each function in every round; a round calls all functions in turn.
 
     Args:
-        functions: by name.
+        functions: the functions whose run time is measured, by name.
         rounds: number of timed rounds.
-        warm_up: number of rounds before, which are not timed.
+        warm_up: number of untimed rounds before the timed rounds.
         twice: call each function twice and time the second call. Caches and free memory are then in
-            the state that the function itself leaves, not another one.
-        clock: see `clock_of`.
+            the state that the function itself leaves.
+        clock: measures the seconds of one call; see `clock_of`.
 
     Returns:
         The seconds of every round, by name.
@@ -118,13 +117,13 @@ def interleaved(
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
-    """Returns the quartiles of the rounds' ratios; needs at least 2 rounds."""
+    """Returns the quartiles of numerator / denominator over the rounds; needs 2 or more."""
     return Quartiles.of(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 @contextlib.contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """Limits torch to this number of threads and the process to as many processors (Linux)."""
+    """Limits torch to `threads` threads, and the process to as many processors (Linux)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -137,7 +136,7 @@ def pinned(threads: int) -> Iterator[None]:
 
 
 def _run_on(processors: set[int]) -> None:
-    """Restricts all threads of the process, and threads they start, to these processors."""
+    """Restricts the threads of the process, and threads that they start, to `processors`."""
     if not processors:
         return
     for task in Path("/proc/self/task").iterdir():

@@ -1,22 +1,25 @@
-"""Times a hierarchical mixture of 131,072 experts against mixtures of 1,024 experts.
+"""Compares the speed of a hierarchical mixture of 131,072 experts with mixtures of 1,024 experts.
 
     python scripts/benchmarks/hierarchical.py                   # 2 threads, 10 minutes, 12 GiB
     python scripts/benchmarks/hierarchical.py --groups 64                   # 32,768 experts
     python scripts/benchmarks/hierarchical.py --json docs/results/hierarchical.json
 
 A step is a layer's forward pass, and a backward pass from a gradient of y and the balancing losses
-to x and all weights. With experts this small, the gate matters: per token, a flat gate computes 2 E
-logits (clean and noisy), a hierarchical gate 2 (a + k1 b). Each peer runs twice. The first run has
-experts of the same width. The second, marked "=", has wider experts, so a token needs as many
-multiply-adds as in the large layer. The peers:
+to x and all weights. With such small experts, the gate takes much of the time. Per token, a flat
+gate of E experts computes 2 E logits (clean and noisy). A hierarchical gate with a groups of b
+experts computes 2 (a + k1 b) logits, for k1 groups per token. The script compares the large layer
+with two layers of 1,024 experts, each in two variants. The first variant has experts of the same
+width. The second variant, marked "=", has wider experts, so a token needs as many multiply-adds as
+in the large layer:
 
-    flat           its gate costs about as much as the large layer's
-    hierarchical   its gate is cheap: almost all of "=" is a few wide GEMMs
+    flat           its gate costs about as much as the large layer's gate
+    hierarchical   its gate is cheap: almost all time of "=" is spent in a few wide GEMMs
 
-Rounds are interleaved. Times are medians over the rounds in microseconds per token; "x" is the
-median of the rounds' ratios of the large layer to the peer. Stages are timed separately, each
-forward and backward. "MiB" is the peak growth of the resident set in a step (Linux), without the
-weights. Freed memory is kept for the next step, because clearing fresh pages would dominate.
+Rounds are interleaved. Times are medians over the rounds in microseconds per token. "x" is the time
+of the large layer divided by the time of the layer in the row, median over the rounds. The stages
+(gate, dispatch plan, experts) are timed separately, each forward and backward. "MiB" is the peak
+growth of the resident set in a step (Linux), without the weights. The process keeps freed memory,
+because clearing fresh pages would dominate the time.
 """
 
 import argparse
@@ -54,7 +57,7 @@ class Row:
 
 
 def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
-    """Returns a step and its stages, each forward and backward."""
+    """Returns functions that run a step of `layer` and each stage, forward and backward."""
     x = torch.randn(tokens, layer.d_model, requires_grad=True)
     upstream = torch.randn_like(x) / tokens
     gate_upstream = torch.randn(tokens, layer.k) / tokens
@@ -90,7 +93,7 @@ def _functions_of(layer: MoE, tokens: int) -> dict[str, Callable[[], None]]:
 
 
 def _make_layers(args: argparse.Namespace) -> dict[str, tuple[str, MoE]]:
-    """Returns the large layer and its peers by name, each with a description of its experts."""
+    """Returns the compared layers by name, each with its number of experts as text."""
 
     def layer(groups: int, num_experts: int, hidden: int) -> MoE:
         torch.manual_seed(0)
@@ -119,7 +122,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--peer-experts", type=at_least(1), default=1024)
     parser.add_argument("--peer-groups", type=at_least(1), default=32)
     parser.add_argument(
-        "--k", type=at_least(1), default=2, help="experts per level (flat layers: k²)"
+        "--k",
+        type=at_least(1),
+        default=2,
+        help="experts of a token at each level (flat layers: k²)",
     )
     parser.add_argument("--d-model", type=at_least(1), default=128)
     parser.add_argument("--hidden", type=at_least(1), default=16)

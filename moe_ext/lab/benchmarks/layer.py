@@ -1,6 +1,6 @@
-"""Times the experts' computation (Eq. 1 for given gates) against other implementations and limits.
+"""Compares the speed of Eq. 1 for given gates with other implementations and hardware limits.
 
-    python -m pip install '.[benchmark]'              # peers from PyPI, matplotlib; each optional
+    python -m pip install '.[benchmark]'              # other implementations, matplotlib; optional
     python scripts/benchmarks/layer.py                     # 1 and 2 threads, float32: 20 minutes
     python scripts/benchmarks/layer.py --shapes e32 t256-zipf --rounds 5 --threads 1
     python scripts/benchmarks/layer.py --shapes 4096,16,2,256,512,zipf --dtype float32 bfloat16
@@ -12,42 +12,46 @@
 
 Every implementation gets the same x [T, d], gates [T, k], expert_index [T, k] and weights. It
 returns y [T, d] in fresh tensors and, with backward, the gradients of x, gates and all weights,
-including zeros. Experts are d -> h -> d with ReLU and no biases. Before anything is timed, y and
-all gradients of every peer are compared with ours. The peers:
+including zeros. Experts are d -> h -> d with ReLU and no biases. Before any measurement, the script
+compares y and all gradients of every other implementation ("peer") with those of moe_ext ("ours").
+The peers:
 
-    HF                   transformers' MixtralExperts. It has only gated activations and is compared
-                         with ours with SwiGLU; h is a third smaller, so the GEMMs cost the same
-    mixture-of-experts,  their layers with the given gates in place of their own. The group size is
-    st-moe-pytorch       the cheapest one, and the capacity drops no token
+    HF                   transformers' MixtralExperts, which have only gated activations. Ours then
+                         uses SwiGLU too; h is a third smaller, so the GEMMs cost the same
+    mixture-of-experts,  the packages' layers with the given gates instead of their own gates. The
+    st-moe-pytorch       group size is the cheapest one, and the capacity drops no token
     loops                separate parameters for each expert, as in a list of modules. With "split",
                          autograd creates no gradient with all rows for each slice
     ScatterMoE           needs a GPU; must be installed
-    experts              our GEMMs alone, on T·k sorted rows
+    experts              the GEMMs of moe_ext alone, on T·k sorted rows
     dense                one network of torch's linear layers on T·k rows: the same operations, but
                          not the same result
 
-The limit is max(flops / GEMM peak, minimum bytes / stream bandwidth). The GEMM peak is torch.mm of
-two square matrices in the same dtype, with 2048 rows on the CPU and 8192 on a GPU. The bandwidth is
-torch.dot of two float32 vectors of 256 MiB on the CPU, which only reads, and a copy of 2 GiB on a
-GPU. The minimum bytes in forward: reading x and the weights of experts with rows, writing y. In
-backward: reading x, dy, these weights and the hidden layer's pre-activations; writing dx and the
-gradients of all weights.
+The limit is max(flops / GEMM peak, minimum bytes / stream bandwidth). The GEMM peak is the speed
+of torch.mm for two square matrices in the same dtype, with 2048 rows on the CPU and 8192 on a GPU.
+The stream bandwidth on the CPU is that of torch.dot for two float32 vectors of 256 MiB, which only
+reads. The stream bandwidth on a GPU is that of a copy of 2 GiB. In forward, the minimum bytes are
+those of reading x and the weights of experts with rows, and of writing y. In backward, they are
+those of reading x, dy, these weights and the hidden layer's pre-activations, and of writing dx and
+all weights' gradients.
 
 Rounds are interleaved: GEMM peak and stream (medians of 3 calls), then ours and all peers in
-sequence. Each is called twice and the second call is timed. It finds the memory that the first call
-freed, as in a loop. (Getting memory that others used before can take seconds on a virtual machine.)
-The number of rounds follows from --seconds, but is at least 2. Figures are medians over the rounds;
-ratios (time / ours) and shares are medians of the rounds' ratios.
+sequence. Each implementation is called twice, and the second call is timed. The second call reuses
+the memory that the first call freed, as in a loop. (On a virtual machine, it can take seconds to
+get memory that another implementation freed.) The number of rounds follows from --seconds, but is
+at least 2. Figures are medians over the rounds. Ratios (time / time of ours) and percentages of the
+limit are medians of the rounds' ratios.
 
-A peer that takes more than 2.5 times our time and more than 0.5 s (0.05 s on a GPU) runs in one
-round only ("~"). A peer is not timed ("–") if it needs more than --memory, or more than --patience
-in addition to the GEMMs. A peer with a wrong result is not timed, and the exit status is 1. For
-several runs, figures are medians, with minimum and maximum in brackets.
+A peer that takes more than 2.5 times as long as ours and more than 0.5 s (0.05 s on a GPU) runs in
+one round only ("~"). A peer is not timed ("–") if it needs more than --memory GiB, or more than
+--patience seconds in addition to the GEMMs. A peer with a wrong result is not timed, and the exit
+status is 1. For several runs, figures are medians, with minimum and maximum in brackets.
 
-On a GPU, times are between two events of the stream; the L2 cache is overwritten before, and
-launches are enqueued ahead (moe_ext.lab.benchmarks.harness.DeviceClock). "Routing" is everything
-between the gate's logits and the experts: gating, importance and load (in training only), and the
-dispatch plan. Its torch version is topk, softmax, a stable argsort and bincount.
+On a GPU, times are between two events of the stream; the L2 cache is overwritten before each call,
+and launches are enqueued ahead (moe_ext.lab.benchmarks.harness.DeviceClock). "Routing" is all
+computation between the gate's logits and the experts: gating, importance and load (in training
+only), and the dispatch plan. Routing in plain torch is topk, softmax, a stable argsort and
+bincount.
 """
 
 import argparse
@@ -138,7 +142,7 @@ Functions = dict[Key, Callable[[], object]]
 
 @dataclass
 class Options:
-    """What to time, and for how long."""
+    """The peers to measure, the clock, and the limits of time and memory."""
 
     threads: Sequence[int | None]  # None on a GPU: unchanged
     rounds: int
@@ -156,10 +160,10 @@ class _WrongResult(AssertionError):
 
 @dataclass
 class Figures:
-    """The figures of one implementation in one pass.
+    """The measurements of one implementation in one pass.
 
-    Three numbers are the quartiles over the rounds or, for several runs, minimum, median and
-    maximum.
+    A sequence of three numbers has the quartiles over the rounds or, for several runs, minimum,
+    median and maximum.
     """
 
     rounds: int
@@ -171,12 +175,14 @@ class Figures:
 
 @dataclass
 class Result:
-    """A problem at a number of threads: figures by implementation and pass, or why there are none.
+    """The measurements of a problem at a number of threads, by implementation and pass.
 
     Attributes:
-        threads: None on a GPU.
-        limit_ms: by pass.
-        gemm_gflops, stream_gbytes: the machine's limits in these rounds, medians.
+        threads: the number of threads; None on a GPU.
+        limit_ms: the least possible time in ms, by pass.
+        gemm_gflops: the median GEMM peak in these rounds.
+        stream_gbytes: the median stream bandwidth in these rounds.
+        remarks: why an implementation has no figures, by implementation and pass.
         peak_mib: on a GPU, the peak memory of a pass without its inputs.
         occasions: number of runs that the figures are medians of.
     """
@@ -205,7 +211,7 @@ class Result:
         return cls(**record | {"shape": Shape(*record["shape"]), "figures": figures})
 
     def best_ratio(self, which: str) -> float | None:
-        """Returns the time of the fastest peer divided by ours."""
+        """Returns the time of the fastest peer, divided by the time of moe_ext, in pass `which`."""
         ratios = [
             found[which].ratio_to_ours[1]
             for name, found in self.figures.items()
@@ -251,7 +257,7 @@ def passes(name: str, peer: Peer, problem: Problem) -> Functions:
 
 
 def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
-    """Returns the results of a pass; the gradients of weights are listed by expert."""
+    """Returns y, or y and all gradients, of the pass `which`; weight gradients are by expert."""
     if which == FORWARD:
         with torch.no_grad():
             return {"y": [peer.forward(problem.x, problem.gates)]}
@@ -261,13 +267,13 @@ def results(peer: Peer, problem: Problem, which: str) -> dict[str, Stacked]:
 
 
 def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable[Tensor]]) -> None:
-    """Checks that results agree up to rounding.
+    """Checks that the results `found` and `expected` agree up to rounding.
 
     Compares norms: the rounding of a sum near zero can switch a hidden unit on or off. This
     changes a few numbers by more than rounding.
 
     Raises:
-        _WrongResult: if a result differs from the expected one.
+        _WrongResult: a result differs from the expected result.
     """
     for name, tensors in found.items():
         pairs = list(zip(tensors, expected[name], strict=True))
@@ -275,14 +281,14 @@ def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
         if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
             raise _WrongResult(
-                f"{name} differs from ours by {error:.2g} in norm; ours has {size:.2g}"
+                f"{name} differs from ours by {error:.2g} in norm; the norm of ours is {size:.2g}"
             )
 
 
 def _reason_to_skip(
     kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
 ) -> str:
-    """Returns why a peer does not run in a pass, or "" if it runs."""
+    """Returns why a peer does not run in the pass `which`, or "" if the peer runs."""
     extra = kind.extra(problem, which == BOTH)
     seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
     if extra.memory > options.memory * 2**30:
@@ -291,7 +297,7 @@ def _reason_to_skip(
 
 
 class _Candidates(NamedTuple):
-    """The functions to time, the seconds of a first round, and reasons to skip peers."""
+    """The functions of all implementations, their first times, and reasons to skip peers."""
 
     functions: Functions
     seconds: dict[Key, list[float]]
@@ -300,7 +306,7 @@ class _Candidates(NamedTuple):
 
 
 def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
-    """Compares the peers with ours, each just before its first round."""
+    """Compares the results of each peer with ours, just before the peer's first round."""
     functions: Functions = {}
     seconds: dict[Key, list[float]] = {}
     peak_mib: dict[Key, float] = {}
@@ -360,7 +366,7 @@ def add_rounds(
 ) -> None:
     """Adds at least one round, and as many as fit into the time limit.
 
-    What took far longer than ours in the first round is not repeated.
+    A function that took far longer than ours in the first round is not repeated.
     """
     often = {
         (name, which): function
@@ -384,8 +390,9 @@ def figures_of(
     """Returns each pass's limit in ms, and figures by implementation and pass.
 
     Args:
-        seconds: of every round, including GEMM and STREAM; some functions have only one round.
-        work: of each pass, and of "gemm" and "stream".
+        seconds: the seconds of every round by function, including ``GEMM`` and ``STREAM``; some
+            functions have only one round.
+        work: the work of each pass, and of "gemm" and "stream".
     """
     gemm = [work["gemm"].flops / each for each in seconds[GEMM]]
     stream = [work["stream"].bytes / each for each in seconds[STREAM]]
@@ -455,7 +462,7 @@ def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
 
 
 def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
-    """Returns a problem's results at all numbers of threads."""
+    """Measures a problem at each number of threads in `options`."""
     device = problem.device
     probes = {
         "gemm": gemm_probe(problem.dtype, device=device),
@@ -503,9 +510,9 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
 
 
 def routing_times(shape: tuple[int, int, int], device: str, options: Options) -> dict[str, Any]:
-    """Returns quartiles in ms from the gate's logits in float32 to the plan, and their limits.
+    """Returns quartiles of the routing time in ms, from float32 logits to the plan, and limits.
 
-    A limit is the time to move the input and output bytes.
+    A limit is the time to move the bytes of input and output.
     """
     T, E, k = shape
     clean, raw, noise = (torch.randn(T, E, device=device) for _ in range(3))
@@ -547,7 +554,7 @@ def routing_times(shape: tuple[int, int, int], device: str, options: Options) ->
 
 
 def profile(problem: Problem, options: Options) -> str:
-    """Returns tables of the time of our passes by kernel, or by operator on the CPU."""
+    """Returns tables of the time of moe_ext by kernel on a GPU, by operator on the CPU."""
     on_gpu = problem.device != "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -609,7 +616,7 @@ def place(threads: int | None) -> str:
 
 
 def cell(result: Result, name: str, which: str, unit: _Unit) -> str:
-    """Formats operations per second, and the time divided by ours."""
+    """Formats operations per second, and the time divided by the time of ours."""
     found = result.figures.get(name, {}).get(which)
     if found is None:
         return "–"
@@ -649,7 +656,7 @@ def _speed_table(group: Sequence[Result], which: str) -> str:
 
 
 def by(results: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Groups results by a key, in order of appearance."""
+    """Groups `results` by the value of `key`, in order of appearance."""
     groups: dict[Any, list[T]] = {}
     for result in results:
         groups.setdefault(key(result), []).append(result)
@@ -709,7 +716,7 @@ def print_routing(found: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_speed_up(results: Sequence[Result], field: str) -> None:
-    """Prints our speed-up over the first number of threads or the first dtype."""
+    """Prints the speed-up of ours, relative to the first value of `field` (threads or dtype)."""
 
     def rest(result: Result) -> tuple:
         names = {"name", "activation", "dtype", "threads"} - {field}
@@ -749,7 +756,7 @@ def _print_memory(found: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(results: Sequence[Result], machine: str, path: Path) -> None:
-    """Draws the shares of the limit for the first dtype, number of threads and activation."""
+    """Plots percentages of the limit for the first dtype, number of threads and activation."""
     from matplotlib.figure import Figure
 
     first = results[0]
@@ -810,7 +817,7 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> list[Result]:
-    """Prints the record of a run, even of an unfinished one."""
+    """Prints the tables of a finished or unfinished run from its record."""
     print(record["environment"])
     print(record["versions"])
     results = [Result.of_json(each) for each in record["results"]]
@@ -858,18 +865,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--shapes", type=_parse_shape, nargs="+", help="default: all shapes for the device"
     )
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
-    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="on the CPU")
+    parser.add_argument(
+        "--threads", type=at_least(1), nargs="+", default=[1, 2], help="CPU threads"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), metavar="PEER"
     )
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
     parser.add_argument("--rounds", type=at_least(2), default=21, help="maximum number of rounds")
     parser.add_argument(
-        "--seconds", type=float, default=15.0, help="time limit for the rounds of a shape"
+        "--seconds",
+        type=float,
+        default=15.0,
+        help="time limit in seconds for the rounds of a shape",
     )
-    parser.add_argument(
-        "--minutes", type=float, help="time limit after which no further problem starts"
-    )
+    parser.add_argument("--minutes", type=float, help="minutes after which no further shape starts")
     parser.add_argument(
         "--memory", type=float, help="GiB that a peer may take (default: 6; 40 on a GPU)"
     )
@@ -885,7 +895,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check-memory", action="store_true", help="measure only what is saved for backward"
     )
-    parser.add_argument("--json", type=Path, help="file that is updated after every problem")
+    parser.add_argument("--json", type=Path, help="results file, written after every shape")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--profile", type=Path, help="text file for the profile of our kernels")
     parser.add_argument(

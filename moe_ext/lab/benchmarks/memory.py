@@ -12,8 +12,8 @@ from torch import Tensor
 def keep_freed_memory() -> None:
     """Makes the process keep large freed blocks for later allocations (glibc).
 
-    By default, glibc returns them to the system, which clears every page before it hands it out
-    again. A step with gigabytes of weight gradients then spends most of its time on page faults.
+    By default, glibc returns freed blocks to the system, which clears every page before reuse. A
+    step with gigabytes of weight gradients then spends most of its time on page faults.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,7 +25,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_mib(function: Callable[[], object]) -> float:
-    """Returns the growth of the resident set during the call, in MiB; NaN if not on Linux."""
+    """Returns the resident set's peak growth in MiB in a call of `function`; NaN outside Linux."""
 
     def resident(field: str) -> float:
         status = Path("/proc/self/status").read_text()
@@ -42,7 +42,7 @@ def peak_mib(function: Callable[[], object]) -> float:
 
 
 def peak_allocated_mib(function: Callable[[], object], device: str = "cpu") -> float:
-    """Returns the peak of the memory that torch allocates during the call, in MiB.
+    """Returns the peak in MiB of the memory that torch allocates in a call of `function`.
 
     The result is the same in every run; memory that the allocator caches does not count. On the CPU
     the profiler's record of each allocation takes about 3 kB.
@@ -61,7 +61,7 @@ def peak_allocated_mib(function: Callable[[], object], device: str = "cpu") -> f
 
 
 def saved_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """Returns the bytes that autograd saves for backward in `function`, without the parameters."""
+    """Returns the bytes that autograd saves for backward in `function`, without `parameters`."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Times the routing operators against the same computation in plain torch.
+"""Compares the speed of the routing operators with the same computation in plain torch.
 
     python scripts/benchmarks/ops.py                      # 1 and 2 threads, a table
     python scripts/benchmarks/ops.py --threads 1 --rounds 30 --json ops.json
 
-Rounds are interleaved (ours, theirs, ours, …). "ms" is the median over the rounds; "x" is the
-median of the rounds' ratios theirs / ours. The last rows compare dispatch and combine with
-Tensor.copy_ of the bytes that they must move, into fresh tensors and into tensors used before.
+Rounds are interleaved (ours, plain torch, ours, …). "ms" is the median over the rounds. "x" is the
+time of plain torch divided by the time of ours, median over the rounds. The last rows compare
+dispatch and combine with Tensor.copy_ of the bytes that these operators must move. The copies go
+into fresh tensors and into tensors used before.
 "MiB" is the peak growth of the resident set during a run (Linux).
 """
 
@@ -26,7 +27,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """One comparison: medians in milliseconds, and the quartiles of the ratio."""
+    """One comparison: median times in ms, and the quartiles of the ratio peer / ours."""
 
     threads: int
     operation: str
@@ -41,14 +42,14 @@ class Row:
 def compare(
     ours: Callable[[], object], peer: Callable[[], object], rounds: int
 ) -> tuple[float, float, Quartiles]:
-    """Times two functions in turn; returns their medians in ms and the ratio peer / ours."""
+    """Times `ours` and `peer` in turn; returns median times in ms and the ratio peer / ours."""
     seconds = interleaved({"ours": ours, "peer": peer}, rounds)
     mine, theirs = (1e3 * statistics.median(each) for each in seconds.values())
     return mine, theirs, ratio(seconds["peer"], seconds["ours"])
 
 
 def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """Noisy top-k gating, Importance, Load and both losses, forward and backward."""
+    """Returns gating, Importance, Load and losses as operators and in torch, with backward."""
     generator = torch.Generator().manual_seed(0)
     clean, raw, noise = (torch.randn(T, E, generator=generator) for _ in range(3))
     clean.requires_grad_(), raw.requires_grad_()
@@ -77,7 +78,7 @@ def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 
 
 def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """The top m = k·T/E rows of every column of softmax gates, against topk along the columns."""
+    """Returns two functions for the top m = k·T/E rows of each column of softmax gates."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.softmax(torch.randn(T, E, generator=generator), dim=-1)
     m = k * T // E
@@ -92,7 +93,7 @@ def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 
 
 def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
-    """The dispatch plan, against a stable argsort and a bincount."""
+    """Returns the dispatch plan, and a stable argsort with a bincount in torch."""
     index = _random_choices(T, E, k)
 
     def ours() -> None:
@@ -109,11 +110,11 @@ def plan(T: int, E: int, k: int) -> tuple[Callable, Callable]:
 
 
 def _dispatch_and_combine(T: int, E: int, k: int, D: int) -> tuple[Callable, ...]:
-    """Dispatch and combine with identity experts, forward and backward.
+    """Returns four functions for dispatch and combine with identity experts, with backward.
 
-    Returns our version, plain torch, and two copies of the bytes that must move. The first copies
-    into fresh tensors of the outputs' sizes, as an operator must. The second copies into memory
-    that was used before.
+    The functions are the operators, plain torch, and two copies of the bytes that must move. The
+    first copies into fresh tensors of the outputs' sizes, as an operator must. The second copies
+    into memory that was used before.
     """
     index = _random_choices(T, E, k)
     gates = torch.rand(T, k, requires_grad=True)

@@ -1,12 +1,12 @@
-"""Times factored Adam against torch's optimizers on a layer of experts.
+"""Compares the speed of factored Adam and of torch's optimizers on a layer of experts.
 
     python scripts/benchmarks/optim.py                     # 1 and 2 threads, a table; takes 6 GiB
     python scripts/benchmarks/optim.py --threads 1 --rounds 5 --experts 32 --json optim.json
 
 All optimizers step the same weights with the same gradients, in interleaved rounds. "ms" is the
-median over the rounds; "x" is the median of the rounds' ratios to factored Adam. "bytes" is the
-optimizer state per weight. The row "add_" times weight.add_(gradient), a lower bound: it reads the
-gradients once, and reads and writes the weights once.
+median over the rounds; "x" is the time divided by the time of factored Adam, median over the
+rounds. "bytes" is the optimizer state per weight. The row "add_" times weight.add_(gradient), a
+lower bound: it reads the gradients once, and reads and writes the weights once.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from moe_ext.optim import FactoredAdam
 
 @dataclass
 class Row:
-    """One optimizer: its median time in ms, and the ratio to factored Adam with quartiles."""
+    """One optimizer: its median time in ms, and its time relative to factored Adam."""
 
     threads: int
     step: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def _ways_of_stepping(params: list[nn.Parameter]) -> dict[str, tuple[Callable, Callable]]:
-    """Returns a step and a function for its state in bytes per weight, by name; ours first."""
+    """Returns each optimizer's step and a function for its state bytes per weight, by name."""
     ours = FactoredAdam(params, lr=1e-6)
     # Both modes of Adam share one object: their states are equal and large.
     adam = torch.optim.Adam(params, lr=1e-6)

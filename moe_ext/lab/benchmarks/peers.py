@@ -1,6 +1,6 @@
-"""Eq. 1 for given gates in this library and in others, on the same weights.
+"""Implementations of Eq. 1 for given gates, in moe_ext and elsewhere, on the same weights.
 
-A package is imported only when its peer is built.
+A package is imported only when its implementation is built.
 """
 
 import importlib
@@ -22,7 +22,7 @@ ROUTINGS = ("uniform", "zipf", "hierarchical")
 
 
 class Shape(NamedTuple):
-    """T tokens with k of E experts each; an expert is d -> h -> d.
+    """T tokens with k of E experts each; an expert has the widths d -> h -> d.
 
     The routing is "uniform", "zipf" (the r-th most popular expert has weight 1 / r) or
     "hierarchical" (√k of √E groups, and √k experts in each group).
@@ -55,7 +55,7 @@ def random_routing(shape: Shape, device: str = "cpu") -> Tensor:
 
 @dataclass
 class Problem:
-    """Random tokens, gates and weights that all peers share.
+    """Random tokens, gates and weights that all implementations share.
 
     The weights are [E, d, h] (or [E, d, 2 h] for swiglu) and [E, h, d].
 
@@ -120,7 +120,7 @@ class Problem:
         )
 
     def of_rows(self) -> "Problem":
-        """Returns a problem with R tokens and one expert: the same operations."""
+        """Returns a problem with R tokens and one expert, which has as many operations."""
         shape = self.shape._replace(tokens=self.rows, num_experts=1, k=1, routing="uniform")
         return Problem(shape, self.dtype, self.activation, self.device)
 
@@ -137,7 +137,7 @@ def _as_they_are(gradients: Sequence[Tensor]) -> Sequence[Stacked]:
 
 @dataclass
 class Peer:
-    """One way to compute Eq. 1.
+    """An implementation of Eq. 1.
 
     Attributes:
         parameters: the leaf tensors that hold the weights.
@@ -152,7 +152,7 @@ class Peer:
 
 
 class Extra(NamedTuple):
-    """The extra cost of a peer over Eq. 1: bytes to hold, operations, bytes to move."""
+    """What an implementation needs in addition to Eq. 1: bytes of memory, flops, bytes moved."""
 
     memory: float = 0
     flops: float = 0
@@ -164,7 +164,7 @@ def _nothing(problem: Problem, backward: bool) -> Extra:
 
 
 class Kind(NamedTuple):
-    """The activation of a peer, how to build it, and its extra cost (with backward or without)."""
+    """An implementation's activation, its constructor, and its extra cost for each pass."""
 
     activation: str
     build: Callable[[Problem], Peer]
@@ -193,7 +193,7 @@ def ours(problem: Problem) -> Peer:
 
 
 def experts_alone(problem: Problem) -> Peer:
-    """Only our GEMMs and activation, on rows [R, d] that are sorted by expert."""
+    """Runs only GEMMs and activation of moe_ext, on rows [R, d] that are sorted by expert."""
     weights = [_leaf(weight) for weight in problem.weights]
     plan = ops.dispatch_plan(problem.expert_index, problem.shape.num_experts)
 
@@ -204,7 +204,7 @@ def experts_alone(problem: Problem) -> Peer:
 
 
 def dense(problem: Problem) -> Peer:
-    """One network of torch's linear layers with the same width, for a problem with one expert."""
+    """Runs one network of torch's linear layers, for a problem with one expert."""
     weights = [weight.squeeze(0).t().contiguous().requires_grad_() for weight in problem.weights]
     activation = _swiglu if problem.activation == "swiglu" else torch.relu
 
@@ -287,7 +287,7 @@ def _sort_and_grouped_mm(problem: Problem) -> Peer:
 
 
 def _hf(implementation: str) -> Callable[[Problem], Peer]:
-    """transformers' MixtralExperts with one of its implementations."""
+    """Builds transformers' MixtralExperts with one of the experts implementations."""
 
     def build(problem: Problem) -> Peer:
         mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
@@ -313,7 +313,7 @@ def _hf(implementation: str) -> Callable[[Problem], Peer]:
 
 
 def _scattermoe(name: str) -> Callable[[Problem], Peer]:
-    """ScatterMoE's multilayer perceptrons: one Triton kernel per GEMM."""
+    """Builds ScatterMoE's multilayer perceptrons: one Triton kernel per GEMM."""
 
     def build(problem: Problem) -> Peer:
         package = importlib.import_module("scattermoe.mlp")
@@ -355,7 +355,7 @@ def _batched_extra(problem: Problem, backward: bool) -> Extra:
 
 
 class Groups(NamedTuple):
-    """Tokens in groups of equal size, and the capacity: rows of a group per expert."""
+    """The number of tokens in a group, and the capacity: rows of a group per expert."""
 
     size: int
     capacity: int
@@ -378,7 +378,7 @@ def _groups(problem: Problem) -> Groups:
 
 
 def _one_hot_flops(problem: Problem, groups: Groups) -> int:
-    """Operations in forward: one-hot GEMMs for dispatch and combine, and experts on all places."""
+    """Returns the flops of forward: one-hot dispatch and combine, and experts on padded rows."""
     T, E, _, d, _, _ = problem.shape
     places = T // groups.size * E * groups.capacity
     return places * 4 * d * (groups.size + problem.hidden)
@@ -427,7 +427,7 @@ def _in_layer(layer: nn.Module, gate: _GivenGate) -> Callable[[Tensor, Tensor], 
 
 
 def mixture_of_experts(problem: Problem) -> Peer:
-    """lucidrains' mixture-of-experts with given gates and a capacity that drops no token."""
+    """Builds lucidrains' mixture-of-experts with given gates; its capacity drops no token."""
     package = importlib.import_module("mixture_of_experts.mixture_of_experts")
     d, E = problem.shape.d_model, problem.shape.num_experts
     experts = package.Experts(d, 1, hidden_dim=1, activation=nn.ReLU)
@@ -438,7 +438,7 @@ def mixture_of_experts(problem: Problem) -> Peer:
 
 
 def st_moe_pytorch(problem: Problem) -> Peer:
-    """lucidrains' st-moe-pytorch with given gates; its experts are networks of two nn.Linear."""
+    """Builds lucidrains' st-moe-pytorch with given gates; an expert has two nn.Linear."""
     package = importlib.import_module("st_moe_pytorch.st_moe_pytorch")
     d, E = problem.shape.d_model, problem.shape.num_experts
     first, second = (

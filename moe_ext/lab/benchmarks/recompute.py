@@ -28,7 +28,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """One way to get the hidden layers in backward; times are medians over the rounds."""
+    """The measurements with saved or with recomputed hidden layers; times are medians."""
 
     threads: int
     hidden: str
@@ -41,7 +41,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Measures both ways with each number of threads."""
+    """Measures saved and recomputed hidden layers with each number of threads."""
     T, E, k, D = args.tokens, args.experts, args.k, args.width
     torch.manual_seed(0)
     experts = MoE(D, E, k, hidden_sizes=[args.hidden]).experts

@@ -1,16 +1,18 @@
-"""Measures back-propagation through a MoE-LSTM with m stored states against the plain method.
+"""Compares bounded-memory back-propagation through a MoE-LSTM with plain back-propagation.
 
     python scripts/benchmarks/recurrent.py                       # 1 thread, 4 minutes, 3 GiB
     python scripts/benchmarks/recurrent.py --slots 2 5 --json recurrent.json
 
 A run is a forward pass over t steps and a backward pass. Backward starts from a gradient of y and
-the balancing losses and ends at all weights. Rounds are interleaved (plain, 1 slot, 2 slots, …).
+the balancing losses and ends at all weights. "plain" saves all activations for backward.
+Rounds are interleaved (plain, m = 1, m = 2, …).
 
-    evaluations   of the cell: t in forward, the rest in backward, together C(t, m) + 1
-    ms            median over the rounds
-    x             median of the rounds' ratios to plain, with quartiles
-    x by C(t, m)  the ratio that follows from the number of evaluations, if each takes as long as
-                  in a forward pass without autograd
+    evaluations   number of cell evaluations: t in forward, the rest in backward, together
+                  C(t, m) + 1
+    ms            median time over the rounds
+    x             time divided by the time of plain, median over the rounds, with quartiles
+    x by C(t, m)  the ratio x that follows from the number of evaluations, if an evaluation takes as
+                  long as in a forward pass without autograd
     MiB           peak of torch's allocations, without weights, x and the gradient of y
     states        the part of "MiB" that the m states take
 """
@@ -34,7 +36,7 @@ from moe_ext.recurrent import num_evaluations
 
 @dataclass
 class Row:
-    """The figures of one number of slots (0: plain)."""
+    """The measurements with one number m of stored states (0: plain back-propagation)."""
 
     slots: int
     evaluations: int
@@ -47,7 +49,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """Measures plain back-propagation and each number of slots."""
+    """Measures plain back-propagation, and each number of stored states."""
     S, B, D = args.steps, args.batch, args.width
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Lower bounds of the experts' computation time, from their operations and their bytes."""
+"""Lower bounds of the experts' computation time, from their operations and bytes moved."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A function that measures a limit of the machine, and the work of one call."""
+    """A function that reaches a limit of the machine, and the flops and bytes of one call."""
 
     function: Callable[[], object]
     work: Work
@@ -44,13 +44,13 @@ def experts_work(
     indices do not count.
 
     Args:
-        tokens: T.
+        tokens: T, the number of tokens.
         rows: R, the number of (token, expert) assignments.
         used_experts: number of experts with rows.
         num_experts: E, the number of experts.
         d_model: width of x and y.
         hidden: width of the hidden layer.
-        gated: whether the activation takes an input of twice that width.
+        gated: whether the activation takes an input of twice the hidden width.
         itemsize: bytes per element.
     """
     weights = (3 if gated else 2) * d_model * hidden
@@ -61,7 +61,7 @@ def experts_work(
 
 
 def limit(work: Work, flops_per_second: float, bytes_per_second: float) -> float:
-    """Returns max(flops / GEMM peak, bytes / stream bandwidth), in seconds."""
+    """Returns the least time of `work`: max(flops / GEMM peak, bytes / bandwidth), in seconds."""
     return max(work.flops / flops_per_second, work.bytes / bytes_per_second)
 
 
@@ -75,8 +75,8 @@ def gemm_probe(dtype: torch.dtype, *, device: str = "cpu") -> Probe:
 def stream_probe(*, device: str = "cpu") -> Probe:
     """Returns a probe of the memory bandwidth, with two float32 vectors.
 
-    On the CPU it is torch.dot, which only reads: a copy or a triad moves fewer bytes per second if
-    stores first read what they overwrite. On a GPU it is a copy, which reads and writes.
+    On the CPU, the probe is torch.dot, which only reads. A copy or a triad moves fewer bytes per
+    second if stores first read the overwritten memory. On a GPU, the probe is a copy.
     """
     size = STREAM_SIZE[torch.device(device).type]
     a, b = (torch.ones(size * 2**18, device=device) for _ in range(2))

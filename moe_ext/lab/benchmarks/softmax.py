@@ -1,12 +1,13 @@
-"""Times a training step of the sampled softmax against the full softmax.
+"""Compares the time of a training step with the sampled softmax and with the full softmax.
 
     python scripts/benchmarks/softmax.py                            # V = 793,471; takes 9 GiB
     python scripts/benchmarks/softmax.py --classes 10000 --sampled 1024 --width 128
     python scripts/benchmarks/softmax.py --rounds 5 --json softmax.json
 
 A step computes the loss of --tokens rows and its gradients, then runs Adam on weight and bias.
-Targets follow a log-uniform distribution, as word frequencies do. Both kinds use the same weights,
-in interleaved rounds. "x" is the median of the rounds' ratios full / sampled, with quartiles.
+Targets follow a log-uniform distribution, as word frequencies do. Both softmax kinds use the same
+weights, in interleaved rounds. "x" is the time with the full softmax divided by the time with the
+sampled softmax, median over the rounds, with quartiles.
 """
 
 import statistics
@@ -25,7 +26,7 @@ from moe_ext.lab.training.report import report_rows
 
 @dataclass
 class Row:
-    """A part of the step: medians in seconds, and the ratio full / sampled with quartiles."""
+    """A part of the step: median seconds, and quartiles of the ratio full / sampled."""
 
     step: str
     sampled: float
@@ -36,7 +37,7 @@ class Row:
 def steps(
     classes: int, sampled: int, width: int, tokens: int
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """Returns the functions to time, by (step, kind)."""
+    """Returns the functions whose run time is measured, by (part of the step, softmax kind)."""
     softmax = SampledSoftmax(width, classes, sampled)
     optimizer = torch.optim.Adam(softmax.parameters(), lr=1e-4, fused=True)
     words = LogUniformSampler(classes, 1)
@@ -65,10 +66,10 @@ def steps(
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = make_parser(__doc__)
-    parser.add_argument("--classes", type=at_least(2), default=793_471, help="V")
-    parser.add_argument("--sampled", type=at_least(1), default=8_192, help="S")
-    parser.add_argument("--width", type=at_least(1), default=512, help="D")
-    parser.add_argument("--tokens", type=at_least(1), default=2_560, help="T")
+    parser.add_argument("--classes", type=at_least(2), default=793_471, help="V, number of classes")
+    parser.add_argument("--sampled", type=at_least(1), default=8_192, help="S, sampled classes")
+    parser.add_argument("--width", type=at_least(1), default=512, help="D, width of a row")
+    parser.add_argument("--tokens", type=at_least(1), default=2_560, help="T, number of rows")
     parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     parser.add_argument("--rounds", type=at_least(2), default=3)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -8,7 +8,7 @@
 
 The Trainer of scripts/train.py trains on sentences of 25 random words with the distribution of the
 sampled softmax. No corpus is needed; only --json writes a file. If a batch does not fit in memory,
-accumulate smaller ones: data.tokens_per_batch=30000 optimizer.accumulate=10.
+accumulate smaller batches: data.tokens_per_batch=30000 optimizer.accumulate=10.
 
     memory   size of the weights, of their gradients and of the optimizers' state
     step     seconds; words/s; operations/s, counted as in the paper
@@ -36,12 +36,12 @@ from moe_ext.lab.training.text import random_text
 
 
 def _resident_bytes() -> int:
-    """Returns the peak memory of the process (on Linux, ru_maxrss is in KiB)."""
+    """Returns the peak memory of the process in bytes (on Linux, ru_maxrss is in KiB)."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Trains for some steps; prints the figures of each and returns all of them."""
+    """Trains for `steps` steps; prints and returns the measurements of each step."""
     with torch.device("meta"):
         counted = LanguageModel(config.model, config.data.vocab_size)
     flops = training_flops(counted).total

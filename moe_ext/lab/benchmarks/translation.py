@@ -1,13 +1,14 @@
-"""Measures sentences per second of a translator in batches against one sentence at a time.
+"""Compares the speed of translation in batches and of one sentence at a time.
 
     python scripts/benchmarks/translation.py runs/en-fr text.en
     python scripts/benchmarks/translation.py configs/mt/small-moe-32.toml  # generated sentences
     python scripts/benchmarks/translation.py runs/en-fr text.en --rounds 5 --json translation.json
 
-Both ways use the same beam search. The first translates the first --sentences lines in batches,
-sorted by length. The second translates --alone of these lines, of all lengths, one at a time. Each
-round times both; "x" is the median of the rounds' ratios, with quartiles. Processor time hardly
-depends on other load.
+Both modes use the same beam search. The batch mode translates the first --sentences lines in
+batches, sorted by length. The other mode translates --alone of these lines, of all lengths, one at
+a time. Each round times both modes. "x" is the time per sentence one at a time, divided by that in
+batches, median over the rounds, with quartiles. Processor time hardly depends on other running
+programs.
 
 With a configuration, the model has random weights and the sentences are generated words, with the
 lengths of prose. Such a model does not end its translations, so they are as long as their sources.
@@ -39,7 +40,7 @@ from moe_ext.lab.training.translation import make_translator
 
 
 class _Measured(NamedTuple):
-    """The times of one round of one way."""
+    """The times of one round, in batches or one by one."""
 
     seconds: float
     processor_seconds: float
@@ -47,7 +48,7 @@ class _Measured(NamedTuple):
 
 @dataclass
 class Row:
-    """The medians of one way, per sentence."""
+    """The median times per sentence, in batches or one by one."""
 
     way: str
     threads: int
@@ -83,7 +84,7 @@ def _random_model(config: str, number: int, beam: int) -> tuple[Translator, list
 
 
 def evenly(lines: Sequence[str], number: int) -> list[str]:
-    """Selects `number` of the lines, evenly over their lengths."""
+    """Selects `number` of the `lines`, evenly over their lengths."""
     lines = sorted(lines, key=len)
     step = len(lines) / min(number, len(lines))
     return [lines[int((index + 0.5) * step)] for index in range(min(number, len(lines)))]
@@ -98,10 +99,9 @@ def measured(function: Callable[[], object]) -> _Measured:
 def compare(
     translator: Translator, lines: Sequence[str], alone: Sequence[str], rounds: int
 ) -> tuple[list[Row], dict[str, Quartiles], int]:
-    """Times both ways; returns their rows, the ratio of each clock, and the number of equal
-    translations.
+    """Times batches and single lines; returns rows, ratios and the number of equal translations.
 
-    Only lines that were also translated alone can be equal.
+    The ratios are by clock. Only the lines in `alone` are compared.
     """
     found: dict[str, dict[str, list[Translation]]] = {"batches": {}, "one by one": {}}
 
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Quartiles]:
     torch.set_num_threads(options.threads)
     if (options.text is None) != options.model.endswith(".toml"):
         raise ConfigError(
-            "text: a text must be given with a run, and must not be given with a configuration"
+            "text: must be given with a run folder, and omitted with a configuration (.toml)"
         )
     if options.text is None:
         translator, lines = _random_model(options.model, options.sentences, options.beam)

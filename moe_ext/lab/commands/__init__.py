@@ -1,4 +1,4 @@
-"""The commands of scripts/: one module each, with `main(arguments)`; its docstring is the help.
+"""The commands of scripts/, one module each: `main` runs a command, its docstring is the help.
 
 - `train`: trains a language model or a translation model.
 - `evaluate`: measures perplexity and BLEU of a run.

@@ -1,4 +1,4 @@
-"""Compares a MoE with a dense model of equal operations, or any two options, over paired seeds.
+"""Compares a MoE with a dense model of equal operations, or two settings, over paired seeds.
 
     python scripts/compare.py configs/small/moe-32.toml data.corpus=path/to/text --seeds 1 2 3
     python scripts/compare.py configs/small/moe-32.toml --seeds 1 2 3 --output runs/a steps=500
@@ -6,18 +6,18 @@
         --against optimizer.experts=adam
     python scripts/compare.py configs/small/moe-32.toml --at-once 2   # half of the threads for each
 
-Both models of a seed see the same batches and dropout masks. They start from the same embedding,
-softmax and LSTMs. The dense model has one expert that is k times as wide and that every token uses.
-With --against, the second model is the first one with these options changed. Writes
+Both models of a seed see the same batches and dropout masks. They start from the same weights of
+embedding, softmax and LSTMs. The dense model has one expert, k times as wide, for every token. With
+--against, the second model is the first model with these options changed. The script writes
 OUTPUT/comparison.md and .json.
 
 --at-once N trains N runs at the same time. Each run has its own process with an equal share of the
-threads. The words/s are those of runs that share the processor. You can also start the same command
-several times to share the runs; the last one to end reports all seeds.
+threads. The measured words/s are then those of runs that share the processor. You can also start
+the same command several times to share the runs. The last command to end reports all seeds.
 
 Ctrl-C or SIGTERM saves the current runs. The script then ends with status 130 and without a report.
-Give the same command again to continue. Status 1: training diverged. Status 2: an option, file or
-folder is invalid; stderr says which.
+Give the same command again to continue the runs. Status 1: training diverged. Status 2: an option,
+file or folder is invalid; stderr says which.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("config", help="TOML file of a model with a MoE layer")
     add_overrides(parser)
     parser.add_argument(
-        "--seeds", type=at_least(0), nargs="+", default=[1, 2, 3], help="default: 1 2 3"
+        "--seeds",
+        type=at_least(0),
+        nargs="+",
+        default=[1, 2, 3],
+        help="seeds of the runs (default: 1 2 3)",
     )
     parser.add_argument(
         "--against", nargs="+", metavar="key=value", help="options to change in the second model"
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_intermixed_args(arguments)
     changes = [*options.overrides, *(options.against or [])]
     if any(change.startswith("seed=") for change in changes):
-        raise ConfigError("seed must be given as --seeds")
+        raise ConfigError("seed must be omitted; give --seeds instead")
     if len(set(options.seeds)) != len(options.seeds):
         raise ConfigError(f"--seeds must be distinct, got {options.seeds}")
 

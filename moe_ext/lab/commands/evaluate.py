@@ -1,6 +1,6 @@
 """Measures the perplexity of a trained model, and the BLEU of its translations.
 
-    python scripts/evaluate.py runs/moe-32                      # the test part of its own corpus
+    python scripts/evaluate.py runs/moe-32                      # the test part of the run's corpus
     python scripts/evaluate.py runs/moe-32 --part dev
     python scripts/evaluate.py runs/moe-32 --corpus text.txt    # a whole file
     python scripts/evaluate.py runs/en-fr --bleu                # also translates and scores
@@ -8,7 +8,7 @@
 
 Perplexity is exp(nats / predictions) under the full softmax. Predictions include unknown words and
 ends of sentences. Each sentence starts from a zero state, so perplexity does not depend on the
-batch size. Another corpus is encoded with the model's vocabulary. For a translation model,
+batch size. The text of --corpus is encoded with the model's vocabulary. For a translation model,
 predictions are the target wordpieces, given the source. With two or more language pairs, each pair
 is reported too. --bleu translates the sources and compares the translations with the original
 targets; scripts/translate.py has more options for translation.
@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     """Runs the command and returns the evaluation."""
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the folder of a training run")
-    parser.add_argument("--part", choices=PARTS_AND_ALL, help="default: test, or all with --corpus")
+    parser.add_argument(
+        "--part",
+        choices=PARTS_AND_ALL,
+        help="part of the corpus (default: test; all with --corpus)",
+    )
     parser.add_argument("--corpus", help='"builtin" or a path (default: the corpus of the run)')
     parser.add_argument(
         "--bleu", action="store_true", help="also translate the sources and print BLEU"

@@ -7,7 +7,7 @@
 Prints for each expert its share of the tokens, its most characteristic words and the contexts with
 the highest gates. The experts with the most information come first. Writes two files:
 
-    RUN/experts.txt    the same text
+    RUN/experts.txt    the printed text
     RUN/experts.html   the expert explorer: open it in a browser
 
 The explorer is one file, which loads nothing else. It sorts the experts, searches them by word,
@@ -15,7 +15,7 @@ and colours the words of some sentences by expert.
 
 A translation model has two MoE layers. Layer 0 is in the encoder and sees the wordpieces of the
 sources. Layer 1 is in the decoder and sees the wordpieces of the targets. With several language
-pairs, each expert also gets the share of each pair in its tokens.
+pairs, the report of an expert has the share of each pair in the expert's tokens.
 """
 
 from collections.abc import Sequence

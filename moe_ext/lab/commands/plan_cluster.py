@@ -4,7 +4,7 @@
     python scripts/plan_cluster.py configs/small/moe-32.toml model.moe.num_experts=64 \\
         --devices 8 --device h200 link=450e9 memory=140e9 --exchange tokens
 
-The next command plans the largest model of the paper, 131,072 experts on 128 K40s (App. D). Then it
+The next command plans the largest model of the paper, 131,072 experts on 128 K40s (App. D). It also
 adds experts in proportion to devices, up to a trillion parameters (Sec. 3.1). Memory, traffic and
 time for each device stay about the same:
 
@@ -12,14 +12,14 @@ time for each device stay about the same:
         --devices 128 256 512 1024 --device k40 --weak --split-gates
 
 Arguments after the configuration are overrides, as in train.py. data.tokens_per_batch is the number
-of tokens for each device. With --weak, the configuration's experts and groups are for the first
-number of devices; they grow in proportion to the devices. With --split-gates, each device holds the
-secondary gates of its own groups only, as in the paper. Without it, every device holds a replica of
-all secondary gates, as moe_ext does. With 1,024 devices, these replicas need more memory than the
-rest of the model. A device is a preset, a set of values, or a preset with some values replaced.
-moe_ext/lab/training/cluster.py has the arithmetic and says which numbers are estimates.
+of tokens for each device. With --weak, the configuration's numbers of experts and groups are for
+the first value of --devices and grow in proportion to the devices. With --split-gates, each device
+holds the secondary gates of its own groups only, as in the paper. Without it, every device holds a
+replica of all secondary gates, as moe_ext does. With 1,024 devices, these replicas need more memory
+than the rest of the model. A device is a preset, a set of values, or a preset with some values
+replaced. moe_ext/lab/training/cluster.py has the arithmetic and says which numbers are estimates.
 
-    memory       GB on the device with the most experts, by use; "fits" compares with its memory
+    memory       GB by use, on the device with the most experts; "fits": the device has this memory
     wire         MB that a device sends in a step, for the experts and for the dense gradients
     intensity    an expert's flops per byte that its rows send, and the device's flops per byte of
                  its link; if the first is larger, forward computing takes longer than sending
@@ -61,10 +61,11 @@ def parse_device(words: Sequence[str]) -> Device:
                 raise ConfigError(f"--device: {key} must be a number, got {text!r}") from None
         else:
             raise ConfigError(
-                f"--device must be of {', '.join(DEVICES)} and {'=, '.join(names)}=, got {word!r}"
+                f"--device must be a preset ({', '.join(DEVICES)}) or {'=, '.join(names)}=, "
+                f"got {word!r}"
             )
     if missing := [name for name in names if name not in values]:
-        raise ConfigError(f"--device must be a preset or also have {', '.join(missing)}")
+        raise ConfigError(f"--device must be a preset or also give {', '.join(missing)}")
     try:
         return Device(**values)
     except ValueError as error:
@@ -72,14 +73,14 @@ def parse_device(words: Sequence[str]) -> Device:
 
 
 def grown(config: Config, factor: int) -> Config:
-    """Multiplies the number of experts and of groups by `factor`."""
+    """Multiplies the numbers of experts and of groups of a configuration by `factor`."""
     moe = config.model.moe
     moe = replace(moe, num_experts=factor * moe.num_experts, num_groups=factor * moe.num_groups)
     return replace(config, model=replace(config.model, moe=moe))
 
 
 def table(plans: Sequence[Plan], device: Device) -> str:
-    """Formats the plans as Markdown, one column for each number of devices."""
+    """Formats the cluster plans as a Markdown table, one column for each number of devices."""
 
     def both(values: Iterable[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="+",
         default=["a100"],
         metavar="NAME|key=value",
-        help="a preset and values (default: a100)",
+        help="a preset, values, or both (default: a100)",
     )
     parser.add_argument(
         "--exchange",
@@ -152,14 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--weak", action="store_true", help="grow the experts in proportion to the devices"
     )
-    parser.add_argument("--json", type=Path, help="also write the plans to this file")
+    parser.add_argument("--json", type=Path, help="also write the cluster plans to this file")
     args = parser.parse_intermixed_args(arguments)
     config = read_config(args.config, args.overrides, Config)
     device = parse_device(args.device)
     plans = []
     for number in args.devices:
         if args.weak and number % args.devices[0]:
-            raise ConfigError(f"--devices must be multiples of the first with --weak, got {number}")
+            raise ConfigError(
+                f"--devices must be multiples of the first value with --weak, got {number}"
+            )
         these = grown(config, number // args.devices[0]) if args.weak else config
         options = {name: getattr(args, name) for name in ("exchange", "split_gates")}
         plans.append(plan(these, device, number, **options))

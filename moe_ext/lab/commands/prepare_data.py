@@ -7,10 +7,10 @@
     python scripts/prepare_data.py text --from PATH --vocab-size 100000      # any other corpus
 
 Give the command again to continue an interrupted download; no finished work is repeated. --from is
-an archive, a folder with the archive or the vocabulary file, or the unpacked corpus. For "text" it
-is a corpus as in moe_ext/lab/data/corpora.py. The script verifies the SHA-256 of archives, the
-793,471 entries of the benchmark's vocabulary, and the published numbers of sentences and words. At
-the end it prints the options for scripts/train.py.
+an archive, a folder with the archive or the vocabulary file, or the unpacked corpus. With the name
+"text", --from is a corpus as in moe_ext/lab/data/corpora.py. The script verifies the SHA-256 of
+archives, the 793,471 entries of the benchmark's vocabulary, and the published numbers of sentences
+and words. At the end, the script prints the options for scripts/train.py.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Download:
 
     Attributes:
         urls: the addresses, tried in order.
-        sha256: the checksum; "" is not verified.
+        sha256: the checksum of the file; "" skips the verification.
     """
 
     urls: tuple[str, ...]
@@ -53,7 +53,7 @@ class Download:
 
     @property
     def name(self) -> str:
-        """The name of the file."""
+        """The name of the downloaded file."""
         return Path(urlsplit(self.urls[0]).path).name
 
 
@@ -133,17 +133,17 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     parser.add_argument("--output", type=Path, help="folder of the results (default: data/NAME)")
     parser.add_argument("--vocabulary", type=Path, help="vocabulary file to use")
     parser.add_argument(
-        "--vocab-size", type=at_least(3), help="for text: the largest number of words"
+        "--vocab-size", type=at_least(3), help="maximum vocabulary size, for text only"
     )
     parser.add_argument(
         "--workers",
         type=at_least(0),
         default=os.cpu_count() or 1,
-        help="processes that encode (%(default)s)",
+        help="number of encoding processes (%(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.name == "text" and options.source is None:
-        parser.error("--from must be given for text")
+        parser.error("--from must be given for the corpus text")
     if options.name != "text" and options.vocab_size is not None:
         parser.error(f"--vocab-size must be omitted: {options.name} has a fixed vocabulary")
     if options.source and not options.source.exists() and options.name != "text":
@@ -209,7 +209,9 @@ def _corpus_of(data_set: _DataSet, output: Path, source: Path | None) -> Path:
         unpack(archive, Path(temporary))
         unpacked = Path(temporary) / data_set.corpus
         if not unpacked.is_dir():
-            raise ConfigError(f"{archive} must hold the folder {data_set.corpus}")
+            raise ConfigError(
+                f"{archive} must contain the folder {data_set.corpus}; download the archive again"
+            )
         return unpacked.rename(output / data_set.corpus)
 
 
@@ -234,7 +236,7 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
     else:
         raise ConfigError(
             f"{download.name} cannot be downloaded ({'; '.join(failures)}); give the command again "
-            f"to continue, or download it elsewhere and give its folder as --from"
+            f"to continue, or download the file elsewhere and give its folder as --from"
         )
     try:
         _verify(part, download.sha256)
@@ -245,10 +247,10 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Downloads the missing rest of a file.
+    """Downloads the part of `url` that is missing in the file `part`.
 
     Raises:
-        OSError: the server cannot be reached, refuses, or closes the connection early.
+        OSError: the server cannot be reached, refuses the request, or closes the connection early.
     """
     there = part.stat().st_size if part.is_file() else 0
     headers = {"User-Agent": "moe_ext", **({"Range": f"bytes={there}-"} if there else {})}
@@ -276,7 +278,9 @@ def _verify(file: Path, sha256: str) -> None:
     with file.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != sha256:
-        raise ConfigError(f"{file} must have the SHA-256 {sha256}, got {found}; download it again")
+        raise ConfigError(
+            f"{file} must have the SHA-256 {sha256}, got {found}; download the file again"
+        )
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -294,14 +298,16 @@ def unpack(archive: Path, folder: Path) -> None:
                 for member in progress(packed, f"unpacking {archive.name}", "files"):
                     packed.extract(member, folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{archive} cannot be unpacked: {error}") from error
+        raise ConfigError(
+            f"{archive} cannot be unpacked: {error}; download the archive again"
+        ) from error
 
 
 def check(text: SentenceText, expected: _DataSet | None) -> None:
-    """Prints the sizes of the vocabulary and of the parts.
+    """Prints the sizes of the vocabulary and of the parts of the corpus.
 
     Raises:
-        ConfigError: a size differs from the published one.
+        ConfigError: a size differs from the published size in `expected`.
     """
     wrong = []
 
@@ -331,6 +337,7 @@ def check(text: SentenceText, expected: _DataSet | None) -> None:
     print(markdown_table(["part", "sentences", "words", "predictions"], rows))
     if wrong:
         raise ConfigError(
-            f"the corpus differs from the published one: {'; '.join(wrong)}; unpack it again, "
-            'or prepare it with the name "text"'
+            f"the corpus must have its published sizes: {'; '.join(wrong)}; unpack the archive "
+            "again. "
+            "For a corpus of your own, use `scripts/prepare_data.py text --from PATH`"
         )

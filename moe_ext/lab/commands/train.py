@@ -9,17 +9,19 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 scripts/train.py CONFIG timeout=60
 
 Under torchrun, the ranks share the experts and the rows of each batch. A run can continue with
-another number of ranks. If a rank dies, torchrun ends the others. With --max-restarts, it then
-restarts all ranks from the last checkpoint. A hanging rank is detected after `timeout` seconds.
+another number of ranks. If a rank dies, torchrun ends the others. With --max-restarts, torchrun
+then restarts all ranks from the last checkpoint. A hanging rank is detected after `timeout`
+seconds.
 
 The options are dotted keys of moe_ext/lab/training/config.py and of the model classes in
 moe_ext/lab/models. The config.toml of a run lists all of them. The run's folder is output=FOLDER
-(default: runs/NAME for NAME.toml). It gets checkpoints, metrics.jsonl and TensorBoard events; view
-them with `tensorboard --logdir runs`.
+(default: runs/NAME for NAME.toml). The run writes checkpoints, metrics.jsonl and TensorBoard events
+to this folder. View the events with `tensorboard --logdir runs`.
 
-Ctrl-C or SIGTERM saves after the current step. The script then prints how to continue and ends with
-status 0. A second Ctrl-C ends it at once with status 130 and keeps the last checkpoint. Status 1:
-training diverged. Status 2: an option, file or folder is invalid; stderr says which.
+Ctrl-C or SIGTERM saves a checkpoint after the current step. The script then prints how to continue
+and ends with status 0. A second Ctrl-C ends the script at once with status 130 and keeps the last
+checkpoint. Status 1: training diverged. Status 2: an option, file or folder is invalid; stderr says
+which.
 """
 
 from collections.abc import Sequence

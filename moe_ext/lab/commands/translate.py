@@ -6,10 +6,10 @@
     python scripts/translate.py runs/en-fr news.en --n-best 5
     python scripts/translate.py runs/en-fr news.en --attention attention.pdf
 
-Reads files (.gz and .xz too) or stdin, and writes one line to stdout for each line. Input from a
-terminal is translated line by line. Other input is sorted by length, thousands of lines at a time,
-and translated in batches. An empty line stays empty. A line is cut after --max-pieces wordpieces;
-stderr reports the number of cut lines and the speed.
+Reads files (.gz and .xz too) or stdin, and writes one translation to stdout for each line. Input
+from a terminal is translated line by line. Other input is sorted by length, thousands of lines at a
+time, and translated in batches. An empty line stays empty. A line is cut after --max-pieces
+wordpieces; stderr reports the number of cut lines and the speed.
 
 --n-best prints several translations for each line, best first, in the format of Moses:
 
@@ -76,7 +76,7 @@ def _read_lines(file: str) -> Iterator[str]:
 
 
 def as_text(number: int, translations: Sequence[Translation], n_best: int) -> str:
-    """Formats the translations of one line, one line for each of the n best."""
+    """Formats the `n_best` translations of the input line `number`, with one line for each."""
     if n_best == 1:
         return translations[0].text
     return "\n".join(
@@ -86,13 +86,13 @@ def as_text(number: int, translations: Sequence[Translation], n_best: int) -> st
 
 
 def _output_file(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Opens a file that replaces the old one only when it is complete.
+    """Opens a file for writing; a file of this name is replaced only by the complete new file.
 
     Raises:
-        ConfigError: its folder does not exist.
+        ConfigError: the folder of `path` does not exist.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} must be in an existing folder, got {path.parent}")
+        raise ConfigError(f"{path} must be in an existing folder, but {path.parent} does not exist")
     return atomic_file(path)
 
 
@@ -120,9 +120,9 @@ def attention_plot(translation: Translation) -> "Figure":
 
 @contextmanager
 def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
-    """Returns a function that plots a translation into a file.
+    """Yields a function that plots a translation into the file `path`.
 
-    A .pdf gets the plots of all translations, a .png the first one.
+    A .pdf gets the plots of all translations, a .png the plot of the first translation.
 
     Raises:
         ConfigError: matplotlib is missing, or no translation has text.
@@ -161,7 +161,7 @@ def attention_file(path: Path) -> Iterator[Callable[[Translation], None]]:
 
 
 def _plot_file(text: str) -> Path:
-    """Parses the path of a .png or .pdf file; an argparse type."""
+    """Parses `text` as the path of a .png or .pdf file, as an argparse type."""
     path = Path(text)
     if path.suffix.lower() not in (".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(references) != len(lines) or not lines:
             raise ConfigError(
                 f"--reference: {options.reference} must have as many lines as the text, at least "
-                f"one, got {len(references):,} and {len(lines):,}"
+                f"one, got {len(references):,} lines for a text of {len(lines):,}"
             )
     elif _STDIN not in files:
         lines = list(lines)

@@ -1,11 +1,11 @@
 """Batches of whole sentences of similar length (App. C.1).
 
-A sentence w1..wn gives n + 1 predictions; the last one predicts its end::
+A sentence w1..wn gives n + 1 predictions; the last prediction is the end of the sentence::
 
     inputs   </s>  w1  w2 ... wn
     targets  w1    w2  ... wn </s>
 
-``</s>`` is also the input before the first word. Nothing else is predicted or counted.
+``</s>`` is also the input before the first word. Padding is neither predicted nor counted.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from moe_ext.lab.data.workers import in_workers
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B sentences, padded to the S predictions of the longest.
+    """A batch of B sentences, padded to the S predictions of the longest sentence.
 
     Attributes:
         inputs: [B, S] int64, word ids.
         targets: [B, S] int64, word ids.
-        mask: [B, S] bool, True at predictions that count. At padding, both ids are ``</s>``.
+        mask: [B, S] bool, False at padding, where inputs and targets are ``</s>``.
         sentence_index: [B] int64, index of each row's sentence in the text.
     """
 
@@ -40,11 +40,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions that count; synchronizes with the device of the mask."""
+        """The number of predictions without padding; synchronizes with the device of the mask."""
         return int(self.mask.sum())
 
     def part(self, index: int, number: int) -> Self:
-        """Returns the rows of rank `index` of `number` ranks: contiguous, possibly empty."""
+        """Returns the contiguous rows of rank `index` of `number` ranks; there may be no rows."""
 
         def block(tensor: Tensor) -> Tensor:
             rows = blocks(range(len(tensor)), number)[index]
@@ -53,7 +53,7 @@ class Batch:
         return self._map(block)
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns the batch on another device."""
+        """Returns the batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -64,7 +64,7 @@ B = TypeVar("B", bound=Batch)
 
 
 class SortedBatches(Generic[B]):
-    """Cuts rows that are sorted by length into batches; base of SentenceBatches and PairBatches.
+    """Splits rows, sorted by length, into batches; base of SentenceBatches and PairBatches.
 
     Args:
         batch_end: [batches] int64, number of sorted rows up to the end of each batch.
@@ -87,11 +87,16 @@ class SortedBatches(Generic[B]):
         Args:
             epoch: the number of completed epochs.
             start: the number of batches to skip.
-            num_workers: number of worker processes; each makes two batches ahead of their use. 0
-                makes the batches in this process.
+            num_workers: number of worker processes; each prepares two batches in advance. 0 makes
+                the batches in the calling process.
         """
         name = f"{type(self).__name__}.epoch: start"
-        require(0 <= start <= self.num_batches, name, f"be in [0, {self.num_batches}]", start)
+        require(
+            0 <= start <= self.num_batches,
+            name,
+            f"be in [0, num_batches = {self.num_batches}]",
+            start,
+        )
         return in_workers(self._batch, self._rows_of_batches(epoch, start), num_workers)
 
     def _rows_of_batches(self, epoch: int, start: int) -> Iterator[list[int]]:
@@ -106,41 +111,41 @@ class SortedBatches(Generic[B]):
             yield rows[begin : int(self._batch_end[index])].tolist()
 
     def _sorted_rows(self, generator: torch.Generator | None) -> Tensor:
-        """Sorts the rows of an epoch by length; the generator orders rows of equal length."""
-        raise NotImplementedError
+        """Sorts the rows of an epoch by length; generator shuffles rows of similar length."""
+        raise NotImplementedError(f"{type(self).__name__} must implement _sorted_rows(generator)")
 
     def _batch(self, batch_rows: list[int]) -> B:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement _batch(batch_rows)")
 
 
 class SentenceBatches(SortedBatches[Batch]):
-    """Cuts sentences, sorted by length, into batches of about `tokens_per_batch` predictions.
+    """Groups sentences of similar length into batches of about `tokens_per_batch` predictions.
 
-    A batch holds sentences of nearly equal length, so it has little padding. An epoch has each
-    sentence exactly once, and all epochs have the same number of batches.
+    Sentences in a batch have nearly equal lengths, so a batch has little padding. An epoch contains
+    each sentence exactly once, and all epochs have the same number of batches.
 
-    This object needs memory in addition to the sentences. It needs 4 bytes per sentence (16 per row
-    with max_length), 4 more during an epoch, and 32 while an epoch is shuffled. For the 30,301,028
-    sentences of the 1-billion-word benchmark, this is 230 MiB during an epoch. It is 920 MiB for
-    the few seconds of a shuffle.
+    The object needs 4 bytes of memory per sentence in addition to the sentences, or 16 bytes per
+    row with max_length. An epoch needs 4 more bytes per row. A shuffle needs 32 bytes per row. For
+    the 30,301,028 sentences of the 1-billion-word benchmark, the object needs 230 MiB during an
+    epoch. For the few seconds of a shuffle, it needs 920 MiB.
 
     Args:
-        sentences: from `encode_sentences` or `encode_to_files`.
+        sentences: the sentences, from `encode_sentences` or `encode_to_files`.
         tokens_per_batch: approximate number of predictions in a batch.
         max_length: maximum number of predictions in a row, to bound the memory of training. A
-            longer sentence is cut into rows. Each row starts from a zero state, with the previous
-            word as first input. All words are still predicted once, but some with less context.
-            Leave it None in evaluation.
+            longer sentence is split into several rows. Each row starts from a zero state, with the
+            previous word as first input. All words are still predicted once, but some with less
+            context. Leave max_length None in evaluation.
         shuffle: whether each epoch reshuffles the sentences of equal length and the order of the
-            batches. Both depend only on seed and epoch; torch's global generator is not used. If
-            False, batches go from short to long sentences.
+            batches. The result depends only on seed and epoch; torch's global generator is not
+            used. If False, batches go from short to long sentences.
         seed: seed of the shuffle.
 
     Attributes:
         num_sentences: number of sentences in an epoch.
         num_tokens: number of predictions in an epoch, ends of sentences included.
         num_batches: number of batches in every epoch.
-        padding_share: padded positions as a share of all positions of an epoch.
+        padding_share: fraction of the positions of an epoch that are padding.
 
     Raises:
         ValueError: an argument is out of range, or there is no sentence.
@@ -164,7 +169,7 @@ class SentenceBatches(SortedBatches[Batch]):
         self._sentences = sentences
 
         # Row r has the inputs stream[row_start[r] : row_start[r] + row_length[r]]. It is a sentence
-        # or, with max_length, a piece of sentence row_sentence[r].
+        # or, with max_length, a part of sentence row_sentence[r].
         self._row_length = sentences.lengths.int()
         self._row_start: Tensor | None = None
         self._row_sentence: Tensor | None = None
@@ -202,9 +207,10 @@ class SentenceBatches(SortedBatches[Batch]):
 
 
 def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
-    """Cuts sorted rows into batches with equal shares of all tokens, so the last is not smaller.
+    """Splits sorted rows into batches of nearly equal numbers of tokens, the last batch included.
 
-    A row belongs to the share of its first token. A long row may span several shares.
+    The tokens of all rows are split into intervals of equal size, one for each batch. A row belongs
+    to the interval of its first token. A long row may span several intervals.
 
     Args:
         num_rows: [runs] int64, number of rows in each run of rows of equal length.
@@ -230,11 +236,11 @@ def shares(num_rows: Tensor, length: Tensor, tokens_per_batch: int) -> Tensor:
 def side_by_side(
     sentences: EncodedSentences, starts: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers rows of a stream into padded inputs, targets and mask, [rows, longest] each.
+    """Gathers rows of sentences into padded inputs, targets and mask, [rows, longest] each.
 
     Args:
-        sentences: the sentences with the stream.
-        starts: [rows], index in the stream of each row's first input.
+        sentences: the encoded sentences.
+        starts: [rows], index in ``sentences.stream`` of each row's first input.
         lengths: [rows], number of predictions of each row.
     """
     positions = torch.arange(int(lengths.max()), device="cpu")
@@ -246,7 +252,7 @@ def side_by_side(
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Returns the generator of an epoch's shuffle; it depends only on seed and epoch."""
+    """Returns the random generator of an epoch's shuffle, seeded with seed and epoch only."""
     return torch.Generator("cpu").manual_seed(mixed_seed(seed, epoch))
 
 
@@ -262,7 +268,7 @@ def _index_type(size: int) -> torch.dtype:
 
 
 def drawn_order(size: int, generator: torch.Generator | None) -> Tensor:
-    """Returns a random permutation of [0, size), or [0, size) in order without a generator."""
+    """Returns a random permutation of [0, size), or [0, size) in order if generator is None."""
     if generator is None:
         return arange(size)
     return torch.randperm(size, generator=generator, dtype=_index_type(size), device="cpu")

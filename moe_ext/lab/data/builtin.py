@@ -35,11 +35,12 @@ _MIN_WORDS, _MAX_WORDS = 4, 80
 
 
 def builtin_sentences() -> list[str]:
-    """Returns the distinct sentences, with spaces between words, in an order fixed per version.
+    """Returns the distinct sentences of the built-in corpus, with spaces between words.
 
-    The first call takes about 20 seconds. It caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or
-    ``~/.cache/moe_ext``. The name of the cache file depends on the versions of Python and torch,
-    the source files and this code. If the folder is not writable, each call makes the sentences.
+    Their order is fixed for a version of Python and torch. The first call takes about 20 seconds
+    and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or ``~/.cache/moe_ext``. The name of the
+    cache file depends on the versions of Python and torch, the source files and this code. If the
+    cache folder is not writable, each call parses the sources.
     """
     files = source_files()
     cached = _cache_folder() / f"builtin-{_key(files)}.txt"
@@ -95,8 +96,8 @@ def _sentences_of(file: Path) -> Iterator[str]:
 def _distinct(sentences: Iterable[str]) -> Iterator[str]:
     """Drops sentences whose letters equal those of an earlier sentence.
 
-    Documentation repeats sentences with a different number or mark ("2D", "3D"). Comparing letters
-    only keeps such near-duplicates of training sentences out of the test part.
+    Documentation repeats sentences with a different number or mark ("2D", "3D"). The comparison of
+    letters keeps such near-duplicates of training sentences out of the test part.
     """
     seen = set()
     for sentence in sentences:
@@ -107,7 +108,7 @@ def _distinct(sentences: Iterable[str]) -> Iterator[str]:
 
 
 def _documentation(file: Path) -> Iterator[str]:
-    """Yields the docstrings of a source file, or its long literals if these are documentation."""
+    """Yields the docstrings of a source file, or long string literals that are documentation."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the sources contain invalid escapes
@@ -151,7 +152,8 @@ def _paragraphs(text: str) -> Iterator[str]:
     """Yields the paragraphs of running text, without code, examples, tables and headings.
 
     A paragraph ends at a blank line, a list item, a described argument or a smaller indentation. A
-    literal block follows a directive or a line that ends in "::", and is indented more deeply.
+    literal block follows a directive or a line that ends in "::", and is indented more deeply than
+    that line.
     """
     lines: list[str] = []
     indent = 0  # of the first line of the paragraph

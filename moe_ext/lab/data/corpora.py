@@ -24,16 +24,16 @@ class CorpusError(ValueError):
 
 
 class Shard(Iterable[list[str]]):
-    """Reads some sentences of a corpus; a small object that can be pickled to workers."""
+    """Iterates over a part of the sentences of a corpus; can be pickled to worker processes."""
 
     def fingerprint(self) -> str:
-        """Returns a string that changes when the text changes."""
-        raise NotImplementedError
+        """Returns a string that changes when the text of the shard changes."""
+        raise NotImplementedError(f"{type(self).__name__} must implement fingerprint()")
 
 
 @dataclass(frozen=True)
 class _Lines(Shard):
-    """Sentences in memory."""
+    """A shard of sentences in memory."""
 
     lines: Sequence[str]
 
@@ -85,11 +85,11 @@ class _Placed(Shard):
 
 @dataclass(frozen=True)
 class Sentences(Shard):
-    """Sentences as lists of words; each iteration reads them from their source again.
+    """Iterates over sentences as lists of words; each iteration reads the text again.
 
     Attributes:
         shards: the shards in order.
-        limit: the maximum number of sentences; None reads all.
+        limit: the maximum number of sentences; None reads all sentences.
     """
 
     shards: tuple[Shard, ...]
@@ -103,7 +103,7 @@ class Sentences(Shard):
 
     @property
     def pieces(self) -> tuple[Shard, ...]:
-        """Parts that workers can read independently; in order, they give all sentences."""
+        """The shards that workers can read independently; in order, they give all sentences."""
         return self.shards if self.limit is None else (self,)
 
     def fingerprint(self) -> str:
@@ -118,7 +118,7 @@ class Corpus:
         train: the training sentences.
         dev: the development sentences.
         test: the test sentences.
-        all: every sentence once.
+        all: the sentences of all three parts.
     """
 
     train: Sentences
@@ -137,9 +137,8 @@ def load_corpus(
 ) -> Corpus:
     """Opens a corpus of one sentence per line, with spaces between words, in UTF-8.
 
-    Blank lines are skipped and the order of lines is kept. Text is read when it is iterated over. A
-    line that is not UTF-8 raises an error: guessing the encoding could silently change the
-    vocabulary.
+    Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
+    that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
 
     ``name_or_path`` is one of:
 
@@ -148,32 +147,34 @@ def load_corpus(
       training part, heldout shard 1 is dev and heldout shard 0 is test.
     - A folder of WikiText, with ``wiki.train.tokens``, ``wiki.valid.tokens`` and
       ``wiki.test.tokens``. A paragraph or heading is one sentence; ``<unk>`` and ``@-@`` are
-      ordinary words. Most published perplexities are not comparable: they also predict an end for
-      each blank line and carry the state from line to line.
+      ordinary words. Most published perplexities are not comparable: their models also predict an
+      end for each blank line and carry the state from line to line.
     - A folder with ``train.txt``, ``dev.txt`` (or ``valid.txt``) and ``test.txt``.
     - The prefix ``NAME`` of ``NAME.train.txt``, ``NAME.dev.txt`` (or ``valid``) and
       ``NAME.test.txt``.
-    - A text file or a folder of text files. A hash of each sentence decides its part. The part is
-      the same on every machine and does not change when text is added.
+    - A text file or a folder of text files. A hash of each sentence decides whether the sentence is
+      in train, dev or test. The part is the same on every machine and does not change when text is
+      added.
 
     Each ``.txt`` file may be compressed as ``.txt.gz`` or ``.txt.xz``. A folder ``train`` of such
-    files may replace ``train.txt``; the same applies to the other parts.
+    files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
 
     Args:
-        name_or_path: see above.
+        name_or_path: "builtin", or a path from the list above.
         parts: the attributes of the corpus that must contain at least one sentence.
-        max_train_sentences: limits the training part to its first sentences; None is no limit. It
-            does not limit ``Corpus.all``.
-        dev_share: share of sentences in the dev part if a hash decides the parts.
-        test_share: share of sentences in the test part if a hash decides the parts.
+        max_train_sentences: maximum number of training sentences, from the beginning; None is no
+            limit. ``Corpus.all`` is not limited.
+        dev_share: fraction of the sentences in the dev part, if a hash decides the parts.
+        test_share: fraction of the sentences in the test part, if a hash decides the parts.
 
     Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
+        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
+            CorpusError.
         ValueError: another argument is out of range.
     """
     require_at_least(1, "load_corpus", max_train_sentences=max_train_sentences)
     some = not isinstance(parts, str) and set(parts) <= {*PARTS_AND_ALL}
-    rule = f"be some of {', '.join(PARTS_AND_ALL)} in a sequence"
+    rule = f"be a sequence of names out of {', '.join(PARTS_AND_ALL)}"
     require(some, "load_corpus: parts", rule, parts)
     require(
         min(dev_share, test_share) > 0 and dev_share + test_share < 1,
@@ -182,7 +183,7 @@ def load_corpus(
         (dev_share, test_share),
     )
     if not str(name_or_path):
-        raise CorpusError("the corpus must be a name or path, got ''")
+        raise CorpusError("load_corpus: name_or_path must be 'builtin' or a path, got ''")
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
         from moe_ext.lab.data.builtin import builtin_sentences
@@ -220,7 +221,7 @@ def load_corpus(
                 raise CorpusError(f"{path} must hold at least one sentence, got none")
             raise CorpusError(
                 f"the {part} part of {path} must hold at least one sentence, got none; "
-                "give a longer text, a larger share, or a separate file for each part"
+                "give a longer text, a larger dev_share or test_share, or one file for each part"
             )
     if max_train_sentences is not None:
         corpus = replace(corpus, train=replace(corpus.train, limit=max_train_sentences))
@@ -275,7 +276,7 @@ def _given_parts(path: Path, separator: str) -> Corpus:
         part = next((part for part in found if part), None)
         if part is None:
             raise CorpusError(
-                f"{path}{separator}{names[0]}.txt is missing, but there is a training text; "
+                f"{path}{separator}{names[0]}.txt is missing, but the corpus has a training text; "
                 "add the file (.txt, .txt.gz or .txt.xz) or a folder of such files"
             )
         files.append(part)
@@ -321,7 +322,7 @@ def _variant(stem: Path) -> list[Path]:
 def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
     """Yields the sentences of the lines that begin in the byte range [begin, end)."""
     first = begin  # the byte at which the first of these lines begins
-    number = 0  # the number of the current line, counted from there
+    number = 0  # the number of the current line, counted from byte `first`
 
     def line_number() -> int:
         with open_plain(file) as start:

@@ -27,8 +27,8 @@ _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
 class EncodedSentences:
     """Stores sentences as ids in two tensors: 4 bytes per word and 12 bytes per sentence.
 
-    The inputs of a sentence are a slice of the stream. Its targets are the same slice, shifted by
-    one.
+    The inputs of a sentence are a slice of ``stream``. The targets of the sentence are the same
+    slice, shifted by one.
 
     Args:
         sentences: the word ids of each sentence, without ``</s>``; read once, in order.
@@ -53,16 +53,16 @@ class EncodedSentences:
 
     @classmethod
     def of_tensors(cls, stream: Tensor, starts: Tensor, eos_id: int) -> Self:
-        """Wraps the two tensors without copying them."""
+        """Creates EncodedSentences from stream, starts and eos_id, without copying the tensors."""
         self = cls.__new__(cls)
         self.stream, self.starts, self.eos_id, self._folder = stream, starts, eos_id, None
         return self
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Maps the files written by `encode_to_files` into memory.
+        """Maps the files that `encode_to_files` has written to a folder into memory.
 
-        The operating system reads the used parts on demand and caches them in free memory.
+        The operating system reads the used pages on demand and caches them in free memory.
 
         Raises:
             CorpusError: a file is missing or has the wrong size.
@@ -77,8 +77,8 @@ class EncodedSentences:
             found = {name: (folder / name).stat().st_size for name in sizes}
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded sentences, got {error}; delete it, so that the text "
-                "is encoded again"
+                f"{folder} must hold encoded sentences, got {error}; delete the folder, so that "
+                "the text is encoded again"
             ) from error
         for name, size in sizes.items():
             if found[name] != size:
@@ -100,7 +100,7 @@ class EncodedSentences:
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions (words plus one end per sentence)."""
+        """The number of predictions: all words, plus one ``</s>`` for each sentence."""
         return len(self.stream) - 1
 
     @property
@@ -114,7 +114,7 @@ class EncodedSentences:
     def fingerprint(self) -> str:
         """Returns the SHA-256 (hex) of the number of sentences, the number of ids, and the ids.
 
-        From more than 4,194,304 ids, it hashes only 1,024 evenly spaced blocks of 4,096 ids.
+        Of more than 4,194,304 ids, only 1,024 evenly spaced blocks of 4,096 ids are hashed.
         """
         place, places = 4096, 1024
         found = hashlib.sha256(f"{len(self)} {self.num_tokens}".encode())
@@ -133,7 +133,7 @@ class EncodedSentences:
         return self.of_tensors(self.stream[: int(starts[-1]) + 1], starts, self.eos_id)
 
     def __getitem__(self, index: int) -> list[int]:
-        """Returns the word ids of one sentence, without ``</s>``."""
+        """Returns the word ids of sentence `index`, without ``</s>``."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"EncodedSentences: index must be in [0, {len(self)}), got {index}")
         index %= len(self)
@@ -157,18 +157,19 @@ def encode_to_files(
 ) -> EncodedSentences:
     """Encodes sentences into files and maps the files into memory.
 
-    The files are written atomically and reused for the same text and vocabulary. A change of name,
-    size or time of a text file makes new ones; the old ones stay until you delete them. If
-    concurrent runs need the same files, the first run writes them and the others wait.
+    The files are written atomically and reused for the same text and vocabulary. If the name, size
+    or modification time of a text file changes, new files are written. The old files stay until you
+    delete them. If concurrent runs need the same files, the first run writes them and the others
+    wait.
 
-    Each worker holds one piece of the text in memory: 16 MiB of a file, or a whole compressed file.
+    Each worker holds 16 MiB of a text file in memory, or a whole compressed file.
 
     Args:
         sentences: a part of a corpus.
-        vocabulary: the vocabulary of the ids.
-        folder: the folder of all encoded texts; created if it does not exist.
-        name: name of the part; the files are in a subfolder whose name begins with it.
-        num_workers: number of worker processes that read and encode; 0 uses this process.
+        vocabulary: the vocabulary that maps words to ids.
+        folder: the parent folder of all encoded texts; created if missing.
+        name: name of the part; the files are in a subfolder whose name begins with `name`.
+        num_workers: number of worker processes that read and encode; 0 uses the calling process.
 
     Raises:
         CorpusError: the text cannot be read, contains ``</s>``, or changes while it is read.
@@ -190,8 +191,8 @@ def made_once(
         folder: the parent folder.
         name: name of the subfolder; a hash of recipe and text is appended.
         recipe: everything except the text that determines the contents of the files.
-        text: returns the fingerprint of the text.
-        make: reads the text and writes the files into a given empty folder.
+        text: function that returns the fingerprint of the text.
+        make: function that reads the text and writes the files to a given empty folder.
 
     Returns:
         The path of the subfolder.
@@ -221,12 +222,12 @@ def made_once(
 
 
 class SentencesWriter:
-    """Writes the files for `EncodedSentences.open` piece by piece.
+    """Writes the files for `EncodedSentences.open`, one block of sentences at a time.
 
     Args:
         folder: an existing folder for the files.
         eos_id: the id of ``</s>``.
-        about: further entries of about.json.
+        about: additional entries of the file about.json.
     """
 
     def __init__(self, folder: Path, eos_id: int, **about: Any) -> None:
@@ -237,7 +238,7 @@ class SentencesWriter:
         array("q", [0]).tofile(self._starts)
 
     def write(self, stream: array, starts: array) -> None:
-        """Appends the sentences of a piece, from `flatten`."""
+        """Appends a block of sentences; ``flatten`` makes stream and starts."""
         torch.frombuffer(starts, dtype=torch.int64).add_(self._about["num_tokens"])
         self._stream.write(memoryview(stream)[1:])
         self._starts.write(memoryview(starts)[1:])
@@ -281,7 +282,7 @@ def _encode_piece(vocabulary: Vocabulary, piece: Shard) -> tuple[array, array]:
 
 
 def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:
-    """Makes `stream` and `starts` of `EncodedSentences`."""
+    """Makes ``stream`` and ``starts`` of `EncodedSentences` from sentences of ids."""
     stream = array("i", [eos_id])
     starts = array("q", [0])
     for ids in sentences:

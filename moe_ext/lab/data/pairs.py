@@ -48,21 +48,24 @@ _ABOUT = "about.json"
 
 
 class EncodedPairs:
-    """Stores N sentence pairs as ids, of one or several language pairs.
+    """Stores N sentence pairs of one or several language pairs as ids.
+
+    The arguments are also attributes.
 
     Args:
         source: the N source sentences.
-        target: the N target sentences, with the same ``</s>``.
-        pair: [N] int64, index of each sentence pair's language pair; None if there is only one.
+        target: the N target sentences, with the same id of ``</s>`` as source.
+        pair: [N] int64, index of each sentence pair's language pair; None if there is only one
+            language pair.
         names: names of the language pairs, such as "en-fr".
         counts: counts of lines for each language pair, from `ParallelText.read`.
 
     Attributes:
-        source, target, pair, names, counts: see the arguments.
         eos_id: the id of ``</s>``.
 
     Raises:
-        ValueError: the arguments do not fit together.
+        ValueError: the numbers of rows differ, the ids of ``</s>`` differ, or pair has an element
+            outside [0, len(names)).
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class EncodedPairs:
         require(
             number == 0 or 0 <= int(pair.min()) <= int(pair.max()) < len(names),
             "EncodedPairs: pair",
-            f"be in [0, {len(names)}), the number of names",
+            f"be in [0, len(names) = {len(names)})",
             pair,
         )
         self.source = source
@@ -113,28 +116,28 @@ class EncodedPairs:
             names = about["names"]
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded pairs, got {error}; delete it, so that the text is "
-                "encoded again"
+                f"{folder} must hold encoded pairs, got {error}; delete the folder to encode "
+                "the text again"
             ) from error
         return cls(source, target, _pair_index(counts), names, counts)
 
     @property
     def num_tokens(self) -> int:
-        """The number of predictions (target pieces plus one end per sentence)."""
+        """The number of predictions: target wordpieces, plus one ``</s>`` for each sentence."""
         return self.target.num_tokens
 
     @property
     def lengths(self) -> Tensor:
-        """The number of predictions of each pair, [N] int64."""
+        """The number of predictions of each sentence pair, [N] int64."""
         return self.target.lengths
 
     @property
     def num_source_tokens(self) -> int:
-        """The number of source tokens (pieces, target tokens and one end per sentence)."""
+        """The number of source tokens: wordpieces, ``<2xx>``, and one ``</s>`` per sentence."""
         return self.source.num_tokens
 
     def first(self, number: int) -> "EncodedPairs":
-        """Returns the first `number` sentence pairs of each language pair, or all if fewer."""
+        """Returns at most the first `number` sentence pairs of each language pair."""
         rows = [(self.pair == index).nonzero()[:number, 0] for index in range(len(self.names))]
         kept = torch.cat(rows)
         source, target = (
@@ -161,7 +164,7 @@ class EncodedPairs:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
-        """Returns the ids of one source and of its target, without ``</s>``."""
+        """Returns the ids of source and target of pair `index`, without ``</s>``."""
         return self.source[index], self.target[index]
 
 
@@ -182,14 +185,15 @@ def encode_pairs(
         texts: one text for each language pair; read once, in order.
         wordpieces: the wordpieces of all languages.
         target_tokens: whether to begin each source with the token ``<2xx>`` of its target language.
-        max_pieces: maximum number of pieces of each side, without ``<2xx>`` and ``</s>``; longer
-            pairs are skipped. None is no limit.
-        max_ratio: maximum ratio of the pieces of the longer side to the pieces of the shorter
-            side. None is no limit.
-        folder: folder of memory-mapped files for the ids. They are written once and reused for the
-            same text, wordpieces and options; see `encode_to_files`. None keeps the ids in memory.
-        name: the files are in a subfolder whose name begins with it.
-        num_workers: number of worker processes that encode; 0 uses this process.
+        max_pieces: maximum number of wordpieces of each side, without ``<2xx>`` and ``</s>``;
+            longer pairs are skipped. None is no limit.
+        max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
+            shorter side; other pairs are skipped. None is no limit.
+        folder: folder of memory-mapped files for the ids. The files are written once and reused for
+            the same text, wordpieces and options; see `encode_to_files`. None keeps the ids in
+            memory.
+        name: the files are in a subfolder whose name begins with `name`.
+        num_workers: number of worker processes that encode; 0 uses the calling process.
 
     Raises:
         CorpusError: the text cannot be read, or changes while it is read.
@@ -200,7 +204,7 @@ def encode_pairs(
     names = [f"{text.source}-{text.target}" for text in texts]
     require(len(names) >= 1, "encode_pairs: texts", "contain at least one text", names)
     require(
-        len(set(names)) == len(names), "encode_pairs: texts", "be of distinct language pairs", names
+        len(set(names)) == len(names), "encode_pairs: texts", "have distinct language pairs", names
     )
     require_at_least(1, "encode_pairs", max_pieces=max_pieces, max_ratio=max_ratio)
     if target_tokens:
@@ -312,7 +316,7 @@ def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
 
 
 def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:
-    """Makes the index of each sentence pair's language pair; pairs are in order of language."""
+    """Returns each sentence pair's index of its language pair; one language pair after another."""
     sizes = torch.tensor([count[KEPT] for count in counts], device="cpu")
     return torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
 
@@ -322,10 +326,12 @@ class PairBatch(Batch):
     """A batch of B sentence pairs, padded to S source tokens and T predictions.
 
     Attributes:
-        inputs, targets, mask: [B, T], for the target sentences; see `Batch`.
-        sentence_index: [B] int64, index of each row's pair in the text.
-        source: [B, S] int64, ids, ending with ``</s>``.
-        source_mask: [B, S] bool, True at source tokens. At padding, the id is ``</s>``.
+        inputs: [B, T] int64, ids before the predictions of the target sentences.
+        targets: [B, T] int64, predicted ids of the target sentences.
+        mask: [B, T] bool, False at padding of the target sentences.
+        sentence_index: [B] int64, index of each row's sentence pair in the text.
+        source: [B, S] int64, source ids, ending with ``</s>``; padded with ``</s>``.
+        source_mask: [B, S] bool, False at padding of the source sentences.
     """
 
     source: Tensor
@@ -333,33 +339,34 @@ class PairBatch(Batch):
 
     @property
     def num_source_tokens(self) -> int:
-        """The number of source tokens; synchronizes with the device of the mask."""
+        """The number of source tokens without padding; synchronizes with the device."""
         return int(self.source_mask.sum())
 
 
 class PairBatches(SortedBatches[PairBatch]):
-    """Cuts pairs into batches of about `tokens_per_batch` source tokens plus predictions.
+    """Groups pairs of similar lengths into batches of about `tokens_per_batch` tokens.
 
     To limit padding on both sides, the pairs are sorted into narrow bands by the length of the
-    longer side. Within a band, they are sorted by the length of the source. An epoch has each pair
-    exactly once, unless `oversample` is True.
+    longer side. Within a band, they are sorted by the length of the source. An epoch contains each
+    pair exactly once, unless `oversample` is True.
 
-    This object needs memory in addition to the pairs. It needs about 20 bytes per pair, and 100
-    bytes for the few seconds of a shuffle. For the 36 million pairs of WMT'14 English to French,
-    a shuffle needs 3.6 GB.
+    The object needs about 20 bytes of memory per pair in addition to the pairs, and 100 bytes
+    during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French, a
+    shuffle needs 3.6 GB.
 
     Args:
-        pairs: from `encode_pairs`.
+        pairs: the sentence pairs, from `encode_pairs`.
         tokens_per_batch: approximate number of source tokens plus predictions in a batch, without
             padding.
-        max_length: skips pairs with more source tokens or more predictions, to bound the memory of
-            training. Leave it None in evaluation.
+        max_length: maximum number of source tokens and of predictions of a pair, to bound the
+            memory of training. Longer pairs are skipped. Leave max_length None in evaluation.
         oversample: whether each language pair has as many sentence pairs in an epoch as the largest
-            (Johnson et al., 2016). All pairs of a language pair are repeated equally often; a new
-            random choice in each epoch fills the rest. If False, an epoch has each pair once.
+            language pair (Johnson et al., 2016). All pairs of a language pair are repeated equally
+            often; a new random sample in each epoch fills the remainder. If False, an epoch
+            contains each pair once.
         shuffle: whether each epoch reshuffles the pairs of similar length and the order of the
-            batches. Both depend only on seed and epoch; torch's global generator is not used. If
-            False, batches go from short to long pairs.
+            batches. The result depends only on seed and epoch; torch's global generator is not
+            used. If False, batches go from short to long pairs.
         seed: seed of the shuffle.
 
     Attributes:
@@ -368,7 +375,7 @@ class PairBatches(SortedBatches[PairBatch]):
         num_source_tokens: number of source tokens in an epoch; with oversample, in epoch 0.
         num_left_out: number of pairs skipped by max_length.
         num_batches: number of batches in every epoch.
-        padding_share: padded positions as a share of all positions of both sides, in epoch 0.
+        padding_share: fraction of the positions of both sides that are padding, in epoch 0.
 
     Raises:
         ValueError: an argument is out of range, or there is no pair.
@@ -396,7 +403,8 @@ class PairBatches(SortedBatches[PairBatch]):
         require(
             len(rows) >= 1,
             "PairBatches: pairs",
-            "hold at least one pair" + (f" of at most {max_length} tokens" if max_length else ""),
+            "hold at least one pair"
+            + (f" of at most {max_length} tokens per side" if max_length else ""),
             len(rows),
         )
         groups = [rows]
@@ -431,7 +439,7 @@ class PairBatches(SortedBatches[PairBatch]):
         self.padding_share = 1 - num_tokens / int((rows_per_batch * sum(longest)).sum())
 
     def _drawn_rows(self, generator: torch.Generator | None) -> Tensor:
-        """Returns the rows of an epoch in random order, or in order without a generator."""
+        """Returns the rows of an epoch in random order, or in order if generator is None."""
         largest = max(map(len, self._groups))
         drawn = []
         for rows in self._groups:
@@ -469,7 +477,7 @@ class PairBatches(SortedBatches[PairBatch]):
 def batches_of(
     text: EncodedSentences | EncodedPairs, *, tokens_per_batch: int, shuffle: bool
 ) -> SentenceBatches | PairBatches:
-    """Makes `PairBatches` or `SentenceBatches` of a text."""
+    """Creates `PairBatches` for pairs, or `SentenceBatches` for sentences."""
     if isinstance(text, EncodedPairs):
         return PairBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)
     return SentenceBatches(text, tokens_per_batch=tokens_per_batch, shuffle=shuffle)

@@ -51,14 +51,15 @@ class LengthFilter:
 
     Attributes:
         max_length: maximum length of each side; None is no limit.
-        max_ratio: maximum ratio of the longer to the shorter side; None is no limit.
+        max_ratio: maximum ratio of the length of the longer side to the length of the shorter side;
+            None is no limit.
     """
 
     max_length: int | None = None
     max_ratio: float | None = None
 
     def reason(self, source: int, target: int) -> str | None:
-        """Returns why a pair of these lengths is skipped, or None if it is kept."""
+        """Returns why a pair of lengths source and target is skipped; None if the pair is kept."""
         shorter, longer = sorted((source, target))
         if self.max_length is not None and longer > self.max_length:
             return _TOO_LONG
@@ -74,7 +75,7 @@ class AlignedFiles:
     Attributes:
         source: the file of the source language; may be compressed (.gz, .xz).
         target: the file of the target language; may be compressed (.gz, .xz).
-        name: name of the text, for `drop`.
+        name: name of the text, compared with ``ParallelText.drop``.
     """
 
     source: Path
@@ -115,7 +116,7 @@ class TableFile:
         number: number of columns.
         source: index of the source column.
         target: index of the target column.
-        name: index of the column with the name of the row's text, or the name of all rows.
+        name: index of the column with the name of a row's text, or one name for all rows.
     """
 
     file: Path
@@ -147,9 +148,9 @@ class TableFile:
 
 @dataclass(frozen=True)
 class ParallelText(Iterable[Pair]):
-    """Sentences and their translations; each iteration reads them from their files again.
+    """Iterates over sentences and their translations; each iteration reads the files again.
 
-    White space around a sentence is removed. Lines that are not a pair or are filtered out are
+    White space around a sentence is removed. Lines without a valid pair, and filtered pairs, are
     skipped and counted.
 
     Attributes:
@@ -157,8 +158,8 @@ class ParallelText(Iterable[Pair]):
         target: target language, such as "fr".
         places: the files, in order.
         lengths: limits on the number of words, separated by white space.
-        drop: shell patterns of names to skip: names of rows in a table with a name column, else of
-            files.
+        drop: shell patterns of names to skip. The name of a row is in the name column of its table;
+            without such a column, it is the name of the file.
         limit: maximum number of kept pairs; None is no limit.
     """
 
@@ -197,7 +198,7 @@ class ParallelText(Iterable[Pair]):
                 yield source, target
 
     def fingerprint(self) -> str:
-        """Returns a string that changes with name, size or time of a file, or with the filters."""
+        """Returns a string that changes with the name, size or time of a file, or with a filter."""
         files = [file_fingerprint(file) for place in self.places for file in place.files()]
         tables = [replace(p, file=Path()) for p in self.places if isinstance(p, TableFile)]
         rest = (self.source, self.target, self.lengths, self.drop, self.limit)
@@ -223,7 +224,7 @@ class ParallelCorpus:
 
     @property
     def all(self) -> ParallelText:
-        """The text of all parts, unfiltered."""
+        """The text of all parts, without filters."""
         places = (*self.train.places, *self.dev.places, *self.test.places)
         return ParallelText(self.train.source, self.train.target, places)
 
@@ -242,19 +243,20 @@ def load_parallel(
     drop: Sequence[str] = (),
     max_train_pairs: int | None = None,
 ) -> ParallelCorpus:
-    """Opens a parallel corpus in one direction between two languages.
+    """Opens a parallel corpus for translation from the language source into target.
 
-    Text is UTF-8, plain or compressed (.gz, .xz), and read when it is iterated over. A folder is
-    searched recursively. For the languages en and fr, it may contain:
+    Files are UTF-8, plain or compressed (.gz, .xz). Each iteration reads the files. A folder is
+    searched recursively. For the languages en and fr, a folder may contain:
 
     - Two aligned files ``NAME.en`` and ``NAME.fr``, such as WMT's ``commoncrawl.fr-en.en`` and
-      ``newstest2014.fr``. They may end in ``.txt``, but not in ``.sgm``. To get a news test as
+      ``newstest2014.fr``. The names may end in ``.txt``, but not in ``.sgm``. To get a news test as
       lines, run ``sacrebleu -t wmt14/full -l en-fr --echo src``.
-    - A table ``NAME.en-fr.tsv`` with one pair per line. It has two columns, in the order of its
-      name, or three columns with a name of the row's text first. The most frequent number of
-      columns in the first lines decides. Use `columns` for other tables.
+    - A table ``NAME.en-fr.tsv`` with one pair per line. The table has two columns, in the order of
+      the languages in the file name. A third column in front may name the text of each row. The
+      most frequent number of columns in the first lines decides between two and three. Use
+      `columns` for other tables.
 
-    The part of a text depends on the last word of NAME between dots, without the languages:
+    NAME is split at dots. The last word that is not a language pair decides the part of a text:
 
     - dev: ``dev*``, ``val*``, newstest2012 and newstest2013.
     - test: ``test*`` and newstest2014 (App. E).
@@ -272,17 +274,20 @@ def load_parallel(
         parts: the attributes of the corpus that must contain at least one pair.
         columns: the columns of a table, in order: the two languages, "name", or any other word for
             a column to ignore.
-        dev: shell patterns of the names of the dev part; None uses the names above.
-        test: shell patterns of the names of the test part; None uses the names above.
-        max_words: maximum number of words of each side in training. Words are separated by white
-            space; for Chinese or Japanese, use the limits of `encode_pairs` instead.
-        max_ratio: maximum ratio of the words of the longer to the shorter side in training.
-        drop: shell patterns of names to skip in training, such as ``*-ptpt``: names of rows in a
-            table with a name column, else NAME of files.
-        max_train_pairs: limits the training part to its first kept pairs; None is no limit.
+        dev: shell patterns of the names of the dev part; None uses the patterns above.
+        test: shell patterns of the names of the test part; None uses the patterns above.
+        max_words: maximum number of words of each side of a training pair. Words are separated by
+            white space; for Chinese or Japanese, use the limits of `encode_pairs` instead.
+        max_ratio: maximum ratio of the words of the longer side to the words of the shorter side of
+            a training pair.
+        drop: shell patterns of names to skip in training, such as ``*-ptpt``. The name of a row is
+            in the name column of its table; without such a column, it is NAME of the file.
+        max_train_pairs: limits the training part to its first pairs that pass the filters; None is
+            no limit.
 
     Raises:
-        CorpusError: the corpus is missing, empty or unreadable. Reading text can also raise it.
+        CorpusError: the corpus is missing, empty or unreadable. Iteration can also raise
+            CorpusError.
         ValueError: another argument is out of range.
     """
     require(source != target, "load_parallel: target", f"differ from source {source!r}", target)
@@ -296,7 +301,12 @@ def load_parallel(
 
     found: dict[str, list[AlignedFiles | TableFile]]
     if not isinstance(place, str | Path):
-        require(len(place) == 2, "load_parallel: place", "be two aligned files", place)
+        require(
+            len(place) == 2,
+            "load_parallel: place",
+            "be a folder, a table or two aligned files",
+            place,
+        )
         found = {"train": [AlignedFiles(Path(place[0]), Path(place[1]), Path(place[0]).name)]}
     elif Path(place).is_dir():
         found = _in_folder(Path(place), source, target, columns, dev, test)
@@ -342,7 +352,9 @@ def _single_table(file: Path, source: str, target: str, columns: Sequence[str] |
         )
     languages = languages_of(file, source, target)
     if languages is None and columns is None and (other := _any_languages_of(file)):
-        raise CorpusError(f"{file} must contain {source} and {target}, got {other} in its name")
+        raise CorpusError(
+            f"{file} must be a table of {source} and {target}, got {other} in the file name"
+        )
     return _table(file, languages or (source, target), source, target, columns, file.name)
 
 
@@ -380,7 +392,8 @@ def _in_folder(
         for name, file in _by_name(files, rf"(.+)\.{between}\.(?:tsv|txt){_COMPRESSED}").items():
             if name in places:
                 raise CorpusError(
-                    f"{folder} must hold each text once, got {name} as {places[name]} and as {file}"
+                    f"{folder} must hold each text once, got {name} as {places[name]} and {file}; "
+                    "delete one of them"
                 )
             places[name] = _table(file, languages, source, target, columns, name)
 
@@ -402,12 +415,15 @@ def _in_folder(
     training = [name for name in places if name not in held_out and not named(name, _HELD_OUT)]
     names["train"] = [name for name in training if named(name, ["train*"])] or training
     for name in {*names["dev"]} & {*names["test"]}:
-        raise CorpusError(f"{places[name]} must match the patterns of dev or of test, got both")
+        raise CorpusError(
+            f"{places[name]} must match the patterns of dev or of test, got both; "
+            "change the pattern of one of them"
+        )
     return {part: [places[name] for name in names[part]] for part in PARTS}
 
 
 def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
-    """Finds the files whose names match; the keys are the NAME part."""
+    """Finds the files whose names match a pattern; the keys are the first group of the match."""
     found: dict[str, Path] = {}
     for file in files:
         if match := re.fullmatch(pattern, file.name):
@@ -421,7 +437,7 @@ def _by_name(files: Iterable[Path], pattern: str) -> dict[str, Path]:
 
 
 def languages_of(table: Path, source: str, target: str) -> tuple[str, str] | None:
-    """Returns the two languages in the order of a table's name; None if the name has neither."""
+    """Returns the two languages in the order of a table's name; None if neither order."""
     words = table.name.split(".")
     orders = ((source, target), (target, source))
     return next((languages for languages in orders if "-".join(languages) in words), None)
@@ -441,7 +457,7 @@ def _table(
     columns: Sequence[str] | None,
     name: str,
 ) -> TableFile:
-    """Makes the table of a file; without `columns`, the number of columns decides."""
+    """Creates the TableFile of a file; if columns is None, infers them from the first lines."""
     if columns is None:
         first = islice(filter(None, _lines(file)), _LINES_FOR_COLUMNS)
         numbers = Counter(line.count(b"\t") + 1 for line in first)

@@ -22,7 +22,7 @@ class Vocabulary:
     ``<unk>`` stands for every word outside the vocabulary. ``</s>`` is the end of a sentence and
     the input before its first word. Both are ordinary entries, predicted and counted in the
     perplexity. They are also ordered by frequency, as `LogUniformSampler` needs. Padding has no
-    entry; it is masked, so it gets no probability.
+    entry and no probability, because padding is masked.
 
     Args:
         words: the entries in the order of their ids.
@@ -93,7 +93,7 @@ class Vocabulary:
 
     @classmethod
     def of_counts(cls, counts: Counter[str], max_size: int, min_count: int = 1) -> Self:
-        """Builds a vocabulary from the result of `count`; see `build`.
+        """Builds a vocabulary from the counts that `count` returns; see `build`.
 
         Raises:
             ValueError: there is no word, or an argument is out of range.
@@ -137,7 +137,7 @@ class Vocabulary:
         return words
 
     def save(self, path: str | Path) -> None:
-        """Writes one word per line, in the order of the ids, in UTF-8."""
+        """Writes the words to a UTF-8 file, one word per line, in the order of the ids."""
         with atomic_file(Path(path)) as file:
             file.writelines(f"{word}\n".encode() for word in self.words)
 

@@ -14,21 +14,21 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.lab.files import atomic_file
 from moe_ext.lab.packages import require_package
 
-_SPACE = "\u2581"  # marks the space before a word in a piece
+_SPACE = "\u2581"  # marks the space before a word in a wordpiece
 _UNKNOWN = "\u2047"  # stands for <unk> in decoded text
 
 
 class Wordpieces:
-    """Splits text into pieces of words with a sentencepiece model.
+    """Splits text into wordpieces with a sentencepiece model.
 
-    A frequent word is one piece, a rare word several. The first piece of a word begins with "▁".
-    ``decode(encode(text))`` equals ``normalise(text)``, which only changes white space to single
-    spaces and composes characters (Unicode NFC). A character that is missing or very rare in the
-    training text is encoded as ``<unk>`` and decoded as "⁇".
+    A frequent word is one wordpiece; a rare word is several wordpieces. The first wordpiece of a
+    word begins with "▁". ``decode(encode(text))`` equals ``normalise(text)``, which only changes
+    white space to single spaces and composes characters (Unicode NFC). A character that is missing
+    or very rare in the training text is encoded as ``<unk>`` and decoded as "⁇".
 
-    ``<unk>`` and ``</s>`` (the end of a sentence, and the input before its first piece) are entries
-    as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a target token
-    ``<2xx>`` is encoded as ordinary pieces.
+    ``<unk>`` and ``</s>`` (the end of a sentence, and the input before its first wordpiece) are
+    entries as in `Vocabulary`. Padding has no entry. Text that spells ``<unk>``, ``</s>`` or a
+    target token ``<2xx>`` is encoded as ordinary wordpieces.
 
     Args:
         model: the bytes of a sentencepiece model. Its symbols for padding and start of sentence, if
@@ -57,7 +57,7 @@ class Wordpieces:
         self.unk_id: int = self._processor.unk_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            raise ValueError("Wordpieces: model must have a piece </s>, got none")
+            raise ValueError("Wordpieces: model must have a wordpiece </s>, got none")
 
     @classmethod
     def train(
@@ -75,12 +75,13 @@ class Wordpieces:
         Args:
             sentences: the training text; read once. Sentences longer than 4,192 bytes are skipped.
             vocab_size: number of entries, with ``<unk>``, ``</s>`` and the target tokens.
-            kind: "bpe" (merges frequent pairs of pieces) or "unigram" (prunes a unigram language
-                model of pieces; about ten times slower).
+            kind: "bpe" (merges frequent pairs of wordpieces) or "unigram" (prunes a unigram
+                language model of wordpieces; training takes about ten times as long).
             target_tokens: target languages; "fr" adds the entry ``<2fr>``, which requests French.
-            character_coverage: share of the text's characters that become pieces, in [0.98, 1].
-            max_sentences: trains on a uniform random sample of this size to bound memory and time;
-                None uses all sentences.
+            character_coverage: fraction of the text's characters that become wordpieces; in
+                [0.98, 1].
+            max_sentences: size of a uniform random sample of the sentences, to bound memory and
+                time; None uses all sentences.
 
         Raises:
             ImportError: sentencepiece is not installed.
@@ -148,24 +149,24 @@ class Wordpieces:
         return unicodedata.normalize("NFC", " ".join(text.replace(_SPACE, " ").split()))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of the pieces of a sentence, without ``</s>``."""
+        """Returns the ids of the wordpieces of a text, without ``</s>``."""
         ids: list[int] = self._processor.EncodeAsIds(self.normalise(text))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the pieces; ``</s>`` and target tokens decode to nothing.
+        """Returns the text of wordpiece ids, without ``</s>`` and without tokens ``<2xx>``.
 
         Raises:
-            IndexError: an id is outside [0, number of pieces).
+            IndexError: an id is outside [0, number of wordpieces).
         """
         text: str = self._processor.DecodeIds(self._checked(ids, "decode"))
         return text
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Returns the piece of each id, including ``</s>`` and target tokens.
+        """Returns the wordpiece of each id, including ``</s>`` and tokens ``<2xx>``.
 
         Raises:
-            IndexError: an id is outside [0, number of pieces).
+            IndexError: an id is outside [0, number of wordpieces).
         """
         return [self._processor.IdToPiece(index) for index in self._checked(ids, "pieces")]
 
@@ -173,20 +174,20 @@ class Wordpieces:
         """Returns the id of ``<2xx>``, which requests language xx in front of a source sentence.
 
         Raises:
-            ValueError: the model has no such entry.
+            ValueError: the model has no entry ``<2xx>`` for this language.
         """
         token = f"<2{language}>"
         index: int = self._processor.PieceToId(token)
         if not self._processor.IsControl(index):
             raise ValueError(
                 f"Wordpieces.target_token_id: language must be one of {self.target_tokens}, got "
-                f"{language!r}; train the wordpieces with target_tokens that include it"
+                f"{language!r}; train the wordpieces with target_tokens that include this language"
             )
         return index
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The pieces in the order of their ids."""
+        """The wordpieces in the order of their ids."""
         return tuple(self.pieces(range(len(self))))
 
     @property

@@ -1,4 +1,4 @@
-"""Runs a function in worker processes, ahead of the use of its results."""
+"""Calls a function in worker processes before its results are needed."""
 
 import signal
 import traceback
@@ -13,17 +13,17 @@ R = TypeVar("R")
 
 
 def in_workers(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
-    """Maps items to function(item) in worker processes, in order.
+    """Yields function(item) for each item, in order, computed in worker processes.
 
-    Each worker computes at most two results ahead of their use. Workers stop when the iterator is
-    closed or when this process ends, however it ends. They ignore SIGINT and SIGTERM. An exception
-    in a worker is raised here. The state of torch's global generator does not change. Tensors are
-    sent in shared memory.
+    Each worker computes at most two results in advance. Workers stop when the iterator is closed or
+    when the parent process ends, even if it is killed. They ignore SIGINT and SIGTERM. An exception
+    in a worker is raised in the parent process. The state of torch's global generator does not
+    change. Tensors are sent in shared memory.
 
     Args:
-        function: must be picklable, as must its results and exceptions.
-        items: read in this process, when a worker needs one.
-        num_workers: number of worker processes; 0 calls the function in this process. Unless
+        function: the function. It must be picklable, as must its results and exceptions.
+        items: arguments of the calls, read in the parent process when a worker needs an item.
+        num_workers: number of worker processes; 0 calls the function in the parent process. Unless
             Python's start method is fork, the script needs ``if __name__ == "__main__":``.
     """
     if num_workers == 0:

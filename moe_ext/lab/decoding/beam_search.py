@@ -11,10 +11,10 @@ from moe_ext.checks import require, require_sizes
 
 
 class StepState(Protocol):
-    """State of a model after the tokens so far of N hypotheses."""
+    """State of a translation model after the last token of each of N hypotheses."""
 
     def select(self, index: Tensor) -> Self:
-        """Selects the hypotheses in index [N'] int64, which may repeat, in any order."""
+        """Returns the state of the hypotheses in index [N'] int64; indices may repeat."""
 
 
 State = TypeVar("State", bound=StepState)
@@ -24,7 +24,7 @@ class StepModel(Protocol[State]):
     """A model that translates token by token."""
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """Appends one token to each of N hypotheses and predicts the next one.
+        """Appends one token to each of N hypotheses and predicts the next token.
 
         Args:
             tokens: [N] int64, the appended tokens.
@@ -60,7 +60,7 @@ class _Live(NamedTuple):
     place: Tensor  # [N], index within its source
     token: Tensor  # [N], last token
     log_prob: Tensor  # [N]
-    coverage: Tensor  # [N, S], sum of p_ij over j
+    coverage: Tensor  # [N, S], sum of the attention weights p_ij over j
     greedy: Tensor  # [N] bool, the greedy hypothesis
 
 
@@ -105,25 +105,26 @@ class BeamSearch:
     step of token j.
 
     In each step, every source keeps the `beam` most probable continuations. A continuation that
-    ends the sentence becomes a finished hypothesis and frees its place. Two rules prune the search:
+    ends the sentence becomes a finished hypothesis and frees its place in the beam. Two rules prune
+    the search:
 
-    1. A token is skipped if its log-probability is more than `window` below the best token after
-       the same hypothesis.
+    1. A token is skipped if its log-probability is more than `window` below that of the best token
+       after the same hypothesis.
     2. A finished hypothesis is dropped if its score is more than `window` below the best score. An
        unfinished hypothesis is dropped if its upper bound log P / lp(longest Y) is more than
-       `window` below the best score. No continuation exceeds this bound, as cp <= 0.
+       `window` below the best score. No continuation exceeds this bound, because cp <= 0.
 
-    A source leaves the model's steps when no unfinished hypothesis can reach its `num_best`, by the
-    same bound. The result of a source does not depend on the other sources if the model's outputs
-    do not. The best hypothesis does not depend on `num_best`.
+    The search for a source ends when no unfinished hypothesis can enter the `num_best` results, by
+    the same bound. If the model's outputs for a source do not depend on the other sources of a
+    batch, the translations do not either. The best hypothesis does not depend on `num_best`.
 
     The greedy hypothesis takes the most probable token in every step. It always keeps a place in
-    the beam, so the best result never scores below it. An ordinary beam can lose it to hypotheses
-    that turn out worse.
+    the beam, so the best result never scores below it. An ordinary beam search can drop the greedy
+    hypothesis for hypotheses with lower final scores.
 
-    A hypothesis must end at its limit of max(min_length_limit, max_length_ratio ``|X|``) tokens,
-    even if the end has probability 0. In the logarithm of this probability and in cp, the smallest
-    normal number of the dtype replaces 0.
+    A hypothesis must end at a limit of max(min_length_limit, max_length_ratio ``|X|``) tokens, even
+    if the end of sentence has probability 0. In the logarithm of this probability and in cp, the
+    smallest normal number of the dtype replaces 0.
 
     Args:
         beam: number of hypotheses of each source in a step.
@@ -205,8 +206,8 @@ class BeamSearch:
             For each source, 1 to num_best hypotheses, best score first.
 
         Raises:
-            ValueError: source_mask is not bool [B, S] with a token in each row, or eos_id is not in
-                [0, V). Also if the log-probabilities of a row are NaN or all -inf.
+            ValueError: source_mask is not bool [B, S] with a token in each row, eos_id is not in
+                [0, V), or the log-probabilities of a row are NaN or all -inf.
         """
         require(
             source_mask.dim() == 2 and source_mask.dtype == torch.bool,
@@ -228,7 +229,7 @@ class BeamSearch:
         while len(live.source):
             log_probs, attention, state = model.step(live.token, state)
             vocab_size = log_probs.shape[1]
-            require(eos_id < vocab_size, "BeamSearch: eos_id", f"be below {vocab_size}", eos_id)
+            require(eos_id < vocab_size, "BeamSearch: eos_id", f"be below V = {vocab_size}", eos_id)
             steps.append(_Step(live.token, parent, attention))
             coverage = live.coverage + attention
             last = limit[live.source] == len(steps)
@@ -291,7 +292,9 @@ class BeamSearch:
 
         best = value[:, :1]
         worst = float(best.min())
-        require(worst > -math.inf, "BeamSearch: log_probs", "have a maximum in each row", worst)
+        require(
+            worst > -math.inf, "BeamSearch: log_probs", "have a finite maximum in each row", worst
+        )
         value = value.masked_fill(value < best - self.window, -math.inf)
         end = log_probs[:, eos_id].clamp(math.log(torch.finfo(log_probs.dtype).tiny))
         value = value.masked_fill(last[:, None], -math.inf)
@@ -389,10 +392,10 @@ class BeamSearch:
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Computes topk of each row: the k largest values [N, k] in descending order, and indices.
+    """Computes the k largest values [N, k] of each row of x, descending, and their columns.
 
-    This is faster than topk for long rows. The k largest values are in the k blocks of columns with
-    the largest maxima, or in the columns after the last block.
+    For long rows, this function is faster than torch.topk. The k largest values are in the k blocks
+    of columns with the largest maxima, or in the columns after the last block.
     """
     block = 64  # columns
     num_columns = x.shape[1]

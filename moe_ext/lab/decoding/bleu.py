@@ -8,8 +8,8 @@ from typing import Any
 from moe_ext.checks import require
 from moe_ext.lab.packages import require_package
 
-# Python splits words at these characters; multi-bleu.perl reads bytes and does not. They are
-# replaced by private-use characters, at which Python does not split.
+# Python splits words at these characters; multi-bleu.perl reads bytes and does not. The
+# characters are replaced by private-use characters, at which Python does not split.
 _NO_SPACES = {
     ord(space): 0x10F000 + number
     for number, space in enumerate(
@@ -26,7 +26,7 @@ class Bleu:
     Attributes:
         score: 100 BP (p_1 p_2 p_3 p_4)^(1/4).
         precisions: 100 p_n for n = 1, ..., 4, percentages of the translations' n-grams that are in
-            a reference.
+            a reference translation.
         brevity_penalty: BP = min(1, exp(1 - r/c)).
         num_tokens: c, number of tokens of the translations.
         num_reference_tokens: r, number of tokens of the references closest in length.
@@ -60,18 +60,19 @@ def corpus_bleu(
     tokenizer 13a, or characters for Japanese, Chinese and Thai, which have no spaces.
 
     With tokenized=True, the text is already tokenized and the score equals that of multi-bleu.perl
-    (App. E). Tokens are separated by ASCII white space. The score is 0 if no n-gram of some order
-    matches. Such scores depend on the tokenizer of the text.
+    (App. E). Tokens are separated by ASCII white space. The score is 0 if no n-gram matches for an
+    n from 1 to 4. Such scores depend on the tokenizer of the text.
 
     Args:
         translations: the translated sentences.
-        references: one or several sequences of human translations, in the same order.
+        references: one or several sequences of human translations, in the order of `translations`.
         language: language of the translations, such as "ja", "jpn" or "zh-CN".
         tokenized: whether the sentences are already tokenized.
 
     Raises:
         ImportError: sacreBLEU is not installed.
-        ValueError: there are no translations or no references, or their numbers differ.
+        ValueError: there are no translations or no references, their numbers differ, or an argument
+            is a string.
     """
     BLEU = import_bleu()
     for name, sentences in (
@@ -81,7 +82,7 @@ def corpus_bleu(
         rule = "be a sequence of sentences"
         require(not isinstance(sentences, str), f"corpus_bleu: {name}", rule, sentences)
     number = len(translations)
-    require(number >= 1, "corpus_bleu: translations", "be at least one sentence", translations)
+    require(number >= 1, "corpus_bleu: translations", "contain at least one sentence", translations)
     numbers = [len(sentences) for sentences in references]
     require(
         set(numbers) == {number},

@@ -22,9 +22,9 @@ class Translation:
         text: the text of Y.
         score: s(Y, X), see `BeamSearch`.
         log_prob: log P(Y|X), nats.
-        source: pieces of X as the model reads them, with ``<2xx>`` and ``</s>``.
-        pieces: pieces of Y; the last one is ``</s>``.
-        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights of piece j.
+        source: wordpieces of X as the model reads them, with ``<2xx>`` and ``</s>``.
+        pieces: wordpieces of Y; the last wordpiece is ``</s>``.
+        attention: ``[|Y|, |X|]``, on the CPU; row j has the attention weights of wordpiece j.
     """
 
     text: str
@@ -42,9 +42,9 @@ _NOTHING = Translation("", 0.0, 0.0, [], [], torch.zeros(0, 0))
 class Translator:
     """Translates lines of text, one sentence per line, in batches.
 
-    It reads `lines_at_a_time` lines and makes batches of lines of similar length. Results come in
-    the order of the lines, as early as possible. A line without text has an empty translation. A
-    line is truncated to `max_pieces` pieces, which bounds the memory.
+    A call reads `lines_at_a_time` lines and makes batches of lines of similar length. Results come
+    in the order of the lines, as early as possible. A line without text has an empty translation. A
+    line is truncated to `max_pieces` wordpieces, which bounds the memory.
 
     The composition of the batches affects a translation only if two scores are so close that
     rounding in the model decides.
@@ -56,16 +56,17 @@ class Translator:
         into: target language of a model of several languages, otherwise None.
         languages: target languages that the model knows as tokens ``<2xx>``; empty for a model of
             one language pair.
-        tokens_per_batch: approximate number of source pieces in a batch, with ends of sentences.
+        tokens_per_batch: approximate number of source wordpieces in a batch, with ends of
+            sentences.
         lines_at_a_time: number of lines that are read before the first translation.
-        max_pieces: maximum number of pieces of a line, without ``<2xx>`` and ``</s>``.
+        max_pieces: maximum number of wordpieces of a line, without ``<2xx>`` and ``</s>``.
 
     Attributes:
         num_cut: number of lines that were truncated to max_pieces.
 
     Raises:
         ValueError: an argument is out of range, or `into` is not in `languages`, or the wordpieces
-            have no entry for it.
+            have no entry for `into`.
 
     Example:
         >>> translator = Translator(model, wordpieces)  # doctest: +SKIP
@@ -110,13 +111,18 @@ class Translator:
         """Yields 1 to search.num_best translations of each line, best first.
 
         Args:
-            lines: the lines, read on demand.
+            lines: the lines of text, read on demand.
             title: title of the progress bar; None shows no bar.
 
         Raises:
             ValueError: `lines` is a string.
         """
-        require(not isinstance(lines, str), "Translator: lines", "be a list of lines", lines)
+        require(
+            not isinstance(lines, str),
+            "Translator: lines",
+            "be a list of lines, not a string",
+            lines,
+        )
         return self._in_order(lines, title)
 
     def _in_order(self, lines: Iterable[str], title: str | None) -> Iterator[list[Translation]]:

@@ -21,16 +21,16 @@ class Attention(nn.Module):
         A(x_i, y_j) = Σ_d V_d tanh((x_i U)_d + (y_j W)_d)           kind = "gnmt"
         p_j = softmax(A(·, y_j))          context_j = Σ_i p_ji x_i
 
-    The softmax is over the source tokens of the sentence. A is not scaled. "product" is the paper's
-    function; it needs only GEMMs. "gnmt" is the function of Wu et al. (2016); it stores a
-    [B, T, S, A] tensor.
+    The softmax is over the source tokens of the sentence. The scores A(x_i, y_j) are not scaled.
+    "product" is the function of the paper and needs only GEMMs. "gnmt" is the function of Wu et al.
+    (2016) and stores a [B, T, S, A] tensor.
 
     All weights are initialised uniformly with variance 1 / fan_in.
 
     Args:
-        d_source: width of x.
-        d_target: width of y.
-        units: A, the size of the sum over d.
+        d_source: width of the source vectors x_i.
+        d_target: width of the target vectors y_j.
+        units: A, the number of terms in the sum over d.
         kind: "product" or "gnmt".
 
     Attributes:
@@ -65,23 +65,23 @@ class Attention(nn.Module):
             uniform_(weight, len(weight))
 
     def keys(self, source: Tensor) -> Tensor:
-        """Computes the keys [B, S, A] of source [B, S, d_source], which serve all target steps."""
+        """Computes the keys [B, S, A] of source [B, S, d_source], used by all target steps."""
         keys = source @ self.u
         return keys.tanh() * self.v if self.kind == "product" else keys
 
     def forward(
         self, target: Tensor, keys: Tensor, source: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Computes the contexts and the attention weights.
+        """Computes the context and the attention weights of each target token.
 
         Args:
             target: y, [B, T, d_target].
             keys: [B, S, A], from `keys`.
             source: x, [B, S, d_source].
-            mask: [B, S] bool, True at tokens. Every sentence has at least one token.
+            mask: [B, S] bool, False at padding. Every sentence has at least one token.
 
         Returns:
-            The contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at masked tokens.
+            The contexts [B, T, d_source] and the weights p [B, T, S], which are 0 at padding.
         """
         query = target @ self.w
         if self.kind == "product":

@@ -30,18 +30,18 @@ _NONE = -1
 
 
 class NGramModel:
-    """Gives the probability of each word after the n - 1 words before it in its sentence.
+    """Predicts each word of a sentence from the n - 1 preceding words.
 
-    The n-grams form a trie. The sequences have one element for each order n, from 1 on. M is the
-    number of n-grams of that order.
+    The n-grams form a trie. Each argument but vocab_size is a sequence with one element for each
+    order n = 1, 2, ... M is the number of n-grams of one order.
 
     Args:
         vocab_size: V, number of predicted words.
         keys: [M] int64, ascending. A key is (index of the first n - 1 words in the keys of order
             n - 1) · V + last word. Order 1 has all V words and, as V, the start of a sentence.
-        prob: [M] float64, probability of the last word after the others.
-        backoff: [M] float64, gamma of the n-gram as a context, or 1 if it is never a context. The
-            highest order has none.
+        prob: [M] float64, probability of the last word after the other words of the n-gram.
+        backoff: [M] float64, gamma of the n-gram as a context, or 1 if the n-gram is never a
+            context. The sequence has no element for the highest order.
         discounts: [D(1), D(2), D(3 and more)].
     """
 
@@ -64,17 +64,17 @@ class NGramModel:
 
     @property
     def num_ngrams(self) -> list[int]:
-        """The number of n-grams of each order, without the start of a sentence as a unigram."""
+        """The number of n-grams of each order; the start of a sentence is not a unigram."""
         return [self.vocab_size, *map(len, self._keys[1:])]
 
     @property
     def num_parameters(self) -> int:
-        """The number of probabilities and of back-off weights of seen contexts."""
+        """The number of probabilities plus the number of back-off weights of seen contexts."""
         contexts = [(keys // self.vocab_size).unique_consecutive() for keys in self._keys[1:]]
         return sum(self.num_ngrams) + sum(map(len, contexts))
 
     def token_prob(self, sentences: EncodedSentences) -> Tensor:
-        """Computes the probability of each word, in the order of ``sentences.stream[1:]``.
+        """Computes the probability of each word of sentences, ordered as ``sentences.stream[1:]``.
 
         Returns:
             [sentences.num_tokens] float64.
@@ -89,13 +89,13 @@ class NGramModel:
         return prob
 
     def sentence_nll(self, sentences: EncodedSentences) -> Tensor:
-        """Computes the nats of each sentence, its end included: [N] float64."""
+        """Computes the negative log-likelihood of each sentence: [N] float64, in nats."""
         nll = -self.token_prob(sentences).log()
         sentence = torch.repeat_interleave(sentences.lengths)
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
     def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:
-        """Writes the model in the ARPA format of other programs; ``<s>`` starts a sentence.
+        """Writes the model to a file in the ARPA format; ``<s>`` marks the start of a sentence.
 
         Args:
             path: the file to write.
@@ -125,26 +125,27 @@ class NGramModel:
 def fit_kneser_ney(
     sentences: EncodedSentences, vocab_size: int, order: int = 5, *, modified: bool = True
 ) -> NGramModel:
-    """Fits an interpolated Kneser-Ney model; no n-gram is pruned.
+    """Fits an interpolated Kneser-Ney model to sentences, without pruning of n-grams.
 
-    t_j is the number of n-grams of an order with a = j. The discounts of the order are::
+    t_j is the number of n-grams of one order whose count a is j. The discounts of this order are::
 
         Y = t_1 / (t_1 + 2 t_2)
         D(j) = Y                                  modified=False
         D(j) = j - (j + 1) Y t_(j+1) / t_j        modified=True, j = 1, 2 and 3
 
     D(3) also applies to larger counts. If a discount is undefined or outside [0, j], the order uses
-    0.5 for all counts, or 0.5, 1 and 1.5 if modified. This happens, for example, to the unigrams of
-    a vocabulary without rare words.
+    0.5 for all counts, or 0.5, 1 and 1.5 with modified=True. For example, the unigrams of a
+    vocabulary without rare words use these values.
 
     Args:
         sentences: the training text; ``<unk>`` is treated as any other word.
         vocab_size: V, number of predicted words.
-        order: n of the longest n-grams. It is lower if no sentence is long enough.
+        order: maximum n; the order of the model is lower if all sentences are too short.
         modified: whether each order has three discounts instead of one.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: order is less than 1, there is no sentence, or a word id is not below
+            vocab_size.
     """
     require_at_least(1, "fit_kneser_ney", order=order)
     words, first = _words(sentences, vocab_size, "fit_kneser_ney")
@@ -196,14 +197,16 @@ def _words(sentences: EncodedSentences, vocab_size: int, name: str) -> tuple[Ten
     words = sentences.stream[1:].long()
     require(len(sentences) > 0, f"{name}: sentences", "hold at least one sentence", "none")
     largest = int(words.max())
-    require(largest < vocab_size, f"{name}: sentences", f"hold ids below {vocab_size}", largest)
+    require(
+        largest < vocab_size, f"{name}: sentences", f"hold word ids below {vocab_size}", largest
+    )
     first = torch.zeros_like(words, dtype=torch.bool)
     first[sentences.starts[:-1]] = True
     return words, first
 
 
 def _contexts(index: Tensor, first: Tensor, n: int, vocab_size: int) -> Tensor:
-    """Returns the index of the n - 1 words before each position, or _NONE across sentences.
+    """Returns the index of the n - 1 words before each position, or _NONE if they span sentences.
 
     Args:
         index: [T], index of the n - 1 words that end at each position.
@@ -214,7 +217,7 @@ def _contexts(index: Tensor, first: Tensor, n: int, vocab_size: int) -> Tensor:
 
 
 def _find(keys: Tensor, context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Returns the indices of (context, word) in the ascending keys, or _NONE."""
+    """Returns the index of each (context, word) in the ascending keys; _NONE if not found."""
     wanted = context * vocab_size + words
     index = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
     missing = (context == _NONE) | (keys[index] != wanted)

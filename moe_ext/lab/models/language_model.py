@@ -35,20 +35,20 @@ class LanguageModelConfig:
 
     Attributes:
         d_model: D, width of the embedding and of every layer's output.
-        layers: list of "lstm", "moe", "moe_lstm" and "ffn". The paper's MoE models are ["lstm",
-            "moe", "lstm"]. MoE-1-Wide and MoE-1-Deep replace "moe" by "ffn" with hidden_sizes
-            [4096] and [1024] * 4; 4xLSTM-512 has four "lstm". The weight matrix of a "moe_lstm" is
-            a mixture of experts (Sec. 3.1).
-        dropout: probability, on the output of each layer and of the embedding.
+        layers: kinds of the layers, "lstm", "moe", "moe_lstm" or "ffn", in order. The paper's MoE
+            models are ["lstm", "moe", "lstm"]. MoE-1-Wide and MoE-1-Deep replace "moe" by "ffn"
+            with hidden_sizes [4096] and [1024] * 4; 4xLSTM-512 has four "lstm". The weight matrix
+            of a "moe_lstm" is a mixture of experts (Sec. 3.1).
+        dropout: dropout probability of the embedding and of the output of each layer.
         residual: whether to add each layer's input to its output.
-        lstm_units: width of the LSTM cells, at least d_model; they are projected back to d_model.
-            0 gives cells of d_model units without projection.
+        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
+            d_model. 0 gives cells of d_model units without projection.
         num_sampled: number of sampled classes of the softmax in training (App. C.1: 8,192). Word
-            ids must be ordered by decreasing frequency. 0 is the full softmax.
-        memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all.
-        dtype: dtype of the matrices of embedding, softmax and experts: "float32" or "bfloat16".
-            "bfloat16" is for models that otherwise exceed the memory. An optimizer update smaller
-            than 2^-9 of a bfloat16 weight is lost to rounding.
+            ids must be ordered by decreasing frequency. 0 uses the full softmax.
+        memory_slots: number of states that a "moe_lstm" saves for backward; 0 saves all states.
+        dtype: dtype of the weights of embedding, softmax and experts: "float32" or "bfloat16". Use
+            "bfloat16" only for a model that exceeds the memory in float32. An optimizer update
+            smaller than 2^-9 of a bfloat16 weight is lost to rounding.
         moe: options of the "moe" and "moe_lstm" layers. A "moe_lstm" ignores hidden_sizes,
             activation and recompute, because its experts are matrices.
         ffn: options of the "ffn" layers.
@@ -71,7 +71,7 @@ class LanguageModelConfig:
         require(
             len(self.layers) > 0 and set(self.layers) <= set(_LAYER_KINDS),
             "layers",
-            f"be a list of {', '.join(_LAYER_KINDS)}",
+            f"be a non-empty list of {', '.join(_LAYER_KINDS)}",
             self.layers,
         )
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
@@ -88,12 +88,12 @@ class LanguageModelConfig:
 class LanguageModel(WordModel):
     """Predicts each next word of a sentence (App. C.1).
 
-    With residual = True, the equations are::
+    With ``residual=True``, the equations are::
 
         h = dropout(embedding)
         h <- h + dropout(f(h))          for every layer
 
-    f is the LSTM, or the sigmoid of the MoE or dense layer. A softmax follows the last layer. A MoE
+    f is an LSTM, or the sigmoid of a MoE or dense layer. A softmax follows the last layer. A MoE
     sees all positions of all sentences as one batch, without padding (Sec. 3.1).
 
     Embedding and softmax are separate weights [V, D]. The embedding is initialised with normal
@@ -106,12 +106,12 @@ class LanguageModel(WordModel):
     Args:
         config: options of the layers.
         vocab_size: V, number of classes of the softmax.
-        process_group: the ranks that share the experts of a "moe" and balance them together; see
-            `MoE`. A "moe_lstm" has all its experts on every rank; see `MoELSTM`.
+        process_group: the ranks that share the experts of "moe" layers; see `MoE`. Every rank has
+            all experts of a "moe_lstm" layer; see `MoELSTM`.
         noise_generator: generator of the gates' noise; None is torch's default generator. With a
             separate generator, MoE and dense models of one seed get the same dropout masks.
-        class_generator: CPU generator of the sampled classes of the softmax; None is torch's
-            default generator.
+        class_generator: CPU generator that samples classes for the softmax in training; None is
+            torch's default generator.
 
     Raises:
         ValueError: config.num_sampled is greater than vocab_size.
@@ -174,14 +174,15 @@ class LanguageModel(WordModel):
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Computes the input of the softmax.
+        """Computes the input of the softmax from word ids.
 
         Args:
             inputs: [B, S] int64, word ids.
             mask: [B, S] bool, True at real tokens; None means that all tokens are real.
 
         Returns:
-            [B, S, D], undefined where masked, and the `MoEAux` of each MoE layer.
+            The input of the softmax [B, S, D], undefined where mask is False, and the `MoEAux` of
+            each MoE layer.
         """
         h = self.dropout(self._embed(inputs))
         reports: list[MoEAux] = []
@@ -199,7 +200,7 @@ class LanguageModel(WordModel):
         return h, tuple(reports)
 
     def _embed(self, inputs: Tensor) -> Tensor:
-        """Looks up the embedding; its result is float32 even if the weights are bfloat16."""
+        """Looks up the embeddings of word ids; the result of bfloat16 weights is float32."""
         if self.config.dtype == "float32":
             return self.embedding(inputs)
         # The second lookup accumulates the gradients of repeated words in float32.

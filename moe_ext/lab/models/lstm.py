@@ -15,27 +15,27 @@ class LSTMState(NamedTuple):
     """State of an LSTM between two steps, for N sentences.
 
     Attributes:
-        m: [N, D], output.
-        c: [N, units], cell.
+        m: output, [N, D].
+        c: cell state, [N, units].
     """
 
     m: Tensor
     c: Tensor
 
     def select(self, index: Tensor) -> Self:
-        """Selects the rows in index [N'] int64."""
+        """Returns the state of the sentences in index [N'] int64."""
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
 class LSTM(nn.Module):
-    """Runs one unidirectional LSTM over whole sentences; each starts from a zero state.
+    """Runs a unidirectional LSTM over whole sentences; every sentence starts from a zero state.
 
     The equations are::
 
         i, f, j, o = W [x_t, m_{t-1}] + b          c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
         m_t = P (sigmoid(o) tanh(c_t))
 
-    P is left out if `units` is None or 0.
+    There is no projection P if `units` is None or 0.
 
     Weights are initialised uniformly with variance 1 / fan_in; fan_in counts input and recurrent
     weights. The bias of the forget gate starts at 1, so that the cell keeps its state at first. The
@@ -48,7 +48,8 @@ class LSTM(nn.Module):
         d_input: width of x; None means d_model.
 
     Attributes:
-        projection: P [D, D] if units equals d_model, otherwise None. ``lstm`` holds any other P.
+        projection: P [D, D] if units equals d_model, otherwise None. If units is greater, the
+            attribute ``lstm`` holds P.
 
     Raises:
         ValueError: units is less than d_model.
@@ -79,7 +80,7 @@ class LSTM(nn.Module):
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [B, S, D] to m [B, S, D]; m is undefined at the padding on the right."""
+        """Computes the output m [B, S, D] for x [B, S, d_input]; m is undefined at padding."""
         if self.projection is None:
             return self.lstm(x)[0]
         # r is the output before P. As W m_{t-1} = (W P) r_{t-1}, an LSTM with recurrent weight W P
@@ -89,32 +90,32 @@ class LSTM(nn.Module):
         return r @ self.projection.T
 
     def start(self, num_sentences: int) -> LSTMState:
-        """Returns the zero state."""
+        """Returns the zero state of num_sentences sentences."""
         m = self.recurrent_weight.new_zeros(num_sentences, self.recurrent_weight.shape[1])
         return LSTMState(m, m.new_zeros(num_sentences, self.lstm.hidden_size))
 
     def step(self, x: Tensor, state: LSTMState) -> LSTMState:
-        """Computes the state after x_t [N, D]; its m is the output, as in `forward`."""
+        """Computes the state after the input x [N, d_input]; the output is ``m`` of the state."""
         recurrent = F.linear(state.m, self.recurrent_weight)
         return self.cell(F.linear(x, self.input_weight, self.bias) + recurrent, state.c)
 
     def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
-        """Computes the state from W [x_t, m_{t-1}] + b [N, 4 · units] and c_{t-1} [N, units]."""
+        """Computes the state from the gates W [x_t, m_{t-1}] + b, [N, 4 · units], and the old c."""
         r, c = lstm_state(gates, c)
         p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
         return LSTMState(r if p is None else F.linear(r, p), c)
 
     @property
     def input_weight(self) -> Tensor:
-        """The columns of W that multiply x_t, [4 · units, d_input]."""
+        """The columns of the weight W that multiply x_t, [4 · units, d_input]."""
         return self.lstm.get_parameter("weight_ih_l0")
 
     @property
     def recurrent_weight(self) -> Tensor:
-        """The columns of W that multiply m_{t-1}, [4 · units, D]."""
+        """The columns of the weight W that multiply m_{t-1}, [4 · units, D]."""
         return self.lstm.get_parameter("weight_hh_l0")
 
     @property
     def bias(self) -> Tensor:
-        """b, [4 · units]."""
+        """The bias b of the gates, [4 · units]."""
         return self.lstm.get_parameter("bias_ih_l0") + self.lstm.get_parameter("bias_hh_l0")

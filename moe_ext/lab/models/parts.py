@@ -45,14 +45,15 @@ def require_lstm_units(lstm_units: int, d_model: int) -> None:
 class MoEConfig:
     """Options of a mixture-of-experts layer.
 
-    Options not listed here are the arguments of `moe_ext.MoE` with the same names.
+    An option without a description is the argument of `moe_ext.MoE` with the same name.
 
     Attributes:
         gate: "noisy_topk" (Sec. 2.1), "topk" or "balanced" (App. F). Only the load of "noisy_topk"
             has a gradient; the other gates need w_load = 0.
         num_experts: number of experts, summed over all groups.
-        num_groups: number of groups of a hierarchical mixture (App. B); 0 is a flat mixture.
-        k: experts for each token. With groups: k groups, and k experts in each of them.
+        num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
+        k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
+            and to k experts in each of these groups.
     """
 
     gate: str = "noisy_topk"
@@ -107,10 +108,11 @@ class MoEConfig:
 
 @dataclass
 class FeedForwardConfig:
-    """Options of the dense layer that replaces the MoE: one expert for all tokens, no gate.
+    """Options of the dense layer that replaces a MoE layer: a single expert without a gate.
 
     Attributes:
-        hidden_sizes, activation: see `moe_ext.FeedForwardExperts`.
+        hidden_sizes: see `moe_ext.FeedForwardExperts`.
+        activation: see `moe_ext.FeedForwardExperts`.
     """
 
     hidden_sizes: list[int] = field(default_factory=lambda: [4096])
@@ -141,7 +143,7 @@ def word_softmax(
 
 
 def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator | None) -> Gate:
-    """Creates the gate of a MoE layer for inputs of width d_model."""
+    """Creates the gate of a MoE layer of width d_model; noise_generator samples its noise."""
     options: dict[str, Any] = {"k": config.k}
     if config.num_groups:
         options["num_groups"] = config.num_groups
@@ -166,7 +168,15 @@ def moe_layer(
     dtype: torch.dtype | None = None,
     process_group: ProcessGroup | None = None,
 ) -> MoE:
-    """Creates the MoE layer; `dtype` is the dtype of the experts, see `MoE` for the others."""
+    """Creates a MoE layer.
+
+    Args:
+        config: options of the layer.
+        d_model: width of the layer's input.
+        noise_generator: generator of the gate's noise.
+        dtype: dtype of the experts.
+        process_group: see `MoE`.
+    """
     return MoE(
         d_model,
         config.num_experts,
@@ -185,7 +195,7 @@ def moe_layer(
 def ffn_layer(
     config: FeedForwardConfig, d_model: int, *, dtype: torch.dtype | None = None
 ) -> FeedForwardExperts:
-    """Creates the dense layer."""
+    """Creates the dense layer that replaces a MoE layer."""
     return FeedForwardExperts(
         1,
         d_model,
@@ -202,11 +212,11 @@ def sigmoid_of(
 
     Args:
         layer: a MoE, or the dense layer that replaces it.
-        h: [..., D].
+        h: input of the layer, [..., D].
         mask: [...] bool, True at real tokens; None means that all tokens are real.
 
     Returns:
-        [..., D], and the `MoEAux` of a MoE in a tuple, which is empty for a dense layer.
+        The sigmoid [..., D], and a tuple with the `MoEAux` of a MoE; empty for a dense layer.
     """
     if isinstance(layer, MoE):
         y, aux = layer(h, mask)
@@ -223,9 +233,9 @@ class LossParts(NamedTuple):
     exp(nll_sum / num_tokens).
 
     Attributes:
-        nll_sum: scalar, nats summed over the tokens of the batch, ends of sentences included. A
-            sampled softmax underestimates it in training.
-        num_tokens: number of these tokens.
+        nll_sum: scalar, nats summed over the tokens of the batch, ends of sentences included. In
+            training, a sampled softmax underestimates nll_sum.
+        num_tokens: number of tokens in nll_sum.
         aux_loss: scalar, sum of the weighted balancing losses of all MoE layers.
         aux: the `MoEAux` of each MoE layer, in order.
     """
@@ -260,16 +270,16 @@ class LossParts(NamedTuple):
 
 
 class WordModel(nn.Module):
-    """Base class of the models: a softmax predicts each word of a batch."""
+    """Base class of models whose softmax predicts each word of a batch."""
 
     softmax: SampledSoftmax
 
     def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Calls `forward` with the tensors of a batch."""
-        raise NotImplementedError
+        """Computes the softmax input of a batch, and the `MoEAux` of each MoE layer."""
+        raise NotImplementedError(f"{type(self).__name__} must implement of_batch(batch)")
 
     def loss(self, batch: Any) -> LossParts:
-        """Computes the parts of the training objective."""
+        """Computes the parts of the training objective for a batch."""
         h, aux = self.of_batch(batch)
         return LossParts.of(self.softmax, h, batch.targets, batch.mask, aux)
 
@@ -278,7 +288,7 @@ class WordModel(nn.Module):
         """Computes -ln p of the target of each real token, without gradient.
 
         Returns:
-            [T], nats, in row order.
+            [T], nats, in the order of the rows of the batch.
         """
         h, _ = self.of_batch(batch)
         return self.softmax.nll(h[batch.mask], batch.targets[batch.mask])

@@ -1,8 +1,9 @@
 """Softmax trained by importance sampling (App. C.1, as in Jozefowicz et al., 2016).
 
 With 793,471 classes, a full softmax would dominate the cost of a model. In training, the softmax
-covers the target and S classes, sampled once for the whole batch. It subtracts the logarithm of the
-expected count of a class from the logit. In evaluation, the softmax covers all classes.
+covers the target and S classes, sampled once for the whole batch. From the logit of a class, the
+softmax subtracts the logarithm of the expected count of the class. In evaluation, the softmax
+covers all classes.
 """
 
 import math
@@ -39,7 +40,7 @@ class Draw(NamedTuple):
 class LogUniformSampler:
     """Samples distinct classes from Q(c) = ln((c + 2) / (c + 1)) / ln(V + 1).
 
-    Q is close to the frequency of words whose ids go from frequent to rare (Zipf's law).
+    If word ids are ordered by decreasing frequency, Q is close to the word frequency (Zipf's law).
 
     Args:
         num_classes: V, number of classes.
@@ -85,11 +86,13 @@ class LogUniformSampler:
         return Draw(distinct[kept.sort().values], int(first.max()))
 
     def log_expected_count(self, classes: Tensor, num_tries: float) -> Tensor:
-        """Computes ln E(c), E(c) = 1 - (1 - Q(c))^num_tries, the expected count of c in a sample.
+        """Computes ln E(c), where E(c) is the expected count of the class c in a sample.
+
+        The expected count is E(c) = 1 - (1 - Q(c))^num_tries.
 
         Args:
             classes: int64, any shape.
-            num_tries: the `num_tries` of ``Draw``.
+            num_tries: number of classes sampled until S were distinct, ``Draw.num_tries``.
 
         Returns:
             float64, in the shape of classes; 0 if num_tries is infinite.
@@ -108,11 +111,12 @@ def sampled_cross_entropy(
     log_expected_class: Tensor,
     log_expected_target: Tensor,
 ) -> Tensor:
-    """Computes the sum over t of -ln softmax(logits)[targets_t] over target and sampled classes.
+    """Computes the summed cross-entropy of a softmax over the target and the sampled classes.
 
-    The logit of class c is hidden_t weight_c + bias_c - ln E(c). A target that is also a sampled
-    class counts once. Rows are processed in blocks as in `linear_cross_entropy`, so the [T, S]
-    logits are never stored as a whole.
+    The result is the sum over t of -ln softmax(logits_t)[targets_t]. The logit of class c in row t
+    is hidden_t weight_c + bias_c - ln E(c). E(c) is the expected count of c in a sample. A target
+    that is also a sampled class counts once. Rows are processed in blocks as in
+    `linear_cross_entropy`, so the [T, S] logits are never stored as a whole.
 
     Args:
         hidden: [T, D].
@@ -127,7 +131,7 @@ def sampled_cross_entropy(
         Scalar, nats; float64 if hidden is float64, otherwise float32.
 
     Raises:
-        ValueError: the shapes do not fit, or a target on the CPU is outside [0, V).
+        ValueError: the shapes are inconsistent, or a target on the CPU is outside [0, V).
     """
     check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
     return _SampledCrossEntropy.apply(
@@ -221,15 +225,16 @@ class _SampledCrossEntropy(torch.autograd.Function):
 class SampledSoftmax(nn.Linear):
     """Output layer with a full softmax in evaluation and a sampled softmax in training.
 
-    Calling the module returns the logits of all classes. The sampled loss underestimates the full
-    loss, so it cannot give a perplexity. With S = V it equals the full loss.
+    Calling the module returns the logits of all classes. The loss of the sampled softmax
+    underestimates the loss of the full softmax, so do not compute a perplexity from it. With S = V,
+    both losses are equal.
 
     Args:
         d_model: D, width of the input.
-        num_classes: V, ordered from frequent to rare.
-        num_sampled: S; 0 uses the full softmax in training too.
+        num_classes: V, number of classes, ordered by decreasing frequency.
+        num_sampled: S, number of sampled classes; 0 uses the full softmax in training too.
         generator: CPU generator of the samples; None is torch's default generator.
-        dtype: dtype of weight and bias; None is torch's default.
+        dtype: dtype of weight and bias; None is torch's default dtype.
 
     Raises:
         ValueError: num_sampled is not in [0, V].
@@ -250,7 +255,7 @@ class SampledSoftmax(nn.Linear):
             self.sampler = LogUniformSampler(num_classes, num_sampled, generator)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Computes the loss of hidden [T, D] and targets [T] int64: scalar, nats, summed."""
+        """Computes the summed cross-entropy in nats of hidden [T, D] and targets [T] int64."""
         if self.sampler is None or not self.training:
             return linear_cross_entropy(hidden, self.weight, self.bias, targets)
         classes, num_tries = self.sampler.draw()

@@ -19,7 +19,7 @@ from moe_ext.ops import accumulation_dtype
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """Computes the sum over t of -ln softmax(hidden_t weight^T + bias)[targets_t].
 
-    Under autocast, the GEMMs use the autocast dtype and the rest uses float32.
+    Under autocast, the GEMMs use the autocast dtype; all other operations use float32.
 
     Args:
         hidden: [T, D].
@@ -31,7 +31,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
         Scalar, nats; float64 if hidden is float64, otherwise float32.
 
     Raises:
-        ValueError: the shapes do not fit, or a target on the CPU is outside [0, V).
+        ValueError: the shapes are inconsistent, or a target on the CPU is outside [0, V).
     """
     check_arguments("linear_cross_entropy", hidden, weight, bias, targets)
     learns = hidden.requires_grad or weight.requires_grad or bias.requires_grad
@@ -41,7 +41,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
 
 
 def linear_nll(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    """Computes the terms of the sum in `linear_cross_entropy`, without gradient: [T], nats."""
+    """Computes -ln softmax(hidden_t weight^T + bias)[targets_t]: [T], nats, without gradient."""
     check_arguments("linear_nll", hidden, weight, bias, targets)
     return _nll(hidden, weight, bias, targets)
 
@@ -100,9 +100,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def check_arguments(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor
 ) -> None:
-    """Raises ValueError if the shapes do not fit or a target on the CPU is outside [0, V).
+    """Raises ValueError if the shapes are inconsistent or a target on the CPU is outside [0, V).
 
-    Targets on a GPU are checked by the kernels.
+    GPU kernels check targets on a GPU.
     """
     require(weight.dim() == 2, f"{name}: weight", "have shape [V, D]", tuple(weight.shape))
     num_classes, width = weight.shape
@@ -117,7 +117,7 @@ def check_arguments(
 
 
 def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Casts the weight to the dtype of the GEMMs; returns it with that dtype."""
+    """Casts weight to the dtype of its GEMM with hidden; returns the cast weight and the dtype."""
     device = hidden.device.type
     enabled = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if enabled else hidden.dtype
@@ -133,9 +133,10 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def row_blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
-    """Yields blocks of rows whose logits fit the cache (CPU) or fill the device (GPU).
+    """Yields slices of rows; the logits of a slice fit the cache of a CPU or fill a GPU.
 
-    All blocks but the last have at least 128 rows: with fewer, reading the weights would dominate.
+    All slices but the last have at least 128 rows. With fewer rows, the time to read the weights
+    would dominate.
     """
     values = 2**20 if weight.device.type == "cpu" else 2**27
     size = max(128, values // len(weight))

@@ -36,16 +36,16 @@ class TranslationModelConfig:
 
     Attributes:
         d_model: D, width of the embeddings and of every layer's output.
-        lstm_units: width of the LSTM cells, at least d_model; they are projected back to d_model.
-            0 gives cells of d_model units without projection.
+        lstm_units: width of the LSTM cells, at least d_model; the cell outputs are projected to
+            d_model. 0 gives cells of d_model units without projection.
         encoder: how the left-to-right and the right-to-left LSTM are connected. "parallel": both
-            read the embedding and their outputs are summed. "stacked": the right-to-left LSTM
-            reads the result of the other.
+            LSTMs read the embedding, and their outputs are summed. "stacked": the right-to-left
+            LSTM reads the output of the left-to-right LSTM.
         attention: "product" or "gnmt" (App. G).
-        attention_units: width of the attention; 0 is d_model.
+        attention_units: A of `Attention`; 0 means d_model.
         between: layer before the last LSTM of the encoder and of the decoder: "moe", "ffn" (dense)
             or "none".
-        dropout: probability, on the output of each layer and of the embeddings.
+        dropout: dropout probability of the embeddings and of the output of each layer.
         shared_embedding: whether source and target words share one embedding. They always share
             one vocabulary.
         moe: options of the "moe" layers.
@@ -91,7 +91,7 @@ class Encoded(NamedTuple):
     mask: Tensor
 
     def select(self, index: Tensor) -> Self:
-        """Selects the sentences in index [N] int64."""
+        """Returns the encoded sentences in index [N] int64."""
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
@@ -100,7 +100,7 @@ class DecoderState(NamedTuple):
 
     Attributes:
         encoded: the B source sentences.
-        source: [N] int64, index of the source of each translation.
+        source: [N] int64, index of the source sentence of each translation.
         first: state of the decoder's first LSTM.
         second: state of the decoder's second LSTM.
     """
@@ -111,9 +111,9 @@ class DecoderState(NamedTuple):
     second: LSTMState
 
     def select(self, index: Tensor) -> Self:
-        """Selects the translations in index [N'] int64, which may repeat.
+        """Returns the state of the translations in index [N'] int64; indices may repeat.
 
-        Encoded sources are copied only when one of them has no translation left.
+        Encoded source sentences are copied only if a source sentence has no translation left.
         """
         encoded = self.encoded
         used, source = self.source[index].unique(return_inverse=True)
@@ -123,7 +123,7 @@ class DecoderState(NamedTuple):
 
 
 class AttentionLSTM(nn.Module):
-    """Runs an LSTM whose last output queries the attention (App. E; Wu et al. 2016, Eq. 4).
+    """Runs an LSTM whose previous output queries the attention (App. E; Wu et al. 2016, Eq. 4).
 
     The equations are::
 
@@ -144,7 +144,7 @@ class AttentionLSTM(nn.Module):
         self.attention = Attention(d_model, d_model, attention_units, kind)
 
     def forward(self, x: Tensor, encoded: Encoded) -> Tensor:
-        """Maps x [B, T, D] to m [B, T, D]."""
+        """Computes the output m [B, T, D] for x [B, T, D], with attention over the sources."""
         # The contribution of x does not depend on the previous step: one GEMM for all steps.
         of_x, of_context = self._input_weights()
         steps = F.linear(x.transpose(0, 1), of_x, self.lstm.bias)
@@ -159,13 +159,13 @@ class AttentionLSTM(nn.Module):
     def step(
         self, x: Tensor, state: LSTMState, encoded: Encoded, source: Tensor
     ) -> tuple[LSTMState, Tensor]:
-        """Computes the state after x_t and the attention weights.
+        """Computes the state after the token x_t, and the attention weights of this step.
 
         Args:
             x: x_t [N, D], for N translations.
             state: state before x_t.
-            encoded: the B sources.
-            source: [N] int64, index of the source of each translation.
+            encoded: the B encoded source sentences.
+            source: [N] int64, index of the source sentence of each translation.
 
         Returns:
             The state after x_t, and the attention weights [N, S].
@@ -211,7 +211,7 @@ class TranslationModel(WordModel):
                    h <- h + dropout(LSTM(h))
 
     A softmax follows the decoder. ``AttentionLSTM`` also reads the attention context and provides
-    the queries. It is the only part that runs word by word in training.
+    the queries. In training, only ``AttentionLSTM`` loops over the words in Python.
 
     Each MoE layer sees all positions of all sentences as one batch, without padding (Sec. 3.1).
     Padding never reaches the attention or the right-to-left LSTM. LSTM states start at zero.
@@ -266,7 +266,7 @@ class TranslationModel(WordModel):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers between embedding and softmax."""
+        """The layers of encoder and decoder, without embeddings and softmax."""
         encoder = [self.forwards, self.backwards, self.encoder_between, self.encoder_top]
         decoder = [self.attention_lstm, self.decoder_between, self.decoder_top]
         return [layer for layer in encoder + decoder if layer is not None]
@@ -274,7 +274,7 @@ class TranslationModel(WordModel):
     def forward(
         self, source: Tensor, source_mask: Tensor, inputs: Tensor, mask: Tensor
     ) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Computes the input of the softmax.
+        """Computes the input of the softmax for each target position.
 
         Args:
             source: [B, S] int64, word ids.
@@ -284,8 +284,8 @@ class TranslationModel(WordModel):
             mask: [B, T] bool, True at real tokens. Padding follows the tokens.
 
         Returns:
-            [B, T, D], undefined where masked, and the `MoEAux` of the encoder's and the decoder's
-            MoE layer.
+            The input of the softmax [B, T, D], undefined where mask is False, and the `MoEAux` of
+            the MoE layers in encoder and decoder.
         """
         encoded, aux = self._encode(source, source_mask)
         x = self._embed_target(inputs)
@@ -299,11 +299,11 @@ class TranslationModel(WordModel):
 
     @torch.no_grad()
     def encode(self, source: Tensor, source_mask: Tensor) -> Encoded:
-        """Encodes the source without gradient; see `forward` for the arguments."""
+        """Encodes source sentences without gradient; `forward` describes the arguments."""
         return self._encode(source, source_mask)[0]
 
     def start(self, encoded: Encoded) -> DecoderState:
-        """Returns the state before the first word, with one translation of each sentence."""
+        """Returns the decoder state before the first word, with one translation per sentence."""
         source = torch.arange(len(encoded.mask), device=encoded.mask.device)
         first, second = (
             lstm.start(len(source)) for lstm in (self.attention_lstm.lstm, self.decoder_top)
@@ -314,11 +314,11 @@ class TranslationModel(WordModel):
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, Tensor, DecoderState]:
         """Computes the distribution of the next word, without gradient.
 
-        In evaluation mode this is the distribution from `forward`.
+        In evaluation mode, the distribution equals the softmax of the result of `forward`.
 
         Args:
-            tokens: [N] int64, the previous word of each translation. The first one is the
-                end-of-sentence id, as in `forward`.
+            tokens: [N] int64, the previous word of each translation. The first word is the
+                end-of-sentence id.
             state: state of the N translations before `tokens`.
 
         Returns:
@@ -364,7 +364,7 @@ def reverse(x: Tensor, mask: Tensor) -> Tensor:
     """Reverses the tokens of each sentence; the padding stays at the end.
 
     Args:
-        x: [B, S, D].
+        x: vectors of the tokens, [B, S, D].
         mask: [B, S] bool, True at tokens. Padding follows the tokens.
     """
     place = torch.arange(mask.shape[1], device=mask.device)

@@ -5,12 +5,12 @@ of them need matplotlib.
 
 - `balanced`: strictly balanced gates in training (App. F).
 - `capacity`: more experts at equal operations (Figs. 2 and 3, Table 7).
-- `efficiency`: the speed of sparse models against dense ones (Sec. 5.1).
+- `efficiency`: the training speed of sparse and of dense models (Sec. 5.1).
 - `kneser_ney`: the n-gram baseline (App. C.1).
-- `losses`: the weights of the balancing losses (Table 6).
+- `losses`: values of w_importance and w_load (Table 6).
 - `multilingual`: one model for twelve language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).
-- `restarts`: a training run whose ranks are killed at random moments.
+- `restarts`: training runs whose ranks are killed at random moments.
 - `specialisation`: the words and contexts that experts specialise in (Table 9).
 - `translation`: mixtures of experts in a translation model (Fig. 4).
 """

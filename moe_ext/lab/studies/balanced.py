@@ -1,18 +1,19 @@
-"""Trains a model with strictly balanced gates and measures the thresholds (App. F).
+"""Trains a model with strictly balanced gates and compares its two kinds of masks (App. F).
 
     python scripts/studies/balanced.py data.corpus=path/to/text
     python scripts/studies/balanced.py steps=500 --output runs/balanced
 
-Trains configs/small/moe-32-balanced.toml. The script stops if an expert does not get exactly m
-tokens of a training batch. It writes OUTPUT/balanced.md, .json and .png (default: docs/results):
+The script trains configs/small/moe-32-balanced.toml. It stops if an expert does not get exactly m =
+round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png to the folder OUTPUT
+(default: docs/results), with
 
 - the dev perplexity under the threshold mask and under the batchwise mask, at several steps
-- the disagreement of the two masks
-- the share of the tokens without an expert
+- the fraction of assignments in which the two masks disagree
+- the fraction of tokens without an expert
 
 Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Give the
-same command again to continue. Status 1: training diverged. Status 2: an option, file or folder is
-invalid; stderr says which.
+same command again to continue the run. Status 1: training diverged. Status 2: an option, file or
+folder is invalid; stderr names it.
 """
 
 import shlex
@@ -38,7 +39,7 @@ class EqualLoads:
     """A forward hook that counts a layer's training batches and checks the load of each expert.
 
     Raises:
-        RuntimeError: an expert did not get exactly m tokens of a training batch.
+        RuntimeError: an expert did not get exactly m = round(k·T/E) tokens of a training batch.
     """
 
     def __init__(self, k: int, num_experts: int) -> None:
@@ -53,13 +54,14 @@ class EqualLoads:
         m = rows_per_expert(self.k, len(aux.token_offsets) - 1, self.num_experts)
         if not (aux.tokens_per_expert == m).all():
             raise RuntimeError(
-                f"every expert must get {m} tokens of a batch, got {aux.tokens_per_expert.tolist()}"
+                f"every expert must get {m} tokens of a training batch, "
+                f"got {aux.tokens_per_expert.tolist()}"
             )
         self.num_batches += 1
 
 
 def plot(dev: list[dict[str, Any]], train: list[dict[str, Any]]) -> Figure:
-    """Plots both perplexities on the left, mask disagreement and unrouted tokens on the right."""
+    """Plots perplexity under both masks (left), mask disagreement and unrouted tokens (right)."""
     figure = Figure(figsize=(12, 4.5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2)
     steps = [record["step"] for record in dev]
@@ -104,10 +106,10 @@ def as_markdown(report: dict[str, Any]) -> str:
         for key in ("mask_disagreement", "difference", "share_without_expert")
     )
     end = markdown_table(
-        ["at the end", "", "aim"],
+        ["after the last step", "value", "aim"],
         [
             ["disagreement of the masks, training batches", disagreement, "below 10%"],
-            ["dev perplexity, threshold over batchwise mask", f"{difference} more", "within 2%"],
+            ["increase of dev perplexity by the threshold mask", difference, "at most 2%"],
             ["tokens without an expert, training batches", without, ""],
             ["test perplexity, threshold mask", f"{test['perplexity']:.2f}", ""],
             ["test perplexity, batchwise mask", f"{test['perplexity_batchwise']:.2f}", ""],
@@ -115,7 +117,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     )
     checked = ""
     if report["checked_batches"]:  # 0 if the run was finished before this start
-        checked = f""" Each expert got exactly m tokens in all of the \
+        checked = f""" Each expert got exactly m = round(k·T/E) tokens in all of the \
 {report["checked_batches"]:,} training batches since the last start."""
     return f"""\
 # Strictly balanced gating: training with the batchwise mask, thresholds in evaluation
@@ -124,8 +126,8 @@ def as_markdown(report: dict[str, Any]) -> str:
 {shlex.join(["python", "scripts/studies/balanced.py", *report["overrides"]])}
 ```
 
-{report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
-{report["k"]} of {report["num_experts"]} experts, seed {report["seed"]}.{checked}
+The model trained for {report["steps"]:,} steps of about {report["tokens_per_batch"]:,} tokens, \
+with {report["k"]} of {report["num_experts"]} experts per token and seed {report["seed"]}.{checked}
 
 ![perplexity and masks against steps](balanced.png)
 
@@ -156,7 +158,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
             f"got {moe.gate!r} and {moe.num_groups}"
         )
     if "moe" not in config.model.layers:
-        raise ConfigError(f'model.layers must have a "moe", got {config.model.layers}')
+        raise ConfigError(f'model.layers must include "moe", got {config.model.layers}')
     config = replace(config, resume=(Path(config.output) / "config.toml").exists())
     trainer = Trainer(config)
     checks = []
@@ -165,7 +167,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
             checks.append(EqualLoads(moe.k, moe.num_experts))
             layer.register_forward_hook(checks[-1])
     if not trainer.run():
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("balanced: training was interrupted; the run is saved")
 
     def test_perplexity() -> float:
         size = config.data.tokens_per_batch

@@ -1,18 +1,18 @@
-"""Compares models with more and more experts at equal operations (Figs. 2 and 3, Table 7).
+"""Compares models with 4 to 256 experts at equal operations per word (Figs. 2 and 3, Table 7).
 
     python scripts/studies/capacity.py data.corpus=path/to/text
     python scripts/studies/capacity.py data.corpus=path/to/text --seeds 1 2 --arms moe-4 moe-64
     python scripts/studies/capacity.py data.corpus=path/to/text --rates 4e-3 8e-3
     python scripts/studies/capacity.py --report data.corpus=path/to/text
 
-Trains the small-scale models of configs/small on 10.7 million words. The first seed tries every
-peak learning rate. The other seeds use the rate with the lowest dev perplexity. Tests each model
-after a quarter of the steps and after all steps. Writes OUTPUT/capacity.md, .json and .png
-(default: docs/results).
+The script trains the small-scale models of configs/small on 10.7 million words. The first seed
+trains with every peak learning rate. The other seeds use the rate with the lowest dev perplexity.
+The script tests each model after a quarter of the steps and after all steps. It writes capacity.md,
+.json and .png to the folder OUTPUT (default: docs/results).
 
-All models take 45 runs of 5 to 20 minutes each on one processor. --arms and --rates train some of
-them; the page shows the finished runs. To share the runs, start the same command several times with
-the same --runs. --report trains nothing.
+The study has 45 runs of 5 to 20 minutes each on one processor. --arms and --rates select some of
+the runs; the page shows all finished runs. To share the runs, start the same command several times
+with the same --runs. --report writes the page without training.
 """
 
 import argparse
@@ -59,20 +59,20 @@ ARMS = (*MIXTURES, *DENSE, LARGE)
 SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
 _QUARTER = 0.25
-NEXT_STEP = "each step to more experts is better"
+NEXT_STEP = "each increase in the number of experts lowers the perplexity"
 
 Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
 
 
 def _at_rate(name: str, rate: float) -> str:
-    """The name of a model's runs with a peak learning rate."""
+    """Returns the name of the runs of a model with the peak learning rate `rate`."""
     return f"{name}-{rate:g}"
 
 
 def _runs_at_best_rates(
     configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
 ) -> tuple[Results, dict[str, dict[float, float]]]:
-    """Returns each model's runs at its best rate, and the dev nats per token of all rates."""
+    """Returns each model's runs at its best learning rate, and its dev nats per token by rate."""
     asked = [] if options.report else options.arms
 
     def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
@@ -109,24 +109,28 @@ def _runs_at_best_rates(
 
 
 def claims(results: Results) -> list[Claim]:
-    """The paper's claims, each with a difference in ln ppl that is negative if the claim holds."""
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim."""
 
     def row(claim: str, a: str, b: str) -> Claim:
         return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
 
-    rows = [row("more experts are better at equal operations", LARGEST_FLAT, FIRST)]
+    rows = [row("more experts lower the perplexity at equal operations", LARGEST_FLAT, FIRST)]
     rows += [
         row(NEXT_STEP, more, fewer) for fewer, more in zip(MIXTURES, MIXTURES[1:], strict=False)
     ]
     rows += [
-        row("a mixture is better than a dense model at equal operations", LARGEST_FLAT, dense)
+        row(
+            "a mixture has a lower perplexity than an equally costly dense model",
+            LARGEST_FLAT,
+            dense,
+        )
         for dense in DENSE
     ]
-    rows.append(row("more operations improve a large mixture too", LARGE, LARGEST_FLAT))
+    rows.append(row("more operations lower the perplexity of a large mixture", LARGE, LARGEST_FLAT))
     rows += [
         Claim(
-            "more training text widens the gap",
-            f"{more} against {FIRST}: the gap at the end minus the gap after 25%",
+            "more training text increases the advantage of more experts",
+            f"{more} against {FIRST}: difference after all steps minus difference after 25%",
             widening(results[more], results[FIRST], _QUARTER),
         )
         for more in MIXTURES[1:]
@@ -135,7 +139,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
-    """Fits Kneser-Ney 5-grams to the text that a run sees in 25% and in 100% of its steps."""
+    """Fits Kneser-Ney 5-grams to the first 25% and to all of the `seen_tokens` of a run."""
     seen = min(1.0, seen_tokens / text.train.num_tokens)
     perplexities = {}
     for share in (_QUARTER, 1.0):
@@ -147,7 +151,7 @@ def _five_grams(text: SentenceText, seen_tokens: int) -> dict[str, Any]:
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Formats the page: the models, their learning rates and the verdicts on the claims."""
+    """Formats the Markdown page: models, their learning rates and verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -192,22 +196,24 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     return (
         "# More experts at equal operations\n\n"
         f"```\n{command}\n```\n\n"
-        f"The training part has {facts['train_tokens']:,} words and ends of sentences; a run sees "
-        f"{facts['seen_tokens']:,} of them. The test part has {facts['test_tokens']:,}. "
+        f"The training part has {facts['train_tokens']:,} tokens (words and ends of sentences). A "
+        f"run trains on {facts['seen_tokens']:,} of them. The test part has "
+        f"{facts['test_tokens']:,} tokens. "
         f"The vocabulary has {facts['vocabulary']:,} entries. "
         f"The softmax is over {sampled} classes in training and over all classes in the test. "
-        "KN-5 is a modified Kneser-Ney 5-gram model of the same text. "
+        "KN-5 is a modified Kneser-Ney 5-gram model, fitted to the same text. "
         "Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED}\n\n"
         f"{table}\n![perplexity against the number of experts](capacity.png)\n\n"
-        "Each model uses the peak learning rate that gives its first seed the lowest final dev "
-        f"perplexity. Blank cells were not tried, or the run diverged.\n\n{rates}\n"
+        "The next table shows the final dev perplexity of the first seed at each peak learning "
+        "rate. Each model uses the rate with the lowest perplexity. A blank cell means that the "
+        f"run diverged or was not started.\n\n{rates}\n"
         f"{HOW_DECIDED}\n\n{verdicts}"
     )
 
 
 def plot(results: Results) -> Figure:
-    """Plots perplexity against the number of experts, after 25% of the steps and after all."""
+    """Plots test perplexity over the number of experts, after 25% and 100% of the steps."""
     experts = [int(name.split("-")[1]) for name in MIXTURES if results[name]]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
@@ -243,7 +249,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     )
     options = parser.parse_intermixed_args(arguments)
     if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
-        parser.error("optimizer.learning_rate is chosen from --rates; give --rates instead")
+        parser.error("optimizer.learning_rate must be omitted; give --rates instead")
 
     configs = {
         (name, rate): read_config(

@@ -1,17 +1,18 @@
-"""Measures the speed of sparse models against dense ones, at small scale (Sec. 5.1).
+"""Compares the training speed of sparse and dense models, at small scale (Sec. 5.1).
 
     python scripts/studies/efficiency.py                     # one thread; needs 6 GiB of memory
     python scripts/studies/efficiency.py --threads 2 --rounds 20 --output runs/efficiency
 
-Times in interleaved rounds:
+The script measures these run times in interleaved rounds:
 
 1. Training steps of mixtures and of dense models, at the paper's width, on random words.
-2. The layer alone, forward and backward, against a dense layer. More experts get fewer rows each.
-3. The layer on all time steps of a batch at once (Sec. 3.1) against one call for each time step.
+2. Forward and backward pass of a MoE layer and of a dense layer. With more experts, each expert
+   gets fewer rows.
+3. A MoE layer on all time steps of a batch at once (Sec. 3.1), and in one call for each time step.
 
 The compared models have equal operations. Speed is in GFLOP/s and counted as in the paper: only the
-operations of GEMMs, with a backward pass of twice the forward pass. Writes OUTPUT/efficiency.md,
-.json and .png (default: docs/results).
+operations of GEMMs, with a backward pass of twice the forward pass. The script writes
+efficiency.md, .json and .png to the folder OUTPUT (default: docs/results).
 """
 
 import statistics
@@ -47,7 +48,7 @@ CLAIM, ROWS_PER_EXPERT = 0.6, 64
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: median GFLOP/s, and quartiles of the speed relative to `against`."""
+    """One measurement: median GFLOP/s, and quartiles of the speed relative to entry `against`."""
 
     part: str
     name: str
@@ -68,7 +69,7 @@ def _rows_of(
     tokens: int,
     rows_per_expert: dict[str, float],
 ) -> list[Row]:
-    """Converts seconds to speeds relative to the entry `against`."""
+    """Converts the seconds of each entry to its speed relative to the entry `against`."""
     rows = []
     for name, times in seconds.items():
         # A ratio of speeds, not of times: the gates add operations.
@@ -83,7 +84,7 @@ def _rows_of(
 
 
 def _one_step_of(trainer: Trainer) -> Callable[[], object]:
-    """Returns a function that trains one step on the next batch."""
+    """Returns a function that runs one training step on the trainer's next batch."""
     batches = cycle(list(trainer.batches.epoch(0)))
 
     def run() -> None:
@@ -93,7 +94,7 @@ def _one_step_of(trainer: Trainer) -> Callable[[], object]:
 
 
 def _training_steps(root: Path, tokens: int, width: int, rounds: int) -> list[Row]:
-    """Times training steps of each model on random text."""
+    """Measures the run time of training steps of each model on random text."""
     steps: dict[str, Callable[[], object]] = {}
     flops: dict[str, float] = {}
     per_expert: dict[str, float] = {}
@@ -146,7 +147,7 @@ def _forward_backward(layer: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> list[Row]:
-    """Times MoE layers with more and more experts against a dense layer that is k times as wide."""
+    """Times MoE layers with k, 4k, 16k, ... experts, and a dense layer k times as wide as one."""
     x = torch.randn(tokens, width, requires_grad=True)
     dense = nn.Sequential(
         nn.Linear(width, k * hidden, bias=False),
@@ -174,7 +175,7 @@ def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> l
 
 
 class _Output(nn.Module):
-    """Returns a layer's output without its `MoEAux`."""
+    """Wraps a MoE layer and returns only its output, without `MoEAux`."""
 
     def __init__(self, layer: MoE) -> None:
         super().__init__()
@@ -185,14 +186,14 @@ class _Output(nn.Module):
 
 
 class _StepByStep(_Output):
-    """Calls the layer separately for each time step of x [S, B, D]."""
+    """Calls the MoE layer separately for each time step of x [S, B, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([self.layer(step)[0] for step in x])
 
 
 def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) -> list[Row]:
-    """Times the layer on all time steps at once against one call for each step (Sec. 3.1)."""
+    """Times a MoE layer on all time steps at once, and in one call for each step (Sec. 3.1)."""
     num_experts, k = 32, 4
     layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
     x = torch.randn(steps, batch, width, requires_grad=True)
@@ -209,7 +210,7 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
 
 
 def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> str:
-    """Formats the page: a table for each part, and the verdict on the claim."""
+    """Formats the Markdown page: a table for each part, and the verdict on the claim."""
 
     def table(part: str, *against: str) -> str:
         header = ["words", "measured", "rows per expert", "GFLOP/s"]
@@ -231,15 +232,15 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
     ]
     claim = (
         f"**Claim: with at least {ROWS_PER_EXPERT} rows per expert, a mixture trains at {CLAIM} "
-        "or more of the speed of a dense model with equal operations.** The paper has 0.57 to "
-        "0.84. The verdict here: "
+        "or more of the speed of a dense model with equal operations.** The paper's mixtures have "
+        "0.57 to 0.84 of that speed. The verdict on this measurement: "
     )
     if judged:
         lowest = min(judged, key=lambda row: row.median)
         claim += (
-            f"{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}. The lowest is {lowest.name} "
-            f"with {lowest.tokens:,} words: {lowest.median:.2f} of the speed of {lowest.against}, "
-            f"quartiles {lowest.low:.2f} and {lowest.high:.2f}."
+            f"{SUPPORTED if lowest.low >= CLAIM else NOT_DECIDED}. The slowest mixture is "
+            f"{lowest.name} with {lowest.tokens:,} words: {lowest.median:.2f} of the speed of "
+            f"{lowest.against}, quartiles {lowest.low:.2f} and {lowest.high:.2f}."
         )
     else:
         claim += f"{NOT_DECIDED}, because no expert had enough rows."
@@ -247,25 +248,26 @@ def as_markdown(rows: Sequence[Row], setting: str, command: str, width: int) -> 
         f"# Speed of sparse models\n\n```\n{command}\n```\n\n{setting}\n\n"
         "## Training steps\n\n"
         "The models of `configs/lm1b` with a vocabulary of 10,000 words, 1,024 sampled classes and "
-        "factored Adam for the experts. Without the gates, they have equal operations.\n\n"
+        "factored Adam for the experts. Apart from the gates, they have equal operations.\n\n"
         + table("training step", *DENSE)
         + f"\n{claim}\n\n"
         "## The layer alone\n\n"
-        f"Forward and backward pass with the gate, width {width}. Each word uses 4 experts with "
-        f"{2 * width:,} hidden units each. The dense layer has {8 * width:,} hidden units.\n\n"
+        f"The table measures the forward and backward pass of a layer with its gate, at width "
+        f"{width}. Each word uses 4 experts with {2 * width:,} hidden units each. The dense "
+        f"layer has {8 * width:,} hidden units.\n\n"
         + table("layer", DENSE_LAYER)
         + "\n![speed against rows per expert](efficiency.png)\n\n"
         "## All time steps at once\n\n"
-        "32 experts on a batch of 128 sentences with 20 time steps each. The layer gets all time "
-        "steps as one batch, as in Section 3.1, or one step at a time.\n\n"
+        "A layer of 32 experts runs on 128 sentences with 20 time steps each. The layer gets all "
+        "time steps as one batch, as in Section 3.1, or one time step at a time.\n\n"
         + table("time steps", "each step by itself")
         + "\nSee also [recompute.md](recompute.md) for the cost of recomputing hidden layers, and "
-        "[distributed.md](distributed.md) for several ranks.\n"
+        "[distributed.md](distributed.md) for the cost of several ranks.\n"
     )
 
 
 def plot(rows: Sequence[Row]) -> Figure:
-    """Plots the layer's speed relative to the dense layer against the rows per expert."""
+    """Plots the MoE layer's speed relative to the dense layer, over the rows per expert."""
     some = [row for row in rows if row.part == "layer" and row.rows_per_expert]
     x = [row.rows_per_expert for row in some]
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)

@@ -1,16 +1,16 @@
-"""Fits the n-gram baseline of App. C.1: an interpolated Kneser-Ney model of a run's corpus.
+"""Fits the n-gram baseline of App. C.1, an interpolated Kneser-Ney model, to a run's corpus.
 
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml data.corpus=path/to/text
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml --shares 0.25 1 --output runs/kn5
     python scripts/studies/kneser_ney.py configs/small/moe-32.toml --discounts 1 --order 3
 
-Reads the text and the vocabulary of a configuration's [data], as training does. Fits one model to
-each share of the training sentences, taken from the beginning of the training part. All models use
-the vocabulary of the whole training part. Perplexity is over all words, with unknown words and ends
-of sentences, as in scripts/evaluate.py.
+The script reads the text and the vocabulary of a configuration's [data], as training does. Each
+value of --shares is a fraction of the training sentences, from the start of the training part. The
+script fits one model to each fraction. All models use the vocabulary of the whole training part.
+Perplexity includes unknown words and ends of sentences, as in scripts/evaluate.py.
 
-Writes OUTPUT/kneser_ney.md, and .json with the nats of each test sentence. --arpa also writes the
-model of the last share to OUTPUT/kneser_ney.arpa, for other programs.
+The script writes OUTPUT/kneser_ney.md, and .json with the nats of each test sentence. --arpa also
+writes the model of the last fraction to OUTPUT/kneser_ney.arpa, for other programs.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from moe_ext.lab.training.text import SentenceText, load_text
 
 
 def share(text: str) -> float:
-    """Parses a number in (0, 1]; an argparse type."""
+    """Parses a number in (0, 1] from `text`, as an argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def share(text: str) -> float:
 
 
 def measured(model: NGramModel, train: EncodedSentences, text: SentenceText) -> dict[str, Any]:
-    """Evaluates a model on the dev and test parts; returns numbers ready for JSON."""
+    """Evaluates an n-gram model on the dev and test parts; the result can be written as JSON."""
     dev, test = (
         Evaluation(model.sentence_nll(part), part.num_tokens) for part in (text.dev, text.test)
     )
@@ -79,9 +79,9 @@ def as_markdown(report: dict[str, Any]) -> str:
         ],
     )
     return (
-        f"Interpolated Kneser-Ney {report['order']}-gram model ({kind} for each order) without "
-        f"pruning. Corpus {report['corpus']}, vocabulary {report['vocabulary']:,}, "
-        f"{report['test_tokens']:,} test tokens.\n\n"
+        f"The models are interpolated Kneser-Ney {report['order']}-gram models ({kind} for each "
+        f"order) without pruning. The corpus is {report['corpus']}, with a vocabulary of "
+        f"{report['vocabulary']:,} words and {report['test_tokens']:,} test tokens.\n\n"
         f"{table}\nParameters are the stored probabilities and back-off weights.\n"
     )
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         help="discounts of each order; 3 is modified Kneser-Ney (%(default)s)",
     )
     parser.add_argument(
-        "--shares", type=share, nargs="+", default=[1.0], help="shares of the training sentences"
+        "--shares", type=share, nargs="+", default=[1.0], help="fractions of the training sentences"
     )
     parser.add_argument(
         "--arpa", action="store_true", help="also write the last model as an ARPA file"

@@ -1,15 +1,15 @@
-"""Compares weights of the balancing losses, at small scale (Table 6).
+"""Compares values of w_importance and w_load, at small scale (Table 6).
 
     python scripts/studies/losses.py data.corpus=path/to/text
     python scripts/studies/losses.py data.corpus=path/to/text --seeds 1 2 --arms 0,0 0.1,0.1
     python scripts/studies/losses.py --report data.corpus=path/to/text
 
 Trains configs/small/moe-32.toml on 3.1 million words for each seed and for six settings of
-w_importance,w_load. Writes OUTPUT/losses.md, .json and .png (default: docs/results) with the
-perplexity and the load balance of the experts over the last 50 training batches.
+w_importance,w_load. Writes losses.md, .json and .png to the folder OUTPUT (default: docs/results),
+with perplexity, and with the experts' load balance over the last 50 training batches.
 
 A run takes 3 minutes on one processor. To share the runs, start the same command several times with
-the same --runs. --report trains nothing.
+the same --runs. --report writes the page without training.
 """
 
 import math
@@ -53,15 +53,15 @@ COLUMNS = {
 
 
 def claims(results: Results) -> list[tuple[str, str, str, str]]:
-    """The rows of the table of claims: claim, compared settings, difference, verdict."""
+    """Returns the rows of the table of claims: claim, settings, difference, verdict."""
     gap = difference(results[USUAL], results[NONE])
-    claim, what = "losses improve the perplexity", f"{USUAL} against {NONE}"
+    claim, what = "the balancing losses lower the perplexity", f"{USUAL} against {NONE}"
     table = [(claim, what, as_change(gap), verdict(gap))]
     for name in ARMS:
         if name not in (NONE, USUAL):
             gap = difference(results[name], results[USUAL])
             what = f"{name} against {USUAL}, within 0.5%"
-            claim = "any weights of the losses give a similar perplexity"
+            claim = "all nonzero settings give a similar perplexity"
             table.append((claim, what, as_change(gap), verdict(gap, -MARGIN, MARGIN)))
     for less, more in (("0.01,0.01", USUAL), (USUAL, "1,1"), ("0.2,0", "0,0.2")):
         change = paired(
@@ -74,7 +74,7 @@ def claims(results: Results) -> list[tuple[str, str, str, str]]:
 
 
 def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
-    """Formats the page: Table 6 of these runs, and the verdicts on the claims."""
+    """Formats the Markdown page: Table 6 for the finished runs, and verdicts on the claims."""
     rows = []
     for name, runs in results.items():
         if not runs:
@@ -98,22 +98,23 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
     return (
         "# The weights of the balancing losses\n\n"
         f"```\n{command}\n```\n\n"
-        f"Table 6 of the paper with {k} of {n} experts, {facts['steps']:,} steps of {batch:,} "
-        "words and ends of sentences. The last four columns are means over the last "
-        f"{min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper. "
+        f"This is Table 6 of the paper for {k} of {n} experts per token, after {facts['steps']:,} "
+        f"steps of {batch:,} tokens (words and ends of sentences). The last four columns are means "
+        f"over the last {min(BALANCE_BATCHES, facts['steps'])} training batches, as in the paper. "
         "CV(tokens) is the coefficient of variation of the experts' token counts. Uniform random "
-        f"routing would give {floor:.3f}. Routing every token to the same {k} experts would give "
-        f"{ceiling:.2f}, with a max/mean of {n / k:.0f}. {HOW_COMPARED}\n\n"
+        f"routing gives a CV(tokens) of {floor:.3f}. Routing every token to the same {k} experts "
+        f"gives a CV(tokens) of {ceiling:.2f} and a max/mean of {n / k:.0f}. {HOW_COMPARED}\n\n"
         f"{table}\n![perplexity and balance](losses.png)\n\n"
-        "A claim that a value is lower is supported if the whole interval lies below zero. A claim "
-        "of similar perplexity is supported if the whole interval lies within ±0.5%. A claim is "
-        "contradicted if the whole interval lies outside that range, and otherwise not decided."
+        "A claim that a value is lower is supported if the whole interval of the difference lies "
+        "below zero. A claim of similar perplexity is supported if the whole interval lies within "
+        "±0.5%. A claim is contradicted if the whole interval lies outside that range, and "
+        "otherwise not decided."
         f"\n\n{verdicts}"
     )
 
 
 def plot(results: Results) -> Figure:
-    """Plots each run's perplexity against its max/mean Load."""
+    """Plots each run's test perplexity over its max/mean Load."""
     figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     for name, runs in results.items():

@@ -1,4 +1,4 @@
-"""Compares one model for twelve language pairs with other models, at small scale (Table 5).
+"""Compares translation models for one and for twelve language pairs (Table 5, small scale).
 
     python scripts/studies/multilingual.py data.corpus=path/to/parallel/text
     python scripts/studies/multilingual.py data.corpus=PATH --arms moe dense --seeds 1
@@ -6,17 +6,18 @@
 
 Trains the models of configs/mt/small-multilingual-*.toml with one shared vocabulary of wordpieces:
 
-- moe: mixtures of experts, on all language pairs at once
-- dense: dense layers with equal operations in place of the mixtures, on all language pairs
-- moe-oversampled: as moe, with every language pair oversampled to the size of the largest
+- moe: MoE layers, trained on all language pairs together
+- dense: dense layers with equal operations instead of MoE layers, trained on all language pairs
+- moe-oversampled: the model moe, with every language pair oversampled to the size of the largest
 - single: a separate dense model for each language pair
 
-Translates the test parts and writes OUTPUT/multilingual.md, .json and .png (default: docs/results):
-perplexity and BLEU of each language pair, and how often one model beats another. The plot has the
-learning curves of the two language pairs with the least text, which oversampling may harm.
+The script translates the test parts. It writes multilingual.md, .json and .png to the folder OUTPUT
+(default: docs/results), with perplexity and BLEU of each language pair. The plot shows dev
+perplexity of the two language pairs with the least text, which oversampling may harm.
 
 A multilingual run takes 45 minutes on one processor, a run of one language pair 6 minutes. To share
-the runs, start the same command several times with the same --runs. --report trains nothing.
+the runs, start the same command several times with the same --runs. --report writes the page
+without training.
 """
 
 import argparse
@@ -68,8 +69,8 @@ class Study:
     """The finished runs of all models.
 
     Attributes:
-        config: the configuration of the mixture.
-        text: the text of all language pairs.
+        config: the configuration of the model moe.
+        text: the encoded text of all language pairs.
         results: the runs of the multilingual models, by model and seed.
         single: the runs of the models of one language pair, by language pair and seed.
         bleu: the BLEU scores of each run, by the run's folder and language pair.
@@ -100,9 +101,10 @@ class _Comparison(NamedTuple):
     """The comparison of two models over the language pairs.
 
     Attributes:
-        difference: the difference in ln ppl, mean over language pairs; None without any.
+        difference: the mean difference in ln(perplexity) over num_pairs; None if num_pairs is 0.
         num_pairs: the number of language pairs that both models have.
-        lower_perplexity, higher_bleu: in how many language pairs the first model is better.
+        lower_perplexity: the number of language pairs with a lower perplexity of the first model.
+        higher_bleu: the number of language pairs with a higher BLEU of the first model.
     """
 
     difference: PairedDifference | None
@@ -112,7 +114,7 @@ class _Comparison(NamedTuple):
 
 
 def study(options: argparse.Namespace, root: Path) -> Study:
-    """Trains and tests the selected models, and translates with them.
+    """Trains and tests the models of --arms, and translates the test parts with them.
 
     Raises:
         ConfigError: data.pairs has fewer than two language pairs.
@@ -128,7 +130,9 @@ def study(options: argparse.Namespace, root: Path) -> Study:
 
     first = config_of(MIXTURE)
     if len(first.data.pairs) < 2:
-        raise ConfigError(f"data.pairs must have two or more pairs, got {list(first.data.pairs)}")
+        raise ConfigError(
+            f"data.pairs must list at least 2 language pairs, got {list(first.data.pairs)}"
+        )
     set_up_for(first)
     text = load_text(first.data)
     runs = Path(options.runs)
@@ -180,7 +184,7 @@ def figures(study: Study) -> dict[str, dict[str, Figures]]:
 
 
 def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
-    """Compares two models' figures over the language pairs that both have."""
+    """Compares the figures `a` and `b` of two models over the language pairs that both have."""
     both = [(figures, b[languages]) for languages, figures in a.items() if languages in b]
     return _Comparison(
         mean_difference(
@@ -194,7 +198,7 @@ def comparison(a: dict[str, Figures], b: dict[str, Figures]) -> _Comparison:
 
 
 def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
-    """The comparisons of the paper, and the mixture with and without oversampling."""
+    """Returns the comparisons of the paper, and of moe with and without oversampling."""
     return {
         f"{arm} against {other}": comparison(found[arm], found[other])
         for arm, other in ((MIXTURE, DENSE), (MIXTURE, SINGLE), (OVERSAMPLED, MIXTURE))
@@ -203,7 +207,7 @@ def comparisons(found: dict[str, dict[str, Figures]]) -> dict[str, _Comparison]:
 
 
 def _comparisons_table(compared: dict[str, _Comparison]) -> str:
-    """Formats the comparisons, one row each."""
+    """Formats the comparisons as a table, with one row per comparison."""
     rows = [
         [
             what,
@@ -213,7 +217,9 @@ def _comparisons_table(compared: dict[str, _Comparison]) -> str:
         ]
         for what, each in compared.items()
     ]
-    return markdown_table(["models", "perplexity, 95%", "lower perplexity", "higher BLEU"], rows)
+    return markdown_table(
+        ["models", "difference in perplexity, 95%", "lower perplexity", "higher BLEU"], rows
+    )
 
 
 def table(study: Study, found: dict[str, dict[str, Figures]]) -> str:
@@ -257,33 +263,35 @@ def _sizes_of_models(study: Study) -> str:
 
 
 def _least_text(text: PairText) -> list[str]:
-    """The two language pairs with the fewest training pairs."""
+    """Returns the two language pairs with the fewest training sentences."""
     order = text.train.pair.bincount(minlength=len(text.train.names)).argsort(stable=True)
     return [text.train.names[index] for index in order[:2].tolist()]
 
 
 def as_markdown(study: Study, found: dict[str, dict[str, Figures]], command: str) -> str:
-    """Formats the page, with the command that makes it."""
+    """Formats the Markdown page, with the command that writes the page."""
     config = study.config
     signatures = sorted({bleu.signature for each in study.bleu.values() for bleu in each.values()})
     return (
         "# One model for all language pairs\n\n"
         f"```\n{command}\n```\n\n"
-        f"A step has about {config.data.tokens_per_batch:,} source and target pieces. All "
-        f"languages share one vocabulary of {config.data.vocab_size:,} wordpieces. `moe` and "
+        f"A training step has about {config.data.tokens_per_batch:,} source and target wordpieces. "
+        f"All languages share one vocabulary of {config.data.vocab_size:,} wordpieces. `moe` and "
         "`dense` see the language pairs in their natural proportions, `moe-oversampled` sees all "
         "language pairs equally often. `single` stands for dense models that are trained on one "
-        "language pair each. Perplexity is per target piece of the test part: exp of the mean of "
-        "ln ppl over seeds. BLEU is sacreBLEU's score, with character tokenization for Japanese. "
-        "Operations and parameters do not include embedding and softmax.\n\n"
+        "language pair each. Perplexity is per target wordpiece of the test part, and exp of the "
+        "mean of ln(perplexity) over seeds. BLEU is sacreBLEU's score, with character "
+        "tokenization for Japanese. Operations and parameters do not include embedding and "
+        "softmax.\n\n"
         f"{_sizes_of_models(study)}\n{table(study, found)}\n"
         f"![{' and '.join(_least_text(study.text))}](multilingual.png)\n\n"
         "The differences in perplexity are means over the language pairs. With three seeds or "
-        "more, a 95% t interval over the language pairs follows in brackets. It says how much the "
-        "language pairs agree, not how much other seeds would. In the paper, the mixture has a "
-        "higher BLEU than the multilingual model without experts in 11 of 12 language pairs. It "
-        "has a higher BLEU than the models of one language pair in 8 of 12; those saw more text "
-        "of their language pair (Table 5).\n\n"
+        "more, a 95% t interval over the language pairs follows in brackets. This interval "
+        "measures the variation between language pairs, not between seeds. In the paper, the "
+        "mixture has a higher BLEU than the multilingual model without experts in 11 of 12 "
+        "language pairs. The mixture has a higher BLEU than the models of one language pair in 8 "
+        "of 12 pairs. "
+        "Those models saw more text of their language pair (Table 5).\n\n"
         f"{_comparisons_table(comparisons(found))}\n"
         f"Signatures of sacreBLEU: {', '.join(f'`{each}`' for each in signatures)}.\n"
     )

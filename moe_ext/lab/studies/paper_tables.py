@@ -1,12 +1,13 @@
-"""Counts the cost columns of the paper's Tables 7 and 8 from the models of configs/.
+"""Counts operations and parameters of the models of the paper's Tables 7 and 8.
 
     python scripts/studies/paper_tables.py           # prints, writes docs/results/paper_tables.*
     python scripts/studies/paper_tables.py --output DIR
 
-Builds every model on torch's meta device, without memory for its weights, and counts it with
-moe_ext/lab/analysis/costs.py. The published figures are in moe_ext/lab/analysis/paper.py. The
-second table has the floating-point operations of a training batch, counted as in Section 5.1. It
-also has the time that these operations take at the published TFLOPS/GPU.
+The script builds every model of configs/ on torch's meta device, without memory for the weights,
+and counts it with moe_ext/lab/analysis/costs.py. The published figures are in
+moe_ext/lab/analysis/paper.py. The second table has the floating-point operations of a training
+batch, counted as in Section 5.1. It also has the time that these operations take at the published
+TFLOPS/GPU.
 """
 
 from collections.abc import Sequence
@@ -34,16 +35,17 @@ _NOTES = {
         "lm1b",
         "MoE-256",
         "ops",
-    ): "8.6508 rounds to 8.7, the paper prints 8.6. Rounding first to 8.65 "
+    ): "The count 8.6508 rounds to 8.7; the paper prints 8.6. Rounding first to 8.65 "
     "and then half to even gives 8.6.",
-    ("lm1b", "MoE-34M", "total"): "5.9397 rounds to 5.9, the paper prints 6.0. A vocabulary of "
-    "800,000 words instead of 793,471 gives 5.95.",
+    ("lm1b", "MoE-34M", "total"): "The count 5.9397 rounds to 5.9; the paper prints 6.0. A "
+    "vocabulary of 800,000 words instead of 793,471 gives 5.95.",
 }
 _COUNTED = """\
-The weights of each layer, for the model width d:
+The layers have these numbers of weights at model width d:
 
-- An LSTM has 4u(d + r) weights: u units, recurrent input of width r. A projection adds ud weights.
-- An expert has 2dh weights: h hidden units.
+- An LSTM of u units with a recurrent input of width r has 4u(d + r) weights. A projection adds ud
+  weights.
+- An expert with h hidden units has 2dh weights.
 - A gate of n experts has 2dn weights, W_g and W_noise. In a hierarchical mixture, a token uses the
   primary gate and the secondary gates of its k groups.
 
@@ -59,14 +61,15 @@ The step time and the hours follow from the published TFLOPS/GPU. The hours are 
 (Table 8). The intensity of an expert is its number of multiply-adds, divided by the number of its
 inputs and outputs. With one hidden layer it is 2dh / 2d = h (Sec. 3.2)."""
 _SHARES = """\
-In the paper, the experts' share is between 37% and 46% in all mixtures of Table 7. MoE-4096-h has
-the lowest share of them here. It reaches 37% with about 4,700 sampled classes, but the authors'
-code has 8,192. With 8,192 classes, the hours agree with the paper for MoE-4096-h. They are 14%
-lower for MoE-34M and 13% lower for MoE-143M."""
+In the paper, the experts have between 37% and 46% of the operations in all mixtures of Table 7. In
+the table above, MoE-4096-h has the lowest share. The experts' share of MoE-4096-h would be 37% with
+about 4,700 sampled classes; the authors' code samples 8,192. With 8,192 sampled classes, the
+computed hours agree with the paper for MoE-4096-h. The computed hours are 14% lower than the
+paper's for MoE-34M and 13% lower for MoE-143M."""
 
 
 def count(published: Published, root: Path) -> dict[str, Any]:
-    """Compares a published row with the model of its configuration."""
+    """Counts the model of a published row and compares the counts with the row's figures."""
     config = read_config(root / "configs" / published.config, [], Config)
     models = []
     with torch.device("meta"):
@@ -154,8 +157,8 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
 python scripts/studies/paper_tables.py
 ```
 
-The published sizes, and the sizes of the models in `configs/lm1b` and `configs/news`, counted on
-the meta device. Of {len(rows)} models, these agree to the printed digit:
+The table compares the published sizes with those of the models in `configs/lm1b` and
+`configs/news`, counted on the meta device. Of {len(rows)} models, these agree to the printed digit:
 {", ".join(f"{c} {m}" for c, m in matches.items())}.
 
 {sizes}

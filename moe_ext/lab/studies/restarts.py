@@ -1,12 +1,12 @@
-"""Kills ranks of a training run at random moments and checks that it continues correctly.
+"""Kills ranks of a training run at random moments and checks that the run continues correctly.
 
     python scripts/studies/restarts.py --kills 50
 
 Trains a small model on two or more ranks, once without interruption and once with kills. SIGKILL
 ends a random rank at a random moment, and torchrun restarts the run. The run writes a checkpoint
 every second step, so some kills happen during a write. The losses that both runs log must be
-bitwise identical. Each kill takes about 15 seconds. Status 0: they are identical. Status 1: they
-differ, or the run with kills did not finish.
+bitwise identical. The script takes about 15 seconds per kill. Status 0: the losses are identical.
+Status 1: the losses differ, or the run with kills did not finish.
 """
 
 import json
@@ -35,7 +35,7 @@ _MODEL = [
 def start(
     root: Path, output: Path, processes: int, steps: int, restarts: int
 ) -> subprocess.Popen[str]:
-    """Starts torchrun with scripts/train.py; stderr goes to a file next to `output`."""
+    """Starts scripts/train.py under torchrun; writes its stderr to a file next to `output`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
@@ -49,7 +49,7 @@ def start(
 
 
 def workers(launcher: int) -> list[int]:
-    """Lists the process ids of the ranks that a torchrun started."""
+    """Lists the process ids of the ranks that the torchrun process `launcher` started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [
         int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
         "--steps-between",
         type=at_least(1),
         default=6,
-        help="a kill comes 1 to this number of steps after the last one (%(default)s)",
+        help="maximum number of steps from one kill to the next (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the kills (%(default)s)")
     options = parser.parse_args(arguments)

@@ -4,21 +4,21 @@
     python scripts/studies/specialisation.py runs/moe-64 --positions 50000 --permutations 200
     python scripts/studies/specialisation.py runs/moe-64 --domains prose=text/a technical=text/b
 
-Takes finished runs of one model that differ only in their seeds. Runs sentences of the training
-text through each model, once with the trained gate and once with a random gate in its place. The
-label of a position is its word, its previous word, its word class or its domain. The script
-measures:
+The arguments are finished runs of one model that differ only in their seeds. The script runs
+sentences of the training text through each model, once with the trained gate and once with a random
+gate. A position in the text has these labels: its word, the previous word, the word class and the
+domain. The script measures for each label:
 
 - purity: the share of the most frequent label among the 50 positions with an expert's highest gates
 - mutual information of the label and the expert with the highest gate
 
-Both are compared with their values for shuffled labels. --domains names two or more corpora; an
-equal number of words of each gives the positions for the domain label. All corpora are encoded with
-the vocabulary of the run.
+Shuffled labels show the values that chance gives. --domains names two or more corpora as
+NAME=CORPUS, and an equal number of words of each is labelled with the domain NAME. All corpora are
+encoded with the vocabulary of the run.
 
-Writes OUTPUT/specialisation.md, .json and .png (default: docs/results). Stores the numbers of each
-run in RUN/specialisation.json and reuses them, so an interrupted script continues. A run takes 3
-minutes on one processor.
+The script writes specialisation.md, .json and .png to the folder OUTPUT (default: docs/results). It
+reuses the numbers of each run from RUN/specialisation.json, so the same command continues after an
+interruption. One run takes 3 minutes on one processor.
 """
 
 import html
@@ -68,10 +68,10 @@ _FORMAT = 1  # the version of RUN/specialisation.json
 
 
 def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of a run: from its file if that fits `asked`, else measured and written.
+    """Measures a run with the options `asked`, or reads its results with the same options.
 
     Raises:
-        ConfigError: the run's model has no such layer, or its gates have thresholds.
+        ConfigError: the model has no MoE layer with the index of --layer, or gates with thresholds.
     """
     asked = {"format": _FORMAT, "step": trained.step, **asked}
     path = Path(run) / "specialisation.json"
@@ -86,7 +86,7 @@ def measured(run: str, trained: TrainedModel, asked: Mapping[str, Any]) -> dict[
 
 
 def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures a model with both gates, and collects contexts of some experts; ready for JSON."""
+    """Measures a model with a trained and a random gate, and collects contexts, as JSON values."""
     model, data, seed = trained.model, trained.config.data, trained.config.seed
     layer, positions, permutations = asked["layer"], asked["positions"], asked["permutations"]
     sentences = load_part(data, trained.vocabulary, asked["part"])
@@ -126,13 +126,13 @@ def measure(trained: TrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _domain_labels(parts: Sequence[RoutedText]) -> Tensor:
-    """The index of the text that each position comes from."""
+    """Returns for each position the index of the text that contains the position."""
     sizes = torch.tensor([len(routed.windows) for routed in parts])
     return torch.arange(len(parts)).repeat_interleave(sizes)
 
 
 def _table_9(reports: Sequence[ExpertReport], seed: int) -> list[dict[str, Any]]:
-    """Picks the three most specialised experts and three random other experts, ready for JSON."""
+    """Picks the three most specialised and three other random experts, as JSON values."""
     ranked = by_specialisation(reports)
     chosen, others = ranked[:_SHOWN_EXPERTS], ranked[_SHOWN_EXPERTS:]
     drawn = random.Random(seed).sample(others, min(_SHOWN_EXPERTS, len(others)))
@@ -151,12 +151,12 @@ def _over_runs(values: Sequence[float]) -> str:
 
 
 def values(runs: Sequence[Mapping[str, Any]], gate: str, label: str, key: str) -> list[float]:
-    """One number of each run."""
+    """Returns the number `key` of each run, for a gate ("trained" or "untrained") and a label."""
     return [run[gate][label][key] for run in runs]
 
 
 def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """The paper's claims, each with a difference that is positive if the claim holds."""
+    """Returns the paper's claims; a positive difference supports a claim."""
     rows = []
 
     def row(claim: str, what: str, a: Sequence[float], b: Sequence[float]) -> None:
@@ -183,7 +183,7 @@ def claims(runs: Sequence[Mapping[str, Any]]) -> list[Claim]:
 
 
 def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """Formats the page: numbers, verdicts on the claims, and Table 9 of the first run."""
+    """Formats the Markdown page: numbers, verdicts on the claims, Table 9 for the first run."""
     first = runs[0]
     rows = [
         [
@@ -215,7 +215,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         for p in ("p_purity", "p_information")
     )  # fmt: skip
     entropies = {gate: _over_runs(values(runs, gate, "current word", "entropy")) for gate in GATES}
-    domains = f" Domains, with equal numbers of words: {', '.join(facts['domains'])}."
+    domains = f" The domains have equal numbers of words: {', '.join(facts['domains'])}."
     tables = "\n".join(
         f"{how.capitalize()}:\n\n{_contexts_table([e for e in first['table'] if e['how'] == how])}"
         for how in dict.fromkeys(expert["how"] for expert in first["table"])
@@ -223,27 +223,27 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
     return (
         "# What the experts specialise in\n\n"
         f"```\npython scripts/studies/specialisation.py {facts['command']}\n```\n\n"
-        f"{len(runs)} run{'s' * (len(runs) > 1)} of a model with {facts['k']} of "
-        f"{first['num_experts']} experts after {facts['steps']:,} steps, on "
-        f"{first['positions']:,} positions of the {facts['part']} part, without noise."
+        f"The page covers {len(runs)} run{'s' * (len(runs) > 1)} of a model with {facts['k']} of "
+        f"{first['num_experts']} experts per token after {facts['steps']:,} steps. The models "
+        f"ran on {first['positions']:,} positions of the {facts['part']} part, without gate noise."
         f"{domains if facts['domains'] else ''} The numbers are means over the runs. With three "
         "runs or more, a 95% t interval follows in brackets.\n\n"
         "Purity is the share of the most frequent label among the 50 positions with an expert's "
         "highest gates, averaged over experts. I is the mutual information of the label and the "
         "expert with the highest gate, minus its mean with shuffled labels. H is the entropy of "
-        f"that expert: {entropies['trained']} nats with the trained gate and "
+        f"the expert with the highest gate: {entropies['trained']} nats with the trained gate and "
         f"{entropies['untrained']} nats with a random W_g. Labels were shuffled "
         f"{facts['permutations']:,} times; p ≤ {worst:.2g} for every purity and every mutual "
         "information of the trained gates. A random W_g has normal entries with the root mean "
         "square of the trained W_g; all other weights are the trained ones. The class of a word "
         "follows from its form and its suffix.\n\n"
         f"{numbers}\n![purity by label and by expert](specialisation.png)\n\n"
-        "A claim is supported if the whole interval lies above zero, contradicted if it lies below "
-        f"zero, and otherwise not decided.\n\n{verdicts}\n"
+        "A claim is supported if the whole interval lies above zero, contradicted if the whole "
+        f"interval lies below zero, and otherwise not decided.\n\n{verdicts}\n"
         "## Contexts\n\n"
-        "Table 9 of the paper for the first run: for each expert, the distinct contexts with the "
-        "highest gates. The experts are the three most specialised ones and three random other "
-        f"ones.\n\n{tables}"
+        "These are tables like Table 9 of the paper, for the first run. A column lists the "
+        "distinct contexts with an expert's highest gates. The experts are the three most "
+        f"specialised ones and three random other ones.\n\n{tables}"
     )
 
 
@@ -262,7 +262,7 @@ def _contexts_table(experts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def in_place(words: Sequence[str]) -> str:
-    """Formats a word in bold between its neighbours, with Markdown and HTML escaped."""
+    """Formats `words` with the middle word in bold, and with Markdown and HTML escaped."""
     shown = [re.sub(r"([\\`*_|\[\]~$])", r"\\\1", html.escape(word, quote=False)) for word in words]
     shown[NEIGHBOURS] = f"**{shown[NEIGHBOURS]}**"
     return " ".join(filter(None, shown))
@@ -305,7 +305,7 @@ def _named_corpora(options: Iterable[str]) -> dict[str, str]:
     """Parses the arguments NAME=CORPUS.
 
     Raises:
-        ConfigError: an argument has another form, a name occurs twice, or there is only one.
+        ConfigError: an argument has another form, a name occurs twice, or only one is given.
     """
     options = list(options)
     pairs = [option.partition("=") for option in options]

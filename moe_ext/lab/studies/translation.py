@@ -6,17 +6,17 @@
 
 Trains the models of configs/mt/small-*.toml for each language pair:
 
-- moe-32: mixtures of experts with noisy top-k gates
-- moe-32-balanced: mixtures of experts with strictly balanced gates
-- dense: dense layers with equal operations in place of the mixtures, which the paper does not have
-- none: no layers in their place, the paper's baseline
+- moe-32: MoE layers with noisy top-k gates
+- moe-32-balanced: MoE layers with strictly balanced gates
+- dense: dense layers with equal operations instead of MoE layers; the paper has no such model
+- none: neither MoE layers nor dense layers; the paper's baseline
 
-Translates the test part with each model and writes OUTPUT/translation.md, .json and .png (default:
-docs/results): perplexity, BLEU and ten unedited translations. The plot has the learning curves
-against the source words processed.
+The script translates the test part with each model. It writes translation.md, .json and .png to the
+folder OUTPUT (default: docs/results), with perplexity, BLEU and ten unedited translations. The plot
+shows dev perplexity over the number of source words processed.
 
 A run takes 10 to 20 minutes on one processor. To share the runs, start the same command several
-times with the same --runs. --report trains nothing.
+times with the same --runs. --report writes the page without training.
 """
 
 import argparse
@@ -68,14 +68,14 @@ class Study:
     """The corpus and the finished runs of one language pair.
 
     Attributes:
-        config: the configuration of the mixture.
-        text: the corpus as ids.
-        results: the runs by model and seed.
-        source_words: the number of source words in an epoch.
+        config: the configuration of the model moe-32.
+        text: the corpus, encoded as token ids.
+        results: the finished runs by model and seed.
+        source_words: the number of source words in one epoch of training.
         test: the sentences of the test part and their reference translations.
-        near: whether each sentence of the test part is a near duplicate of a training sentence.
+        near: for each test sentence, whether it is a near duplicate of a training sentence.
         bleu: the BLEU scores by model, one for each seed.
-        distinct_bleu: the same without near duplicates; {} if all sentences are near duplicates.
+        distinct_bleu: BLEU scores without near duplicates, by model; {} if no sentence remains.
     """
 
     config: TranslationConfig
@@ -89,7 +89,7 @@ class Study:
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
-    """Finds sentences that share 80% or more of their word trigrams with one sentence of a text."""
+    """Finds the `sentences` whose word trigrams occur to 80% or more in one sentence of `text`."""
 
     def trigrams(sentence: str) -> set[tuple[str, ...]]:
         words = ["", *sentence.lower().split(), ""]
@@ -113,7 +113,7 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
 
 
 def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
-    """Trains and tests the selected models of a language pair, and translates with them."""
+    """Trains the models of --arms for one language pair, and translates its test part."""
     arms = {
         name: read_config(
             root / "configs" / "mt" / f"small-{name}.toml",
@@ -155,7 +155,7 @@ def source_words(text: PairText) -> int:
 
 
 def claims(studies: dict[str, Study]) -> list[Claim]:
-    """The paper's claims for both gates, for each language pair and over all of them."""
+    """Returns the claims of the paper for both gates, per language pair and over all pairs."""
     pooled = {
         arm: {
             (languages, seed): run
@@ -168,8 +168,8 @@ def claims(studies: dict[str, Study]) -> list[Claim]:
     return [
         Claim(claim, f"{arm} against {other}, {part}", difference(results[arm], results[other]))
         for claim, other in (
-            ("a mixture is better than no layer in its place", NONE),
-            ("a mixture is better than a dense layer with equal operations", DENSE),
+            ("mixtures lower the perplexity of a model without them", NONE),
+            ("mixtures have a lower perplexity than dense layers with equal operations", DENSE),
         )
         for arm in (MIXTURE, BALANCED)
         for part, results in parts.items()
@@ -177,7 +177,7 @@ def claims(studies: dict[str, Study]) -> list[Claim]:
 
 
 def table(study: Study) -> str:
-    """Formats size, perplexity, BLEU and speed of the models, one row each."""
+    """Formats size, perplexity, BLEU and speed of the models, with one row per model."""
     rows = []
     for name, runs in study.results.items():
         if not runs:
@@ -200,13 +200,13 @@ def table(study: Study) -> str:
         )
     header = [
         "model", "ops/timestep", "parameters", "seeds", "test ppl", f"against {NONE}, 95%", "BLEU",
-        "BLEU without near duplicates", "pieces/s",
+        "BLEU without near duplicates", "wordpieces/s",
     ]  # fmt: skip
     return markdown_table(header, rows)
 
 
 def balance(study: Study) -> str:
-    """Describes the masks of the strictly balanced gates; "" without their runs."""
+    """Describes the masks of the strictly balanced gates; returns "" if they have no run."""
     train, dev = [], []
     for result in study.results[BALANCED].values():
         train.append(read_metrics(result.run, "train")[-1])
@@ -253,18 +253,18 @@ def shown(study: Study) -> str:
 
 
 def as_markdown(studies: dict[str, Study], command: str) -> str:
-    """Formats the page, with the command that makes it."""
+    """Formats the Markdown page, with the command that writes the page."""
     config = next(iter(studies.values())).config
     steps, batch = config.steps, config.data.tokens_per_batch
     lines = [
         "# Mixtures of experts in translation\n",
         f"```\n{command}\n```\n",
-        f"{steps:,} steps of about {batch:,} source and target pieces each. Both languages share "
-        f"one vocabulary of {config.data.vocab_size:,} wordpieces. Perplexity is per target piece "
-        f"of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a beam search with the "
-        "penalties of Wu et al. (2016). A test sentence is a near duplicate if at least "
-        f"{_NEAR:.0%} of its word trigrams occur in one training sentence. Operations and "
-        "parameters do not include embedding and softmax.\n",
+        f"Each model trains for {steps:,} steps of about {batch:,} source and target wordpieces. "
+        f"Both languages share one vocabulary of {config.data.vocab_size:,} wordpieces. Perplexity "
+        f"is per target wordpiece of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a "
+        "beam search with the penalties of Wu et al. (2016). A test sentence is a near "
+        f"duplicate if at least {_NEAR:.0%} of its word trigrams occur in one training sentence. "
+        "Operations and parameters do not include embedding and softmax.\n",
         "![dev perplexity against source words](translation.png)\n",
         f"{HOW_DECIDED}\n",
         claims_table(claims(studies)),
@@ -273,13 +273,13 @@ def as_markdown(studies: dict[str, Study], command: str) -> str:
         text = each.text
         lines += [
             f"## {languages}\n",
-            f"{len(text.train):,} training pairs ({each.source_words:,} source words, "
-            f"{text.train.num_tokens:,} target pieces). The test part has {len(text.test):,} "
-            f"pairs, {sum(each.near):,} of them near duplicates.\n",
+            f"The training part has {len(text.train):,} sentence pairs ({each.source_words:,} "
+            f"source words, {text.train.num_tokens:,} target wordpieces). The test part has "
+            f"{len(text.test):,} pairs; {sum(each.near):,} of them are near duplicates.\n",
             table(each),
             balance(each),
-            "Ten evenly spaced sentences of the test part, with the translations of the first "
-            "seed's models:\n",
+            "These are ten evenly spaced sentences of the test part, and their translations by the "
+            "models of the first seed:\n",
             shown(each),
         ]
     bleu = [score for each in studies.values() for scores in each.bleu.values() for score in scores]

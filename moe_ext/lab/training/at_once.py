@@ -1,8 +1,8 @@
-"""Calls at the same time, each in a process of its own.
+"""Calls functions at the same time, each in its own process.
 
-Each process has its own process group, so that Ctrl-C on the terminal reaches the parent alone. The
-parent passes it on once, as SIGTERM, and a training run then saves and ends. A call arrives pickled
-on stdin, its exception leaves pickled on stdout, and its progress is on stderr.
+Each process has its own process group, so that Ctrl-C on the terminal reaches only the parent. The
+parent forwards Ctrl-C once, as SIGTERM; a training run then saves a checkpoint and ends. A process
+reads a pickled call on stdin, writes its pickled exception to stdout, and its progress to stderr.
 """
 
 import os
@@ -25,9 +25,10 @@ _POLL = 0.2  # seconds between two looks at the signal
 
 
 class _Process:
-    """A call in a process of its own.
+    """Runs a call in a new process.
 
-    Puts into `events` each line of its stderr, then itself. `error` is then what the call raised.
+    Puts each line of the process's stderr into ``events``, then this object. ``error`` is then the
+    exception of the call, or None.
     """
 
     def __init__(self, call: Call, events: "Queue[str | _Process]") -> None:
@@ -48,7 +49,7 @@ class _Process:
     def _follow(self, call: bytes, events: "Queue[str | _Process]") -> None:
         with self._process as process:
             assert process.stdin and process.stdout and process.stderr
-            with suppress(BrokenPipeError), process.stdin:  # its stderr says why it has ended
+            with suppress(BrokenPipeError), process.stdin:  # stderr says why the process ended
                 process.stdin.write(call)
             for line in process.stderr:
                 events.put(line.decode("utf-8", "replace").rstrip())
@@ -57,11 +58,14 @@ class _Process:
             try:
                 self.error = pickle.loads(reply)
             except Exception:
-                self.error = RuntimeError(f"process {process.pid} ended with status {status}")
+                self.error = RuntimeError(
+                    f"process {process.pid} ended with status {status} and without a result; "
+                    "see its output on stderr"
+                )
         events.put(self)
 
     def stop(self) -> None:
-        """Asks it to save and end."""
+        """Asks the process to save a checkpoint and end."""
         self._process.terminate()
 
     def kill(self) -> None:
@@ -70,17 +74,17 @@ class _Process:
 
 
 def run_at_once(calls: Sequence[Call]) -> None:
-    """Calls functions at the same time, each in a process of its own, and shows their progress.
+    """Calls functions at the same time, each in its own process, and shows their progress.
 
-    SIGINT, SIGTERM and a call that fails stop the other calls: training runs save and end. A second
-    signal kills them.
+    SIGINT, SIGTERM and a failing call stop the other calls: training runs save a checkpoint and
+    end. A second signal kills the processes.
 
     Args:
         calls: functions of a module, or `functools.partial` of them. Their results are dropped.
 
     Raises:
-        KeyboardInterrupt: a signal came.
-        Exception: the call that failed first raised it.
+        KeyboardInterrupt: SIGINT or SIGTERM stopped the calls.
+        Exception: the exception of the call that failed first.
     """
     events: Queue[str | _Process] = Queue()
     running: list[_Process] = []
@@ -105,7 +109,7 @@ def run_at_once(calls: Sequence[Call]) -> None:
                 if not stopping and error is None and event.error is not None:
                     error = event.error
                     if running:
-                        bars.show("a run ended early: the others stop and are saved")
+                        bars.show("a run failed: the other runs save a checkpoint and stop")
         finally:
             for process in running:
                 process.kill()
@@ -116,10 +120,10 @@ def run_at_once(calls: Sequence[Call]) -> None:
 
 
 def answer() -> None:
-    """Makes the call on stdin and writes what it raised, or None, to stdout."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # where no training handles it
+    """Runs the pickled call on stdin; writes its pickled exception, or None, to stdout."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # outside of training runs
     with os.fdopen(os.dup(1), "wb") as stdout:
-        os.dup2(2, 1)  # nothing else is to be in the answer
+        os.dup2(2, 1)  # stdout must contain only the pickled exception
         error = None
         try:
             pickle.load(sys.stdin.buffer)()

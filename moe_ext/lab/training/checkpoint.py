@@ -1,14 +1,14 @@
-"""The files in the folder of a run.
+"""Files in the output folder of a training run.
 
-The folder contains::
+The output folder contains::
 
     config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
 
 A translation model has wordpieces.model instead of vocabulary.txt.
 
 The files are written atomically: a crash leaves the old or the new file. The configuration is
-written first, so its existence means that there is a run to resume. See `Checkpoints` for the
-folder of checkpoints.
+written first, so its existence means that there is a run to resume. `Checkpoints` describes the
+folder ``checkpoints``.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ from moe_ext.lab.training.model import make_model
 def checkpoints_of(
     run: Path, process_group: ProcessGroup | None = None, keep: int = 1
 ) -> Checkpoints:
-    """Opens the checkpoints in a run's folder."""
+    """Opens the checkpoints in a run's folder; saving keeps the newest ``keep``."""
     return Checkpoints(run / "checkpoints", process_group, keep=keep)
 
 
 def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
-    """Loads the newest checkpoint of a run without the model.
+    """Loads the training state of a run's newest checkpoint, without a model.
 
     Raises:
-        ConfigError: there is no checkpoint, or it cannot be read.
+        ConfigError: there is no checkpoint, or the checkpoint cannot be read.
     """
     if not checkpoints.steps():
         raise ConfigError(
@@ -65,7 +65,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
         device: device of the model.
 
     Raises:
-        ConfigError: the folder has no model, or its vocabulary does not fit the model.
+        ConfigError: the folder has no checkpoint, or its vocabulary does not match the checkpoint.
     """
     run = Path(run)
     checkpoints = checkpoints_of(run)
@@ -78,7 +78,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     except ImportError as error:
         raise ConfigError(str(error)) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}; restore the run's {path.name}") from error
+        raise ConfigError(f"{error}; restore {path.name} in the run's folder") from error
     check_vocabulary(vocabulary, state, path)
     model = make_model(config.model, len(vocabulary))
     checkpoints.load(model, step=step)
@@ -94,7 +94,8 @@ def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: o
     """Checks that a vocabulary is the vocabulary of a checkpoint.
 
     Raises:
-        ConfigError: they differ. The message names `source`, the origin of the vocabulary.
+        ConfigError: the vocabularies differ. The message names `source`, the origin of the
+            vocabulary.
     """
     if vocabulary.fingerprint() != state["vocabulary"]:
         raise ConfigError(

@@ -44,7 +44,7 @@ class Device:
             require(value > 0, f"Device: {name}", "be positive", value)
 
 
-# The vendors' peak rates, float32 for k40 and bfloat16 for the others; links between machines. The
+# The vendors' peak rates, float32 for k40 and bfloat16 for the others. Links connect machines. The
 # paper does not name its network: 10 Gb/s give the "thousands to one" of Sec. 3.2.
 DEVICES = {
     "k40": Device(4.29e12, 12e9, 288e9, 1.25e9),
@@ -88,14 +88,14 @@ def exchange_bytes(
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
-    """Computes the expected `rows` and `copies` of a token under uniform routing.
+    """Computes the expected rows and copies of one token under uniform routing.
 
     Args:
         placement: placement of the experts on the ranks.
         k: experts for each token; in a hierarchical mixture, k groups and k experts in each group.
 
     Returns:
-        The `rows` and `copies` of one token for `exchange_bytes`.
+        The arguments ``rows`` and ``copies`` of `exchange_bytes`, for one token.
     """
     size, group = placement.num_ranks, placement.experts_per_group
     choices = placement.num_experts // group
@@ -110,22 +110,22 @@ def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of one training step on d devices, for the device with the most experts.
+    """A cluster plan: the cost of a training step for the device with the most experts.
 
     Attributes:
         num_devices: d, number of devices.
         num_experts: number of experts in a layer, on all devices.
         tokens: tokens of one device in a step.
-        dense_parameters: parameters that every device has, with embedding and softmax.
-        expert_parameters: parameters that are sharded, on all devices.
-        parameter_bytes: weights on a device.
-        gradient_bytes: gradients on a device.
-        optimizer_bytes: optimizer state on a device.
-        activation_bytes: estimate of the activations saved for backward of one batch.
+        dense_parameters: number of parameters that every device has, with embedding and softmax.
+        expert_parameters: number of sharded parameters, on all devices together.
+        parameter_bytes: bytes of the weights on a device.
+        gradient_bytes: bytes of the gradients on a device.
+        optimizer_bytes: bytes of the optimizer state on a device.
+        activation_bytes: estimated bytes of the activations saved for backward of one batch.
         exchange_bytes: bytes that a device sends in a step for its experts, forward and backward.
         reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients,
             2 (d - 1) / d of their size.
-        flops: operations of a device in a step.
+        flops: floating-point operations of a device in a step.
         expert_intensity: forward operations of an expert per byte of its rows on the network, if
             all rows are remote. With one hidden layer, it is the hidden width · 2 / itemsize.
         device_intensity: flops / link of a device. If it is greater than expert_intensity, sending
@@ -164,19 +164,19 @@ class Plan:
         return weights + self.optimizer_bytes + self.activation_bytes
 
     def step_seconds(self, *, overlap: bool) -> float:
-        """Computes the time of a step; overlap=True sends while it computes."""
+        """Computes the seconds of a step; overlap=True sends data during the computation."""
         both = self.compute_seconds, self.network_seconds
         return (max(both) if overlap else sum(both)) + self.optimizer_seconds
 
     def efficiency(self, *, overlap: bool) -> float:
-        """Computes the time of the step without network traffic, divided by the time of the step.
+        """Computes the time of a step without network traffic, divided by the time of the step.
 
         This is the weak-scaling efficiency: every added device has its own tokens.
         """
         return (self.compute_seconds + self.optimizer_seconds) / self.step_seconds(overlap=overlap)
 
     def share_of_peak(self, *, overlap: bool) -> float:
-        """Computes flops / peak, divided by the time of the step."""
+        """Computes the fraction of peak throughput in a step: flops_seconds / step_seconds."""
         return self.flops_seconds / self.step_seconds(overlap=overlap)
 
 
@@ -188,7 +188,7 @@ def plan(
     exchange: str = "rows",
     split_gates: bool = False,
 ) -> Plan:
-    """Computes the cost of a training step with the experts sharded over `num_devices`.
+    """Computes the cost of a training step with the experts sharded over `num_devices` devices.
 
     Weights and gradients have the dtypes of the model; the optimizer state is float32. With
     autocast, activations and network traffic are bfloat16.
@@ -196,14 +196,15 @@ def plan(
     Args:
         config: the training run, with data.tokens_per_batch tokens on each device and
             data.vocab_size classes.
-        device: the device.
+        device: the peak rates of one device.
         num_devices: d, number of devices.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         split_gates: whether the secondary gates of a hierarchical mixture are sharded with their
             groups (Sec. 3.1). `HierarchicalMoE` has all gates on every rank.
 
     Raises:
-        ValueError: exchange or num_devices is out of range, or the layers have no MoE.
+        ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
+            has a "moe_lstm" layer.
     """
     units = get_args(ExchangeUnit)
     require(exchange in units, "plan: exchange", f"be one of {', '.join(units)}", exchange)
@@ -211,8 +212,8 @@ def plan(
     kinds = config.model.layers
     require(
         "moe" in kinds and "moe_lstm" not in kinds,
-        "plan: layers",
-        "include moe and not moe_lstm",
+        "plan: config.model.layers",
+        'contain "moe" and must not contain "moe_lstm"',
         kinds,
     )
     with torch.device("meta"):
@@ -281,7 +282,7 @@ def plan(
 
 
 def _averages_saved(config: Config, model: LanguageModel, share: int) -> int:
-    """Counts the moments that factored optimizers avoid on a device with `share` experts."""
+    """Counts the moments that FactoredAdam does not store, on a device with `share` experts."""
     saved = 0
     if config.optimizer.experts == "factored_adam":
         for weight in split_parameters(model).experts:  # of MoE and dense layers
@@ -299,7 +300,7 @@ def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling:
 
     Args:
         config: the training run.
-        model: its model.
+        model: the model of the training run.
         group: experts in a group.
         travelling: elements of a token's rows that a layer sends between ranks.
     """

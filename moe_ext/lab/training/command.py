@@ -14,8 +14,8 @@ def exit_status(main: Callable[[], object]) -> int:
 
     The exit status is the result of `main` if it is an int, otherwise:
 
-    - 0: success. ``scripts/train.py`` also ends with 0 if Ctrl-C or SIGTERM stops the training: it
-      saves a checkpoint and prints how to resume.
+    - 0: success. ``scripts/train.py`` also ends with 0 if Ctrl-C or SIGTERM stops the training: the
+      script saves a checkpoint and prints how to resume.
     - 1: training diverged (FloatingPointError).
     - 2: a ConfigError, CheckpointError or OSError, printed to stderr. argparse also uses 2.
     - 130: Ctrl-C, or SIGTERM during training. ``scripts/compare.py`` and ``scripts/quickstart.py``
@@ -54,7 +54,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Adds overrides of configuration options; call ``parse_intermixed_args`` to parse them."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options to override")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of the configuration to override"
+    )
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of two models by paired runs, by default MoE and a dense model of equal operations.
+"""Comparison of two models by paired runs, by default of a MoE model and its dense counterpart.
 
 Runs with the same seed share the data order, the dropout masks, and the initial weights of
 embedding, softmax and LSTMs. Models with the same sizes share all initial weights. The unit of
@@ -37,7 +37,7 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
         layers = config.model.layers
     if "moe" not in layers or len(model.moe.hidden_sizes) != 1:
         raise ConfigError(
-            "model must have an MoE layer whose experts have one hidden layer for a dense "
+            "model must have a MoE layer whose experts have one hidden layer to get a dense "
             f"counterpart, got layers {layers} and hidden_sizes {model.moe.hidden_sizes}"
         )
     wide = replace(
@@ -52,7 +52,7 @@ def dense_counterpart(config: AnyConfig) -> AnyConfig:
 
 
 def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyConfig]:
-    """Names the two configurations of a comparison; None compares with the dense counterpart.
+    """Names the two compared configurations; against=None means the dense counterpart.
 
     Raises:
         ConfigError: there is no dense counterpart, or the two configurations are equal, or they
@@ -72,7 +72,7 @@ def arms(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, AnyCo
 
 
 def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str, str]:
-    """Describes the differences of the two arms, by arm."""
+    """Returns a title for each arm, with the options in which the two arms differ."""
     if against is None:
         return {"moe": "MoE", "dense": "dense"}
     return {
@@ -85,10 +85,11 @@ def arm_titles(config: AnyConfig, against: AnyConfig | None = None) -> dict[str,
 
 
 def comparison_report(results: Results, text: Text) -> dict[str, Any]:
-    """Computes all numbers of a comparison, as data for JSON, over the seeds of both arms.
+    """Computes all numbers of a comparison over the seeds of both arms, as data for JSON.
 
-    A difference is ln ppl(first arm) - ln ppl(second arm); it is negative if the first is better.
-    The relative change of the perplexity is e^difference - 1. The balance is that of the first arm.
+    A difference is ln ppl(first arm) - ln ppl(second arm); negative means a better first arm. The
+    relative change of the perplexity is e^difference - 1. The balance metrics are those of the
+    first arm.
 
     Raises:
         ConfigError: no seed is finished for both arms.
@@ -113,8 +114,8 @@ def comparison_report(results: Results, text: Text) -> dict[str, Any]:
         )
     if not rows:
         raise ConfigError(
-            "--output must hold a pair of finished runs, got none; wait for runs in progress, "
-            "delete the folders of diverged runs, or give another --output"
+            "--output must hold finished runs of both arms with the same seed, got none; wait for "
+            "runs in progress, delete the folders of diverged runs, or give another --output"
         )
     gap = difference(first, second)
     assert gap is not None  # there are rows

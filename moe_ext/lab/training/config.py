@@ -34,13 +34,14 @@ class DataConfig:
         vocabulary: a file with one word per line. "" builds the vocabulary from the training part.
         vocab_size: maximum number of entries of a built vocabulary, with ``<unk>`` and ``</s>``.
         min_count: minimum number of occurrences of a word in a built vocabulary.
-        encoded: folder of memory-mapped files for the ids, reused by later runs; for a corpus
-            larger than the memory. "" keeps the ids in memory.
+        encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
+            corpus larger than the memory. "" keeps the ids in memory.
         num_workers: number of worker processes for each rank. They read the text and later make
             batches during training. 0 does this in the rank's own process.
         tokens_per_batch: approximate number of predictions per batch.
-        max_length: maximum number of predictions in a row in training; 0 is no limit.
-        max_train_sentences: limits the training part to its first sentences; 0 is no limit.
+        max_length: maximum number of predictions in a row of a training batch; 0 is no limit.
+        max_train_sentences: maximum number of training sentences, from the beginning; 0 is no
+            limit.
     """
 
     corpus: str = "builtin"
@@ -71,20 +72,20 @@ class ParallelDataConfig:
         wordpieces: a sentencepiece model file. "" trains wordpieces on the training part.
         vocab_size: number of trained wordpieces; see `Wordpieces.train`.
         kind: "bpe" or "unigram", the kind of trained wordpieces; see `Wordpieces.train`.
-        drop: names to skip in the training part of each language pair; see `load_parallel`.
-        max_train_pairs: limits the training part of each language pair to its first pairs; 0 is no
-            limit.
-        max_ratio: maximum ratio of the pieces of the longer to the shorter side in training; 0 is
-            no limit.
+        drop: shell patterns of text names to skip in the training part; see `load_parallel`.
+        max_train_pairs: maximum number of training pairs of each language pair, from the beginning;
+            0 is no limit.
+        max_ratio: maximum ratio of the wordpieces of the longer side to the wordpieces of the
+            shorter side of a training pair; 0 is no limit.
         oversample: whether to train on equally many sentence pairs of each language pair; see
             `PairBatches`.
         encoded: folder of memory-mapped files for wordpieces and ids, reused by later runs. ""
-            keeps them in memory.
+            keeps wordpieces and ids in memory.
         num_workers: number of worker processes for each rank. They read the text and later make
             batches during training. 0 does this in the rank's own process.
         tokens_per_batch: approximate number of source tokens plus predictions per batch.
-        max_length: skips training pairs with more source tokens or more predictions. 0 is no limit,
-            but one very long pair can exhaust the memory.
+        max_length: maximum number of source tokens and of predictions of a training pair; longer
+            pairs are skipped. 0 is no limit, but one very long pair can exhaust the memory.
     """
 
     corpus: str = ""
@@ -131,17 +132,19 @@ class OptimizerConfig:
 
     Attributes:
         learning_rate: peak of the learning rate.
-        warmup_steps: number of steps to the peak.
-        hold_steps: number of steps at the peak.
-        beta1, beta2, eps: parameters of Adam.
+        warmup_steps: number of steps to the peak of the learning rate.
+        hold_steps: number of steps at the peak of the learning rate.
+        beta1: decay rate of the first moment of Adam.
+        beta2: decay rate of the second moment of Adam.
+        eps: term that Adam adds to the denominator.
         experts: optimizer of the expert weights, "adam" or "factored_adam" (App. D).
             "factored_adam" has no beta1.
         embedding: optimizer of the weights of embedding and softmax, "adam" or "factored_adam".
         threshold_learning_rate: peak learning rate of the thresholds of strictly balanced gates; 0
             uses `learning_rate`.
-        clip_norm: maximum norm of all gradients together; 0 does not clip.
-        accumulate: batches per step. The loss is the mean over all their tokens, plus the
-            token-weighted mean of the balancing losses of the batches.
+        clip_norm: maximum norm of the gradient of all parameters; 0 does not clip.
+        accumulate: number of batches per optimizer step. The loss is the mean over all their
+            tokens, plus the token-weighted mean of the balancing losses of the batches.
     """
 
     learning_rate: float = 1e-3
@@ -174,10 +177,11 @@ class LogConfig:
     """Options of logs, evaluations and checkpoints.
 
     Attributes:
-        log_every: steps between log lines.
-        eval_every: steps between evaluations on the dev part; 0 evaluates only at the end.
+        log_every: number of steps between log lines.
+        eval_every: number of steps between evaluations on the dev part; 0 evaluates only at the
+            end.
         eval_sentences: number of dev sentences, for each language pair; 0 uses all.
-        save_every: steps between checkpoints; 0 saves only at the end.
+        save_every: number of steps between checkpoints; 0 saves only at the end.
         keep_checkpoints: number of newest checkpoints to keep.
         tensorboard: whether to write TensorBoard event files.
         progress: whether to show a progress bar. If stderr is not a terminal, a line is printed
@@ -203,13 +207,14 @@ class RunConfig:
     """Options of all training runs.
 
     Attributes:
-        output: folder of the run. "" uses runs/NAME, where NAME is the name of the file.
-        resume: whether to continue the run in the folder.
+        output: folder of the run. "" uses runs/NAME, where NAME is the name of the configuration
+            file.
+        resume: whether to continue the run in the folder `output`.
         seed: seed of the weights, data order, dropout and noise.
         steps: total number of optimizer steps.
         device: "cpu", "cuda" or "cuda:N".
         num_threads: number of torch's threads; 0 keeps torch's default.
-        timeout: seconds that a rank waits for the others before it ends with an error.
+        timeout: seconds that a rank waits for other ranks before it ends with an error.
         autocast: "" for float32, or "bfloat16".
         optimizer: options of the optimizer.
         log: options of the log.
@@ -308,7 +313,7 @@ def read_config(
 
 
 def config_from_dict(table: dict[str, Any]) -> AnyConfig:
-    """Makes a configuration from nested dicts, as in TOML; missing keys have their defaults.
+    """Creates a configuration from nested dicts, as in TOML; missing keys get their defaults.
 
     Raises:
         ConfigError: an option is unknown or invalid; the message names key, rule and value.
@@ -320,7 +325,7 @@ def config_from_dict(table: dict[str, Any]) -> AnyConfig:
     return _build(kind, table, "", kind)
 
 
-# Options that do not change the results of a run; the options of [log] do not either.
+# Options that do not change the results of a run; the options of [log] do not change them either.
 _NOT_COMPARED = {
     *("output", "resume", "device", "num_threads", "timeout"),
     *("data.encoded", "data.num_workers"),
@@ -328,7 +333,7 @@ _NOT_COMPARED = {
 
 
 def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
-    """Returns the dotted keys that make the results of two configurations differ."""
+    """Returns the dotted keys in which a and b differ and which change the results of a run."""
     if a.task != b.task:
         return ["task"]
     flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))

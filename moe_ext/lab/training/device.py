@@ -62,8 +62,8 @@ def avoid_missing_amx() -> None:
     """Disables AMX in oneDNN if a bfloat16 GEMM crashes, unless ONEDNN_MAX_CPU_ISA is set.
 
     Some virtual machines advertise amx_bf16 without its tile palettes. A bfloat16 GEMM then ends in
-    SIGILL, so a subprocess tries one. The library reads the variable only once, at the first GEMM
-    of any dtype. Importing torch does not read it.
+    SIGILL, so a subprocess tries a bfloat16 GEMM. oneDNN reads ONEDNN_MAX_CPU_ISA only once, at the
+    first GEMM of any dtype. The import of torch does not read ONEDNN_MAX_CPU_ISA.
     """
     try:
         cpu = Path("/proc/cpuinfo").read_text()

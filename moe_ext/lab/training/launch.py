@@ -1,4 +1,4 @@
-"""Process group of a run that torchrun has started."""
+"""The process group of a training run that torchrun has started."""
 
 import os
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from moe_ext.lab.training.config import C
 def process_group_of_run(config: C) -> Iterator[tuple[C, ProcessGroup | None]]:
     """Creates torchrun's process group and adapts the configuration to this rank.
 
-    The device "cuda" becomes the GPU of this rank. If torchrun has restarted the ranks, they resume
-    the run. Without torchrun, yields the unchanged configuration and None.
+    The device "cuda" becomes the GPU of this rank. If torchrun has restarted the ranks, the ranks
+    resume the run. Without torchrun, the function yields the unchanged configuration and None.
     """
     if not dist.is_torchelastic_launched():
         yield config, None

@@ -23,12 +23,12 @@ def summary_writer() -> Any:
         require_package("log.tensorboard", "tensorboard", "train")
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(f"{error}, or set log.tensorboard=false") from error
+        raise ConfigError(f"{error}; install tensorboard or set log.tensorboard=false") from error
     return SummaryWriter
 
 
 class RunLog:
-    """Writes records such as {"kind": "train", "step": 100, "nll": ...} and shows the newest.
+    """Logs records such as {"kind": "train", "step": 100, "nll": ...} and shows the newest one.
 
     On a terminal, the progress bar shows training records, and lines above it show dev records. If
     stderr is not a terminal, each record is a line.
@@ -112,9 +112,9 @@ class RunLog:
 
 
 class LineBars:
-    """Shows the lines of the RunLogs of child processes, on a terminal as one bar for each run.
+    """Shows the log lines of child processes; on a terminal, shows one progress bar for each run.
 
-    Lines of another form are printed as they are.
+    Other lines, which RunLog has not written, are printed unchanged.
     """
 
     _LINE = re.compile(r"(.+): step (\d+)/(\d+), (train|dev) (.*)")  # as RunLog writes it
@@ -155,7 +155,7 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
     Args:
         run: the run's folder.
-        kind: "train" or "dev"; None for both.
+        kind: "train" or "dev"; None returns both.
     """
     path = run / "metrics.jsonl"
     records = []

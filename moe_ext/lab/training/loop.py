@@ -87,7 +87,7 @@ class Window:
 
         - nll, aux_loss: means over tokens; nll does not include aux_loss.
         - words_per_second: predictions per second.
-        - cv_importance, cv_load, max_over_mean_load and further metrics of the gates: means over
+        - cv_importance, cv_load, max_over_mean_load and other metrics of the gates: means over
           batches, as in Table 6, with one value for each MoE layer.
         - load: tokens of each expert, divided by their mean, for each MoE layer.
         """
@@ -138,11 +138,11 @@ def make_optimizers(model: AnyModel, options: OptimizerConfig) -> list[Optimizer
 
 
 class Trainer:
-    """Trains the model of a configuration in the output folder of the configuration.
+    """Trains the model of a configuration and writes the run to the folder ``config.output``.
 
-    The constructor reads and checks everything the run needs. It writes nothing to the output
-    folder. A checkpoint holds the model, optimizers, schedules, position in the data and RNG
-    states. With one thread, a resumed run is bitwise identical to an uninterrupted run.
+    The constructor reads and checks the inputs of the run. It writes nothing to the output folder.
+    A checkpoint holds the model, optimizers, schedules, position in the data and RNG states. With
+    one thread, a resumed run is bitwise identical to an uninterrupted run.
 
     Dropout uses torch's default generator; the gates' noise has a separate generator. Runs of
     different models with the same seed have the same data order. With the same number of layers,
@@ -153,12 +153,12 @@ class Trainer:
     with another world size. Rank 0 writes logs, configuration and vocabulary.
 
     Args:
-        config: the run.
-        text: the encoded corpus of config.data; None loads it.
+        config: the configuration of the run.
+        text: the encoded corpus of config.data; None loads the corpus.
         process_group: the process group; every rank creates a Trainer. None is a single rank.
 
     Raises:
-        ConfigError: the folder, the device or the corpus cannot be used.
+        ConfigError: the output folder, the device or the corpus cannot be used.
 
     Example:
         >>> trainer = Trainer(config)
@@ -226,7 +226,7 @@ class Trainer:
         """Trains until step ``config.steps``.
 
         Returns:
-            True at that step, False if a signal stopped the training.
+            True if the training has reached that step, False if SIGINT or SIGTERM stopped it.
 
         Raises:
             FloatingPointError: the loss, the weights, or with clip_norm the gradient is not finite.
@@ -283,6 +283,10 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], window: Window | None = None) -> None:
         """Makes one optimizer step on the mean loss over all tokens of the batches.
 
+        Args:
+            batches: the batches of the step; their gradients are accumulated.
+            window: the sums to which the metrics of the step are added; None drops the metrics.
+
         Raises:
             FloatingPointError: the loss, or with clip_norm the gradient, is not finite. Weights and
                 optimizer state are not changed.
@@ -327,7 +331,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        """Computes nll and perplexity of the dev part, and of each of several language pairs.
+        """Computes nll and perplexity of the dev part, and the perplexity of each language pair.
 
         With strictly balanced gates, perplexity_batchwise uses the batchwise mask of training
         (App. F).
@@ -357,7 +361,7 @@ class Trainer:
         return nullcontext()
 
     def _batch_stream(self) -> Generator[Batch, None, None]:
-        """Yields batches from the current position, without end; advances self.epoch and batch."""
+        """Yields batches without end, beginning at self.epoch and self.batch, and advances both."""
         while True:
             num_workers = self.config.data.num_workers
             for batch in self.batches.epoch(self.epoch, self.batch, num_workers):
@@ -367,7 +371,7 @@ class Trainer:
 
     @contextmanager
     def _no_other_run(self) -> Iterator[None]:
-        """Locks the folder for this run.
+        """Locks the output folder for this run.
 
         Raises:
             ConfigError: another run is training in the folder, or has trained there since this
@@ -380,8 +384,8 @@ class Trainer:
                 begun = new and (self.folder / "config.toml").exists()
                 if begun or max(self._checkpoints.steps(), default=None) != self._newest:
                     raise ConfigError(
-                        f"another run has trained in {self.folder} in the meantime; resume it with "
-                        "resume=true, or give another folder with output=..."
+                        f"another run has trained in {self.folder} in the meantime; resume the run "
+                        "with resume=true, or give another folder with output=..."
                     )
                 yield
         except Locked:
@@ -391,7 +395,7 @@ class Trainer:
             ) from None
 
     def _write_folder(self) -> None:
-        """Writes the configuration first: a run killed after that can be resumed."""
+        """Writes the configuration, with which a killed run can be resumed; then the vocabulary."""
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
         vocabulary = self.folder / vocabulary_file(self.config)
         if self.step == 0 or not vocabulary.is_file():
@@ -401,7 +405,7 @@ class Trainer:
         """Loads the state of the newest checkpoint to resume from; None starts a new run.
 
         Raises:
-            ConfigError: the folder cannot be used for this run.
+            ConfigError: the output folder cannot be used for this run.
         """
         config, folder = self.config, self.folder
         if not config.output:
@@ -422,7 +426,7 @@ class Trainer:
             raise ConfigError(
                 f"there is no run in {folder} to resume; omit resume=true to start a new run"
             )
-        # The path of the corpus may differ; its contents are compared.
+        # The path of the corpus may differ; the contents of the corpus are compared.
         changed = [
             key
             for key in config_differences(read_config(written), config)
@@ -497,8 +501,8 @@ def _due(step: int, every: int) -> bool:
 def stop_signal() -> Iterator[Callable[[], bool]]:
     """Turns the first SIGINT or SIGTERM into a flag; a second signal has its usual effect.
 
-    Yields a function that returns whether a signal came. Outside the main thread, signals are not
-    handled.
+    Yields a function that returns True after the first signal. Outside the main thread, signals are
+    not handled.
     """
     came = False
     if threading.current_thread() is not threading.main_thread():

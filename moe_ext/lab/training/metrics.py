@@ -15,7 +15,7 @@ from moe_ext.lab.progress import progress
 
 
 def perplexity(nll: float) -> float:
-    """Computes exp(nll) of nats per token; infinity on overflow."""
+    """Computes the perplexity exp(nll) from the nats per token; infinity on overflow."""
     try:
         return math.exp(nll)
     except OverflowError:
@@ -36,7 +36,7 @@ class Evaluation:
 
     @property
     def nll(self) -> float:
-        """Nats per token."""
+        """The negative log-likelihood in nats per token."""
         return float(self.sentence_nll.sum()) / self.num_tokens
 
     @property
@@ -53,14 +53,15 @@ def evaluate(
     title: str | None = "evaluating",
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Evaluates whole sentences with the full softmax, without dropout and without gate noise.
+    """Computes the negative log-likelihood of a text, with the full softmax and without noise.
 
-    The nats of each sentence are summed in float64, so the result does not depend on
-    tokens_per_batch.
+    Dropout is off. The nats of each sentence are summed in float64, so the result does not depend
+    on tokens_per_batch.
 
     Args:
         model: a model on any device. Its training mode is restored.
-        text: sentences, or sentence pairs for a translation model, as ids of its vocabulary.
+        text: sentences, or sentence pairs for a translation model, as ids of the model's
+            vocabulary.
         tokens_per_batch: approximate number of predictions in a batch; for pairs, of source tokens
             plus predictions.
         title: title of the progress bar; None shows no bar.
@@ -81,7 +82,7 @@ def evaluate(
 
 
 def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Evaluation]:
-    """Splits the result of `evaluate` by language pair."""
+    """Returns the evaluation of each language pair; sentence_nll comes from `evaluate`."""
     return {
         name: Evaluation(sentence_nll[rows], int(pairs.lengths[rows].sum()))
         for index, name in enumerate(pairs.names)
@@ -90,6 +91,6 @@ def by_language_pair(sentence_nll: Tensor, pairs: EncodedPairs) -> dict[str, Eva
 
 
 def mean_of(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Computes the mean of each key over dicts with the same keys; {} without dicts."""
+    """Computes the mean of each key over dicts with the same keys; {} if rows is empty."""
     rows = list(rows)
     return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else {})}

@@ -21,9 +21,9 @@ def make_model(
     noise_generator: torch.Generator | None = None,
     class_generator: torch.Generator | None = None,
 ) -> AnyModel:
-    """Creates a newly initialised model.
+    """Creates a language model or a translation model with initialised weights.
 
-    See `LanguageModel` and `TranslationModel` for the arguments. Only a language model uses
+    `LanguageModel` and `TranslationModel` describe the arguments. Only a language model uses
     `class_generator`.
 
     Raises:

@@ -30,7 +30,7 @@ def report_rows(
     Args:
         rows: instances of a dataclass.
         header: header of the table.
-        cells: returns the cells of a row.
+        cells: function that returns the cells of a row.
         path: the JSON file; None writes no file.
     """
     print(markdown_table(header, map(cells, rows)))
@@ -41,7 +41,7 @@ def report_rows(
 def write_report(
     folder: str | Path, name: str, page: str, data: Any, figure: "Figure | None" = None
 ) -> None:
-    """Prints a page and writes it to FOLDER/NAME.md, with NAME.json and a figure NAME.png."""
+    """Writes page, data and figure to FOLDER/NAME.md, NAME.json and NAME.png; prints the page."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{name}.md", page)

@@ -1,6 +1,7 @@
 """Results of finished runs, stored in the folder of each run.
 
-A run is trained and tested once. Later calls read its result; an interrupted run is resumed.
+`train_and_test` trains and tests a run once. Later calls read the stored result. An interrupted run
+is resumed.
 """
 
 import json
@@ -33,10 +34,11 @@ class Result:
         seed: seed of the run.
         cost: operations and parameters of the model.
         test_nll: nats per token of the test part, after the last step.
-        earlier_nll: nats per token of the test part after earlier shares of the steps, by share.
+        earlier_nll: nats per token of the test part after fractions of the training steps, by
+            fraction.
         words_per_second: predictions per second in training, median over the log lines.
         balance: means of CV(Importance), CV(Load), max/mean Load and CV of tokens per expert, over
-            the last training batches and all layers; {} without MoE layers.
+            the last training batches and all layers; {} if the model has no MoE layer.
         sentence_nll: [N] float64, nats of each test sentence after the last step.
     """
 
@@ -54,7 +56,7 @@ class Result:
         return perplexity(self.test_nll)
 
     def nll_at(self, share: float) -> float:
-        """Returns the nats per token of the test part after a share of the steps; 1 is the end."""
+        """Returns the nats per token of the test part after a fraction of the training steps."""
         return self.test_nll if share == 1 else self.earlier_nll[share]
 
 
@@ -64,12 +66,12 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
     Args:
         config: the run; its `resume` is ignored.
         text: the encoded corpus of config.data.
-        shares: shares of the steps in (0, 1), ascending; the test part is also evaluated after
-            these steps.
+        shares: ascending fractions of the training steps in (0, 1); the test part is also evaluated
+            after each fraction.
 
     Raises:
-        ConfigError: the folder contains another run.
-        KeyboardInterrupt: a signal stopped the run, which is saved.
+        ConfigError: the output folder contains another run.
+        KeyboardInterrupt: SIGINT or SIGTERM stopped the run after saving a checkpoint.
     """
     done = finished(config, text)
     if done is not None:
@@ -108,14 +110,14 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
     """Reads the result of a run; None if the run is not finished.
 
     Raises:
-        ConfigError: the folder contains the result of another run.
+        ConfigError: the output folder contains the result of another run.
     """
     run = Path(config.output)
     if not (run / "result.json").is_file():
         return None
     values = json.loads((run / "result.json").read_text("utf-8"))
     changed = config_differences(config_from_dict(values["config"]), config)
-    changed = [key for key in changed if key != "data.corpus"]  # its contents are compared
+    changed = [key for key in changed if key != "data.corpus"]  # the contents are compared
     if (values["vocabulary"], values["text"]) != (
         text.vocabulary.fingerprint(),
         _fingerprints(text),
@@ -144,7 +146,7 @@ def _fingerprints(text: Text) -> dict[str, str]:
 
 
 def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
-    """Trains to a step, evaluates the test part there, and returns the trainer."""
+    """Trains up to a step, evaluates the test part after it, and returns the trainer."""
     resume = (Path(config.output) / "config.toml").exists()
     trainer = Trainer(replace(config, steps=steps, resume=resume), text)
     if not trainer.run():

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CONFIDENCE = 0.95  # of the intervals
+_CONFIDENCE = 0.95  # confidence level of the intervals
 _MIN_SEEDS = 3  # the fewest for an interval over seeds
-_BOOTSTRAP_SAMPLES = 2_000  # how often sentences are drawn anew
+_BOOTSTRAP_SAMPLES = 2_000  # number of random samples of the test sentences
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class PairedDifference:
     Attributes:
         mean: the mean of the differences.
         num_seeds: the number of paired seeds.
-        low, high: the 95% t interval of the mean; None with fewer than three seeds, because it
-            would not be informative.
+        low: lower end of the 95% t interval of the mean; None with fewer than three seeds, because
+            the interval would not be informative.
+        high: upper end of the 95% t interval of the mean, or None.
     """
 
     mean: float
@@ -39,7 +40,12 @@ class PairedDifference:
     high: float | None
 
     def text(self, shown: Callable[[float], str], unit: str = "") -> str:
-        """Formats the mean with its interval, or with the reason why it has no interval."""
+        """Formats the mean with its interval, or with the reason why there is no interval.
+
+        Args:
+            shown: function that formats a number.
+            unit: text after the mean, such as "%".
+        """
         if self.low is None or self.high is None:
             number = {1: "one seed", 2: "two seeds"}.get(self.num_seeds, "one pair")
             return f"{shown(self.mean)}{unit} ({number}, not decided)"
@@ -52,11 +58,11 @@ class PairedDifference:
 def mean_difference(
     differences: Sequence[float], num_seeds: int | None = None
 ) -> PairedDifference | None:
-    """Computes the mean of paired differences; None without differences.
+    """Computes the mean of paired differences; None if there are no differences.
 
     Args:
-        differences: one for each pair of runs.
-        num_seeds: the number of distinct seeds; None where each pair has its own seed.
+        differences: the difference of each pair of runs.
+        num_seeds: the number of distinct seeds; None if each pair has its own seed.
     """
     if not differences:
         return None
@@ -72,10 +78,10 @@ def mean_difference(
 
 
 def bootstrap_difference(a: Tensor, b: Tensor, lengths: Tensor) -> Interval:
-    """Computes (sum a - sum b) / tokens with a 95% percentile interval over test sentences.
+    """Computes (sum(a) - sum(b)) / sum(lengths) with a 95% bootstrap interval over sentences.
 
-    The interval covers the choice of test sentences for these two runs. It does not cover the
-    choice of seeds.
+    The percentile interval covers the choice of test sentences for two runs, not the choice of
+    seeds.
 
     Args:
         a: [N], nats of each sentence under the first model.

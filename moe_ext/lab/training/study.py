@@ -34,7 +34,7 @@ Results = dict[str, dict[int, Result]]  # by arm and seed
 
 _SEEDS = [1, 2, 3]  # default seeds of a study
 
-# Overrides for studies of configs/small: more words, and fewer classes in training.
+# Overrides for studies of configs/small: a larger vocabulary, and fewer classes in training.
 SMALL = ("num_threads=1", "data.vocab_size=10000", "model.num_sampled=1024")
 
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"  # verdicts
@@ -55,8 +55,8 @@ _DIVERGED = "diverged.txt"  # in the folder of a run
 # The end of a study's help.
 _ENDING = """
 Ctrl-C or SIGTERM saves the current run and ends the script with status 130. The same command
-continues it. Status 1 means that training diverged. Status 2 means that an option, file or folder
-cannot be used; the message says which.
+continues the run. Status 1 means that training diverged. Status 2 means that an option, file or
+folder cannot be used; the error message names it.
 """
 
 
@@ -78,7 +78,7 @@ def study_parser(
     Args:
         description: the script's docstring; the help appends the exit statuses.
         name: name of the study.
-        arms: names of its models.
+        arms: names of the study's models.
     """
     parser = make_parser((description or "") + _ENDING)
     add_overrides(parser)
@@ -102,18 +102,18 @@ def command_of(name: str, options: argparse.Namespace) -> str:
 
 
 def runs_at_once(arms: Mapping[str, C], wanted: int) -> tuple[dict[str, C], int]:
-    """How many runs to train at the same time here, and the models with that many threads.
+    """Chooses the number of runs to train at the same time, and the threads of each run.
 
-    Call this before torch's number of threads changes.
+    Call this function before torch's number of threads changes.
 
     Args:
-        arms: the models by name.
-        wanted: the greatest number of runs.
+        arms: configurations of the models by name.
+        wanted: the maximum number of runs.
 
     Returns:
-        The models and the number of runs. The number is less than `wanted` if the runs would need
-        more threads than torch uses, and 1 on a GPU. If it is greater than 1, each model whose
-        num_threads is 0 has an equal share of torch's threads.
+        The configurations and the number of runs. The number is less than `wanted` if the runs
+        would need more threads than torch uses, and 1 on a GPU. If it is greater than 1, each
+        configuration whose num_threads is 0 gets an equal share of torch's threads.
     """
     threads = torch.get_num_threads()
     most = max(1, *(config.num_threads for config in arms.values()))
@@ -148,20 +148,20 @@ def run_study(
         seeds: the seeds of the runs.
         text: the encoded corpus.
         runs: the parent of the runs' folders.
-        shares: see `train_and_test`.
-        train: the arms to train; finished runs of other arms are only collected. None trains all.
-        then: called with the folder of each run after it is trained and tested.
-        at_once: the number of runs to train at the same time, each in a process of its own. Each
-            process reads the text again. A run that fails or diverges stops the other runs, which
-            are saved.
+        shares: fractions of the training steps after which to test; see `train_and_test`.
+        train: the arms to train; finished runs of other arms are only read. None trains all.
+        then: function called with the folder of each run after the run is trained and tested.
+        at_once: the number of runs to train at the same time, each in its own process. Each process
+            reads the text again. A run that fails or diverges stops the other runs, which are
+            saved.
 
     Returns:
         The finished runs by arm and seed.
 
     Raises:
-        ConfigError: a folder contains another run.
-        FloatingPointError: runs diverged; the next call continues without them.
-        KeyboardInterrupt: a signal stopped a run, which is saved.
+        ConfigError: a run's folder contains another run.
+        FloatingPointError: runs diverged; the next call continues without these runs.
+        KeyboardInterrupt: SIGINT or SIGTERM stopped a run after saving a checkpoint.
     """
     diverged = []
     planned = {
@@ -207,7 +207,7 @@ def _share_of_study(
     shares: Sequence[float],
     train: Collection[str] | None,
 ) -> None:
-    """Trains runs of `run_study`, called in a child process, until none is free."""
+    """Calls `run_study` in a child process, until no run is left to train."""
     config = next(iter(arms.values()))
     set_up_for(config)
     run_study(arms, seeds, load_text(config.data), runs, shares, train)
@@ -239,7 +239,7 @@ def claims_data(claims: Iterable[Claim]) -> list[dict[str, Any]]:
 
 
 def mean_perplexity(runs: Mapping[int, Result], share: float = 1.0) -> float:
-    """Computes exp of the mean ln ppl over seeds, after a share of the steps."""
+    """Computes exp of the mean ln ppl over seeds, after a fraction of the training steps."""
     return perplexity(statistics.fmean(result.nll_at(share) for result in runs.values()))
 
 
@@ -251,7 +251,7 @@ def size_cells(cost: Cost) -> list[str]:
 def paired(
     a: Mapping[Any, Result], b: Mapping[Any, Result], value: Callable[[Result], float]
 ) -> PairedDifference | None:
-    """Computes the mean of value(a) - value(b) over the keys, such as seeds, that both have."""
+    """Computes the mean of value(a) - value(b) over the keys, such as seeds, of both a and b."""
     keys = sorted(a.keys() & b.keys())
     num_seeds = len({a[key].seed for key in keys})
     return mean_difference([value(a[key]) - value(b[key]) for key in keys], num_seeds)
@@ -260,22 +260,22 @@ def paired(
 def difference(
     a: Mapping[Any, Result], b: Mapping[Any, Result], share: float = 1.0
 ) -> PairedDifference | None:
-    """Computes ln ppl(a) - ln ppl(b) after a share of the steps, see `paired`."""
+    """Computes the mean of ln ppl(a) - ln ppl(b) after a fraction of the training steps."""
     return paired(a, b, lambda result: result.nll_at(share))
 
 
 def widening(
     a: Mapping[int, Result], b: Mapping[int, Result], share: float
 ) -> PairedDifference | None:
-    """Computes `difference` after all steps minus `difference` after a share of the steps."""
+    """Computes `difference` after all steps minus `difference` after a fraction of the steps."""
     return paired(a, b, lambda result: result.test_nll - result.nll_at(share))
 
 
 def verdict(difference: PairedDifference | None, low: float = -math.inf, high: float = 0.0) -> str:
-    """Judges the claim that a difference lies between low and high; by default, below zero.
+    """Judges the claim that a difference is between low and high, by default below zero.
 
-    The claim is supported if the whole interval lies between them, and contradicted if the whole
-    interval lies outside. Otherwise, and without an interval, it is not decided.
+    The claim is supported if the confidence interval of the difference lies inside (low, high), and
+    contradicted if it lies outside. Otherwise, or without an interval, the claim is not decided.
     """
     if difference is None or difference.low is None or difference.high is None:
         return NOT_DECIDED
@@ -287,7 +287,7 @@ def verdict(difference: PairedDifference | None, low: float = -math.inf, high: f
 def as_change(difference: PairedDifference | None) -> str:
     """Formats a difference of ln ppl as a change of the perplexity in per cent, with its interval.
 
-    With fewer than three seeds, that number of seeds stands in place of the interval.
+    With fewer than three seeds, the text has the number of seeds instead of the interval.
     """
     if difference is None:
         return ""

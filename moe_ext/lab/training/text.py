@@ -35,8 +35,8 @@ from moe_ext.lab.data.parallel import languages_of
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.config import ConfigError, DataConfig, ParallelDataConfig
 
-_RANDOM_SENTENCE = 25  # words
-_SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum over all languages
+_RANDOM_SENTENCE = 25  # words in a sentence of random_text
+_SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum number of training sentences over all languages
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """Loads and encodes a corpus; without a given vocabulary, builds one on the training part.
+    """Loads and encodes a corpus; builds the vocabulary on the training part if none is given.
 
     Raises:
         ConfigError: the corpus or the vocabulary cannot be used.
@@ -115,7 +115,7 @@ def load_part(
 def training_batches(
     text: Text, config: DataConfig | ParallelDataConfig, seed: int
 ) -> SentenceBatches | PairBatches:
-    """Makes the shuffled batches of the training part."""
+    """Creates the shuffled batches of the training part of a text."""
     if isinstance(config, ParallelDataConfig):
         assert isinstance(text.train, EncodedPairs)
         with _config_errors():
@@ -168,7 +168,7 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
         pairs = [pair for pair in pairs if languages_of(place, *pair)]
         if not pairs:
             raise ConfigError(
-                f"data.corpus: {place} must name one of the language pairs "
+                f"data.corpus: the file name {place} must contain one of the language pairs "
                 f"{', '.join(config.pairs)}, such as NAME.{config.pairs[0]}.tsv"
             )
     texts = []
@@ -187,7 +187,7 @@ def parallel_text(config: ParallelDataConfig, part: str) -> list[ParallelText]:
 
 
 def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wordpieces:
-    """Loads the given wordpieces or trains them on the text; reuses trained ones in `encoded`."""
+    """Loads the given wordpieces, or trains wordpieces on texts and stores them in `encoded`."""
     if config.wordpieces:
         try:
             return Wordpieces.load(config.wordpieces)

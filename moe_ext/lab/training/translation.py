@@ -1,4 +1,4 @@
-"""Translation with the model of a run."""
+"""Translation with the trained model of a run."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -39,7 +39,7 @@ def make_translator(
         options: further arguments of `Translator`.
 
     Raises:
-        ConfigError: the model is not a translation model, `into` does not fit its languages, or an
+        ConfigError: the model is not a translation model, `into` is not one of its languages, or an
             option is out of range.
     """
     model, wordpieces, config = trained.model, trained.vocabulary, trained.config
@@ -71,8 +71,8 @@ def translations_of(trained: TrainedModel, text: ParallelText) -> list[str]:
 def translated_test(run: str | Path) -> dict[str, list[str]]:
     """Translates the test part of a run, or reads the translations of an earlier call.
 
-    The run's folder keeps them for each step and language pair, for example
-    test-2000.en-fr.txt after step 2,000.
+    The run's folder stores the translations for each step and language pair, for example in
+    ``test-2000.en-fr.txt`` after step 2,000.
 
     Returns:
         The translations of the newest checkpoint by language pair.
@@ -99,7 +99,8 @@ def bleu_of_test(run: str | Path, keep: Sequence[bool] | None = None) -> dict[st
 
     Args:
         run: folder of the run.
-        keep: whether each sentence counts, for a run with one language pair; None counts all.
+        keep: for each test sentence, whether it counts, for a run with one language pair; None
+            counts all sentences.
 
     Raises:
         ConfigError: see `translated_test`.
