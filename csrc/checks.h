@@ -42,7 +42,7 @@ inline void check_floating(const char* op, const char* name, const Tensor& tenso
 
 inline void check_type(const char* op, const char* name, const Tensor& tensor,
                        at::ScalarType type) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == type, op, ": ", name, " must be of type ", name_of(type),
+  TORCH_CHECK_TYPE(tensor.scalar_type() == type, op, ": ", name, " must have dtype ", name_of(type),
                    ", got ", name_of(tensor.scalar_type()));
 }
 
@@ -124,7 +124,7 @@ inline void check_permutation(const char* op, const char* name, const Tensor& in
   const auto* data = index.const_data_ptr<int64_t>();
   std::vector<char> seen(index.numel(), 0);
   for (int64_t i = 0; i < index.numel(); ++i) {
-    TORCH_CHECK_VALUE(!seen[data[i]], op, ": ", name, " must hold each row index once, got ",
+    TORCH_CHECK_VALUE(!seen[data[i]], op, ": ", name, " must contain each row index once, got ",
                       data[i], " twice");
     seen[data[i]] = 1;
   }

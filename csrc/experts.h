@@ -41,7 +41,7 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
   const auto type = weights[0].scalar_type();
   check_dim(op, "weights[0]", weights[0], 3);
   check_floating(op, "weights[0]", weights[0]);
-  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the type of the weights, ",
+  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": x must have the dtype of the weights, ",
                    name_of(type), ", got ", name_of(x.scalar_type()));
   const auto num_experts = weights[0].sym_size(0);
   c10::SymInt width = x.sym_size(1);

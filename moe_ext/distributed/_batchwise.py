@@ -12,7 +12,9 @@ from moe_ext.gates import rows_per_expert
 def mask_over_ranks(
     scores: Tensor, k: int, group_sizes: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes M_batchwise(X, m) over the rows of all ranks; each rank handles some experts.
+    """Selects the m rows of each group with the largest scores for each expert, over all ranks.
+
+    This is M_batchwise (Appendix F). Each rank selects the rows of some experts.
 
     Args:
         scores: [R, E], this rank's rows, sorted by group.

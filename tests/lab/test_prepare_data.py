@@ -134,7 +134,7 @@ def test_an_interrupted_download_continues(server, lm1b, tmp_path, ranges):
     server.ranges, server.cut = ranges, 100
     arguments = ("lm1b", "--output", tmp_path, "--workers", 0)
     with pytest.raises(
-        ConfigError, match="ended after 100 of .* give the command again to continue"
+        ConfigError, match="ended after 100 of .* run the command again to continue"
     ):
         prepare(*arguments)
     assert (tmp_path / f"{LM1B}.tar.gz.part").stat().st_size == 100

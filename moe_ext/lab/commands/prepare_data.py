@@ -235,7 +235,7 @@ def _file_of(download: Download, output: Path, source: Path | None) -> Path:
             failures.append(f"{url}: {getattr(error, 'reason', error)}")
     else:
         raise ConfigError(
-            f"{download.name} cannot be downloaded ({'; '.join(failures)}); give the command again "
+            f"{download.name} cannot be downloaded ({'; '.join(failures)}); run the command again "
             f"to continue, or download the file elsewhere and give its folder as --from"
         )
     try:

@@ -48,7 +48,7 @@ CLAIM, ROWS_PER_EXPERT = 0.6, 64
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: median GFLOP/s, and quartiles of the speed relative to entry `against`."""
+    """Holds one measurement: median GFLOP/s, and quartiles of the speed relative to `against`."""
 
     part: str
     name: str

@@ -231,7 +231,7 @@ def as_markdown(runs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> 
         "Purity is the share of the most frequent label among the 50 positions with an expert's "
         "highest gates, averaged over experts. I is the mutual information of the label and the "
         "expert with the highest gate, minus its mean with shuffled labels. H is the entropy of "
-        f"the expert with the highest gate: {entropies['trained']} nats with the trained gate and "
+        f"the index of that expert: {entropies['trained']} nats with the trained gate and "
         f"{entropies['untrained']} nats with a random W_g. Labels were shuffled "
         f"{facts['permutations']:,} times; p ≤ {worst:.2g} for every purity and every mutual "
         "information of the trained gates. A random W_g has normal entries with the root mean "

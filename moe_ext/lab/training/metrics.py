@@ -55,8 +55,8 @@ def evaluate(
 ) -> Evaluation:
     """Computes the negative log-likelihood of a text, with the full softmax, without gate noise.
 
-    Dropout is off. The nats of each sentence are summed in float64, so the result does not depend
-    on tokens_per_batch.
+    Dropout is off. The negative log-likelihood of each sentence is summed in float64 over its
+    predictions. So tokens_per_batch changes the result by rounding only.
 
     Args:
         model: a model on any device. Its training mode is restored.
