@@ -217,7 +217,7 @@ def test_longer_pairs_are_left_out():
     assert batches.num_left_out == 2 and batches.num_pairs == 2
     assert (batches.num_tokens, batches.num_source_tokens) == (7, 7)
     assert make(encoded, max_length=5).num_left_out == 0
-    with pytest.raises(ValueError, match="hold at least one pair of at most 2 tokens, got 0"):
+    with pytest.raises(ValueError, match="of at most 2 tokens per side, got 0"):
         make(encoded, max_length=2)
 
 

@@ -33,7 +33,7 @@ class NGramModel:
     """Predicts each word of a sentence from the n - 1 preceding words.
 
     The n-grams form a trie. Each argument but vocab_size is a sequence with one element for each
-    order n = 1, 2, ... M is the number of n-grams of one order.
+    order n = 1, 2, and so on. M is the number of n-grams of one order.
 
     Args:
         vocab_size: V, number of predicted words.
