@@ -229,7 +229,7 @@ def _parse_shape(text: str) -> tuple[str, Shape]:
         routing = numbers.pop()
     if len(numbers) != 5 or not all(number.isdecimal() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(
-            f"a shape must be {', '.join(_ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
+            f"must be one of {', '.join(_ALL_SHAPES)} or T,E,k,d,h with ,zipf or ,hierarchical, "
             f"got {text!r}"
         )
     return text, Shape._make((*map(int, numbers), routing))

@@ -164,7 +164,7 @@ def _plot_file(text: str) -> Path:
     """Parses `text` as the path of a .png or .pdf file, as an argparse type."""
     path = Path(text)
     if path.suffix.lower() not in (".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"the plot file must end in .png or .pdf, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must end in .png or .pdf, got {text!r}")
     return path
 
 

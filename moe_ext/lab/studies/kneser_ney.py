@@ -37,7 +37,7 @@ def share(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a fraction must be above 0 and at most 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
     return value
 
 
