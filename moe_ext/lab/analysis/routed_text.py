@@ -119,7 +119,8 @@ def find_moe_layer(model: AnyModel, layer: int) -> MoE | MoELSTM:
     layers = [module for module in model.layers if isinstance(module, (MoE, MoELSTM))]
     if not 0 <= layer < len(layers):
         raise ValueError(
-            f"layer must be from 0 to the number of MoE layers ({len(layers)}) minus 1, got {layer}"
+            f"find_moe_layer: layer must be in [0, {len(layers)}), the indices of the MoE layers, "
+            f"got {layer}"
         )
     return layers[layer]
 

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
     if not all(runs.values()):
         raise ConfigError(
             f"{output} must hold two finished runs, but one is missing: another command trains it, "
-            "or it diverged"
+            "or the run diverged"
         )
     results = {arm: by_seed[config.seed] for arm, by_seed in runs.items()}
     trained = load_run(results["moe"].run)

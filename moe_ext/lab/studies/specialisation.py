@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             )
     seeds = [trained.config.seed for trained in models]
     if len(set(seeds)) != len(seeds):
-        raise ConfigError(f"the runs must have distinct seeds, got {seeds}")
+        raise ConfigError(f"specialisation: the runs must have distinct seeds, got {seeds}")
     asked = {key: getattr(options, key) for key in ("part", "positions", "permutations", "layer")}
     asked["domains"] = domains
     runs = []
