@@ -275,7 +275,7 @@ class WordModel(nn.Module):
     softmax: SampledSoftmax
 
     def of_batch(self, batch: Any) -> tuple[Tensor, tuple[MoEAux, ...]]:
-        """Computes the hidden vectors before the softmax layer, and the `MoEAux` of each MoE layer."""
+        """Computes the vectors before the softmax layer, and the `MoEAux` of each MoE layer."""
         raise NotImplementedError(f"{type(self).__name__} must implement of_batch(batch)")
 
     def loss(self, batch: Any) -> LossParts:
