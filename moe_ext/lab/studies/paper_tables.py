@@ -61,11 +61,11 @@ The step time and the hours follow from the published TFLOPS/GPU. The hours are 
 (Table 8). The intensity of an expert is its number of multiply-adds, divided by the number of its
 inputs and outputs. With one hidden layer it is 2dh / 2d = h (Sec. 3.2)."""
 _SHARES = """\
-In the paper, the experts have between 37% and 46% of the operations in all mixtures of Table 7. In
-the table above, MoE-4096-h has the lowest share. The experts' share of MoE-4096-h would be 37% with
-about 4,700 sampled classes; the authors' code samples 8,192. With 8,192 sampled classes, the
-computed hours agree with the paper for MoE-4096-h. The computed hours are 14% lower than the
-paper's for MoE-34M and 13% lower for MoE-143M."""
+In the paper, the experts have between 37% and 46% of the operations in all mixtures of Table 7. Of
+these mixtures, MoE-4096-h has the lowest share in the table above. The experts' share of MoE-4096-h
+would be 37% with about 4,700 sampled classes; the authors' code samples 8,192. With 8,192 sampled
+classes, the computed hours agree with the paper for MoE-4096-h. The computed hours are 14% lower
+than the paper's for MoE-34M and 13% lower for MoE-143M."""
 
 
 def count(published: Published, root: Path) -> dict[str, Any]:
