@@ -350,7 +350,7 @@ class PairBatches(SortedBatches[PairBatch]):
     longer side. Within a band, the pairs are sorted by the length of the source. An epoch contains
     each pair exactly once, unless `oversample` is True.
 
-    The object needs about 20 bytes of memory per pair in addition to the pairs, and 100 bytes
+    In addition to the pairs, the object needs about 20 bytes of memory per pair, and 100 bytes
     during a shuffle of a few seconds. For the 36 million pairs of WMT'14 English to French, a
     shuffle needs 3.6 GB.
 
@@ -371,8 +371,8 @@ class PairBatches(SortedBatches[PairBatch]):
 
     Attributes:
         num_pairs: number of sentence pairs in an epoch.
-        num_tokens: number of predictions in an epoch; with oversample, in epoch 0.
-        num_source_tokens: number of source tokens in an epoch; with oversample, in epoch 0.
+        num_tokens: number of predictions in an epoch; with oversample=True, in epoch 0.
+        num_source_tokens: number of source tokens in an epoch; with oversample=True, in epoch 0.
         num_left_out: number of pairs skipped by max_length.
         num_batches: number of batches in every epoch.
         padding_share: fraction of the positions of both sides that are padding, in epoch 0.

@@ -260,11 +260,11 @@ def load_parallel(
 
     - dev: ``dev*``, ``val*``, newstest2012 and newstest2013.
     - test: ``test*`` and newstest2014 (App. E).
-    - train: ``train*``, or all other texts if there is no ``train*``. Other known dev and test sets
-      are never training text.
+    - train: ``train*``, or all other texts if no text is named ``train*``. Other known dev and test
+      sets are never training text.
 
     WMT's sets of 2000 to 2009, such as ``test2007``, are in no part unless `dev` or `test` names
-    them.
+    these sets.
 
     Args:
         place: a folder, a table, or two aligned files (source, target). A table or two files have
