@@ -6,7 +6,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.distributed._rows import columns_of
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.gates import rows_per_expert
+from moe_ext.ops._balanced_gating import rows_per_expert
 
 
 def mask_over_ranks(

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext.checks import require_k_of_levels
+from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits, widened, zero_
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.losses import batchwise_loss
+from moe_ext.ops._balanced_gating import rows_per_expert
 
 __all__ = [
     "BalancedGate",
@@ -53,19 +55,6 @@ class _Mask(NamedTuple):
     expert_index: Tensor
     row_offsets: Tensor
     agreement: _Agreement | None = None
-
-
-def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
-    """Computes m = k·T/E, rounded to the nearest whole number (half up).
-
-    The result is at least 1 if T > 0, and 0 if T = 0.
-
-    Args:
-        k: mean number of experts per row.
-        num_rows: T, or the number of rows of a group in a hierarchical mixture.
-        num_experts: E, the number of experts.
-    """
-    return max(min(1, num_rows), (2 * k * num_rows + num_experts) // (2 * num_experts))
 
 
 def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
@@ -154,8 +143,6 @@ class StrictlyBalancedGate(Gate):
         num_rows, num_experts = scores.shape
         num_groups = threshold.numel() // num_experts
         if ranks is not None:
-            from moe_ext.distributed._batchwise import mask_over_ranks
-
             if group_sizes is None:
                 group_sizes = torch.tensor([num_rows], device=scores.device)
             mask, mth_score = mask_over_ranks(scores.detach(), k, group_sizes, ranks)

@@ -19,6 +19,19 @@ class BatchwiseTopM(NamedTuple):
     mth_score: Tensor
 
 
+def rows_per_expert(k: int, num_rows: int, num_experts: int) -> int:
+    """Computes m = k·T/E, rounded to the nearest whole number (half up).
+
+    The result is at least 1 if T > 0, and 0 if T = 0.
+
+    Args:
+        k: mean number of experts per row.
+        num_rows: T, or the number of rows of a group in a hierarchical mixture.
+        num_experts: E, the number of experts.
+    """
+    return max(min(1, num_rows), (2 * k * num_rows + num_experts) // (2 * num_experts))
+
+
 def batchwise_topm(
     scores: Tensor, m: int, first_expert: int = 0, num_experts: int | None = None
 ) -> BatchwiseTopM:
