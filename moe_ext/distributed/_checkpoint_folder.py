@@ -26,8 +26,8 @@ class CheckpointFolder:
     """Lists checkpoints and writes new ones atomically.
 
     1. `begin` makes a hidden folder for the files.
-    2. `publish` adds their checksums, renames the folder to step-00000042, and replaces `latest` by
-       a file with that name. The checkpoint is now valid.
+    2. `publish` adds their checksums, renames the folder to step-00000042, and replaces the
+       file `latest`, which contains that name. The checkpoint is now valid.
     3. `publish` also deletes old checkpoints and the files of interrupted saves.
 
     Checkpoints later than the one in `latest` belong to an abandoned run and are ignored.

@@ -223,7 +223,7 @@ def measured() -> Iterator[list[float]]:
 
 
 def seconds() -> tuple[float, float]:
-    """Returns wall-clock seconds and processor seconds of this process and its ended children."""
+    """Returns the clock, and the processor time of this process and its ended children, in s."""
     return time.perf_counter(), time.process_time() + sum(os.times()[2:4])
 
 

@@ -123,7 +123,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles
 
 @contextlib.contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """Limits torch to `threads` threads, and the process to as many processors (Linux)."""
+    """Limits torch to `threads` threads and, on Linux, the process to this number of processors."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
