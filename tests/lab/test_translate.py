@@ -321,4 +321,4 @@ def test_benchmark(run, tmp_path, capsys):
     assert found["ratios"]["seconds"]["median"] > 0
     for arguments in ([run], [config, tmp_path / "text.en"]):
         status, error = status_and_error(capsys, benchmark, *arguments)
-        assert status == 2 and "a text must" in error
+        assert status == 2 and "text: must be given" in error

@@ -362,5 +362,7 @@ def test_outputs_keep_their_shape():
     arguments = [[torch.ones((), requires_grad=True)], [torch.arange(1, 4)], [torch.zeros(())]]
     with pytest.raises(RuntimeError, match="equal size"):
         unroll(growing, *arguments)
-    with pytest.raises(ValueError, match=r"outputs must have shape \(1,\), got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"outputs must have the shape \(1,\) of the first step, got \(2,\)"
+    ):
         unroll(growing, *arguments, memory_slots=2)
