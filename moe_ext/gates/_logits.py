@@ -13,7 +13,7 @@ from moe_ext import ops
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Computes x · weight. On the CPU, a row's result does not depend on the other rows.
 
-    On CUDA it may depend on the number of rows, by which torch selects a GEMM kernel.
+    On CUDA it may depend on the number of rows, because torch selects a GEMM kernel by that number.
     """
     return ops.experts(x, [weight.unsqueeze(0)])
 

@@ -16,7 +16,7 @@ threads. The measured words/s are then those of runs that share the processor. Y
 the same command several times to share the runs. The last command to end reports all seeds.
 
 Ctrl-C or SIGTERM saves the current runs. The script then ends with status 130 and without a report.
-Give the same command again to continue the runs. Status 1: training diverged. Status 2: an option,
+Run the same command again to continue the runs. Status 1: training diverged. Status 2: an option,
 file or folder is invalid; stderr says which.
 """
 

@@ -11,7 +11,7 @@ round(k·T/E) tokens of a training batch. It writes balanced.md, .json and .png 
 - the fraction of assignments in which the two masks disagree
 - the fraction of tokens without an expert
 
-Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Give the
+Ctrl-C or SIGTERM saves the run. The script then ends with status 130 and without a report. Run the
 same command again to continue the run. Status 1: training diverged. Status 2: an option, file or
 folder is invalid; stderr names it.
 """
