@@ -15,7 +15,7 @@ from sphinx.cmd.build import main as sphinx
 from sphinx.deprecation import RemovedInSphinx10Warning
 
 DOCS = Path(__file__).resolve().parent
-OPTIONS = ("-n", "-W", "--keep-going", "-q", "-E", "-b", "html")
+OPTIONS = ("-W", "--keep-going", "-q", "-E", "-b", "html")
 
 
 class Page(HTMLParser):

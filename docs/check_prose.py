@@ -185,8 +185,8 @@ def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator
     for line, text, measured in texts:
         if measured:
             for sentence in sentences(text):
-                if num_words(sentence) > MAX_WORDS:
-                    yield Finding(line, f"{num_words(sentence)} words in one sentence", sentence)
+                if (count := num_words(sentence)) > MAX_WORDS:
+                    yield Finding(line, f"{count} words in one sentence", sentence)
         for term in terms:
             if match := re.search(term["not"], _CODE.sub("`code`", text), re.IGNORECASE):
                 yield Finding(line, f'"{match[0]}": say {term["say"]}', text)
@@ -206,13 +206,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", help="files and folders (default: all)")
     paths = [str(Path(path).resolve()) for path in parser.parse_args(arguments).paths]
     rules = tomllib.loads(RULES.read_text())
-    found, unused = 0, list(rules.get("exceptions", ()))
+    exceptions = rules.get("exceptions", [])
+    found, unused = 0, exceptions
     for file in tracked(paths):
         name = str(file.relative_to(ROOT))
         for finding in findings(texts_of(file), rules["terms"]):
             excepted = [
                 exception
-                for exception in rules.get("exceptions", ())
+                for exception in exceptions
                 if re.fullmatch(exception["file"], name) and exception["text"] in finding.text
             ]
             unused = [exception for exception in unused if exception not in excepted]

@@ -35,7 +35,6 @@ nitpick_ignore_regex = [
 
 # Markdown
 myst_heading_anchors = 4  # [a link](page.md#a-heading)
-myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -45,7 +44,6 @@ autoclass_content = "both"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 always_use_bars_union = True
-typehints_defaults = None
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
