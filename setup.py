@@ -1,4 +1,7 @@
-"""Builds the extension moe_ext._C for the CPU, and for CUDA if torch and a CUDA toolkit support it.
+"""Builds libmoe_ext.so, for CUDA too if torch and a CUDA toolkit support it, and moe_ext._C.
+
+The library has the operators, and the modules of the C++ interface. It has no Python symbol. _C has
+the facts of the build and links the library. CMakeLists.txt builds the same library.
 
 MOE_EXT_CUDA=0 disables CUDA. MOE_EXT_CUDA=1 makes the build fail if CUDA is missing.
 MOE_EXT_WERROR=1 turns nvcc warnings into errors. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in every
@@ -7,6 +10,8 @@ torch extension.
 
 import functools
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +19,20 @@ from pathlib import Path
 import setuptools
 from setuptools import setup
 
-VERSION = "0.1.0"
 CUDA_ARCHITECTURES = ["8.0", "9.0", "10.0", "12.0"]
 HERE = Path(__file__).parent
+HEADERS = HERE / "moe_ext" / "include"
+LIBRARY = "moe_ext.lib.libmoe_ext"
 
 try:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+    from torch.utils.cpp_extension import (
+        CUDA_HOME,
+        BuildExtension,
+        CppExtension,
+        CUDAExtension,
+        include_paths,
+    )
 except ImportError:
     sys.exit(
         "moe_ext: the build needs an installed torch, found none: run "
@@ -84,29 +96,83 @@ def wants_cuda(has_sources: bool) -> bool:
     return False
 
 
-def extension():
-    """Returns the extension module with the C++ sources and, with CUDA, the .cu sources."""
+def flags(compiler: str) -> list[str]:
+    """Returns the flags of a compiler, "cxx" or "nvcc", which CMakeLists.txt reads too."""
+    return ["-std=c++20", *(HERE / "csrc" / f"{compiler}_flags.txt").read_text().split()]
+
+
+def version() -> str:
+    """Returns the version of moe_ext."""
+    header = (HEADERS / "moe_ext" / "version.h").read_text()
+    return re.search(r'MOE_EXT_VERSION "(.*)"', header)[1]
+
+
+def extensions() -> list[setuptools.Extension]:
+    """Returns the library, which has every source in csrc, and the module that links it."""
     cpp = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/**/*.cpp"))
     cuda = sorted(str(path.relative_to(HERE)) for path in HERE.glob("csrc/cuda/*.cu"))
-    # -ffp-contract=off: the compiler must not add fused multiply-adds to the source.
-    cxx = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
-    if not wants_cuda(bool(cuda)):
-        return CppExtension("moe_ext._C", cpp, extra_compile_args={"cxx": cxx})
-    os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
-    define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
-    nvcc = ["-std=c++20", "-O3", "-fmad=false"]
-    nvcc += ["-Xcompiler", "-Wall,-Wextra,-Wno-unused-parameter"]
-    if os.environ.get("MOE_EXT_WERROR") == "1":
-        nvcc += ["-Werror", "all-warnings"]
-    return CUDAExtension(
-        "moe_ext._C", cpp + cuda, extra_compile_args={"cxx": [*cxx, define], "nvcc": nvcc}
+    cxx = [*flags("cxx"), "-g0"]
+    options = {
+        "include_dirs": [str(HEADERS)],
+        "extra_link_args": ["-Wl,-soname,libmoe_ext.so", "-Wl,-rpath,$ORIGIN/../../torch/lib"],
+    }
+    if wants_cuda(bool(cuda)):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
+        define = f'-DMOE_EXT_CUDA_VERSION="{toolkit_version()}"'
+        nvcc = flags("nvcc")
+        if os.environ.get("MOE_EXT_WERROR") == "1":
+            nvcc += ["-Werror", "all-warnings"]
+        compile_args = {"cxx": [*cxx, define], "nvcc": nvcc}
+        library = CUDAExtension(LIBRARY, cpp + cuda, extra_compile_args=compile_args, **options)
+    else:
+        library = CppExtension(LIBRARY, cpp, extra_compile_args={"cxx": cxx}, **options)
+    library.libraries.remove("torch_python")
+    module = setuptools.Extension(
+        "moe_ext._C",
+        ["moe_ext/_C.cpp"],
+        include_dirs=[str(HEADERS), *include_paths()],  # torch has pybind11
+        language="c++",
+        extra_compile_args=cxx,
+        extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
     )
+    return [library, module]
+
+
+class Build(BuildExtension):
+    """Builds the library under its own name, then the module that links it."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # setuptools passes the full name of an extension or only its last part.
+        if LIBRARY.endswith(fullname):
+            return fullname.replace(".", "/") + ".so"
+        return super().get_ext_filename(fullname)
+
+    def built(self, file: str) -> Path:
+        """Returns the path of a file of moe_ext/lib before it is installed."""
+        return Path(self.build_lib, "moe_ext", "lib", file)
+
+    def build_extension(self, extension: setuptools.Extension) -> None:
+        if extension.name != LIBRARY:
+            extension.extra_objects.append(str(self.built("libmoe_ext.so")))
+        super().build_extension(extension)
+        if extension.name == LIBRARY:
+            # The CMake package compares this version with that of the torch it finds.
+            line = f"set(moe_ext_torch_version {torch.__version__.split('+')[0]})\n"
+            self.built("built_with.cmake").write_text(line)
+
+    def copy_extensions_to_source(self) -> None:
+        Path("moe_ext", "lib").mkdir(exist_ok=True)
+        shutil.copy(self.built("built_with.cmake"), "moe_ext/lib")
+        super().copy_extensions_to_source()
 
 
 setup(
-    version=VERSION,
+    version=version(),
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
-    ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExtension},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
 )

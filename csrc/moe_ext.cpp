@@ -1,16 +1,8 @@
-// The schema of every operator, under its equation, and the facts of the build.
+// The schema of every operator, under its equation.
 //
 // T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows, F output
 // width.
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <pybind11/pybind11.h>
 #include <torch/library.h>
-#include <torch/version.h>
-
-#include "cpu/empty_rows.h"
-#include "cpu/gemm/micro_kernels.h"
-#include "cpu/vectorize.h"
 
 TORCH_LIBRARY(moe_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
@@ -111,38 +103,4 @@ TORCH_LIBRARY(moe_ext, m) {
       "factored_step_(Tensor(a!) param, Tensor grad, Tensor(b!) row, Tensor(c!) column, Tensor lr, "
       "Tensor correction, float decay, float gain, float eps, bool mean_of_roots=False) -> ()",
       tags);
-}
-
-namespace {
-
-pybind11::dict products() {
-  using namespace moe_ext::cpu;
-  pybind11::dict names;
-  names["float64"] = micro_kernels<double, double>().name;
-  names["float32"] = micro_kernels<float, float>().name;
-  names["bfloat16"] = micro_kernels<c10::BFloat16, float>().name;
-  names["float16"] = micro_kernels<c10::Half, float>().name;
-  return names;
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  pybind11::options options;
-  options.disable_function_signatures();  // the docstrings carry no signature
-  m.doc() = "Build facts. Importing this module registers the operators in torch.ops.moe_ext.";
-  m.attr("torch_version") = TORCH_VERSION;
-#ifdef MOE_EXT_CUDA_VERSION
-  m.attr("cuda_version") = MOE_EXT_CUDA_VERSION;
-#else
-  m.attr("cuda_version") = pybind11::none();
-#endif
-  m.attr("compiler") = __VERSION__;
-  m.attr("cxx11_abi") = _GLIBCXX_USE_CXX11_ABI == 1;
-  m.def("empty_cache", &moe_ext::cpu::empty_cache,
-        "Returns the cached memory of freed CPU tensors to the operating system.");
-  m.def("isa", &moe_ext::cpu::isa_name,
-        "Returns the name of the instruction set that the CPU kernels use.");
-  m.def("products", &products,
-        "Returns the name of the GEMM micro-kernels on the CPU for each dtype.");
 }

@@ -3,7 +3,6 @@
 torch_version: str
 cuda_version: str | None
 compiler: str
-cxx11_abi: bool
 
 def empty_cache() -> None: ...
 def isa() -> str: ...

@@ -38,8 +38,6 @@ def load() -> None:
             f"moe_ext: the compiled module does not load with torch {torch.__version__}. It was "
             f"probably built for a different version of torch or CUDA: {REINSTALL} ({error})"
         ) from None
-    if _C.cxx11_abi != torch.compiled_with_cxx11_abi():
-        raise ImportError(f"moe_ext was built with a different C++ ABI than torch: {REINSTALL}")
     if release(_C.torch_version) != release(torch.__version__):
         raise ImportError(
             f"moe_ext was built for torch {_C.torch_version}, but torch {torch.__version__} is "

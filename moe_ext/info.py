@@ -1,5 +1,10 @@
-"""``python -m moe_ext.info`` prints the build configuration and runs a self-test."""
+"""``python -m moe_ext.info`` prints the build configuration and runs a self-test.
 
+``python -m moe_ext.info --cmake-prefix`` prints the value of ``CMAKE_PREFIX_PATH`` for a C++ project
+that calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
+"""
+
+import argparse
 import os
 import platform
 import re
@@ -11,7 +16,12 @@ import torch
 import moe_ext
 from moe_ext import _C, MoE
 
-__all__ = ["blas_name", "cpu_name", "cuda_version", "isa", "products"]
+__all__ = ["blas_name", "cmake_prefix", "cpu_name", "cuda_version", "isa", "products"]
+
+
+def cmake_prefix() -> str:
+    """Returns the value of CMAKE_PREFIX_PATH for a C++ project: a list separated by semicolons."""
+    return f"{Path(__file__).parent};{torch.utils.cmake_prefix_path}"
 
 
 def cpu_name() -> str:
@@ -73,13 +83,26 @@ def _self_test(device: str) -> str:
 
 
 def _main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_ext.info",
+        description="Prints the build configuration and runs a self-test.",
+    )
+    parser.add_argument(
+        "--cmake-prefix",
+        action="store_true",
+        help="print only the CMAKE_PREFIX_PATH of moe_ext and torch",
+    )
+    if parser.parse_args().cmake_prefix:
+        print(cmake_prefix())
+        return 0
+
     cuda = torch.version.cuda or "none"
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     lines = {
         "moe_ext": moe_ext.__version__,
         "built with": f"torch {_C.torch_version}, CUDA {cuda_version() or 'none'}, "
-        f"C++ ABI {int(_C.cxx11_abi)}, compiler {_C.compiler}",
+        f"compiler {_C.compiler}",
         "running with": f"torch {torch.__version__}, {blas_name()}, CUDA {cuda}, "
         f"Python {platform.python_version()}",
         "processor": cpu_name(),

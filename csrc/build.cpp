@@ -1,0 +1,35 @@
+// The facts of the build.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <moe_ext/build.h>
+#include <moe_ext/version.h>
+#include <torch/version.h>
+
+#include "cpu/empty_rows.h"
+#include "cpu/gemm/micro_kernels.h"
+#include "cpu/vectorize.h"
+
+namespace moe_ext {
+
+std::string version() { return MOE_EXT_VERSION; }
+std::string torch_version() { return TORCH_VERSION; }
+std::string compiler() { return __VERSION__; }
+std::string isa() { return cpu::isa_name(); }
+void empty_cache() { cpu::empty_cache(); }
+
+std::optional<std::string> cuda_version() {
+#ifdef MOE_EXT_CUDA_VERSION
+  return MOE_EXT_CUDA_VERSION;
+#else
+  return std::nullopt;
+#endif
+}
+
+std::map<std::string, std::string> products() {
+  return {{"float64", cpu::micro_kernels<double, double>().name},
+          {"float32", cpu::micro_kernels<float, float>().name},
+          {"bfloat16", cpu::micro_kernels<c10::BFloat16, float>().name},
+          {"float16", cpu::micro_kernels<c10::Half, float>().name}};
+}
+
+}  // namespace moe_ext

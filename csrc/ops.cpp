@@ -1,0 +1,92 @@
+// The typed functions of moe_ext/ops.h: each calls its operator through the dispatcher.
+#include <moe_ext/ops.h>
+
+#include <string>
+#include <tuple>
+
+#include "experts_operator.h"
+#include "operator.h"
+#include "tensor.h"
+
+namespace moe_ext::ops {
+
+TopKSelection noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_noise_stddev,
+                                const OptionalTensor& noise, int64_t k, double noise_epsilon) {
+  static const auto op = find_operator<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, double)>(
+      "moe_ext::noisy_topk_gating");
+  auto [gates, expert_index, threshold, threshold_index, noise_stddev] =
+      op.call(clean_logits, raw_noise_stddev, noise, k, noise_epsilon);
+  return {gates, expert_index, threshold, threshold_index, noise_stddev};
+}
+
+Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
+            const Tensor& expert_index, const OptionalTensor& group_offsets) {
+  static const auto op = find_operator<decltype(load)>("moe_ext::load");
+  return op.call(clean_logits, noise_stddev, threshold, expert_index, group_offsets);
+}
+
+Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_experts) {
+  static const auto op =
+      find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
+  return op.call(gates, expert_index, num_experts);
+}
+
+BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert,
+                             std::optional<int64_t> num_experts) {
+  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
+      const Tensor&, c10::SymInt, c10::SymInt, std::optional<c10::SymInt>)>(
+      "moe_ext::batchwise_topm");
+  auto [row_index, mth_score] = op.call(scores, m, first_expert, num_experts);
+  return {row_index, mth_score};
+}
+
+Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
+                        const Tensor& token_offsets) {
+  static const auto op = find_operator<decltype(selected_softmax)>("moe_ext::selected_softmax");
+  return op.call(logits, expert_index, token_offsets);
+}
+
+DispatchPlan dispatch_plan(const Tensor& expert_index, int64_t num_experts) {
+  static const auto op =
+      find_operator<std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, c10::SymInt)>(
+          "moe_ext::dispatch_plan");
+  auto [permutation, inverse, tokens_per_expert, offsets] = op.call(expert_index, num_experts);
+  return {permutation, inverse, tokens_per_expert, offsets};
+}
+
+Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& token_offsets) {
+  static const auto op = find_operator<decltype(dispatch)>("moe_ext::dispatch");
+  return op.call(x, inverse, token_offsets);
+}
+
+Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+               const OptionalTensor& token_offsets) {
+  static const auto op = find_operator<decltype(combine)>("moe_ext::combine");
+  return op.call(expert_output, gates, inverse, token_offsets);
+}
+
+Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
+               std::string_view activation, const ExpertsOptions& options) {
+  const auto needs_grad = [](const Tensor& tensor) { return tensor.requires_grad(); };
+  const bool differentiated =
+      at::GradMode::is_enabled() &&
+      (x.requires_grad() || std::any_of(weights.begin(), weights.end(), needs_grad) ||
+       std::any_of(biases.begin(), biases.end(), needs_grad) ||
+       (options.gates && options.gates->requires_grad()));
+  const Routing routing{.offsets = options.offsets,
+                        .inverse = options.inverse,
+                        .token_offsets = options.token_offsets,
+                        .gates = options.gates};
+  const FeedForward network{.weights = weights, .biases = biases, .activation = activation};
+  return std::get<0>(call_experts(x, routing, network, differentiated && !options.recompute));
+}
+
+void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                    const Tensor& lr, const Tensor& correction, double decay, double gain,
+                    double eps, bool mean_of_roots) {
+  static const auto op = find_operator<decltype(factored_step_)>("moe_ext::factored_step_");
+  op.call(param, grad, row, column, lr, correction, decay, gain, eps, mean_of_roots);
+}
+
+}  // namespace moe_ext::ops

@@ -1,0 +1,196 @@
+// The operators: one typed function each.
+//
+// Shapes: T tokens, D model width, E experts, K = k experts per token, R = T * K routed rows.
+//
+// Every function calls its operator through the dispatcher: autograd, autocast, CUDA, the meta
+// device and torch::NoGradGuard work as for the functions of torch. The operators are pure
+// functions of tensors, except factored_step_. Sums have a fixed order: results do not depend on
+// the number of threads. Second derivatives throw, except for the linear operator importance.
+//
+// Indices and offsets are int64. int32 is accepted but converted, which costs time.
+//
+// All functions throw c10::ValueError, c10::TypeError or c10::IndexError if an argument has a wrong
+// shape, dtype, device or value. The message names operator, argument, rule and value. On CUDA,
+// values of index tensors are not checked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "export.h"
+
+namespace moe_ext::ops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The result of noisy_topk_gating.
+struct TopKSelection {
+  // [T, K], the gates G(x) in order of decreasing noisy logit; each row sums to 1.
+  Tensor gates;
+  // [T, K] int64, the expert of each gate.
+  Tensor expert_index;
+  // [T, 2], the thresholds kth_excluding(H, k, i) of Appendix A. Column 0 is the k-th largest noisy
+  // logit; an expert outside the top k must exceed it to enter. Column 1 is the (k+1)-th largest,
+  // or -inf if k = E; an expert in the top k must exceed it to stay.
+  Tensor threshold;
+  // [T, 2] int64, the experts of the two thresholds. Column 1 is -1 if k = E.
+  Tensor threshold_index;
+  // [T, E], softplus(raw_noise_stddev) + noise_epsilon; [0, E] without noise.
+  Tensor noise_stddev;
+};
+
+// Computes the gates of the k largest noisy logits of each token (Eqs. 3-5):
+//
+//   H = clean_logits + noise * (softplus(raw_noise_stddev) + noise_epsilon)
+//   G = softmax(KeepTopK(H, k))
+//
+// The lower index wins a tie. NaN ranks below every number. gates, threshold and noise_stddev are
+// differentiable with respect to clean_logits and raw_noise_stddev. They are float32 for
+// half-precision inputs.
+//
+//   clean_logits: [T, E], x W_g.
+//   raw_noise_stddev: [T, E], x W_noise; absent: no noise.
+//   noise: [T, E], standard normal random values; absent: no noise.
+//   k: experts per token, 1 <= k <= E.
+//   noise_epsilon: minimum standard deviation of the noise.
+MOE_EXT_API TopKSelection noisy_topk_gating(const Tensor& clean_logits,
+                                            const OptionalTensor& raw_noise_stddev,
+                                            const OptionalTensor& noise, int64_t k,
+                                            double noise_epsilon = 1e-2);
+
+// Estimates the number of tokens of each expert, Load(X)_i = sum_x P(x, i) (Appendix A). P(x, i) is
+// the probability that expert i is in the top k when only its own noise is redrawn:
+//
+//   P(x, i) = Phi((clean_logits_i - kth_excluding(H, k, i)) / noise_stddev_i)
+//
+//   clean_logits: [T, E].
+//   noise_stddev, threshold, expert_index: see TopKSelection. A detached threshold blocks the
+//     gradient through it.
+//   group_offsets: [G + 1] int64, ascending from 0 to T. Group g has the rows
+//     group_offsets[g] <= t < group_offsets[g + 1]. Absent: no groups.
+//
+// Returns [E], or [G, E] with group_offsets: the load of each group of rows (Appendix B).
+MOE_EXT_API Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev,
+                        const Tensor& threshold, const Tensor& expert_index,
+                        const OptionalTensor& group_offsets = std::nullopt);
+
+// Sums the gates of each expert over all tokens, Importance(X) = sum_x G(x) (Eq. 6), [E].
+//
+//   gates: [T, K].
+//   expert_index: [T, K] int64, the expert of each gate.
+//   num_experts: E.
+MOE_EXT_API Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_experts);
+
+// The mask M_batchwise of G batches as the m selected rows of each of E experts.
+struct BatchwiseTopM {
+  // [G, E, m] int64, the rows of each expert in ascending order.
+  Tensor row_index;
+  // [G, E], the lowest selected score of each expert, without gradient; infinity if m = 0.
+  Tensor mth_score;
+};
+
+// Selects for each expert the m rows with its largest scores: M_batchwise(X, m) (Appendix F). A
+// fixed pseudo-random function of row and expert breaks ties. NaN ranks below every number.
+//
+//   scores: [G, N, E], G batches of N rows.
+//   m: rows for each expert, 0 <= m <= N.
+//   first_expert: index of the expert in column 0, if scores has only some of the experts.
+//   num_experts: the total number of experts; absent: E. Ties break as if scores had all experts.
+MOE_EXT_API BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert = 0,
+                                         std::optional<int64_t> num_experts = std::nullopt);
+
+// Computes the gates of the selected experts, [R]: the softmax over the logits that each token
+// selected (Appendix F). A token without selected experts has no gates.
+//
+//   logits: [T, E].
+//   expert_index: [R] int64, the selected experts, sorted by token.
+//   token_offsets: [T + 1] int64; token t has the slots token_offsets[t] <= s <
+//     token_offsets[t + 1].
+MOE_EXT_API Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
+                                    const Tensor& token_offsets);
+
+// Maps between the two orders of the (token, expert) assignments. Slots are the R assignments in
+// the gate's order, sorted by token. Rows are the same assignments, sorted by expert, then by slot.
+struct DispatchPlan {
+  Tensor permutation;        // [R] int64, the slot of each row
+  Tensor inverse;            // int64, in the shape of expert_index; the row of each slot
+  Tensor tokens_per_expert;  // [E] int64, the number of tokens of each expert
+  Tensor offsets;            // [E + 1] int64; expert e has rows offsets[e] <= r < offsets[e + 1]
+};
+
+// Sorts the (token, expert) assignments by expert with a stable counting sort in O(R + E).
+//
+//   expert_index: [T, K] or [R] int64, the expert of each assignment.
+//   num_experts: E.
+MOE_EXT_API DispatchPlan dispatch_plan(const Tensor& expert_index, int64_t num_experts);
+
+// Copies each token to its rows: rows[inverse[s]] = x[t] for the slots s of token t. Returns [R, D]
+// in the dtype of x.
+//
+//   x: [T, D].
+//   inverse: [T, K] int64, or [R] with token_offsets; from dispatch_plan.
+//   token_offsets: [T + 1] int64, as in selected_softmax. Absent: each token has K slots.
+MOE_EXT_API Tensor dispatch(const Tensor& x, const Tensor& inverse,
+                            const OptionalTensor& token_offsets = std::nullopt);
+
+// Sums the expert outputs of each token, weighted by its gates (Eq. 1):
+// y[t] = sum of gates[s] * expert_output[inverse[s]] over the slots s of token t. Returns [T, D].
+//
+//   expert_output: [R, D], rows sorted by expert.
+//   gates: [T, K], or [R] with token_offsets; any floating-point dtype.
+//   inverse, token_offsets: as in dispatch.
+MOE_EXT_API Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& inverse,
+                           const OptionalTensor& token_offsets = std::nullopt);
+
+// Which rows belong to which expert and token; see experts.
+struct ExpertsOptions {
+  // [E + 1] int64; expert e has the rows offsets[e] <= r < offsets[e + 1]. Absent: R / E rows for
+  // every expert.
+  OptionalTensor offsets = std::nullopt;
+  // [T, K] int64, or [R] with token_offsets. The row of each slot, from dispatch_plan.
+  OptionalTensor inverse = std::nullopt;
+  // The weight of each slot, in the shape of inverse and any floating-point dtype.
+  OptionalTensor gates = std::nullopt;
+  // [T + 1] int64, as in selected_softmax. Absent: each token has K slots.
+  OptionalTensor token_offsets = std::nullopt;
+  // Whether to save only x and recompute the hidden layers in the backward pass (App. D). Results
+  // are bitwise identical.
+  bool recompute = false;
+};
+
+// Applies each expert to its rows: linear layers with an activation between them.
+//
+//   - Without inverse and gates, x and the result are rows sorted by expert: [R, D] -> [R, D_out].
+//   - With inverse, x are tokens [T, D]. The operator copies them to their rows as dispatch does.
+//   - With inverse and gates, it also sums the outputs of each token as combine does, and returns
+//     [T, D_out]: all of Eq. 1 in one operator.
+//
+//   weights: [E, D, F_1], [E, F_1, F_2], ..., [E, F_n, D_out]. Before a gated activation, the
+//     weight has twice the layer's width.
+//   biases: one [E, width] for each weight, or empty.
+//   activation: "geglu", "gelu", "glu", "identity", "reglu", "relu", "sigmoid", "silu", "swiglu" or
+//     "tanh".
+//
+//   auto y = experts(x, {w1, w2}, {}, "relu",
+//                    {.offsets = plan.offsets, .inverse = plan.inverse, .gates = kept.gates});
+MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases = {},
+                           std::string_view activation = "relu",
+                           const ExpertsOptions& options = {});
+
+// Updates param [..., R, C] by one step of factored Adam or Adagrad (Appendix D):
+//
+//   row    <- decay * row    + gain * mean over the columns of grad^2      [..., R]
+//   column <- decay * column + gain * mean over the rows of grad^2         [..., C]
+//   param  <- param - lr * grad / (sqrt(row column^T / mean(row) * correction) + eps)
+//
+//   lr, correction: float64 scalars on the device of param or on the CPU.
+//   mean_of_roots: see FactoredAdamOptions in optim.h.
+MOE_EXT_API void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
+                                const Tensor& lr, const Tensor& correction, double decay,
+                                double gain, double eps, bool mean_of_roots = false);
+
+}  // namespace moe_ext::ops

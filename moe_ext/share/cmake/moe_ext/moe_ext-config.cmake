@@ -1,0 +1,37 @@
+# find_package(moe_ext REQUIRED) defines the target moe_ext::moe_ext, with torch as its dependency.
+# A program that links it needs no other settings. CMAKE_PREFIX_PATH is the output of
+# `python -m moe_ext.info --cmake-prefix`, or the folders of an installed moe_ext and of LibTorch.
+include("${CMAKE_CURRENT_LIST_DIR}/moe_ext-torch.cmake")
+
+get_filename_component(moe_ext_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+set(moe_ext_library "${moe_ext_root}/lib/libmoe_ext.so")
+if(NOT EXISTS "${moe_ext_library}")
+  set(moe_ext_FOUND FALSE)
+  set(moe_ext_NOT_FOUND_MESSAGE "${moe_ext_library} has not been built")
+  return()
+endif()
+
+include("${moe_ext_root}/lib/built_with.cmake")  # sets moe_ext_torch_version
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" moe_ext_expected "${moe_ext_torch_version}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" moe_ext_found "${MOE_EXT_TORCH_VERSION}")
+if(NOT moe_ext_found STREQUAL moe_ext_expected)
+  set(moe_ext_FOUND FALSE)
+  set(moe_ext_NOT_FOUND_MESSAGE "moe_ext was built for torch ${moe_ext_torch_version}, but \
+${MOE_EXT_TORCH_ROOT} has torch ${MOE_EXT_TORCH_VERSION}: build moe_ext again, or put another torch \
+first in CMAKE_PREFIX_PATH")
+  return()
+endif()
+
+if(NOT TARGET moe_ext::moe_ext)
+  add_library(moe_ext::library SHARED IMPORTED)
+  set_target_properties(moe_ext::library PROPERTIES
+    IMPORTED_LOCATION "${moe_ext_library}"
+    IMPORTED_SONAME libmoe_ext.so)
+  # Linked even if a program calls none of its functions, for example to load an exported model:
+  # loading the library registers the operators.
+  add_library(moe_ext::moe_ext INTERFACE IMPORTED)
+  set_target_properties(moe_ext::moe_ext PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${moe_ext_root}/include"
+    INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
+    INTERFACE_LINK_LIBRARIES "moe_ext::library;moe_ext::torch")
+endif()
