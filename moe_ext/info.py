@@ -1,7 +1,7 @@
 """``python -m moe_ext.info`` prints the build configuration and runs a self-test.
 
-``python -m moe_ext.info --cmake-prefix`` prints the value of ``CMAKE_PREFIX_PATH`` for a C++ project
-that calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
+``python -m moe_ext.info --cmake-prefix`` prints the ``CMAKE_PREFIX_PATH`` of a C++ project that
+calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
 """
 
 import argparse
