@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <ostream>
 
 #include "checks.h"
@@ -252,7 +253,8 @@ Routing HierarchicalBalancedGateImpl::forward(const Tensor& x) {
   const auto first = experts.row_offsets.slice(0, 0, -1).index_select(0, plan.inverse);
   const auto num_chosen = experts.row_offsets.diff().index_select(0, plan.inverse);
   const auto slot_offsets = offsets_of(num_chosen);
-  const auto slot = at::repeat_interleave(num_chosen, secondary_gates.size(0));
+  const std::optional<int64_t> num_slots = secondary_gates.size(0);
+  const auto slot = at::repeat_interleave(num_chosen, num_slots);
   const auto place = at::arange(slot.size(0), slot.options());
   const auto source = place + (first - slot_offsets.slice(0, 0, -1)).index_select(0, slot);
   const auto group_gates =
