@@ -118,7 +118,9 @@ Routing routing_of(const Tensor& gates, const Tensor& expert_index, const Tensor
       .load = ops::importance(at::ones_like(slot_gates), slot_experts, num_experts),
       .token_offsets = token_offsets,
   };
-  const auto num_tokens = std::max<int64_t>(token_offsets.size(0) - 1, 1);
+  // A tensor, because CUDA multiplies by the reciprocal of a number.
+  const auto num_tokens =
+      at::full({}, std::max<int64_t>(token_offsets.size(0) - 1, 1), gates.options());
   const auto num_without = (token_offsets.diff() == 0).count_nonzero().to(gates.scalar_type());
   routing.metrics["share_without_expert"] = num_without / num_tokens;
 
