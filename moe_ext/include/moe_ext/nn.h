@@ -18,6 +18,7 @@
 #pragma once
 
 #include <torch/nn/cloneable.h>
+#include <torch/nn/modules/common.h>
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
 
@@ -369,8 +370,8 @@ class MOE_EXT_API FeedForwardExpertsImpl : public torch::nn::Cloneable<FeedForwa
 
   Tensor forward(const Tensor& x, const Tensor& offsets) override;
 
-  // All three forms of ops::experts.
-  Tensor forward(const Tensor& x, const ops::ExpertsOptions& routing);
+  // Maps rows or tokens: all three forms of ops::experts.
+  Tensor forward_fused(const Tensor& x, const ops::ExpertsOptions& options) const;
 
   FeedForwardExpertsOptions options;
   std::vector<Tensor> weights;
@@ -430,11 +431,22 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   // Source of the noise of the default gate; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
-  // A module that is a Gate; null: a NoisyTopKGate with noise_epsilon and generator.
+  // A module that is a Gate, as a pointer or as a holder such as TopKGate(...); null: a
+  // NoisyTopKGate with noise_epsilon and generator.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
-  // A module that is an Experts; null: FeedForwardExperts with hidden_sizes, activation, bias and
-  // expert_dtype.
+  // A module that is an Experts, as a pointer or as a holder; null: FeedForwardExperts with
+  // hidden_sizes, activation, bias and expert_dtype.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+
+ public:
+  template <typename M>
+  MoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
+    return gate(holder.ptr());
+  }
+  template <typename M>
+  MoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
+    return experts(holder.ptr());
+  }
 };
 
 // Computes y = sum_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
@@ -453,14 +465,21 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
   //     the losses; their outputs are 0.
   std::tuple<Tensor, MoEAux> forward(const Tensor& x, const OptionalTensor& mask = std::nullopt);
 
-  MoEOptions options;
+  // The children.
+  Gate& gate() const { return *gate_; }
+  Experts& experts() const { return *experts_; }
 
-  // The children gate and experts.
-  Gate& gate() const;
-  Experts& experts() const;
+  MoEOptions options;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(OptionalTensor())})
+
+ private:
+  // Returns sum_i G(x)_i E_i(x) of routed tokens x.
+  Tensor mixture(const Tensor& x, const Routing& routing, const ops::DispatchPlan& plan) const;
+
+  std::shared_ptr<Gate> gate_;
+  std::shared_ptr<Experts> experts_;
 };
 TORCH_MODULE(MoE);
 
@@ -488,6 +507,16 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+
+ public:
+  template <typename M>
+  HierarchicalMoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
+    return gate(holder.ptr());
+  }
+  template <typename M>
+  HierarchicalMoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
+    return experts(holder.ptr());
+  }
 };
 
 // MoE with a two-level gate over a groups of b experts (Appendix B, Eq. 12). The layer has
@@ -495,6 +524,9 @@ struct MOE_EXT_API HierarchicalMoEOptions {
 class MOE_EXT_API HierarchicalMoEImpl : public MoEImpl {
  public:
   explicit HierarchicalMoEImpl(const HierarchicalMoEOptions& options);
+  void pretty_print(std::ostream& stream) const override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
 };
 TORCH_MODULE(HierarchicalMoE);
 
