@@ -1,20 +1,68 @@
 // State dicts, and their files in the format of torch.save.
 #include <caffe2/serialize/inline_container.h>
 #include <moe_ext/state_dict.h>
+#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/utils.h>
-
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
-#include <vector>
+#include <cstdlib>
+#include <system_error>
 
 #include "nn/checks.h"
 
 namespace moe_ext {
+
+namespace {
+
+// A file beside `path` that replaces it once it is complete, and is deleted otherwise.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::string& path) : path_(path), name_(path + ".XXXXXX") {
+    const int handle = mkstemp(name_.data());
+    if (handle < 0) error_ = errno;
+    check();
+    fchmod(handle, 0644);  // mkstemp creates files with mode 0600
+    file_ = fdopen(handle, "wb");
+  }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  ~TemporaryFile() {
+    std::fclose(file_);
+    if (!complete_) unlink(name_.c_str());
+  }
+
+  // replace() reports an error, because PyTorchStreamWriter may not throw in its destructor.
+  void write(const void* data, size_t size) {
+    if (error_ == 0 && std::fwrite(data, 1, size, file_) != size) error_ = errno;
+  }
+
+  void replace() {
+    const auto succeeds = [&] {
+      return std::fflush(file_) == 0 && fsync(fileno(file_)) == 0 &&
+             std::rename(name_.c_str(), path_.c_str()) == 0;
+    };
+    if (error_ == 0 && !succeeds()) error_ = errno;
+    check();
+    complete_ = true;
+  }
+
+ private:
+  void check() const {
+    TORCH_CHECK(error_ == 0, "write_state_dict: cannot write ", path_, ": ",
+                std::generic_category().message(error_));
+  }
+
+  std::string path_, name_;
+  std::FILE* file_ = nullptr;
+  int error_ = 0;
+  bool complete_ = false;
+};
+
+}  // namespace
 
 StateDict state_dict(const torch::nn::Module& module) {
   StateDict result;
@@ -70,14 +118,14 @@ void write_state_dict(const StateDict& values, const std::string& path) {
 
   TemporaryFile file(path);
   caffe2::serialize::PyTorchStreamWriter writer(
-      [&](const void* data, size_t size) { return file.write(data, size); });
+      [&](const void* data, size_t size) { return file.write(data, size), size; });
   writer.writeRecord("data.pkl", pickle.data(), pickle.size());
   for (size_t i = 0; i < pickler.tensorData().size(); ++i) {
     const auto tensor = torch::jit::getWriteableTensorData(pickler.tensorData()[i]);
     writer.writeRecord(c10::str("data/", i), tensor.data(), tensor.sizeInBytes());
   }
   writer.writeEndOfFile();
-  file.replace(path);
+  file.replace();
 }
 
 }  // namespace moe_ext

@@ -11,8 +11,7 @@ namespace moe_ext::nn {
 
 // Formats sizes as a tuple of Python, such as "(3, 4)" or "(3,)".
 inline std::string tuple_of(at::IntArrayRef sizes) {
-  std::string text = "(" + c10::Join(", ", sizes);
-  return text + (sizes.size() == 1 ? ",)" : ")");
+  return c10::str("(", c10::Join(", ", sizes), sizes.size() == 1 ? ",)" : ")");
 }
 
 template <typename Number>

@@ -179,16 +179,15 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   auto shape = x.sizes().vec();
   shape.back() = y.size(-1);
   // Like matmul, return no autograd view, so that the caller can modify y in place.
-  return {at::_unsafe_view(y, shape),
-          MoEAux{.loss = loss,
-                 .importance = routing.importance,
-                 .load = routing.load,
-                 .gates = routing.gates,
-                 .expert_index = routing.expert_index,
-                 .tokens_per_expert = plan.tokens_per_expert,
-                 .token_offsets = routing.token_offsets,
-                 .gate_metrics = routing.metrics,
-                 .load_factors = routing.load_factors}};
+  return {at::_unsafe_view(y, shape), MoEAux{.loss = loss,
+                                             .importance = routing.importance,
+                                             .load = routing.load,
+                                             .gates = routing.gates,
+                                             .expert_index = routing.expert_index,
+                                             .tokens_per_expert = plan.tokens_per_expert,
+                                             .token_offsets = routing.token_offsets,
+                                             .gate_metrics = routing.metrics,
+                                             .load_factors = routing.load_factors}};
 }
 
 Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
@@ -204,8 +203,7 @@ Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
          .token_offsets = token_offsets,
          .recompute = options.recompute()});
   }
-  const auto rows =
-      experts_->forward(ops::dispatch(x, plan.inverse, token_offsets), plan.offsets);
+  const auto rows = experts_->forward(ops::dispatch(x, plan.inverse, token_offsets), plan.offsets);
   // Experts may return any dtype.
   return ops::combine(rows.to(x.scalar_type()), gates, plan.inverse, token_offsets);
 }
