@@ -33,24 +33,36 @@ const std::map<std::string, Call> calls = {
     {"NoisyTopKGate noise_epsilon",
      [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2).noise_epsilon(-0.5)); }},
     {"HierarchicalNoisyTopKGate num_groups",
-     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 0, 3, {1, 1})); }},
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 0, 3, {1, 1}));
+     }},
     {"HierarchicalNoisyTopKGate k1",
-     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {5, 1})); }},
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {5, 1}));
+     }},
     {"HierarchicalNoisyTopKGate k2",
-     [] { HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {1, 0})); }},
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {1, 0}));
+     }},
     {"BalancedGate num_experts", [] { BalancedGate(BalancedGateOptions(8, 0, 1)); }},
     {"BalancedGate k", [] { BalancedGate(BalancedGateOptions(8, 6, 7)); }},
     {"HierarchicalBalancedGate k2",
-     [] { HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, {2, 4})); }},
+     [] {
+       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, {2, 4}));
+     }},
     {"HierarchicalBalancedGate experts_per_group",
-     [] { HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, -3, {2, 1})); }},
+     [] {
+       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, -3, {2, 1}));
+     }},
     {"FeedForwardExperts num_experts",
      [] { FeedForwardExperts(FeedForwardExpertsOptions(-1, 8)); }},
     {"FeedForwardExperts d_model", [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 0)); }},
     {"FeedForwardExperts d_output",
      [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).d_output(0)); }},
     {"FeedForwardExperts hidden_sizes",
-     [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).hidden_sizes({5, 0})); }},
+     [] {
+       FeedForwardExperts(FeedForwardExpertsOptions(4, 8).hidden_sizes({5, 0}));
+     }},
     {"FeedForwardExperts activation",
      [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation("rely")); }},
     {"MoE d_model", [] { MoE(MoEOptions(0, 6, 2)); }},
@@ -77,22 +89,40 @@ const std::map<std::string, Call> calls = {
        FeedForwardExperts experts(FeedForwardExpertsOptions(6, 9));
        MoE(MoEOptions(8, 6, 2).experts(experts.ptr()));
      }},
-    {"MoE x", [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 7})); }},
+    {"MoE x",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 7}));
+     }},
     {"MoE x scalar", [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({})); }},
-    {"MoE x int64", [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kLong)); }},
+    {"MoE x int64",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kLong));
+     }},
     {"MoE x bfloat16",
-     [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kBFloat16)); }},
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kBFloat16));
+     }},
     {"MoE mask shape",
      [] {
        MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({4}, torch::kBool));
      }},
     {"MoE mask dtype",
-     [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({3})); }},
-    {"HierarchicalMoE k1", [] { HierarchicalMoE(HierarchicalMoEOptions(8, 4, 3, {5, 1})); }},
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({3}));
+     }},
+    {"HierarchicalMoE k1",
+     [] {
+       HierarchicalMoE(HierarchicalMoEOptions(8, 4, 3, {5, 1}));
+     }},
     {"HierarchicalMoE num_groups",
-     [] { HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, {1, 1})); }},
+     [] {
+       HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, {1, 1}));
+     }},
     {"cv_squared empty", [] { cv_squared(torch::zeros({0})); }},
-    {"cv_squared shape", [] { cv_squared(torch::zeros({2, 3})); }},
+    {"cv_squared shape",
+     [] {
+       cv_squared(torch::zeros({2, 3}));
+     }},
     {"batchwise_loss threshold",
      [] {
        batchwise_loss(torch::zeros({4, 3}), torch::zeros({2}), torch::zeros({4, 3}, torch::kBool));

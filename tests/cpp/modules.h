@@ -88,8 +88,8 @@ inline std::map<std::string, Maker> make_experts() {
              .ptr();
        }},
   };
-  for (const std::string name : {"relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu",
-                                 "geglu", "reglu", "glu"}) {
+  for (const std::string name :
+       {"relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu", "geglu", "reglu", "glu"}) {
     found[name] = [name] {
       return FeedForwardExperts(
                  FeedForwardExpertsOptions(4, D).hidden_sizes({5, 6}).activation(name).bias(true))

@@ -207,7 +207,8 @@ TORCH_MODULE(RoundRobinGate);
 
 // Expert e multiplies its rows by the scale of e.
 struct ScalingExpertsImpl : torch::nn::Cloneable<ScalingExpertsImpl>, Experts {
-  ScalingExpertsImpl(int64_t num_experts, int64_t d_model) : Experts(num_experts, d_model, d_model) {
+  ScalingExpertsImpl(int64_t num_experts, int64_t d_model)
+      : Experts(num_experts, d_model, d_model) {
     reset();
   }
   void reset() override {
@@ -221,9 +222,8 @@ struct ScalingExpertsImpl : torch::nn::Cloneable<ScalingExpertsImpl>, Experts {
 TORCH_MODULE(ScalingExperts);
 
 TEST(YourOwn, GateAndExperts) {
-  MoE layer(MoEOptions(D, 4, 2)
-                .gate(RoundRobinGate(D, 4, 2).ptr())
-                .experts(ScalingExperts(4, D).ptr()));
+  MoE layer(
+      MoEOptions(D, 4, 2).gate(RoundRobinGate(D, 4, 2).ptr()).experts(ScalingExperts(4, D).ptr()));
   const auto x = torch::randn({7, D}, torch::requires_grad());
   const auto [y, aux] = layer->forward(x);
   // Token t has the experts t % 4 and (t + 1) % 4, with the gates 1/2.
@@ -285,8 +285,7 @@ TEST(FeedForward, ThreeFormsAgree) {
   const auto plan = moe_ext::ops::dispatch_plan(index, 5);
   const auto rows = moe_ext::ops::dispatch(x, plan.inverse);
   const auto from_rows = module->forward(rows, plan.offsets);
-  const auto from_tokens =
-      module->forward(x, {.offsets = plan.offsets, .inverse = plan.inverse});
+  const auto from_tokens = module->forward(x, {.offsets = plan.offsets, .inverse = plan.inverse});
   const auto mixture = module->forward(
       x, {.offsets = plan.offsets, .inverse = plan.inverse, .gates = gates, .recompute = true});
   EXPECT_TRUE(same_bits(from_tokens, from_rows));

@@ -20,9 +20,9 @@ using Operator = std::function<std::vector<Tensor>(const Tree&)>;
 inline const std::map<std::string, Operator> operators = {
     {"noisy_topk_gating",
      [](const Tree& a) -> std::vector<Tensor> {
-       const auto kept = ops::noisy_topk_gating(a["clean_logits"], a.find("raw_noise_stddev"),
-                                                a.find("noise"), a.number<int64_t>("k"),
-                                                a.number("noise_epsilon", 1e-2));
+       const auto kept =
+           ops::noisy_topk_gating(a["clean_logits"], a.find("raw_noise_stddev"), a.find("noise"),
+                                  a.number<int64_t>("k"), a.number("noise_epsilon", 1e-2));
        return {kept.gates, kept.expert_index, kept.threshold, kept.threshold_index,
                kept.noise_stddev};
      }},

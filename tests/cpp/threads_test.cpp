@@ -25,12 +25,12 @@ const std::map<std::string, Maker> large = {
        return MoE(MoEOptions(width, 16, 2).hidden_sizes(std::vector<int64_t>{96}).bias(true)).ptr();
      }},
     {"recompute",
+     [] { return MoE(MoEOptions(width, 16, 2).activation("swiglu").recompute(true)).ptr(); }},
+    {"bfloat16", [] { return MoE(MoEOptions(width, 16, 2).expert_dtype(torch::kBFloat16)).ptr(); }},
+    {"hierarchical",
      [] {
-       return MoE(MoEOptions(width, 16, 2).activation("swiglu").recompute(true)).ptr();
+       return HierarchicalMoE(HierarchicalMoEOptions(width, 4, 4, {2, 2})).ptr();
      }},
-    {"bfloat16",
-     [] { return MoE(MoEOptions(width, 16, 2).expert_dtype(torch::kBFloat16)).ptr(); }},
-    {"hierarchical", [] { return HierarchicalMoE(HierarchicalMoEOptions(width, 4, 4, {2, 2})).ptr(); }},
     {"balanced",
      [] {
        BalancedGate gate(BalancedGateOptions(width, 16, 2));
@@ -62,8 +62,8 @@ TEST_P(Threads, DoNotChangeTheBits) {
     const auto module = make(GetParam());
     torch::manual_seed(2);
     const Tree inputs({{"x", torch::randn({num_tokens, width})}});
-    const auto [results, gradients] =
-        step(*module, inputs, {{"y", torch::randn({num_tokens, width})}, {"loss", torch::ones({})}});
+    const auto [results, gradients] = step(
+        *module, inputs, {{"y", torch::randn({num_tokens, width})}, {"loss", torch::ones({})}});
     found.push_back(gradients);
     found.back().insert(results.begin(), results.end());
     EXPECT_TRUE(gradients.contains("x") && gradients.contains("gate.w_gate"));
