@@ -1,4 +1,4 @@
-"""The command moe-ext. Lies beside moe_ext, because the import of moe_ext takes seconds."""
+"""The command moe-ext. It is not part of moe_ext, because the import of moe_ext takes seconds."""
 
 import ast
 import sys
@@ -19,7 +19,7 @@ def overview() -> str:
     lines = ["usage: moe-ext COMMAND ...", ""]
     for name, file in commands().items():
         summary = (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
-        lines.append(f"  {name:16}{summary}")
+        lines.append(f"  {name:17}{summary}")
     return "\n".join([*lines, "", "`moe-ext COMMAND --help` shows the arguments of a command."])
 
 
