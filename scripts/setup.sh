@@ -38,7 +38,7 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
   say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev]'
+  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev,wheels]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi
