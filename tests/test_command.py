@@ -39,9 +39,9 @@ def test_the_help_imports_no_torch():
 
 
 def test_an_unknown_command(monkeypatch, capsys):
-    assert run(monkeypatch, "trian") == 2
+    assert run(monkeypatch, "study") == 2
     error = capsys.readouterr().err
-    assert error == f"moe-ext: COMMAND must be one of {', '.join(COMMANDS)}, got trian\n"
+    assert error == f"moe-ext: COMMAND must be one of {', '.join(COMMANDS)}, got study\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
