@@ -29,8 +29,8 @@ const FeedForwardExpertsOptions& checked(const FeedForwardExpertsOptions& option
   check_sizes(owner, options.num_experts(), options.d_model(), d_output_of(options));
   for (const int64_t width : options.hidden_sizes()) {
     TORCH_CHECK_VALUE(width >= 1, owner,
-                      ": hidden_sizes must be a sequence of whole numbers, each at least 1, got ",
-                      options.hidden_sizes());
+                      ": hidden_sizes must be a sequence of whole numbers, each at least 1, got [",
+                      c10::Join(", ", options.hidden_sizes()), "]");
   }
   check_activation(owner, options.activation());
   return options;
