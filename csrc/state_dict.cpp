@@ -2,7 +2,8 @@
 #include <caffe2/serialize/inline_container.h>
 #include <moe_ext/state_dict.h>
 #include <sys/stat.h>
-#include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/csrc/jit/serialization/import_read.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
@@ -12,7 +13,6 @@
 #include <system_error>
 
 #include "nn/checks.h"
-#include "unpickle.h"
 
 namespace moe_ext {
 
@@ -89,13 +89,27 @@ void load_state_dict(torch::nn::Module& module, const StateDict& values) {
 }
 
 StateDict read_state_dict(const std::string& path) {
+  const auto check = [&](bool holds, const std::string& found) {
+    TORCH_CHECK_TYPE(holds, "read_state_dict: ", path,
+                     " must be a file of torch.save(dict(module.state_dict()), path), got ", found);
+  };
+  at::IValue content;
   try {
     caffe2::serialize::PyTorchStreamReader file(path);
-    return Unpickler(file).dict_of_tensors();
-  } catch (c10::Error& error) {
-    error.add_context("read_state_dict: path is " + path);
-    throw;
+    content = torch::jit::readArchiveAndTensors("data", /*pickle_prefix=*/"", /*tensor_prefix=*/"",
+                                                /*type_resolver=*/std::nullopt,
+                                                /*obj_loader=*/std::nullopt, at::kCPU, file);
+  } catch (const c10::Error& error) {
+    check(false, error.what_without_backtrace());
   }
+  check(content.isGenericDict(), content.tagKind());
+  StateDict result;
+  for (const auto& item : content.toGenericDict()) {
+    check(item.key().isString(), "a name of type " + item.key().tagKind());
+    check(item.value().isTensor(), item.value().tagKind() + " for " + item.key().toStringRef());
+    result[item.key().toStringRef()] = item.value().toTensor();
+  }
+  return result;
 }
 
 void write_state_dict(const StateDict& values, const std::string& path) {

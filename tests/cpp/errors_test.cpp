@@ -183,9 +183,11 @@ TEST_F(Files, ThatCannotBeReadAreNamed) {
     try {
       moe_ext::read_state_dict(path(name));
       ADD_FAILURE() << "no error for " << name;
-    } catch (const c10::Error& error) {
-      EXPECT_NE(std::string(error.what_without_backtrace()).find(path(name)), std::string::npos)
-          << error.what_without_backtrace();
+    } catch (const c10::TypeError& error) {
+      const std::string message = error.what_without_backtrace();
+      const auto beginning = "read_state_dict: " + path(name) +
+                             " must be a file of torch.save(dict(module.state_dict()), path), got ";
+      EXPECT_EQ(message.rfind(beginning, 0), 0) << message;
     }
   }
 }

@@ -313,7 +313,7 @@ def save_state_dicts(folder: Path) -> None:
     """Saves the weights of every layer as a user does."""
     for number, (name, make) in enumerate(LAYERS.items()):
         torch.manual_seed(number)
-        torch.save(make().state_dict(), folder / f"{name}.python.pt")
+        torch.save(dict(make().state_dict()), folder / f"{name}.python.pt")
 
 
 def loss_cases() -> Tensors:

@@ -1,4 +1,4 @@
-// Weights that go both ways between C++ and Python: torch.save(module.state_dict()) and back.
+// Weights that go both ways between C++ and Python, as files of torch.save.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,11 +22,10 @@ MOE_EXT_API StateDict state_dict(const torch::nn::Module& module);
 // Throws c10::ValueError, and changes nothing, if a name is missing or unknown or a shape differs.
 MOE_EXT_API void load_state_dict(torch::nn::Module& module, const StateDict& values);
 
-// Reads a file that `torch.save(module.state_dict(), path)` or write_state_dict wrote. Tensors are
-// on the CPU.
+// Reads a file that `torch.save(dict(module.state_dict()), path)` or write_state_dict wrote.
+// LibTorch cannot read the OrderedDict that state_dict() itself is. Tensors are on the CPU.
 //
-// Throws c10::Error if the file cannot be read, c10::TypeError if it holds anything but tensors by
-// name.
+// Throws c10::TypeError if the file cannot be read or holds anything but tensors by name.
 MOE_EXT_API StateDict read_state_dict(const std::string& path);
 
 // Writes a file that Python reads with `torch.load(path)`. The file replaces `path` only once it is
