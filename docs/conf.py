@@ -1,5 +1,7 @@
 """Sphinx configuration of the documentation. `scripts/docs.sh` builds it."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import sphinx.ext.autosummary
@@ -9,6 +11,8 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import moe_ext
+
+sys.path.append(str(Path(__file__).parent))
 
 project = "moe_ext"
 author = "the moe_ext contributors"
@@ -22,6 +26,7 @@ extensions = [
     "myst_parser",
     "sphinx_autodoc_typehints",
     "sphinx_copybutton",
+    "cpp_reference",  # docs/cpp_reference.py
 ]
 templates_path = ["_templates"]
 default_role = "py:obj"  # `MoE` in a docstring is a link
@@ -31,6 +36,7 @@ nitpick_ignore_regex = [
     ("py:obj", r"[a-z]\w*"),  # an argument in single backticks
     ("py:obj", r"moe_ext\.lab\..*"),  # the lab's modules are listed without pages of their own
     ("py:class", r".*\._\w+.*"),  # private types in signatures
+    ("cpp:identifier", r".*"),  # types of torch and of the standard library in signatures
 ]
 
 # Markdown
