@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
