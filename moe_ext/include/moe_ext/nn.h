@@ -25,6 +25,7 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -442,6 +443,10 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
+  // For hidden_sizes({1024}), which does not convert to std::optional.
+  MoEOptions& hidden_sizes(std::initializer_list<int64_t> sizes) {
+    return hidden_sizes(std::vector<int64_t>(sizes));
+  }
   template <typename M>
   MoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
     return gate(holder.ptr());
@@ -514,6 +519,10 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
+  // For hidden_sizes({1024}), which does not convert to std::optional.
+  HierarchicalMoEOptions& hidden_sizes(std::initializer_list<int64_t> sizes) {
+    return hidden_sizes(std::vector<int64_t>(sizes));
+  }
   template <typename M>
   HierarchicalMoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
     return gate(holder.ptr());
