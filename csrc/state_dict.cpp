@@ -2,8 +2,7 @@
 #include <caffe2/serialize/inline_container.h>
 #include <moe_ext/state_dict.h>
 #include <sys/stat.h>
-#include <torch/csrc/jit/serialization/import_read.h>
-#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <system_error>
 
 #include "nn/checks.h"
+#include "unpickle.h"
 
 namespace moe_ext {
 
@@ -89,20 +89,13 @@ void load_state_dict(torch::nn::Module& module, const StateDict& values) {
 }
 
 StateDict read_state_dict(const std::string& path) {
-  caffe2::serialize::PyTorchStreamReader file(path);
-  const auto content = torch::jit::readArchiveAndTensors(
-      "data", /*pickle_prefix=*/"", /*tensor_prefix=*/"", /*type_resolver=*/std::nullopt,
-      /*obj_loader=*/std::nullopt, at::kCPU, file);
-  TORCH_CHECK_TYPE(content.isGenericDict(), "read_state_dict: ", path,
-                   " must hold a dict of tensors, got ", content.tagKind());
-  StateDict result;
-  for (const auto& item : content.toGenericDict()) {
-    TORCH_CHECK_TYPE(item.key().isString() && item.value().isTensor(), "read_state_dict: ", path,
-                     " must hold a dict of tensors, got an entry of ", item.key().tagKind(),
-                     " and ", item.value().tagKind());
-    result[item.key().toStringRef()] = item.value().toTensor();
+  try {
+    caffe2::serialize::PyTorchStreamReader file(path);
+    return Unpickler(file).dict_of_tensors();
+  } catch (c10::Error& error) {
+    error.add_context("read_state_dict: path is " + path);
+    throw;
   }
-  return result;
 }
 
 void write_state_dict(const StateDict& values, const std::string& path) {

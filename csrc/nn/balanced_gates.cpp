@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <ostream>
 
 #include "checks.h"
@@ -117,7 +118,9 @@ Routing routing_of(const Tensor& gates, const Tensor& expert_index, const Tensor
       .load = ops::importance(at::ones_like(slot_gates), slot_experts, num_experts),
       .token_offsets = token_offsets,
   };
-  const auto num_tokens = std::max<int64_t>(token_offsets.size(0) - 1, 1);
+  // A tensor, because CUDA multiplies by the reciprocal of a number.
+  const auto num_tokens =
+      at::full({}, std::max<int64_t>(token_offsets.size(0) - 1, 1), gates.options());
   const auto num_without = (token_offsets.diff() == 0).count_nonzero().to(gates.scalar_type());
   routing.metrics["share_without_expert"] = num_without / num_tokens;
 
@@ -252,7 +255,8 @@ Routing HierarchicalBalancedGateImpl::forward(const Tensor& x) {
   const auto first = experts.row_offsets.slice(0, 0, -1).index_select(0, plan.inverse);
   const auto num_chosen = experts.row_offsets.diff().index_select(0, plan.inverse);
   const auto slot_offsets = offsets_of(num_chosen);
-  const auto slot = at::repeat_interleave(num_chosen, secondary_gates.size(0));
+  const std::optional<int64_t> num_slots = secondary_gates.size(0);
+  const auto slot = at::repeat_interleave(num_chosen, num_slots);
   const auto place = at::arange(slot.size(0), slot.options());
   const auto source = place + (first - slot_offsets.slice(0, 0, -1)).index_select(0, slot);
   const auto group_gates =

@@ -4,7 +4,6 @@
 #include <torch/nn/init.h>
 
 #include <ostream>
-#include <tuple>
 
 #include "checks.h"
 #include "logits.h"
@@ -78,7 +77,7 @@ void NoisyTopKGateImpl::reset() {
 }
 
 void NoisyTopKGateImpl::reset_parameters() {
-  for (auto& parameter : parameters()) torch::nn::init::zeros_(parameter);
+  for (const auto& parameter : parameters()) torch::nn::init::zeros_(parameter);
 }
 
 void NoisyTopKGateImpl::pretty_print(std::ostream& stream) const {
@@ -124,7 +123,7 @@ void HierarchicalNoisyTopKGateImpl::reset() {
 }
 
 void HierarchicalNoisyTopKGateImpl::reset_parameters() {
-  for (auto& parameter : parameters()) torch::nn::init::zeros_(parameter);
+  for (const auto& parameter : parameters()) torch::nn::init::zeros_(parameter);
 }
 
 void HierarchicalNoisyTopKGateImpl::pretty_print(std::ostream& stream) const {
