@@ -144,6 +144,7 @@ class Build(BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.build_temp = str(HERE / "build" / "objects")  # kept, so that later builds are short
+        self.force = True  # ninja knows what has changed; setuptools does not compare headers
 
     def get_ext_filename(self, fullname: str) -> str:
         # setuptools passes the full name of an extension or only its last part.

@@ -193,11 +193,19 @@ def findings(texts: Iterator[Text], terms: Sequence[dict[str, str]]) -> Iterator
 
 
 def tracked(arguments: Sequence[str]) -> list[Path]:
-    """Lists the checked kinds of files below the arguments that git tracks or would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *arguments]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    """Lists the checked kinds of files below the arguments that git tracks or would add.
+
+    An unpacked source distribution lists its files itself.
+    """
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    else:
+        names = (ROOT / "moe_ext.egg-info" / "SOURCES.txt").read_text()
     kinds = {".md", ".py", *CPP, *HASH_COMMENTS}
     files = [ROOT / name for name in sorted(set(names.splitlines()))]
+    if arguments:
+        files = [file for file in files if any(file.is_relative_to(path) for path in arguments)]
     return [file for file in files if file.suffix in kinds and file.exists()]
 
 

@@ -1,7 +1,9 @@
-"""``python -m moe_ext.info`` prints the build configuration and runs a self-test.
+"""Prints the build configuration and runs a self-test.
 
-``python -m moe_ext.info --cmake-prefix`` prints the value of ``CMAKE_PREFIX_PATH`` for a C++ project
-that calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
+``python -m moe_ext.info`` and ``moe-ext info`` do this.
+
+``python -m moe_ext.info --cmake-prefix`` prints the ``CMAKE_PREFIX_PATH`` of a C++ project that
+calls ``find_package(moe_ext)``: the folders of moe_ext and of torch.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import torch
 import moe_ext
 from moe_ext import _C, MoE
 
-__all__ = ["blas_name", "cmake_prefix", "cpu_name", "cuda_version", "isa", "products"]
+__all__ = ["blas_name", "cmake_prefix", "cpu_name", "cuda_version", "isa", "main", "products"]
 
 
 def cmake_prefix() -> str:
@@ -82,10 +84,10 @@ def _self_test(device: str) -> str:
     return "passed" if ok else "FAILED: wrong output, or a gradient is missing or not finite"
 
 
-def _main() -> int:
+def main() -> int:
+    """Runs the command and returns its exit status: 1 if a self-test failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m moe_ext.info",
-        description="Prints the build configuration and runs a self-test.",
+        description="Prints the build configuration and runs a self-test."
     )
     parser.add_argument(
         "--cmake-prefix",
@@ -122,4 +124,5 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.argv[0] = "python -m moe_ext.info"  # the usage line begins with it
+    sys.exit(main())

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks csrc/**/*.cpp with clang 16 or later and generates no code. Warnings are errors.
-# Prints a message and succeeds if no such clang is installed.
+# Checks csrc/**/*.cpp and moe_ext/_C.cpp with clang 16 or later and generates no code.
+# Warnings are errors. Prints a message and succeeds if no such clang is installed.
 #
 # PYTHON is an interpreter with torch (default .venv/bin/python). CLANG is the compiler (default:
 # the first clang++ of version 16 or later in PATH).
@@ -19,13 +19,13 @@ if [ -z "$clang" ]; then
   exit 0
 fi
 
-# These are the flags of setup.py. -isystem suppresses warnings in torch's headers.
+# -isystem suppresses warnings in torch's headers.
 read -ra includes < <("$python" -c '
 import sysconfig
 from torch.utils.cpp_extension import include_paths
 print(*(f"-isystem {path}" for path in [*include_paths(), sysconfig.get_path("include")]))')
-flags=(-fsyntax-only -std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
-flags+=(-Wall -Wextra -Wno-unused-parameter -Werror -DTORCH_EXTENSION_NAME=_C)
-echo "clang: csrc/**/*.cpp with $("$clang" --version | head -1)"
-find csrc -name '*.cpp' -print0 |
+mapfile -t flags < csrc/cxx_flags.txt
+flags+=(-fsyntax-only -std=c++20 -Werror -I moe_ext/include)
+echo "clang: csrc/**/*.cpp and moe_ext/_C.cpp with $("$clang" --version | head -1)"
+find csrc moe_ext/_C.cpp -name '*.cpp' -print0 |
   xargs -0 -n 1 -P "$(nproc)" "$clang" "${flags[@]}" "${includes[@]}"

@@ -11,8 +11,8 @@
 # dtype, the benchmark writes a log, a JSON file, tables in Markdown and a profile of our kernels.
 # The JSON file is updated after every problem, so a stopped step keeps its results. At the end the
 # script packs OUTPUT into OUTPUT.tar.gz. The exit status is nonzero if the build, the memory checks
-# or the tests failed. OUTPUT also contains the built extension: on another machine with the same
-# hardware and software, `cp OUTPUT/_C*.so moe_ext/` replaces the build.
+# or the tests failed. OUTPUT also contains the built library and module: on another machine with the
+# same hardware and software, `cp -r OUTPUT/lib OUTPUT/_C*.so moe_ext/` replaces the build.
 set -uo pipefail
 
 usage() { sed -n '4s/^#  *//p' "$0" >&2; exit 2; }
@@ -56,7 +56,7 @@ END
   MOE_EXT_CUDA=1 MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" setup.py build_ext --inplace \
     > "$output/build.log" 2>&1 ||
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
-  cp moe_ext/_C*.so "$output/"
+  cp -r moe_ext/lib moe_ext/_C*.so "$output/"
   "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # ignores a failed self-test
 }
 

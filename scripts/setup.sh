@@ -27,8 +27,8 @@ if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
 fi
 python=$venv/bin/python
 
-sources=$(find setup.py pyproject.toml scripts/setup.sh csrc -type f -print0 | LC_ALL=C sort -z |
-  xargs -0 cat | sha256sum | cut -c1-16)
+sources=$(find setup.py pyproject.toml scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include -type f \
+  -print0 | LC_ALL=C sort -z | xargs -0 cat | sha256sum | cut -c1-16)
 if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
   "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
@@ -38,7 +38,7 @@ if [ ! -e "$venv/moe_ext-$sources" ]; then
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
   say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev]'
+  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev,wheels]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi

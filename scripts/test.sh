@@ -5,11 +5,13 @@ set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
 say "style, types and prose"
-find csrc tests/emulation -type f -exec "$venv/bin/clang-format" --dry-run -Werror {} +
+find csrc moe_ext/_C.cpp moe_ext/include tests/cpp tests/emulation examples/cpp -type f \
+  ! -name '*.txt' ! -name '*.py' -exec "$venv/bin/clang-format" --dry-run -Werror {} +
 PYTHON=$python bash scripts/check_clang.sh
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
+"$python" -m mypy --strict --untyped-calls-exclude torch --follow-imports silent examples
 "$venv/bin/codespell"
 "$python" docs/check_prose.py
 

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -136,12 +138,88 @@ def test_torch_is_not_a_build_requirement():
     assert "torch" not in requires[1]
 
 
+def test_the_source_distribution_is_the_repository(tmp_path):
+    """It has all that its build, its tests and its documentation need."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("the source tree is itself a source distribution")
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "MOE_EXT_CUDA": "0"},
+        check=True,
+    )
+    with tarfile.open(next(tmp_path.glob("moe_ext-*.tar.gz"))) as archive:
+        files = {
+            name.partition("/")[2]
+            for member in archive
+            if member.isfile() and (name := member.name)
+        }
+    made = {
+        "PKG-INFO",
+        "setup.cfg",
+        *(name for name in files if name.startswith("moe_ext.egg-info/")),
+    }
+    listed = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    assert files - made == {name for name in listed.splitlines() if (ROOT / name).exists()}
+
+
 def test_import_with_another_torch_names_both(monkeypatch):
-    monkeypatch.setattr(moe_ext._C, "torch_version", "1.2.3")
-    with pytest.raises(ImportError, match=re.escape(torch.__version__)) as raised:
+    monkeypatch.setattr(torch, "__version__", "1.2.3")
+    with pytest.raises(ImportError, match="but torch 1.2.3 is installed") as raised:
         _build.load()
-    assert "built for torch 1.2.3" in str(raised.value)
+    assert f"built for torch {moe_ext._C.torch_version}" in str(raised.value)
+    assert "install the wheel for this torch" in str(raised.value)
     assert "--no-build-isolation" in str(raised.value)
+
+
+USES_CMAKE = """
+cmake_minimum_required(VERSION 3.18)
+project(uses LANGUAGES NONE)
+find_package(moe_ext REQUIRED)
+"""
+
+
+def configure(folder, built_with):
+    """Configures a C++ project with a moe_ext that was built for a torch, or was not built."""
+    shutil.copytree(ROOT / "moe_ext" / "share", folder / "moe_ext" / "share")
+    if built_with:
+        (folder / "moe_ext" / "lib").mkdir()
+        (folder / "moe_ext" / "lib" / "libmoe_ext.so").touch()
+        line = f"set(moe_ext_torch_version {built_with})\n"
+        (folder / "moe_ext" / "lib" / "built_with.cmake").write_text(line)
+    (folder / "CMakeLists.txt").write_text(USES_CMAKE)
+    prefix = f"{folder / 'moe_ext'};{torch.utils.cmake_prefix_path}"
+    return subprocess.run(
+        ["cmake", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_cmake_with_another_torch_names_both(tmp_path):
+    result = configure(tmp_path, "1.2.3")
+    assert result.returncode != 0
+    message = " ".join(result.stderr.split())
+    version = torch.__version__.partition("+")[0]
+    assert "moe_ext was built for torch 1.2.3, but" in message
+    assert f"has torch {version}: build moe_ext again" in message
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_cmake_without_the_library_says_so(tmp_path):
+    result = configure(tmp_path, None)
+    assert result.returncode != 0
+    assert "moe_ext/lib/libmoe_ext.so has not been built" in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_cmake_takes_any_patch_release_of_torch(tmp_path):
+    major_minor = ".".join(torch.__version__.split(".")[:2])
+    result = configure(tmp_path, f"{major_minor}.99")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("version", [None, "12.1"])
@@ -172,6 +250,12 @@ def test_import_of_an_unbuilt_tree_says_so(monkeypatch):
         _build.load()
     assert f"imported from {ROOT / 'moe_ext'}," in str(raised.value)
     assert f"`pip install --no-build-isolation -e .` in {ROOT}." in str(raised.value)
+
+
+def test_import_without_the_library_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(_build, "__file__", str(tmp_path / "_build.py"))
+    with pytest.raises(ImportError, match=f"imported from {tmp_path}, which has no compiled"):
+        _build.load()
 
 
 def test_import_loads_nothing_of_the_training_system_nor_the_compiler():

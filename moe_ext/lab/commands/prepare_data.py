@@ -31,7 +31,7 @@ from urllib.request import Request, urlopen
 from moe_ext.lab.data import EncodedSentences
 from moe_ext.lab.data.corpora import PARTS
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.command import at_least, make_parser, shown_command
 from moe_ext.lab.training.config import ConfigError, DataConfig
 from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.text import SentenceText, load_text
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     check(text, expected)
     values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}
     found = shlex.join(f"data.{option}={value}" for option, value in values.items())
-    print(f"python scripts/train.py CONFIG data.num_workers=1 \\\n    {found}")
+    print(f"{shown_command('train')} CONFIG data.num_workers=1 \\\n    {found}")
     return text
 
 
@@ -338,6 +338,6 @@ def check(text: SentenceText, expected: _DataSet | None) -> None:
     if wrong:
         raise ConfigError(
             f"the corpus must have its published sizes: {'; '.join(wrong)}; unpack the archive "
-            "again. "
-            "For a corpus of your own, use `scripts/prepare_data.py text --from PATH`"
+            "again. For a corpus of your own, use "
+            f"`{shown_command('prepare_data')} text --from PATH`"
         )

@@ -28,7 +28,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from moe_ext.lab.analysis import ExpertReport, by_specialisation, expert_reports, route_text
 from moe_ext.lab.training.checkpoint import load_run
-from moe_ext.lab.training.command import add_overrides, make_parser
+from moe_ext.lab.training.command import add_overrides, make_parser, shown_command
 from moe_ext.lab.training.comparison import arms
 from moe_ext.lab.training.config import ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[st
         print(describe(report))
     print(
         f"\n{output / 'quickstart.png'}: learning curves and load of the experts\n"
-        f"all experts: python scripts/inspect_experts.py {moe.run}\n"
+        f"all experts: {shown_command('inspect_experts')} {moe.run}\n"
         f"done in {(time.perf_counter() - started) / 60:.1f} minutes"
     )
     return results

@@ -30,7 +30,7 @@ import torch
 
 from moe_ext.lab.analysis import cost
 from moe_ext.lab.data import EncodedPairs, PairBatches
-from moe_ext.lab.training.command import add_overrides, make_parser
+from moe_ext.lab.training.command import add_overrides, make_parser, shown_command
 from moe_ext.lab.training.config import read_config
 from moe_ext.lab.training.launch import process_group_of_run
 from moe_ext.lab.training.logging import read_metrics
@@ -74,9 +74,9 @@ def train(trainer: Trainer) -> None:
         measured = read_metrics(trainer.folder, "dev")
         dev = f"dev perplexity {measured[-1]['perplexity']:.2f} after " if measured else ""
         print(f"done    {dev}{trainer.step} steps")
-        print(f"next    python scripts/evaluate.py {trainer.folder}")
+        print(f"next    {shown_command('evaluate')} {trainer.folder}")
     else:
         print(
             f"stopped step {trainer.step} is saved; continue with "
-            f"scripts/train.py {trainer.folder / 'config.toml'} resume=true"
+            f"{shown_command('train')} {trainer.folder / 'config.toml'} resume=true"
         )

