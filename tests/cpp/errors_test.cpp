@@ -1,0 +1,210 @@
+// Modules, losses and the optimizer throw errors with the class and the text of Python.
+#include <gtest/gtest.h>
+#include <moe_ext/nn.h>
+#include <moe_ext/optim.h>
+#include <moe_ext/state_dict.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "exported.h"
+
+namespace {
+
+using namespace exported;
+using namespace moe_ext::nn;
+using moe_ext::optim::FactoredAdam;
+using moe_ext::optim::FactoredAdamOptions;
+
+using Call = std::function<void()>;
+
+void optimize(const FactoredAdamOptions& options, torch::Dtype dtype = torch::kFloat) {
+  FactoredAdam({torch::zeros({2, 3}, dtype)}, options);
+}
+
+// The calls of MODULE_ERRORS in export.py.
+const std::map<std::string, Call> calls = {
+    {"SoftmaxGate d_model", [] { SoftmaxGate(0, 6); }},
+    {"SoftmaxGate num_experts", [] { SoftmaxGate(8, -1); }},
+    {"TopKGate k=0", [] { TopKGate(8, 6, 0); }},
+    {"TopKGate k=7", [] { TopKGate(8, 6, 7); }},
+    {"NoisyTopKGate d_model", [] { NoisyTopKGate(NoisyTopKGateOptions(0, 6, 2)); }},
+    {"NoisyTopKGate k", [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 7)); }},
+    {"NoisyTopKGate noise_epsilon",
+     [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 2).noise_epsilon(-0.5)); }},
+    {"HierarchicalNoisyTopKGate num_groups",
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 0, 3, {1, 1}));
+     }},
+    {"HierarchicalNoisyTopKGate k1",
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {5, 1}));
+     }},
+    {"HierarchicalNoisyTopKGate k2",
+     [] {
+       HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(8, 4, 3, {1, 0}));
+     }},
+    {"BalancedGate num_experts", [] { BalancedGate(BalancedGateOptions(8, 0, 1)); }},
+    {"BalancedGate k", [] { BalancedGate(BalancedGateOptions(8, 6, 7)); }},
+    {"HierarchicalBalancedGate k2",
+     [] {
+       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, {2, 4}));
+     }},
+    {"HierarchicalBalancedGate experts_per_group",
+     [] {
+       HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, -3, {2, 1}));
+     }},
+    {"FeedForwardExperts num_experts",
+     [] { FeedForwardExperts(FeedForwardExpertsOptions(-1, 8)); }},
+    {"FeedForwardExperts d_model", [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 0)); }},
+    {"FeedForwardExperts d_output",
+     [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).d_output(0)); }},
+    {"FeedForwardExperts hidden_sizes",
+     [] {
+       FeedForwardExperts(FeedForwardExpertsOptions(4, 8).hidden_sizes({5, 0}));
+     }},
+    {"FeedForwardExperts activation",
+     [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation("rely")); }},
+    {"MoE d_model", [] { MoE(MoEOptions(0, 6, 2)); }},
+    {"MoE k", [] { MoE(MoEOptions(8, 6, 7)); }},
+    {"MoE w_importance", [] { MoE(MoEOptions(8, 6, 2).w_importance(-0.5)); }},
+    {"MoE w_load", [] { MoE(MoEOptions(8, 6, 2).w_load(-0.25)); }},
+    {"MoE noise_epsilon with gate",
+     [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(8, 6, 2).ptr()).noise_epsilon(0.5)); }},
+    {"MoE activation with experts",
+     [] {
+       FeedForwardExperts experts(FeedForwardExpertsOptions(6, 8));
+       MoE(MoEOptions(8, 6, 2).experts(experts.ptr()).activation("tanh"));
+     }},
+    {"MoE gate.d_model", [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(9, 6, 2).ptr())); }},
+    {"MoE gate.num_experts", [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(8, 7, 2).ptr())); }},
+    {"MoE gate.k", [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(8, 6, 3).ptr())); }},
+    {"MoE experts.num_experts",
+     [] {
+       FeedForwardExperts experts(FeedForwardExpertsOptions(5, 8));
+       MoE(MoEOptions(8, 6, 2).experts(experts.ptr()));
+     }},
+    {"MoE experts.d_model",
+     [] {
+       FeedForwardExperts experts(FeedForwardExpertsOptions(6, 9));
+       MoE(MoEOptions(8, 6, 2).experts(experts.ptr()));
+     }},
+    {"MoE x",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 7}));
+     }},
+    {"MoE x scalar", [] { MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({})); }},
+    {"MoE x int64",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kLong));
+     }},
+    {"MoE x bfloat16",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}, torch::kBFloat16));
+     }},
+    {"MoE mask shape",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({4}, torch::kBool));
+     }},
+    {"MoE mask dtype",
+     [] {
+       MoE(MoEOptions(8, 6, 2))->forward(torch::zeros({3, 8}), torch::ones({3}));
+     }},
+    {"HierarchicalMoE k1",
+     [] {
+       HierarchicalMoE(HierarchicalMoEOptions(8, 4, 3, {5, 1}));
+     }},
+    {"HierarchicalMoE num_groups",
+     [] {
+       HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, {1, 1}));
+     }},
+    {"cv_squared empty", [] { cv_squared(torch::zeros({0})); }},
+    {"cv_squared shape",
+     [] {
+       cv_squared(torch::zeros({2, 3}));
+     }},
+    {"batchwise_loss threshold",
+     [] {
+       batchwise_loss(torch::zeros({4, 3}), torch::zeros({2}), torch::zeros({4, 3}, torch::kBool));
+     }},
+    {"batchwise_loss mask",
+     [] {
+       batchwise_loss(torch::zeros({4, 3}), torch::zeros({3}), torch::zeros({3, 4}, torch::kBool));
+     }},
+    {"FactoredAdam lr", [] { optimize(FactoredAdamOptions(-0.5)); }},
+    {"FactoredAdam beta2", [] { optimize(FactoredAdamOptions().beta2(1.5)); }},
+    {"FactoredAdam eps", [] { optimize(FactoredAdamOptions().eps(-0.5)); }},
+    {"FactoredAdam params", [] { optimize(FactoredAdamOptions(), torch::kLong); }},
+    {"FactoredAdam sparse",
+     [] {
+       auto weight = torch::zeros({3, 3}, torch::requires_grad());
+       weight.mutable_grad() = torch::eye(3).to_sparse();
+       FactoredAdam({weight}).step();
+     }},
+};
+
+std::map<std::string, Tree> python_errors() { return Tree::file("module_errors").branches(); }
+
+TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(calls), names_of(python_errors())); }
+
+class Errors : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(, Errors, testing::ValuesIn(names_of(calls)), test_name);
+
+TEST_P(Errors, HaveThePythonText) {
+  static const auto expected = python_errors();
+  expect_error(expected.at(GetParam()), calls.at(GetParam()));
+}
+
+// What Python's type checks refuse
+
+TEST(Children, MustBeGateAndExperts) {
+  const auto linear = torch::nn::Linear(8, 6).ptr();
+  EXPECT_THROW(MoE(MoEOptions(8, 6, 2).gate(linear)), c10::TypeError);
+  EXPECT_THROW(MoE(MoEOptions(8, 6, 2).experts(linear)), c10::TypeError);
+}
+
+// Files
+
+class Files : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = std::filesystem::path(exported::folder) / "errors";
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directory(folder_);
+  }
+  std::string path(const std::string& name) const { return folder_ / name; }
+  std::filesystem::path folder_;
+};
+
+TEST_F(Files, ThatCannotBeReadAreNamed) {
+  std::ofstream(path("text")) << "no state dict";
+  std::ofstream(path("empty"));
+  for (const auto name : {"missing", "text", "empty"}) {
+    try {
+      moe_ext::read_state_dict(path(name));
+      ADD_FAILURE() << "no error for " << name;
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what_without_backtrace()).find(path(name)), std::string::npos)
+          << error.what_without_backtrace();
+    }
+  }
+}
+
+TEST_F(Files, WithOtherValuesAreRefused) {
+  const std::vector<char> bytes = torch::pickle_save(c10::IValue(std::vector<int64_t>{1, 2}));
+  std::ofstream(path("list"), std::ios::binary).write(bytes.data(), bytes.size());
+  EXPECT_THROW(moe_ext::read_state_dict(path("list")), c10::TypeError);
+}
+
+TEST_F(Files, AreReplacedOnlyWhenComplete) {
+  const moe_ext::StateDict first = {{"w", torch::ones({3})}}, second = {{"w", torch::zeros({2})}};
+  moe_ext::write_state_dict(first, path("state"));
+  moe_ext::write_state_dict(second, path("state"));
+  expect_same_bits(moe_ext::read_state_dict(path("state")), second);
+  EXPECT_THROW(moe_ext::write_state_dict(first, path("no/such/folder")), c10::Error);
+  // No temporary file stays.
+  const std::filesystem::directory_iterator files(folder_);
+  EXPECT_EQ(std::distance(begin(files), end(files)), 1);
+}
+
+}  // namespace

@@ -1,0 +1,485 @@
+"""Writes what the C++ tests compare with, as files of named tensors; ctest calls it.
+
+    python tests/cpp/export.py FOLDER           # writes FOLDER/operators.pt, modules.pt, ...
+    python tests/cpp/export.py FOLDER --check   # reads what the C++ tests wrote to FOLDER
+
+A name is a path: "load 3/arguments/expert_index". Numbers and texts are tensors too. The table of
+modules is here and in modules_test.cpp, under the same names.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import operators  # noqa: E402
+from assertions import assert_same_bits  # noqa: E402
+from operators import TABLE, evaluate, moved, upstream_of  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from moe_ext import (  # noqa: E402
+    BalancedGate,
+    FeedForwardExperts,
+    Gate,
+    HierarchicalBalancedGate,
+    HierarchicalMoE,
+    HierarchicalNoisyTopKGate,
+    MoE,
+    MoEAux,
+    NoisyTopKGate,
+    Routing,
+    SoftmaxGate,
+    TopKGate,
+    losses,
+)
+from moe_ext.optim import FactoredAdam  # noqa: E402
+
+Tensors = dict[str, Tensor]
+
+
+def named(value: object, name: str) -> Tensors:
+    """Names every tensor in a value: lists and dicts add a part to the path, None is left out."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    elif isinstance(value, Tensor):
+        return {name: value.detach().clone(memory_format=torch.contiguous_format)}
+    elif isinstance(value, str):
+        return {name: torch.tensor(list(value.encode()), dtype=torch.uint8)}
+    elif isinstance(value, float):
+        return {name: torch.tensor(value, dtype=torch.float64)}
+    else:
+        return {name: torch.tensor(int(value))}
+    prefix = f"{name}/" if name else ""
+    return {key: x for part, v in parts for key, x in named(v, f"{prefix}{part}").items()}
+
+
+# Operators
+
+
+def operator_case(row, arguments, upstream, exact, allowed) -> Tensors:
+    """Names the arguments of an operator, the exact outputs and gradients, and allowed errors."""
+    outputs, grads = exact
+    leaves = {name: arguments.get(name) for name in row.differentiable}
+    gradients = dict(zip(named(leaves, ""), grads, strict=True))
+    allowed_outputs, allowed_grads = allowed
+    return named(
+        dict(
+            arguments=arguments,
+            upstream=upstream,
+            outputs=outputs,
+            allowed_outputs=allowed_outputs,
+            gradients=gradients,
+            allowed_gradients=dict(zip(gradients, allowed_grads, strict=True)),
+        ),
+        "",
+    )
+
+
+def allowed_in_float64(x: Tensor) -> Tensor:
+    """As assert_exact: 1e-12, far above the rounding errors, far below any error in a formula."""
+    return (1e-12 + 1e-12 * x.abs()).nan_to_num(0, 0) if x.is_floating_point() else x * 0
+
+
+def allowed_in_float32(plain: Tensor, exact: Tensor) -> Tensor:
+    """As assert_as_accurate: twice the error of plain torch, and two units in the last place."""
+    if not exact.is_floating_point() or not exact.numel():
+        return exact * 0
+    error = (plain.double() - exact).abs().nan_to_num(0, 0).max()
+    largest = exact.abs().nan_to_num(0, 0).max()
+    return 2 * error + 2 * torch.finfo(torch.float32).eps * largest
+
+
+def operator_cases() -> Tensors:
+    """Makes the samples of tests/operators.py: values and gradients of tests/reference.py."""
+    cases = {}
+    for name, row in TABLE.items():
+        for number, sizes in enumerate(row.samples):
+            torch.manual_seed(number)
+            arguments = row.make(torch.float64, **sizes)
+            if name == "batchwise_topm" and arguments["scores"].dim() == 2:
+                arguments["scores"] = arguments["scores"][None]  # only Python takes one batch
+            exact = evaluate(row, arguments, row.reference)
+            allowed = [[allowed_in_float64(x) for x in each] for each in exact]
+            cases[f"{name} {number}"] = operator_case(
+                row, arguments, upstream_of(exact[0]), exact, allowed
+            )
+        for number, sizes in enumerate([] if "accuracy" in row.lacks else row.precise):
+            torch.manual_seed(number)
+            arguments = row.make(torch.float32, **sizes)
+            plain = evaluate(row, arguments, row.plain)
+            upstream = upstream_of(plain[0])
+            wide = [moved(values, dtype=torch.float64) for values in (arguments, upstream)]
+            exact = evaluate(row, wide[0], row.plain, wide[1])
+            allowed = [map(allowed_in_float32, *each) for each in zip(plain, exact, strict=True)]
+            cases[f"{name} float32 {number}"] = operator_case(
+                row, arguments, upstream, exact, [list(each) for each in allowed]
+            )
+    return named(cases, "")
+
+
+def operator_errors() -> Tensors:
+    """Makes the wrong calls of tests/operators.py, with wrong types and numbers of dimensions."""
+    cases = {}
+    for name, row in TABLE.items():
+        torch.manual_seed(0)
+        valid = row.make(torch.float32, **row.typical[0])
+        tensors = {key: x for key, x in valid.items() if isinstance(x, Tensor)}
+        wrong = [{key: x[None]} for key, x in tensors.items()]
+        for key, x in tensors.items():
+            types = [torch.int64] if x.is_floating_point() else [torch.int16, torch.float32]
+            wrong += [{key: x.to(dtype)} for dtype in types]
+        wrong += [change(valid) if callable(change) else change for _, _, change, *_ in row.bad]
+        for number, change in enumerate(wrong):
+            message = error_of(lambda row=row, call=valid | change: row.function(**call))
+            if message is not None:
+                cases[f"{name} {number}"] = named(dict(arguments=valid | change), "") | message
+    return named(cases, "")
+
+
+def error_of(call: Callable[[], object]) -> Tensors | None:
+    """Returns the class and the text of the error that a call raises; None without an error."""
+    try:
+        call()
+    except (ValueError, TypeError, IndexError) as error:
+        return named(dict(kind=type(error).__name__, message=str(error)), "")
+    return None
+
+
+# Modules
+
+D = 8
+Maker = Callable[[], nn.Module]
+
+
+def batchwise() -> nn.Module:
+    gate = BalancedGate(D, 6, 2)
+    gate.batchwise = True
+    return gate
+
+
+GATES: dict[str, Maker] = {
+    "SoftmaxGate": lambda: SoftmaxGate(D, 6),
+    "TopKGate": lambda: TopKGate(D, 6, 2),
+    "NoisyTopKGate": lambda: NoisyTopKGate(D, 6, 2),
+    "NoisyTopKGate k=E": lambda: NoisyTopKGate(D, 3, 3, noise_epsilon=0.5),
+    "NoisyTopKGate detached": lambda: NoisyTopKGate(D, 6, 2, detach_threshold=True),
+    "NoisyTopKGate generator": lambda: NoisyTopKGate(
+        D, 6, 2, generator=torch.Generator().manual_seed(11)
+    ),
+    "HierarchicalNoisyTopKGate": lambda: HierarchicalNoisyTopKGate(D, 4, 3, (2, 2)),
+    "HierarchicalNoisyTopKGate detached": lambda: HierarchicalNoisyTopKGate(
+        D, 4, 3, (2, 1), noise_epsilon=0.1, detach_threshold=True
+    ),
+    "HierarchicalNoisyTopKGate a=1": lambda: HierarchicalNoisyTopKGate(D, 1, 5, (1, 2)),
+    "HierarchicalNoisyTopKGate b=1": lambda: HierarchicalNoisyTopKGate(D, 5, 1, (2, 1)),
+    "BalancedGate": lambda: BalancedGate(D, 6, 2),
+    "BalancedGate attached": lambda: BalancedGate(D, 6, 2, detach_scores=False),
+    "BalancedGate batchwise": batchwise,
+    "HierarchicalBalancedGate": lambda: HierarchicalBalancedGate(D, 4, 3, (2, 2)),
+    "HierarchicalBalancedGate attached": lambda: HierarchicalBalancedGate(
+        D, 4, 3, (2, 1), detach_scores=False
+    ),
+}
+EXPERTS: dict[str, Maker] = {
+    f"FeedForwardExperts {activation}": lambda activation=activation: FeedForwardExperts(
+        4, D, (5, 6), activation=activation, bias=True
+    )
+    for activation in operators.ACTIVATIONS
+} | {
+    "FeedForwardExperts linear": lambda: FeedForwardExperts(4, D, d_output=3),
+    "FeedForwardExperts double": lambda: FeedForwardExperts(4, D, (5,), dtype=torch.float64),
+    "FeedForwardExperts bfloat16": lambda: FeedForwardExperts(4, D, (5,), dtype=torch.bfloat16),
+}
+LAYERS: dict[str, Maker] = {
+    "MoE": lambda: MoE(D, 6, 2),
+    "MoE options": lambda: MoE(
+        D, 6, 2, hidden_sizes=(5,), activation="swiglu", bias=True, recompute=True,
+        w_importance=0.3, w_load=0, noise_epsilon=0.1,
+    ),
+    "MoE generator": lambda: MoE(D, 6, 2, generator=torch.Generator().manual_seed(11)),
+    "MoE bfloat16": lambda: MoE(D, 6, 2, expert_dtype=torch.bfloat16),
+    "MoE SoftmaxGate": lambda: MoE(D, 6, 6, gate=SoftmaxGate(D, 6)),
+    "MoE TopKGate": lambda: MoE(D, 6, 2, gate=TopKGate(D, 6, 2)),
+    "MoE BalancedGate": lambda: MoE(D, 6, 2, gate=BalancedGate(D, 6, 2)),
+    "MoE HierarchicalBalancedGate": lambda: MoE(
+        D, 12, 4, gate=HierarchicalBalancedGate(D, 4, 3, (2, 2))
+    ),
+    "MoE experts": lambda: MoE(D, 6, 2, experts=FeedForwardExperts(6, D, (5,), d_output=3)),
+    "HierarchicalMoE": lambda: HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,)),
+    "HierarchicalMoE options": lambda: HierarchicalMoE(
+        D, 4, 3, (2, 1), hidden_sizes=(5,), activation="tanh", bias=True, w_importance=0,
+        noise_epsilon=0.1, gate=None,
+    ),
+}  # fmt: skip
+
+
+def call(module: nn.Module, inputs: Tensors) -> Tensors:
+    """Names the results of a module."""
+    if isinstance(module, Gate):
+        result: Routing = module(inputs["x"])
+        return named_with_graph(result._asdict())
+    if isinstance(module, FeedForwardExperts):
+        return dict(y=module(inputs["x"], inputs["offsets"]))
+    y, aux = module(inputs["x"], inputs.get("mask"))
+    assert isinstance(aux, MoEAux)
+    return dict(y=y) | named_with_graph(aux._asdict())
+
+
+def named_with_graph(fields: dict[str, object]) -> Tensors:
+    """Names the tensors of a tuple, which stay in their graph."""
+    found = {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= {f"{name}/{key}": x for key, x in value.items()}
+        elif isinstance(value, tuple):
+            found |= {f"{name}/{i}": x for i, x in enumerate(value)}
+        elif isinstance(value, bool):
+            found[name] = torch.tensor(value)
+    return found
+
+
+def inputs_of(module: nn.Module, tokens: int, masked: bool) -> Tensors:
+    """Draws the input of a module."""
+    if isinstance(module, FeedForwardExperts):
+        offsets = torch.tensor([0, tokens // 3, tokens // 3, tokens - 1, tokens]).clamp_min(0)
+        return dict(x=torch.randn(tokens, D).to(module.weight_0.dtype), offsets=offsets)
+    if isinstance(module, Gate):
+        return dict(x=torch.randn(tokens, D))
+    inputs = dict(x=torch.randn(2, tokens // 2, D))  # leading dimensions
+    return inputs | (dict(mask=torch.rand(2, tokens // 2) < 0.7) if masked else {})
+
+
+def step(module: nn.Module, inputs: Tensors, seed: int) -> dict[str, object]:
+    """Runs forward and backward; the upstream gradients are of every result that has a graph."""
+    inputs["x"].requires_grad_()
+    module.zero_grad()
+    torch.manual_seed(seed)
+    results = call(module, inputs)
+    with_graph = {key: x for key, x in sorted(results.items()) if x.requires_grad}
+    upstream = {key: torch.randn(x.shape).to(x.dtype) for key, x in with_graph.items()}
+    if with_graph:
+        torch.autograd.backward(list(with_graph.values()), list(upstream.values()))
+    grads = dict(module.named_parameters()) | dict(x=inputs["x"])
+    return dict(
+        inputs=inputs,
+        training=module.training,
+        seed=seed,
+        upstream=upstream,
+        results=results,
+        gradients={key: x.grad for key, x in grads.items() if x.grad is not None},
+        state=module.state_dict(),
+    )
+
+
+def module_case(name: str, make: Maker) -> Tensors:
+    """Makes initial weights, other weights, and steps in training and evaluation from these."""
+    torch.manual_seed(7)
+    module = make()
+    case: dict[str, object] = named(module.state_dict(), "initial")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.5)
+    case |= named(module.state_dict(), "weights")
+    for number, (training, tokens, masked) in enumerate(
+        [(True, 24, False), (True, 30, True), (False, 24, True), (True, 0, False)]
+    ):
+        module.train(training)
+        inputs = inputs_of(module, tokens, masked)
+        case |= named(step(module, inputs, 100 + number), f"steps/{number}")
+    if isinstance(module, MoE):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            _, aux = module.eval()(torch.ones(5, D))
+        case |= named(aux.metrics(), "metrics")
+    return case
+
+
+def module_cases() -> Tensors:
+    """Makes every module; ctest compares bits."""
+    cases = {name: module_case(name, make) for name, make in (GATES | EXPERTS | LAYERS).items()}
+    return named(cases, "")
+
+
+def save_state_dicts(folder: Path) -> None:
+    """Saves the weights of every layer as a user does."""
+    for number, (name, make) in enumerate(LAYERS.items()):
+        torch.manual_seed(number)
+        torch.save(make().state_dict(), folder / f"{name}.python.pt")
+
+
+def loss_cases() -> Tensors:
+    """Makes values and gradients of the losses."""
+    torch.manual_seed(0)
+    values = torch.rand(7).requires_grad_()
+    scores, threshold = torch.rand(2, 9, 5).requires_grad_(), torch.rand(2, 5).requires_grad_()
+    mask = torch.rand(2, 9, 5) < 0.4
+    calls = {
+        "cv_squared": (losses.cv_squared, (values,)),
+        "importance_loss": (losses.importance_loss, (values, 0.3)),
+        "load_loss": (losses.load_loss, (values, 0.7)),
+        "batchwise_loss": (losses.batchwise_loss, (scores, threshold, mask)),
+    }
+    cases = {}
+    for name, (function, arguments) in calls.items():
+        leaves = [x for x in arguments if isinstance(x, Tensor) and x.requires_grad]
+        loss = function(*arguments)
+        grads = torch.autograd.grad(loss, leaves)
+        cases[name] = dict(arguments=arguments, loss=loss, gradients=grads)
+    return named(cases, "")
+
+
+MODULE_ERRORS: dict[str, Callable[[], object]] = {
+    "SoftmaxGate d_model": lambda: SoftmaxGate(0, 6),
+    "SoftmaxGate num_experts": lambda: SoftmaxGate(8, -1),
+    "TopKGate k=0": lambda: TopKGate(8, 6, 0),
+    "TopKGate k=7": lambda: TopKGate(8, 6, 7),
+    "NoisyTopKGate d_model": lambda: NoisyTopKGate(0, 6, 2),
+    "NoisyTopKGate k": lambda: NoisyTopKGate(8, 6, 7),
+    "NoisyTopKGate noise_epsilon": lambda: NoisyTopKGate(8, 6, 2, noise_epsilon=-0.5),
+    "HierarchicalNoisyTopKGate num_groups": lambda: HierarchicalNoisyTopKGate(8, 0, 3, (1, 1)),
+    "HierarchicalNoisyTopKGate k1": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (5, 1)),
+    "HierarchicalNoisyTopKGate k2": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (1, 0)),
+    "BalancedGate num_experts": lambda: BalancedGate(8, 0, 1),
+    "BalancedGate k": lambda: BalancedGate(8, 6, 7),
+    "HierarchicalBalancedGate k2": lambda: HierarchicalBalancedGate(8, 4, 3, (2, 4)),
+    "HierarchicalBalancedGate experts_per_group": lambda: HierarchicalBalancedGate(
+        8, 4, -3, (2, 1)
+    ),
+    "FeedForwardExperts num_experts": lambda: FeedForwardExperts(-1, 8),
+    "FeedForwardExperts d_model": lambda: FeedForwardExperts(4, 0),
+    "FeedForwardExperts d_output": lambda: FeedForwardExperts(4, 8, d_output=0),
+    "FeedForwardExperts hidden_sizes": lambda: FeedForwardExperts(4, 8, [5, 0]),
+    "FeedForwardExperts activation": lambda: FeedForwardExperts(4, 8, activation="rely"),
+    "MoE d_model": lambda: MoE(0, 6, 2),
+    "MoE k": lambda: MoE(8, 6, 7),
+    "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),
+    "MoE w_load": lambda: MoE(8, 6, 2, w_load=-0.25),
+    "MoE noise_epsilon with gate": lambda: MoE(
+        8, 6, 2, gate=TopKGate(8, 6, 2), noise_epsilon=0.5
+    ),
+    "MoE activation with experts": lambda: MoE(
+        8, 6, 2, experts=FeedForwardExperts(6, 8), activation="tanh"
+    ),
+    "MoE gate.d_model": lambda: MoE(8, 6, 2, gate=TopKGate(9, 6, 2)),
+    "MoE gate.num_experts": lambda: MoE(8, 6, 2, gate=TopKGate(8, 7, 2)),
+    "MoE gate.k": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 3)),
+    "MoE experts.num_experts": lambda: MoE(8, 6, 2, experts=FeedForwardExperts(5, 8)),
+    "MoE experts.d_model": lambda: MoE(8, 6, 2, experts=FeedForwardExperts(6, 9)),
+    "MoE x": lambda: MoE(8, 6, 2)(torch.zeros(3, 7)),
+    "MoE x scalar": lambda: MoE(8, 6, 2)(torch.zeros(())),
+    "MoE x int64": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.int64)),
+    "MoE x bfloat16": lambda: MoE(8, 6, 2)(torch.zeros(3, 8, dtype=torch.bfloat16)),
+    "MoE mask shape": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(4, dtype=torch.bool)),
+    "MoE mask dtype": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(3)),
+    "HierarchicalMoE k1": lambda: HierarchicalMoE(8, 4, 3, (5, 1)),
+    "HierarchicalMoE num_groups": lambda: HierarchicalMoE(8, 0, 3, (1, 1)),
+    "cv_squared empty": lambda: losses.cv_squared(torch.zeros(0)),
+    "cv_squared shape": lambda: losses.cv_squared(torch.zeros(2, 3)),
+    "batchwise_loss threshold": lambda: losses.batchwise_loss(
+        torch.zeros(4, 3), torch.zeros(2), torch.zeros(4, 3, dtype=torch.bool)
+    ),
+    "batchwise_loss mask": lambda: losses.batchwise_loss(
+        torch.zeros(4, 3), torch.zeros(3), torch.zeros(3, 4, dtype=torch.bool)
+    ),
+    "FactoredAdam lr": lambda: FactoredAdam([torch.zeros(2, 3)], lr=-0.5),
+    "FactoredAdam beta2": lambda: FactoredAdam([torch.zeros(2, 3)], beta2=1.5),
+    "FactoredAdam eps": lambda: FactoredAdam([torch.zeros(2, 3)], eps=-0.5),
+    "FactoredAdam params": lambda: FactoredAdam([torch.zeros(2, 3, dtype=torch.int64)]),
+    "FactoredAdam sparse": lambda: step_with(torch.eye(3).to_sparse()),
+}
+
+
+def step_with(gradient: Tensor) -> None:
+    weight = nn.Parameter(torch.zeros(3, 3))
+    weight.grad = gradient
+    FactoredAdam([weight]).step()
+
+
+def module_errors() -> Tensors:
+    """Makes the texts of the errors of MODULE_ERRORS."""
+    errors = {name: error_of(call) for name, call in MODULE_ERRORS.items()}
+    silent = [name for name, error in errors.items() if error is None]
+    if silent:
+        raise RuntimeError(f"no error from {silent}")
+    return named(errors, "")
+
+
+# The optimizer
+
+OPTIONS = {
+    "default": {},
+    "mean_of_roots": dict(mean_of_roots=True, lr=0.1, eps=1e-3),
+    "full": dict(factored=False, beta2=0.9),
+}
+
+
+def optimizer_cases() -> Tensors:
+    """Makes five steps with each of OPTIONS: a stack of matrices, a bias and half precision."""
+    cases = {}
+    for name, options in OPTIONS.items():
+        torch.manual_seed(1)
+        shapes = [(3, 4, 5), (6,), (4, 3)]
+        dtypes = [torch.float32, torch.float32, torch.bfloat16]
+        weights = [
+            nn.Parameter(torch.randn(shape).to(dtype))
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        case = named(weights, "weights")
+        optimizer = FactoredAdam(weights, **options)
+        for number in range(5):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape).to(weight.dtype)
+            optimizer.step()
+            grads = [weight.grad for weight in weights]
+            case |= named(dict(gradients=grads, weights=weights), f"steps/{number}")
+        cases[name] = case
+    return named(cases, "")
+
+
+FILES: dict[str, Callable[[], Tensors]] = {
+    "operators": operator_cases,
+    "operator_errors": operator_errors,
+    "modules": module_cases,
+    "module_errors": module_errors,
+    "losses": loss_cases,
+    "optimizer": optimizer_cases,
+}
+
+
+def check(folder: Path) -> None:
+    """Loads the weights of every layer that C++ wrote; the output must have the same bits."""
+    for name, make in LAYERS.items():
+        layer = make().eval()
+        layer.load_state_dict(torch.load(folder / f"{name}.cpp.pt", weights_only=True))
+        result = torch.load(folder / f"{name}.result.pt", weights_only=True)
+        with torch.no_grad():
+            y, aux = layer(result["x"])
+        assert_same_bits(result["y"], y)
+        assert_same_bits(result["loss"], aux.loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.check:
+        check(arguments.folder)
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name, make in FILES.items():
+        torch.save(make(), arguments.folder / f"{name}.pt")
+    save_state_dicts(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+// The modules of export.py, under the same names.
+#pragma once
+
+#include <moe_ext/nn.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "exported.h"
+
+namespace exported {
+
+using namespace moe_ext::nn;
+
+constexpr int64_t D = 8;
+using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
+
+inline const std::map<std::string, Maker> gates = {
+    {"SoftmaxGate", [] { return SoftmaxGate(D, 6).ptr(); }},
+    {"TopKGate", [] { return TopKGate(D, 6, 2).ptr(); }},
+    {"NoisyTopKGate", [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2)).ptr(); }},
+    {"NoisyTopKGate k=E",
+     [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5)).ptr(); }},
+    {"NoisyTopKGate detached",
+     [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2).detach_threshold(true)).ptr(); }},
+    {"NoisyTopKGate generator",
+     [] {
+       return NoisyTopKGate(
+                  NoisyTopKGateOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11)))
+           .ptr();
+     }},
+    {"HierarchicalNoisyTopKGate",
+     [] {
+       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 2})).ptr();
+     }},
+    {"HierarchicalNoisyTopKGate detached",
+     [] {
+       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 4, 3, {2, 1})
+                                            .noise_epsilon(0.1)
+                                            .detach_threshold(true))
+           .ptr();
+     }},
+    {"HierarchicalNoisyTopKGate a=1",
+     [] {
+       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 1, 5, {1, 2})).ptr();
+     }},
+    {"HierarchicalNoisyTopKGate b=1",
+     [] {
+       return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 5, 1, {2, 1})).ptr();
+     }},
+    {"BalancedGate", [] { return BalancedGate(BalancedGateOptions(D, 6, 2)).ptr(); }},
+    {"BalancedGate attached",
+     [] { return BalancedGate(BalancedGateOptions(D, 6, 2).detach_scores(false)).ptr(); }},
+    {"BalancedGate batchwise",
+     [] {
+       BalancedGate gate(BalancedGateOptions(D, 6, 2));
+       gate->batchwise = true;
+       return gate.ptr();
+     }},
+    {"HierarchicalBalancedGate",
+     [] {
+       return HierarchicalBalancedGate(HierarchicalBalancedGateOptions(D, 4, 3, {2, 2})).ptr();
+     }},
+    {"HierarchicalBalancedGate attached",
+     [] {
+       return HierarchicalBalancedGate(
+                  HierarchicalBalancedGateOptions(D, 4, 3, {2, 1}).detach_scores(false))
+           .ptr();
+     }},
+};
+
+inline std::map<std::string, Maker> make_experts() {
+  std::map<std::string, Maker> found = {
+      {"linear",
+       [] { return FeedForwardExperts(FeedForwardExpertsOptions(4, D).d_output(3)).ptr(); }},
+      {"double",
+       [] {
+         return FeedForwardExperts(
+                    FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kDouble))
+             .ptr();
+       }},
+      {"bfloat16",
+       [] {
+         return FeedForwardExperts(
+                    FeedForwardExpertsOptions(4, D).hidden_sizes({5}).dtype(torch::kBFloat16))
+             .ptr();
+       }},
+  };
+  for (const std::string name :
+       {"relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu", "geglu", "reglu", "glu"}) {
+    found[name] = [name] {
+      return FeedForwardExperts(
+                 FeedForwardExpertsOptions(4, D).hidden_sizes({5, 6}).activation(name).bias(true))
+          .ptr();
+    };
+  }
+  std::map<std::string, Maker> named;
+  for (const auto& [name, make] : found) named["FeedForwardExperts " + name] = make;
+  return named;
+}
+inline const std::map<std::string, Maker> experts = make_experts();
+
+inline const std::map<std::string, Maker> layers = {
+    {"MoE", [] { return MoE(MoEOptions(D, 6, 2)).ptr(); }},
+    {"MoE options",
+     [] {
+       return MoE(MoEOptions(D, 6, 2)
+                      .hidden_sizes(std::vector<int64_t>{5})
+                      .activation("swiglu")
+                      .bias(true)
+                      .recompute(true)
+                      .w_importance(0.3)
+                      .w_load(0)
+                      .noise_epsilon(0.1))
+           .ptr();
+     }},
+    {"MoE generator",
+     [] { return MoE(MoEOptions(D, 6, 2).generator(at::detail::createCPUGenerator(11))).ptr(); }},
+    {"MoE bfloat16", [] { return MoE(MoEOptions(D, 6, 2).expert_dtype(torch::kBFloat16)).ptr(); }},
+    {"MoE SoftmaxGate",
+     [] { return MoE(MoEOptions(D, 6, 6).gate(SoftmaxGate(D, 6).ptr())).ptr(); }},
+    {"MoE TopKGate", [] { return MoE(MoEOptions(D, 6, 2).gate(TopKGate(D, 6, 2).ptr())).ptr(); }},
+    {"MoE BalancedGate",
+     [] {
+       return MoE(MoEOptions(D, 6, 2).gate(BalancedGate(BalancedGateOptions(D, 6, 2)).ptr())).ptr();
+     }},
+    {"MoE HierarchicalBalancedGate",
+     [] {
+       const HierarchicalBalancedGateOptions options(D, 4, 3, {2, 2});
+       return MoE(MoEOptions(D, 12, 4).gate(HierarchicalBalancedGate(options).ptr())).ptr();
+     }},
+    {"MoE experts",
+     [] {
+       const auto options = FeedForwardExpertsOptions(6, D).hidden_sizes({5}).d_output(3);
+       return MoE(MoEOptions(D, 6, 2).experts(FeedForwardExperts(options).ptr())).ptr();
+     }},
+    {"HierarchicalMoE",
+     [] {
+       return HierarchicalMoE(
+                  HierarchicalMoEOptions(D, 4, 3, {2, 2}).hidden_sizes(std::vector<int64_t>{5}))
+           .ptr();
+     }},
+    {"HierarchicalMoE options",
+     [] {
+       return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, {2, 1})
+                                  .hidden_sizes(std::vector<int64_t>{5})
+                                  .activation("tanh")
+                                  .bias(true)
+                                  .w_importance(0)
+                                  .noise_epsilon(0.1))
+           .ptr();
+     }},
+};
+
+inline std::map<std::string, Maker> all_modules() {
+  auto found = gates;
+  found.insert(experts.begin(), experts.end());
+  found.insert(layers.begin(), layers.end());
+  return found;
+}
+
+// Returns the results of a module by the names of Python's tuples.
+inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
+  StateDict named;
+  const auto add = [&](const std::string& name, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, Tensor>) {
+      named[name] = value;
+    } else if constexpr (std::is_same_v<Value, std::vector<Tensor>>) {
+      for (size_t i = 0; i < value.size(); ++i) named[name + "/" + std::to_string(i)] = value[i];
+    } else if constexpr (std::is_same_v<Value, std::map<std::string, Tensor>>) {
+      for (const auto& [key, tensor] : value) named[name + "/" + key] = tensor;
+    } else if (value) {  // an optional tensor
+      named[name] = *value;
+    }
+  };
+  if (auto* gate = dynamic_cast<Gate*>(&module)) {
+    const auto routing = gate->forward(inputs["x"]);
+    add("gates", routing.gates);
+    add("expert_index", routing.expert_index);
+    add("importance", routing.importance);
+    add("load", routing.load);
+    add("token_offsets", routing.token_offsets);
+    add("equal_load", torch::tensor(routing.equal_load));
+    add("loss", routing.loss);
+    add("metrics", routing.metrics);
+    add("load_factors", routing.load_factors);
+  } else if (auto* experts = dynamic_cast<Experts*>(&module)) {
+    add("y", experts->forward(inputs["x"], inputs["offsets"]));
+  } else {
+    const auto [y, aux] = dynamic_cast<MoEImpl&>(module).forward(inputs["x"], inputs.find("mask"));
+    add("y", y);
+    add("loss", aux.loss);
+    add("importance", aux.importance);
+    add("load", aux.load);
+    add("gates", aux.gates);
+    add("expert_index", aux.expert_index);
+    add("tokens_per_expert", aux.tokens_per_expert);
+    add("token_offsets", aux.token_offsets);
+    add("gate_metrics", aux.gate_metrics);
+    add("load_factors", aux.load_factors);
+  }
+  return named;
+}
+
+// Runs forward and backward with the upstream gradients of export.py. Returns the results, and the
+// gradients of the parameters and of x.
+inline std::pair<StateDict, StateDict> step(torch::nn::Module& module, Tree inputs,
+                                            const StateDict& upstream) {
+  auto& x = inputs["x"];
+  x = x.detach().clone().requires_grad_();
+  module.zero_grad();
+  auto results = call(module, inputs);
+  std::vector<Tensor> outputs, gradients;
+  for (const auto& [name, gradient] : upstream) {
+    outputs.push_back(results.at(name));
+    gradients.push_back(gradient);
+  }
+  if (!outputs.empty()) torch::autograd::backward(outputs, gradients);
+  StateDict found;
+  const auto add = [&](const std::string& name, const Tensor& leaf) {
+    if (leaf.grad().defined()) found[name] = leaf.grad();
+  };
+  for (const auto& parameter : module.named_parameters()) add(parameter.key(), parameter.value());
+  add("x", x);
+  return {results, found};
+}
+
+}  // namespace exported

@@ -1,0 +1,295 @@
+// Modules: the bits of Python, and weights that go both ways.
+#include "modules.h"
+
+#include <gtest/gtest.h>
+#include <moe_ext/state_dict.h>
+
+#include <sstream>
+
+namespace {
+
+using namespace exported;
+using moe_ext::load_state_dict;
+using moe_ext::read_state_dict;
+using moe_ext::state_dict;
+using moe_ext::write_state_dict;
+
+const std::map<std::string, Maker> all = all_modules();
+
+const std::map<std::string, Tree>& cases() {
+  static const auto found = Tree::file("modules").branches();
+  return found;
+}
+
+TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(all), names_of(cases())); }
+
+class Modules : public testing::TestWithParam<std::string> {
+ protected:
+  const Tree& given() const { return cases().at(GetParam()); }
+  std::shared_ptr<torch::nn::Module> make() const { return all.at(GetParam())(); }
+
+  // With the weights of the case.
+  std::shared_ptr<torch::nn::Module> make_loaded() const {
+    const auto module = make();
+    load_state_dict(*module, (given() / "weights").tensors());
+    return module;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, Modules, testing::ValuesIn(names_of(all)), test_name);
+
+TEST_P(Modules, StartWithThePythonWeights) {
+  torch::manual_seed(7);
+  expect_same_bits(state_dict(*make()), (given() / "initial").tensors());
+}
+
+TEST_P(Modules, StepsHaveThePythonBits) {
+  const auto module = make_loaded();
+  const auto steps = (given() / "steps").branches();
+  ASSERT_EQ(steps.size(), 4);
+  for (const auto& [number, expected] : steps) {
+    SCOPED_TRACE("step " + number);
+    module->train(expected.number<bool>("training"));
+    torch::manual_seed(expected.number<int64_t>("seed"));
+    const auto [results, gradients] =
+        step(*module, expected / "inputs", (expected / "upstream").tensors());
+    expect_same_bits(results, (expected / "results").tensors());
+    for (const auto& [name, tensor] : results) {
+      EXPECT_EQ(tensor.requires_grad(), (expected / "upstream").find(name).has_value()) << name;
+    }
+    expect_same_bits(gradients, (expected / "gradients").tensors());
+    expect_same_bits(state_dict(*module), (expected / "state").tensors());
+  }
+}
+
+TEST_P(Modules, CloneIsDeep) {
+  const auto module = make_loaded();
+  const auto clone = module->clone();
+  expect_same_bits(state_dict(*clone), state_dict(*module));
+  {
+    torch::NoGradGuard guard;
+    for (auto& parameter : clone->parameters()) parameter.fill_(5);
+    for (auto& buffer : clone->buffers()) buffer.fill_(1);
+  }
+  expect_same_bits(state_dict(*module), (given() / "weights").tensors());
+
+  // The clone computes with its own parameters.
+  const auto expected = given() / "steps" / "2";
+  module->eval();
+  load_state_dict(*clone, (given() / "weights").tensors());
+  clone->eval();
+  for (auto& parameter : module->parameters()) parameter.set_requires_grad(false).fill_(5);
+  const auto fresh = make_loaded();
+  fresh->eval();
+  expect_same_bits(call(*clone, expected / "inputs"), call(*fresh, expected / "inputs"));
+}
+
+TEST_P(Modules, PrintTheirName) {
+  std::ostringstream printed;
+  printed << *make();
+  const auto name = GetParam().substr(0, GetParam().find(' '));
+  EXPECT_NE(printed.str().find(name), std::string::npos) << printed.str();
+}
+
+TEST_P(Modules, StateDictsThatDoNotFitChangeNothing) {
+  const auto module = make();
+  const auto before = (given() / "weights").tensors();
+  load_state_dict(*module, before);
+  auto missing = before, unknown = before, wrong = before;
+  for (auto* values : {&missing, &unknown, &wrong}) {
+    for (auto& [name, tensor] : *values) tensor = torch::ones_like(tensor);
+  }
+  missing.erase(std::prev(missing.end()));
+  unknown["w_other"] = torch::ones({1});
+  wrong.rbegin()->second = torch::ones({1, 2, 3, 4});
+  for (const auto& values : {missing, unknown, wrong}) {
+    EXPECT_THROW(load_state_dict(*module, values), c10::ValueError);
+    expect_same_bits(state_dict(*module), before);
+  }
+}
+
+class Layers : public Modules {
+ protected:
+  std::string path(const std::string& writer) const {
+    return folder + "/" + GetParam() + "." + writer + ".pt";
+  }
+  MoEImpl& as_layer(torch::nn::Module& module) const { return dynamic_cast<MoEImpl&>(module); }
+};
+INSTANTIATE_TEST_SUITE_P(, Layers, testing::ValuesIn(names_of(layers)), test_name);
+
+TEST_P(Layers, ReportThePythonMetrics) {
+  const auto module = make_loaded();
+  // The thresholds of balanced gates are set in training.
+  const auto state = given() / "steps" / "3" / "state";
+  load_state_dict(*module, state.tensors());
+  module->eval();
+  torch::NoGradGuard guard;
+  const auto [y, aux] = as_layer(*module).forward(torch::ones({5, D}));
+  StateDict actual;
+  for (const auto& [name, value] : aux.metrics()) {
+    actual[name] = torch::tensor(value, torch::kDouble);
+  }
+  expect_same_bits(actual, (given() / "metrics").tensors());
+}
+
+TEST_P(Layers, ReadPythonStateDicts) {
+  const auto values = read_state_dict(path("python"));
+  const auto module = make();
+  load_state_dict(*module, values);
+  expect_same_bits(state_dict(*module), values);
+}
+
+// The ctest entry read_back checks in Python what this test writes.
+TEST_P(Layers, WriteStateDictsForPython) {
+  const auto module = make_loaded();
+  torch::manual_seed(1);
+  auto& layer = as_layer(*module);
+  {
+    torch::NoGradGuard guard;
+    layer.forward(torch::randn({30, D}));  // sets the thresholds of balanced gates
+    layer.eval();
+    const auto x = torch::randn({9, D});
+    const auto [y, aux] = layer.forward(x);
+    write_state_dict(state_dict(layer), path("cpp"));
+    write_state_dict({{"x", x}, {"y", y}, {"loss", aux.loss}}, path("result"));
+  }
+  expect_same_bits(read_state_dict(path("cpp")), state_dict(layer));
+}
+
+TEST_P(Layers, NameTheirChildren) {
+  const auto module = make();
+  auto& layer = as_layer(*module);
+  const auto children = layer.named_children();
+  ASSERT_EQ(children.keys(), (std::vector<std::string>{"gate", "experts"}));
+  EXPECT_EQ(dynamic_cast<Gate*>(children["gate"].get()), &layer.gate());
+  EXPECT_EQ(dynamic_cast<Experts*>(children["experts"].get()), &layer.experts());
+  EXPECT_EQ(layer.gate().d_model(), D);
+  EXPECT_EQ(layer.experts().num_experts(), layer.gate().num_experts());
+}
+
+// Losses
+
+TEST(Losses, HaveThePythonBits) {
+  const auto file = Tree::file("losses");
+  const std::map<std::string, std::function<Tensor(const std::vector<Tensor>&)>> losses = {
+      {"cv_squared", [](const auto& a) { return cv_squared(a[0]); }},
+      {"importance_loss",
+       [](const auto& a) { return importance_loss(a[0], a[1].template item<double>()); }},
+      {"load_loss", [](const auto& a) { return load_loss(a[0], a[1].template item<double>()); }},
+      {"batchwise_loss", [](const auto& a) { return batchwise_loss(a[0], a[1], a[2]); }},
+  };
+  ASSERT_EQ(names_of(losses), names_of(file.branches()));
+  for (const auto& [name, function] : losses) {
+    SCOPED_TRACE(name);
+    const auto given = file / name;
+    auto arguments = given.list("arguments");
+    const auto expected = given.list("gradients");
+    std::vector<Tensor> leaves(arguments.begin(), arguments.begin() + expected.size());
+    for (auto& leaf : leaves) leaf.requires_grad_();
+    const auto loss = function(arguments);
+    EXPECT_TRUE(same_bits(loss, given["loss"]));
+    const auto found = torch::autograd::grad({loss}, leaves);
+    for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(same_bits(found[i], expected[i])) << i;
+  }
+}
+
+// Gates and experts of one's own
+
+struct RoundRobinGateImpl : torch::nn::Cloneable<RoundRobinGateImpl>, Gate {
+  using Gate::Gate;
+  void reset() override {}
+  Routing forward(const Tensor& x) override {
+    auto token = torch::arange(x.size(0), x.options().dtype(torch::kLong)).unsqueeze(1);
+    auto index = (token + torch::arange(k(), token.options())) % num_experts();
+    return make_routing(torch::full_like(index, 1.0 / k(), torch::kFloat), index);
+  }
+};
+TORCH_MODULE(RoundRobinGate);
+
+// Expert e multiplies its rows by the scale of e.
+struct ScalingExpertsImpl : torch::nn::Cloneable<ScalingExpertsImpl>, Experts {
+  ScalingExpertsImpl(int64_t num_experts, int64_t d_model)
+      : Experts(num_experts, d_model, d_model) {
+    reset();
+  }
+  void reset() override {
+    scale = register_parameter("scale", torch::arange(1.0, num_experts() + 1.0));
+  }
+  Tensor forward(const Tensor& x, const Tensor& offsets) override {
+    return x * scale.repeat_interleave(offsets.diff()).unsqueeze(1);
+  }
+  Tensor scale;
+};
+TORCH_MODULE(ScalingExperts);
+
+TEST(YourOwn, GateAndExperts) {
+  MoE layer(
+      MoEOptions(D, 4, 2).gate(RoundRobinGate(D, 4, 2).ptr()).experts(ScalingExperts(4, D).ptr()));
+  const auto x = torch::randn({7, D}, torch::requires_grad());
+  const auto [y, aux] = layer->forward(x);
+  // Token t has the experts t % 4 and (t + 1) % 4, with the gates 1/2.
+  const auto t = torch::arange(7);
+  const auto first = (t % 4 + 1).to(torch::kFloat), second = ((t + 1) % 4 + 1).to(torch::kFloat);
+  const auto factor = ((first + second) / 2).unsqueeze(1);
+  EXPECT_TRUE(torch::allclose(y, x * factor, 1e-6));
+  y.sum().backward();
+  EXPECT_TRUE(torch::allclose(x.grad(), factor.expand_as(x), 1e-6));
+  const auto scale = layer->named_parameters()["experts.scale"];
+  EXPECT_TRUE(scale.grad().defined());
+  EXPECT_TRUE(torch::equal(aux.tokens_per_expert, torch::tensor({4, 4, 3, 3})));
+  EXPECT_TRUE(torch::equal(aux.load, aux.tokens_per_expert.to(torch::kFloat)));
+  EXPECT_TRUE(torch::equal(aux.importance, aux.load / 2));
+}
+
+TEST(YourOwn, GateOfAnEmptyBatch) {
+  MoE layer(MoEOptions(D, 4, 2).gate(RoundRobinGate(D, 4, 2).ptr()));
+  const auto [y, aux] = layer->forward(torch::randn({0, D}));
+  EXPECT_EQ(y.sizes(), (std::vector<int64_t>{0, D}));
+  EXPECT_EQ(aux.loss.item<float>(), 0);
+}
+
+// Replays noise instead of drawing it.
+struct ReplayGateImpl : NoisyTopKGateImpl {
+  using NoisyTopKGateImpl::NoisyTopKGateImpl;
+  Tensor draw_noise(const Tensor& like) override {
+    EXPECT_EQ(like.sizes(), noise.sizes());
+    return noise;
+  }
+  Tensor noise;
+};
+
+TEST(YourOwn, NoiseIsReplayed) {
+  const NoisyTopKGateOptions options(D, 6, 2);
+  const auto gate = std::make_shared<ReplayGateImpl>(options);
+  NoisyTopKGateImpl other(options);
+  const auto x = torch::randn({20, D});
+  torch::manual_seed(4);
+  gate->noise = torch::randn({20, 6});
+  torch::manual_seed(4);
+  const auto drawn = other.forward(x);
+  for (int i = 0; i < 2; ++i) {
+    const auto replayed = gate->forward(x);
+    EXPECT_TRUE(same_bits(replayed.gates, drawn.gates));
+    EXPECT_TRUE(same_bits(replayed.expert_index, drawn.expert_index));
+    EXPECT_TRUE(same_bits(replayed.load, drawn.load));
+  }
+  EXPECT_FALSE(torch::equal(other.forward(x).expert_index, drawn.expert_index));
+}
+
+// FeedForwardExperts in the other two forms of ops::experts
+
+TEST(FeedForward, ThreeFormsAgree) {
+  FeedForwardExperts module(FeedForwardExpertsOptions(5, D).hidden_sizes({6}).bias(true));
+  const auto x = torch::randn({9, D});
+  const auto index = torch::stack({torch::arange(9) % 5, (torch::arange(9) + 2) % 5}, 1);
+  const auto gates = torch::rand({9, 2});
+  const auto plan = moe_ext::ops::dispatch_plan(index, 5);
+  const auto rows = moe_ext::ops::dispatch(x, plan.inverse);
+  const auto from_rows = module->forward(rows, plan.offsets);
+  const auto from_tokens = module->forward(x, {.offsets = plan.offsets, .inverse = plan.inverse});
+  const auto mixture = module->forward(
+      x, {.offsets = plan.offsets, .inverse = plan.inverse, .gates = gates, .recompute = true});
+  EXPECT_TRUE(same_bits(from_tokens, from_rows));
+  EXPECT_TRUE(same_bits(mixture, moe_ext::ops::combine(from_rows, gates, plan.inverse)));
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+// The operators by name, called with the arguments that export.py wrote.
+#pragma once
+
+#include <moe_ext/ops.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "exported.h"
+
+namespace exported {
+
+namespace ops = moe_ext::ops;
+
+using Operator = std::function<std::vector<Tensor>(const Tree&)>;
+
+// Returns the results; factored_step_ those that it updates.
+inline const std::map<std::string, Operator> operators = {
+    {"noisy_topk_gating",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto kept =
+           ops::noisy_topk_gating(a["clean_logits"], a.find("raw_noise_stddev"), a.find("noise"),
+                                  a.number<int64_t>("k"), a.number("noise_epsilon", 1e-2));
+       return {kept.gates, kept.expert_index, kept.threshold, kept.threshold_index,
+               kept.noise_stddev};
+     }},
+    {"load",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto threshold = a["threshold"];
+       return {ops::load(a["clean_logits"], a["noise_stddev"],
+                         a.number<bool>("detach_threshold") ? threshold.detach() : threshold,
+                         a["expert_index"], a.find("group_offsets"))};
+     }},
+    {"importance",
+     [](const Tree& a) -> std::vector<Tensor> {
+       return {ops::importance(a["gates"], a["expert_index"], a.number<int64_t>("num_experts"))};
+     }},
+    {"batchwise_topm",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto best = ops::batchwise_topm(a["scores"], a.number<int64_t>("m"));
+       return {best.row_index, best.mth_score};
+     }},
+    {"selected_softmax",
+     [](const Tree& a) -> std::vector<Tensor> {
+       return {ops::selected_softmax(a["logits"], a["expert_index"], a["token_offsets"])};
+     }},
+    {"dispatch_plan",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto plan = ops::dispatch_plan(a["expert_index"], a.number<int64_t>("num_experts"));
+       return {plan.permutation, plan.inverse, plan.tokens_per_expert, plan.offsets};
+     }},
+    {"dispatch",
+     [](const Tree& a) -> std::vector<Tensor> {
+       return {ops::dispatch(a["x"], a["inverse"], a.find("token_offsets"))};
+     }},
+    {"combine",
+     [](const Tree& a) -> std::vector<Tensor> {
+       return {ops::combine(a["expert_output"], a["gates"], a["inverse"], a.find("token_offsets"))};
+     }},
+    {"experts",
+     [](const Tree& a) -> std::vector<Tensor> {
+       return {ops::experts(a["x"], a.list("weights"), a.list("biases"), a.text("activation"),
+                            {.offsets = a.find("offsets"),
+                             .inverse = a.find("inverse"),
+                             .gates = a.find("gates"),
+                             .token_offsets = a.find("token_offsets"),
+                             .recompute = a.number<bool>("recompute")})};
+     }},
+    {"factored_step_",
+     [](const Tree& a) -> std::vector<Tensor> {
+       auto param = a["param"].clone(), row = a["row"].clone(), column = a["column"].clone();
+       ops::factored_step_(param, a["grad"], row, column, a["lr"], a["correction"],
+                           a.number<double>("decay"), a.number<double>("gain"),
+                           a.number<double>("eps"), a.number<bool>("mean_of_roots"));
+       return {param, row, column};
+     }},
+};
+
+}  // namespace exported

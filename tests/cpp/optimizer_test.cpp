@@ -1,0 +1,174 @@
+// FactoredAdam: the bits of Python, options of groups, and checkpoints.
+#include <gtest/gtest.h>
+#include <moe_ext/nn.h>
+#include <moe_ext/optim.h>
+
+#include <sstream>
+
+#include "exported.h"
+
+namespace {
+
+using namespace exported;
+using moe_ext::optim::FactoredAdam;
+using moe_ext::optim::FactoredAdamOptions;
+using moe_ext::optim::FactoredAdamParamState;
+
+// OPTIONS of export.py.
+const std::map<std::string, FactoredAdamOptions> options = {
+    {"default", FactoredAdamOptions()},
+    {"mean_of_roots", FactoredAdamOptions(0.1).mean_of_roots(true).eps(1e-3)},
+    {"full", FactoredAdamOptions().factored(false).beta2(0.9)},
+};
+
+class Optimizer : public testing::TestWithParam<std::string> {
+ protected:
+  Tree given() const { return Tree::file("optimizer") / GetParam(); }
+
+  std::vector<Tensor> weights_after(int step) const {
+    const auto tree = step < 0 ? given() : given() / "steps" / std::to_string(step);
+    std::vector<Tensor> weights;
+    for (const auto& weight : tree.list("weights")) {
+      weights.push_back(weight.clone().requires_grad_());
+    }
+    return weights;
+  }
+
+  // Steps first to last - 1 with the gradients of Python; each result has Python's bits.
+  void run(FactoredAdam& optimizer, std::vector<Tensor>& weights, int first, int last) const {
+    for (int number = first; number < last; ++number) {
+      SCOPED_TRACE("step " + std::to_string(number));
+      const auto expected = given() / "steps" / std::to_string(number);
+      const auto gradients = expected.list("gradients");
+      for (size_t i = 0; i < weights.size(); ++i) weights[i].mutable_grad() = gradients[i];
+      optimizer.step();
+      for (size_t i = 0; i < weights.size(); ++i) {
+        EXPECT_TRUE(same_bits(weights[i], expected.list("weights")[i])) << "weight " << i;
+      }
+    }
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, Optimizer, testing::ValuesIn(names_of(options)), test_name);
+
+TEST(Table, IsThatOfPython) {
+  EXPECT_EQ(names_of(options), names_of(Tree::file("optimizer").branches()));
+}
+
+TEST_P(Optimizer, HasThePythonBits) {
+  auto weights = weights_after(-1);
+  ASSERT_EQ(weights.size(), 3);
+  FactoredAdam optimizer(weights, options.at(GetParam()));
+  run(optimizer, weights, 0, 5);
+}
+
+TEST_P(Optimizer, ContinuesFromACheckpoint) {
+  auto weights = weights_after(-1);
+  FactoredAdam optimizer(weights, options.at(GetParam()));
+  run(optimizer, weights, 0, 3);
+  std::stringstream file;
+  torch::save(optimizer, file);
+
+  auto resumed = weights_after(2);
+  FactoredAdam other(resumed, FactoredAdamOptions(123));  // the file has the options
+  torch::load(other, file);
+  run(other, resumed, 3, 5);
+}
+
+TEST(Groups, HaveTheirOwnOptions) {
+  const auto make = [] {
+    torch::manual_seed(0);
+    auto weight = torch::randn({3, 4, 5}, torch::requires_grad());
+    weight.mutable_grad() = torch::randn({3, 4, 5});
+    return weight;
+  };
+  auto a = make(), b = make(), expected = make();
+  FactoredAdam optimizer(
+      {torch::optim::OptimizerParamGroup({a}),
+       torch::optim::OptimizerParamGroup({b}, std::make_unique<FactoredAdamOptions>(0.5))},
+      FactoredAdamOptions(0.25));
+  FactoredAdam single({expected}, FactoredAdamOptions(0.5));
+  optimizer.step();
+  single.step();
+  EXPECT_TRUE(same_bits(b, expected));
+  EXPECT_FALSE(torch::equal(a, b));
+  const auto start = make();
+  EXPECT_TRUE(torch::allclose((a - start) * 2, b - start, 1e-4, 1e-5));
+}
+
+TEST(Schedule, ChangesTheLearningRate) {
+  auto weight = torch::ones({2, 2}, torch::requires_grad());
+  FactoredAdam optimizer({weight}, FactoredAdamOptions(0.5));
+  auto& own = optimizer.param_groups()[0].options();
+  EXPECT_EQ(own.get_lr(), 0.5);
+  own.set_lr(0);
+  weight.mutable_grad() = torch::ones({2, 2});
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(weight, torch::ones({2, 2})));
+}
+
+TEST(State, IsSmallForMatricesAndFullForVectors) {
+  auto matrix = torch::ones({3, 4, 5}, torch::requires_grad());
+  auto vector = torch::ones({6}, torch::requires_grad());
+  auto half = torch::ones({4, 3}, torch::dtype(torch::kBFloat16).requires_grad(true));
+  FactoredAdam optimizer({matrix, vector, half});
+  for (auto weight : {matrix, vector, half}) weight.mutable_grad() = torch::ones_like(weight);
+  optimizer.step();
+  const auto state_of = [&](const Tensor& weight) {
+    return static_cast<FactoredAdamParamState&>(
+        *optimizer.state().at(weight.unsafeGetTensorImpl()));
+  };
+  EXPECT_EQ(state_of(matrix).row().sizes(), (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(state_of(matrix).column().sizes(), (std::vector<int64_t>{3, 5}));
+  EXPECT_FALSE(state_of(matrix).second_moment().defined());
+  EXPECT_EQ(state_of(vector).second_moment().sizes(), (std::vector<int64_t>{6}));
+  EXPECT_FALSE(state_of(vector).row().defined());
+  EXPECT_EQ(state_of(half).row().scalar_type(), torch::kFloat);
+  EXPECT_EQ(state_of(vector).step(), 1);
+}
+
+TEST(Steps, OfAClosureReturnItsLoss) {
+  auto weight = torch::full({2, 2}, 3.0, torch::requires_grad());
+  FactoredAdam optimizer({weight}, FactoredAdamOptions(0.1));
+  Tensor first, last;
+  for (int i = 0; i < 20; ++i) {
+    last = optimizer.step([&] {
+      optimizer.zero_grad();
+      auto loss = weight.square().sum();
+      loss.backward();
+      return loss;
+    });
+    if (i == 0) first = last;
+  }
+  EXPECT_EQ(first.item<float>(), 36);
+  EXPECT_LT(last.item<float>(), 10);
+}
+
+TEST(Steps, SkipWeightsWithoutGradient) {
+  auto weight = torch::ones({2, 2}, torch::requires_grad());
+  FactoredAdam optimizer({weight});
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(weight, torch::ones({2, 2})));
+  EXPECT_TRUE(optimizer.state().empty());
+}
+
+// A layer trains: the loss of a fixed batch falls.
+TEST(Training, LowersTheLoss) {
+  using namespace moe_ext::nn;
+  torch::manual_seed(0);
+  MoE layer(MoEOptions(8, 4, 2).hidden_sizes(std::vector<int64_t>{16}));
+  FactoredAdam optimizer(layer->parameters(), FactoredAdamOptions(0.01));
+  const auto x = torch::randn({64, 8}), target = torch::sin(x * 2);
+  double first = 0, last = 0;
+  for (int i = 0; i < 100; ++i) {
+    optimizer.zero_grad();
+    const auto [y, aux] = layer->forward(x);
+    const auto loss = torch::mse_loss(y, target) + aux.loss;
+    loss.backward();
+    optimizer.step();
+    last = loss.item<double>();
+    if (i == 0) first = last;
+  }
+  EXPECT_LT(last, first / 2);
+}
+
+}  // namespace

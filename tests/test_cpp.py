@@ -1,0 +1,277 @@
+"""moe_ext without Python: the library's symbols, its header of operators, CMake, and ctest."""
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ext
+from moe_ext import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(moe_ext.__file__).parent
+LIBRARY = PACKAGE / "lib" / "libmoe_ext.so"
+HEADERS = PACKAGE / "include" / "moe_ext"
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def without_comments(header):
+    return re.sub(r"//.*", "", (HEADERS / header).read_text())
+
+
+# The library
+
+needs_binutils = pytest.mark.skipif(
+    not (shutil.which("nm") and shutil.which("readelf")), reason="needs nm and readelf"
+)
+
+
+@needs_binutils
+def test_the_library_needs_no_python():
+    undefined = output_of("nm", "-D", "--undefined-only", LIBRARY)
+    assert "TensorImpl" in undefined
+    assert re.findall(r"\b_?Py\w+|pybind11\w*", undefined) == []
+    dynamic = output_of("readelf", "-d", LIBRARY)
+    needed = re.findall(r"NEEDED\).*\[(.*)\]", dynamic)
+    assert "libtorch_cpu.so" in needed
+    assert [name for name in needed if "python" in name] == []
+    assert re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", dynamic) == ["$ORIGIN/../../torch/lib"]
+
+
+@needs_binutils
+def test_the_library_exports_its_headers_alone():
+    """Weak symbols are templates of the standard library and of torch."""
+    declared = set(re.findall(r"\w+", " ".join(map(without_comments, os.listdir(HEADERS)))))
+    lines = output_of("nm", "-D", "-C", "--defined-only", LIBRARY).splitlines()
+    symbols = [re.fullmatch(r"\w+ (\w) (.*)", line).groups() for line in lines]
+    strong = [name for kind, name in symbols if kind not in "wWvVu"]
+    assert any(name.startswith("moe_ext::ops::experts(") for name in strong)
+    for name in strong:
+        found = re.match(r"(?:.* (?:for|to) )?moe_ext::(?:\w+::)*~?(\w+)", name)
+        assert found and found[1] in declared, name
+    assert [name for _, name in symbols if "moe_ext::cpu" in name] == []
+
+
+# The header of operators
+
+TYPES = {
+    "Tensor": "const Tensor&",
+    "Tensor(a!)": "Tensor&",
+    "Tensor(b!)": "Tensor&",
+    "Tensor(c!)": "Tensor&",
+    "Tensor?": "const OptionalTensor&",
+    "Tensor[]": "at::TensorList",
+    "Tensor[]?": "at::TensorList",
+    "SymInt": "int64_t",
+    "SymInt?": "std::optional<int64_t>",
+    "float": "double",
+    "bool": "bool",
+    "str": "std::string_view",
+}
+VALUES = {"std::nullopt": None, "{}": None, "false": False}
+
+
+def parsed(argument):
+    """Returns (type, name, default) of a C++ argument or member; without default, ... ."""
+    declared, _, default = argument.partition("=")
+    kind, name = declared.strip().rsplit(" ", 1)
+    default = default.strip()
+    if not default:
+        return kind, name, ...
+    return kind, name, VALUES[default] if default in VALUES else ast.literal_eval(default)
+
+
+def members(struct):
+    """Returns the members of a struct of ops.h."""
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", without_comments("ops.h"), re.S)[1]
+    return [parsed(" ".join(each.split())) for each in body.split(";") if each.strip()]
+
+
+def declarations():
+    """Returns {name: (result, arguments)} of the functions of ops.h, with members of options."""
+    found = {}
+    pattern = r"MOE_EXT_API\s+([\w:]+)\s+(\w+)\(([^;]*)\);"
+    for result, name, arguments in re.findall(pattern, without_comments("ops.h")):
+        flat = []
+        for each in " ".join(arguments.split()).split(", "):
+            kind, argument, default = parsed(each)
+            flat += members("ExpertsOptions") if argument == "options" else [parsed(each)]
+        found[name] = result, flat
+    return found
+
+
+def schemas():
+    """Returns {name: (arguments, results)} of the public operators, from the text of schemas."""
+    found = {}
+    for schema in map(str, torch._C._jit_get_all_schemas()):
+        match = re.fullmatch(r"moe_ext::([a-z]\w*)\((.*)\) -> (.*)", schema)
+        if match:
+            results = [each.split(" ")[-1] for each in match[3].strip("()").split(", ")]
+            found[match[1]] = [parsed_schema(each) for each in match[2].split(", ")], results
+    return found
+
+
+def parsed_schema(argument):
+    kind, name = argument.split(" ")
+    name, _, default = name.partition("=")
+    return kind, name, ast.literal_eval(default) if default else ...
+
+
+def test_every_operator_has_a_function():
+    assert len(schemas()) >= 10
+    assert set(declarations()) == set(schemas())
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_functions_have_the_arguments_of_the_schema(name):
+    """experts differs: C++ and Python pass the routing as options, and recompute."""
+    arguments, results = schemas()[name]
+    result, declared = declarations()[name]
+    if name == "experts":
+        arguments = [("bool", "recompute", ...) if each[1] == "keep_hidden" else each
+                     for each in arguments]  # fmt: skip
+        arguments.sort(key=lambda each: [other for _, other, _ in declared].index(each[1]))
+        results = [""]
+    kinds = [TYPES[kind] for kind, _, _ in arguments]
+    assert [argument for _, argument, _ in declared] == [argument for _, argument, _ in arguments]
+    for (kind, argument, _), expected in zip(declared, kinds, strict=True):
+        assert kind == expected or f"const {kind}&" == expected, argument
+    if result in ("Tensor", "void"):
+        assert len(results) == 1
+    else:
+        assert [member for _, member, _ in members(result)] == results
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_functions_have_the_defaults_of_python(name):
+    """Apart from detach_threshold of load, which C++ writes as threshold.detach()."""
+    _, declared = declarations()[name]
+    if name in ops.__all__:
+        parameters = inspect.signature(getattr(ops, name)).parameters.values()
+        expected = [
+            (each.name, ... if each.default is each.empty else each.default)
+            for each in parameters
+            if (name, each.name) != ("load", "detach_threshold")
+        ]
+    else:
+        expected = [(argument, default) for _, argument, default in schemas()[name][0]]
+    assert [(argument, default) for _, argument, default in declared] == expected
+
+
+# CMake
+
+needs_cmake = pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+PROJECT = """
+cmake_minimum_required(VERSION 3.24)
+project(user LANGUAGES CXX)
+find_package(moe_ext REQUIRED)
+"""
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """Returns a function that configures a user's project; moe_ext is a copy beside no torch."""
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "CMakeLists.txt").write_text(PROJECT)
+    shutil.copytree(PACKAGE / "share", tmp_path / "lib" / "moe_ext" / "share")
+    shutil.copytree(PACKAGE / "lib", tmp_path / "lib" / "moe_ext" / "lib")
+
+    def run(*prefixes):
+        prefixes = ";".join(map(str, [tmp_path / "lib" / "moe_ext", *prefixes]))
+        result = subprocess.run(
+            ["cmake", "-S", "user", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefixes}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        # CMake wraps the lines of a message.
+        return result.returncode, " ".join(result.stderr.split())
+
+    return run
+
+
+@pytest.fixture
+def other_torch(tmp_path):
+    """Makes the headers of a torch that is one minor version ahead."""
+    torch_root = Path(torch.__file__).parent
+    major, minor = torch.__version__.split(".")[:2]
+    for header in ("torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"):
+        source = torch_root / "include" / header
+        if source.exists():
+            target = tmp_path / "torch" / "include" / header
+            target.parent.mkdir(parents=True, exist_ok=True)
+            before = f"TORCH_VERSION_MINOR {minor}"
+            target.write_text(
+                source.read_text().replace(before, f"TORCH_VERSION_MINOR {int(minor) + 1}")
+            )
+    main = tmp_path / "torch" / "include" / "torch" / "csrc" / "api" / "include" / "torch"
+    (main / "torch.h").write_text("")
+    return tmp_path / "torch", f"{major}.{int(minor) + 1}."
+
+
+@needs_cmake
+def test_find_package_with_the_torch_of_the_build(configure):
+    code, error = configure(torch.utils.cmake_prefix_path)
+    assert (code, error) == (0, "")
+
+
+@needs_cmake
+def test_find_package_with_another_torch_names_both(configure, other_torch):
+    folder, version = other_torch
+    code, error = configure(folder)
+    assert code != 0
+    ours = torch.__version__.split("+")[0]
+    assert f"moe_ext was built for torch {ours}, but {folder} has torch {version}" in error
+    assert error.count("CMake Error") == 1
+
+
+@needs_cmake
+def test_find_package_without_torch_says_what_to_add(configure):
+    code, error = configure()
+    assert code != 0
+    assert "moe_ext: found no torch; add LibTorch's folder" in error
+    assert "CMAKE_PREFIX_PATH" in error
+    assert error.count("CMake Error") == 1
+
+
+# ctest
+
+
+def run(*command, **environment):
+    """Runs a command; its output is the message of a failure."""
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if 'provided by "GTest"' in result.stdout or "Could NOT find GTest" in result.stdout:
+        pytest.skip("needs GoogleTest")
+    assert result.returncode == 0, result.stdout[-20_000:]
+    return result.stdout
+
+
+@needs_cmake
+@pytest.mark.skipif(not shutil.which("ninja"), reason="needs ninja")
+def test_ctest():
+    """Configures, builds and runs tests/cpp in build/cpp."""
+    prefix = output_of(sys.executable, "-m", "moe_ext.info", "--cmake-prefix").strip()
+    run(
+        *("cmake", "-S", "tests/cpp", "-B", "build/cpp", "-G", "Ninja"),
+        *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DMOE_EXT_PYTHON={sys.executable}"),
+    )
+    run("cmake", "--build", "build/cpp")
+    printed = run("ctest", "--test-dir", "build/cpp", "--output-on-failure", OMP_NUM_THREADS="2")
+    assert "100% tests passed" in printed
