@@ -4,9 +4,9 @@
 
 The package is one file with weights and compiled code. examples/cpp/serve.cpp is a program that
 loads it. The package maps word ids [B, S], int64, to the log-probabilities [B, S, V] of each next
-word, for any B and S. The first id of a sentence is the id of ``</s>``. Results equal those of eager
-mode to rounding. The entry "vocabulary" of the package's metadata has the V words in the order of
-their ids, one per line.
+word, for any B and S. The first id of a sentence is the id of ``</s>``. Results equal those of
+eager mode to rounding. The entry "vocabulary" of the package's metadata has the V words in the
+order of their ids, one per line.
 
 A program that loads the package needs libmoe_ext.so, the same version of torch, and a processor
 with the instruction sets of this one.
