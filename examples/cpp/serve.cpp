@@ -10,8 +10,8 @@
 //     echo "Return the number of" | build/examples/serve lm.pt2
 //     build/examples/serve lm.pt2 --perplexity --threads 8 < sentences.txt
 //
-// A line is one sentence, or its beginning, with spaces between words. Each line of the output
-// belongs to one line of the input, in the same order: the five most probable next words, or the
+// A line is one sentence, or its beginning, with spaces between words. The lines of the output have
+// the order of the lines of the input. A line has the five most probable next words, or the
 // perplexity of the sentence with its end. A thread works on one line at a time. With --perplexity,
 // the perplexity of all sentences follows on stderr; scripts/evaluate.py computes the same number.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

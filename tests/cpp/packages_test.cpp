@@ -1,4 +1,4 @@
-// AOTInductor packages: four layers, which Python exported, equal eager to the bit.
+// AOTInductor packages: four layers are bitwise identical to eager mode in Python.
 #include <gtest/gtest.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
