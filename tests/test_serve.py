@@ -104,22 +104,22 @@ def test_serve(build, exported, corpus, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines", "message"),
+    ("arguments", "lines", "num_answers", "message"),
     [
-        ([], [], "got no package"),
-        (["{package}", "--treads", "1"], [], "got --treads"),
-        (["{package}", "--threads", "x"], [], "--threads must be a whole number from 1 to 1024"),
-        (["{package}", "--perplexity"], [""], "stdin must have at least one sentence, got none"),
-        (["{package}"], ["w1", "w2 </s>"], "line 2: a sentence must not contain </s>"),
+        ([], [], 0, "got no package"),
+        (["{package}", "--treads", "1"], [], 0, "got --treads"),
+        (["{package}", "--threads", "x"], [], 0, "--threads must be a whole number from 1 to 1024"),
+        (["{package}", "--perplexity"], [""], 1, "stdin must have at least one sentence, got none"),
+        (["{package}"], ["w1", "w2 </s>", "w3"], 1, "line 2: a sentence must not contain </s>"),
     ],
 )
-def test_errors_of_serve(build, exported, arguments, lines, message):
+def test_errors_of_serve(build, exported, arguments, lines, num_answers, message):
     arguments = [argument.format(package=exported[1]) for argument in arguments]
     done = serve(build("serve"), *arguments, lines=lines)
     assert done.returncode == 2
     assert done.stderr.startswith("serve: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert len(done.stdout.splitlines()) == max(0, len(lines) - 1)  # the lines before the error
+    assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
 
 
 def test_errors_of_export(exported, capsys):

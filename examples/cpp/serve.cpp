@@ -110,9 +110,10 @@ class LanguageModel {
   // The five most probable words after the beginning of a sentence, with their probabilities.
   std::string next_words(const std::string& beginning) {
     const auto ids = vocabulary_.encode(beginning);
-    const auto [probability, id] = log_probabilities(ids)[-1].exp().topk(5);
+    const auto all = log_probabilities(ids)[-1].exp();
+    const auto [probability, id] = all.topk(std::min<int64_t>(5, all.numel()));
     std::ostringstream text;
-    for (int64_t i = 0; i < 5; ++i) {
+    for (int64_t i = 0; i < id.numel(); ++i) {
       char number[16];
       std::snprintf(number, sizeof(number), "%.4f", probability[i].item<float>());
       text << (i ? "  " : "") << vocabulary_.word(id[i].item<int64_t>()) << ' ' << number;

@@ -54,7 +54,7 @@ def export(model: LanguageModel, vocabulary: Vocabulary, output: Path) -> None:
         register_lstm_while_loop_decomposition(),  # torch.export unrolls an LSTM otherwise
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own loop warns of a torch function
+        warnings.simplefilter("ignore")  # torch warns of its own LSTM and loop
         program = torch.export.export(NextWord(model), (words,), dynamic_shapes=(dynamic,))
         torch._inductor.aoti_compile_and_package(
             program,
