@@ -78,7 +78,7 @@ def markdown_texts(source: str) -> Iterator[Text]:
             yield Text(token.map[0] + 1, "".join(parts))
 
 
-def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
+def paragraphs(lines: Sequence[str], first_line: int, code_indent: int = 4) -> Iterator[Text]:
     """Yields the paragraphs of a docstring or comment, without examples and indented code."""
     collected: list[str] = []
     start = first_line
@@ -100,7 +100,7 @@ def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
             section_indent = indent
         elif indent <= section_indent:
             section_indent = -1
-        code = after_blank and indent >= 4 and section_indent < 0 and not entry
+        code = after_blank and indent >= code_indent and section_indent < 0 and not entry
         skipping = skipping or text.startswith(">>>") or code
         after_blank = False
         if not skipping and not _SECTION.match(text):
@@ -109,13 +109,13 @@ def paragraphs(lines: Sequence[str], first_line: int) -> Iterator[Text]:
             collected.append(text[entry.end() :] if entry else text)
 
 
-def comment_blocks(lines: Sequence[tuple[int, str]]) -> Iterator[Text]:
+def comment_blocks(lines: Sequence[tuple[int, str]], code_indent: int = 4) -> Iterator[Text]:
     """Yields the paragraphs of numbered comment lines; consecutive lines form one block."""
     block: list[str] = []
     last = -1
     for number, text in [*lines, (-1, "")]:
         if number != last + 1 and block:
-            yield from paragraphs(block, last - len(block) + 1)
+            yield from paragraphs(block, last - len(block) + 1, code_indent)
             block = []
         block.append(text)
         last = number
@@ -155,10 +155,10 @@ def cpp_texts(source: str) -> Iterator[Text]:
     for number, line in lines:
         if match := re.search(r"(?:^|\s)//+ ?(.*)$", line):
             if line[: match.start()].strip():  # a comment after code begins a block of its own
-                yield from comment_blocks(block)
+                yield from comment_blocks(block, code_indent=2)
                 block = []
             block.append((number, match[1]))
-    yield from comment_blocks(block)
+    yield from comment_blocks(block, code_indent=2)
 
 
 def hash_texts(source: str) -> Iterator[Text]:

@@ -1,5 +1,7 @@
 """Sphinx configuration of the documentation. `scripts/docs.sh` builds it."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import sphinx.ext.autosummary
@@ -9,6 +11,8 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import moe_ext
+
+sys.path.append(str(Path(__file__).parent))
 
 project = "moe_ext"
 author = "the moe_ext contributors"
@@ -22,6 +26,7 @@ extensions = [
     "myst_parser",
     "sphinx_autodoc_typehints",
     "sphinx_copybutton",
+    "cpp_reference",  # docs/cpp_reference.py
 ]
 templates_path = ["_templates"]
 default_role = "py:obj"  # `MoE` in a docstring is a link
@@ -32,6 +37,7 @@ nitpick_ignore_regex = [
     ("py:obj", r"moe_ext\.lab\..*"),  # the lab's modules are listed without pages of their own
     ("py:class", r".*\._\w+.*"),  # private types in signatures
 ]
+nitpick_ignore_regex += [("cpp:identifier", r".*")]  # torch's C++ interface has no inventory here
 
 # Markdown
 myst_heading_anchors = 4  # [a link](page.md#a-heading)

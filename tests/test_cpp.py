@@ -180,7 +180,7 @@ find_package(moe_ext REQUIRED)
 
 @pytest.fixture
 def configure(tmp_path):
-    """Returns a function that configures a user's project; moe_ext is a copy beside no torch."""
+    """Returns a function that configures a project; it sees a copy of moe_ext without torch."""
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "CMakeLists.txt").write_text(PROJECT)
     shutil.copytree(PACKAGE / "share", tmp_path / "lib" / "moe_ext" / "share")

@@ -1,4 +1,4 @@
-"""Python and bash blocks of README, docs and examples run; shown commands can be parsed.
+"""Python, C++ and bash blocks of README, docs and examples run; shown commands can be parsed.
 
 CONTRIBUTING.md describes the kinds of code blocks.
 """
@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -21,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     path for place in ("*.md", "docs/**/*.md", "examples/*.md") for path in ROOT.glob(place)
 )
-LANGUAGES = {"", "bash", "console", "python", "text", "toml"}
-SECONDS = 60  # time limit of a command
+LANGUAGES = {"", "bash", "cmake", "console", "cpp", "python", "text", "toml"}
+SECONDS = 300  # time limit of a command
 
 
 def without_files(parse):
@@ -40,33 +41,87 @@ def without_files(parse):
     return parse_document
 
 
+# The commands of the pages run with this interpreter and the tested package.
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run(command, environment=ENVIRONMENT):
+    """Runs a command; returns what it printed if it failed."""
+    done = subprocess.run(
+        ["timeout", str(SECONDS), *command], env=environment, capture_output=True, text=True
+    )
+    return f"{shlex.join(command)}\n{done.stdout}{done.stderr}" if done.returncode else None
 
 
 def run_commands(example):
     """Runs commands of files that earlier blocks wrote; returns the output of a failed command."""
+    failed = None
     for line in re.sub(r"\\\n\s*", "", example.parsed).splitlines():
         words = shlex.split(line, comments=True)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = ENVIRONMENT.copy()
         while words and "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             environment[name] = value
-        if not words or words[0] not in PROGRAMS or not any(Path(w).is_file() for w in words):
+        if not words:
             continue
-        command = ["timeout", str(SECONDS), *PROGRAMS[words[0]], *words[1:]]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            return f"{line}\n{done.stdout}{done.stderr}"
-    return None
+        builds = words[0] == "cmake" and Path("CMakeLists.txt").is_file()
+        if builds or Path(words[0]).is_file():
+            failed = failed or run(["bash", "-c", line])
+        elif words[0] in PROGRAMS and any(Path(word).is_file() for word in words):
+            failed = failed or run([*PROGRAMS[words[0]], *words[1:]], environment)
+    return failed
+
+
+CMAKE = """
+cmake_minimum_required(VERSION 3.18)
+project(blocks LANGUAGES CXX)
+find_package(moe_ext REQUIRED)
+add_executable(blocks blocks.cpp)
+target_link_libraries(blocks PRIVATE moe_ext::moe_ext)
+"""
+
+
+def run_cpp(blocks):
+    """Builds one program of C++ blocks and runs it; returns the output of a failed command.
+
+    A block that defines a class or a function stands before main(), as do all includes. The other
+    blocks are the body of main().
+    """
+    included, declared, body = [], [], []
+    for block in blocks:
+        lines = block.splitlines()
+        included += [line for line in lines if line.startswith("#include")]
+        rest = "\n".join(line for line in lines if not line.startswith("#include"))
+        defines = re.search(r"^(?:struct|class|namespace|using|[\w:<>]+ \w+\(.*\) \{$)", rest, re.M)
+        (declared if defines else body).append(rest)
+    Path("blocks").mkdir()
+    Path("blocks", "CMakeLists.txt").write_text(CMAKE)
+    Path("blocks", "blocks.cpp").write_text(
+        "\n".join([*included, *declared, "int main() {", *body, "}"])
+    )
+    prefix = '-DCMAKE_PREFIX_PATH="$(python -m moe_ext.info --cmake-prefix)"'
+    commands = [f"cmake -S blocks -B blocks/build {prefix}", "cmake --build blocks/build"]
+    return run(["bash", "-c", " && ".join([*commands, "blocks/build/blocks"])])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page, monkeypatch, tmp_path):
+    has_cmake = shutil.which("cmake")
+    if "```cmake" in page.read_text() and not has_cmake:
+        pytest.skip("the commands of this page need cmake")
+    cpp = []
     parsers = (
         without_files(PythonCodeBlockParser()),
+        without_files(CodeBlockParser(language="cmake", evaluator=lambda example: None)),
+        without_files(CodeBlockParser(language="cpp", evaluator=lambda e: cpp.append(e.parsed))),
         CodeBlockParser(language="bash", evaluator=run_commands),
     )
     document = Document.parse(str(page), *parsers)
@@ -74,6 +129,9 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
     torch.manual_seed(0)
     for example in document.examples():
         example.evaluate()
+    if cpp and has_cmake:
+        failed = run_cpp(cpp)
+        assert not failed, failed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

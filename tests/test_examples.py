@@ -1,7 +1,9 @@
-"""The scripts of examples/ run and print the output that their docstrings show."""
+"""The examples run and print the output that their docstrings or first comments show."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,13 +25,12 @@ def output_of(name, folder, launcher=()):
     assert done.returncode == 0, done.stderr
     docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
     shown = re.findall(r"^    (?!python |torchrun )(.*)$", docstring, re.M)
-
-    def without_numbers(lines):
-        return [re.sub(r"\s+", " ", re.sub(_NUMBER, "#", line)) for line in lines]
-
-    printed = done.stdout.splitlines()
-    assert without_numbers(shown) == without_numbers(printed)
+    assert without_numbers(shown) == without_numbers(done.stdout.splitlines())
     return done.stdout
+
+
+def without_numbers(lines):
+    return [re.sub(r"\s+", " ", re.sub(_NUMBER, "#", line)) for line in lines]
 
 
 def numbers(pattern, text):
@@ -91,11 +92,31 @@ def test_fine_tuning(tmp_path):
     assert saved_with_recompute < 0.6 * saved
 
 
+@pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+def test_ops_in_cpp():
+    """Runs the commands of the first comment of ops.cpp."""
+    comment, source = (EXAMPLES / "cpp" / "ops.cpp").read_text().split("#include", 1)
+    commands, shown = re.findall(r"(?:^//     .*\n)+", comment, re.M)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(EXAMPLES.parent),
+    }
+    command = ["bash", "-ec", re.sub(r"^//     ", "", commands, flags=re.M)]
+    done = subprocess.run(
+        command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout.splitlines()[-1]
+    assert without_numbers([f"//     {printed}"]) == without_numbers(shown.splitlines())
+    assert 125 <= numbers(r"expert: (\d+)", printed)[0] < 250  # the mean is 2 * 1000 / 16
+    assert "#include" + source in (EXAMPLES.parent / "README.md").read_text()
+
+
 def test_the_readme_lists_all_examples():
     text = (EXAMPLES / "README.md").read_text()
-    assert sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", text, re.M)) == sorted(
-        path.name for path in EXAMPLES.glob("*.py")
-    )
+    listed = re.findall(r"^\| \[([\w/]+\.\w+)\]\(\1\)", text, re.M)
+    programs = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".cpp")]
+    assert sorted(listed) == sorted(str(path.relative_to(EXAMPLES)) for path in programs)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

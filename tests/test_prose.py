@@ -40,6 +40,8 @@ def lines_found(prose, name, source, tmp_path):
         ("a.py", 'raise ValueError("op: waits for ever")\n', [1]),
         ("a.py", f'text = "{LONG}"\n', []),
         ("a.cpp", f"int x;  // {LONG}\n", [1]),
+        ("a.h", f"// Adds.\n//\n//   {LONG} = x\n", []),  # an equation
+        ("a.h", f"// Adds.\n//\n//   x: {LONG}.\n", [3]),
         ("a.cpp", 'TORCH_CHECK(false, "op: waits for ever");\n', [1]),
         ("a.sh", f"# {LONG}\necho 1\n", [1]),
     ],

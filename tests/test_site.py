@@ -1,5 +1,6 @@
 """The documentation site builds without warnings, its links work, and a browser shows it."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from browser import console, overflow, resize
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs"
-SOURCES = ("docs/**/*", "moe_ext/**/*.py")
+SOURCES = ("docs/**/*", "moe_ext/**/*.py", "moe_ext/include/**/*.h")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,15 @@ def test_broken_links_are_found(tmp_path):
     ]
 
 
-PAGES = ("index.html", "guides/gate.html", "api/generated/moe_ext.MoE.html", "results/experts.html")
+PAGES = (
+    "index.html",
+    "guides/gate.html",
+    "guides/cpp.html",
+    "api/generated/moe_ext.MoE.html",
+    "api/cpp/ops.html",
+    "api/cpp/nn.html",
+    "results/experts.html",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -55,16 +64,41 @@ def test_pages_in_a_browser(page, site, browser):
     assert console(browser) == []
 
 
-def test_the_search_finds_a_name(site, browser):
-    """A search on the first page finds the operator."""
+HEADERS = ("ops", "nn", "optim", "state_dict", "build")
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_reference_has_every_name_of_a_header(header, site):
+    """Functions, classes and modules have entries; members are in the code of their class."""
+    source = (ROOT / "moe_ext" / "include" / "moe_ext" / f"{header}.h").read_text()
+    source = re.sub(r"//.*|^ private:[^}]*", "", source, flags=re.M)
+    entries = re.findall(r"^MOE_EXT_API [^(;]*?(\w+)\(", source, re.M)
+    entries += re.findall(r"^(?:struct|class) (?:MOE_EXT_API )?(\w+)", source, re.M)
+    entries += re.findall(r"^(?:using (?=\w+ =)|TORCH_MODULE\()(\w+)", source, re.M)
+    members = re.findall(r"^  (?:TORCH_ARG\(.*, (\w+)\)|[^(\n]+? (\w+)(?: =.*)?;)", source, re.M)
+    page = (site / "api" / "cpp" / f"{header}.html").read_text()
+    described = re.findall(
+        r'<span class="sig-name descname"><span class="n"><span class="pre">(\w+)', page
+    )
+    assert entries and sorted(described) == sorted(entries)
+    shown = set(re.findall(r"\w+", re.sub(r"<.*?>", "", page)))
+    assert {name for pair in members for name in pair if name} <= shown
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("Load", "api/generated/moe_ext.ops.load.html#moe_ext.ops.load"),
+        ("MoEOptions", "api/cpp/nn.html#_CPPv4N7moe_ext2nn10MoEOptionsE"),
+    ],
+)
+def test_the_search_finds_a_name(text, target, site, browser):
+    """A search on the first page finds an operator of Python and a class of C++."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.get((site / "index.html").as_uri())
-    browser.find_element("css selector", "input[name=q]").send_keys("Load\n")
-    name = (
-        By.CSS_SELECTOR,
-        "#search-results a[href$='api/generated/moe_ext.ops.load.html#moe_ext.ops.load']",
-    )
+    browser.find_element("css selector", "input[name=q]").send_keys(f"{text}\n")
+    name = (By.CSS_SELECTOR, f"#search-results a[href$='{target}']")
     WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(*name))
     assert console(browser) == []

@@ -388,6 +388,9 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
                 plan.tokens_per_expert,
             )
         else:
+            # torch.export bounds the number of selected experts by b times the bound on the rows.
+            # The product must not overflow int64.
+            torch._check(groups.expert_index.shape[0] < 2**40)
             group = groups.expert_index.index_select(0, plan.permutation)
             experts = _by_threshold(scores, self.threshold_secondary.index_select(0, group))
 

@@ -363,9 +363,7 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "MoE k": lambda: MoE(8, 6, 7),
     "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),
     "MoE w_load": lambda: MoE(8, 6, 2, w_load=-0.25),
-    "MoE noise_epsilon with gate": lambda: MoE(
-        8, 6, 2, gate=TopKGate(8, 6, 2), noise_epsilon=0.5
-    ),
+    "MoE noise_epsilon with gate": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 2), noise_epsilon=0.5),
     "MoE activation with experts": lambda: MoE(
         8, 6, 2, experts=FeedForwardExperts(6, 8), activation="tanh"
     ),
@@ -456,7 +454,7 @@ FILES: dict[str, Callable[[], Tensors]] = {
 
 
 def check(folder: Path) -> None:
-    """Loads the weights of every layer that C++ wrote; the output must have the same bits."""
+    """Loads the weights of every layer that C++ wrote; the output must be bitwise identical."""
     for name, make in LAYERS.items():
         layer = make().eval()
         layer.load_state_dict(torch.load(folder / f"{name}.cpp.pt", weights_only=True))

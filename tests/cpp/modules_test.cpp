@@ -1,4 +1,4 @@
-// Modules: the bits of Python, and weights that go both ways.
+// Modules: bitwise identical to Python, and weights that go both ways.
 #include "modules.h"
 
 #include <gtest/gtest.h>
@@ -192,7 +192,7 @@ TEST(Losses, HaveThePythonBits) {
   }
 }
 
-// Gates and experts of one's own
+// Custom gates and experts
 
 struct RoundRobinGateImpl : torch::nn::Cloneable<RoundRobinGateImpl>, Gate {
   using Gate::Gate;

@@ -1,4 +1,4 @@
-// FactoredAdam: the bits of Python, options of groups, and checkpoints.
+// FactoredAdam: bitwise identical to Python, options of groups, and checkpoints.
 #include <gtest/gtest.h>
 #include <moe_ext/nn.h>
 #include <moe_ext/optim.h>

@@ -8,9 +8,9 @@
 //   auto [y, aux] = layer(torch::randn({8, 20, 512}));
 //   auto loss = y.square().mean() + aux.loss;
 //
-// The same weights, input and noise give the same bits as in Python; state_dict.h carries the
-// weights over. These modules run in one process: sharding over ranks is in Python
-// (moe_ext.distributed).
+// With the same weights, input and noise, results are bitwise identical to those of Python.
+// state_dict.h carries the weights over. These modules run on one rank: sharding over ranks is in
+// Python (moe_ext.distributed).
 //
 // Constructors throw c10::ValueError if a size or option is out of range, forward() throws
 // c10::ValueError or c10::TypeError for a wrong shape or dtype. Messages name class, argument, rule
@@ -25,6 +25,7 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -90,8 +91,8 @@ struct Routing {
   std::vector<Tensor> load_factors = {};
 };
 
-// What every gate is, beside a torch module: sizes, and forward(x). A gate of your own derives
-// from both and goes into MoEOptions::gate:
+// The base class of every gate: sizes, and forward(x). A gate of your own derives from a torch
+// module and from Gate, and goes into MoEOptions::gate:
 //
 //   struct RoundRobinGateImpl : torch::nn::Cloneable<RoundRobinGateImpl>, Gate {
 //     using Gate::Gate;
@@ -318,7 +319,8 @@ TORCH_MODULE(HierarchicalBalancedGate);
 
 // ---- Experts (Section 3.2)
 
-// What experts of your own are, beside a torch module, to go into MoEOptions::experts.
+// The base class of all experts. Experts of your own derive from a torch module and from Experts,
+// and go into MoEOptions::experts.
 class MOE_EXT_API Experts {
  public:
   // num_experts: E. d_model: the width of an input row. d_output: the width of an output row.
@@ -441,6 +443,10 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
+  // For hidden_sizes({1024}), which does not convert to std::optional.
+  MoEOptions& hidden_sizes(std::initializer_list<int64_t> sizes) {
+    return hidden_sizes(std::vector<int64_t>(sizes));
+  }
   template <typename M>
   MoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
     return gate(holder.ptr());
@@ -513,6 +519,10 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
+  // For hidden_sizes({1024}), which does not convert to std::optional.
+  HierarchicalMoEOptions& hidden_sizes(std::initializer_list<int64_t> sizes) {
+    return hidden_sizes(std::vector<int64_t>(sizes));
+  }
   template <typename M>
   HierarchicalMoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
     return gate(holder.ptr());

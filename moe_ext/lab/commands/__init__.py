@@ -3,6 +3,7 @@
 - `train`: trains a language model or a translation model.
 - `evaluate`: measures perplexity and BLEU of a run.
 - `translate`: translates text.
+- `export`: exports a language model for C++.
 - `inspect_experts`: shows what the experts of a run specialise in.
 - `prepare_data`: prepares a corpus for training.
 - `compare`: compares two models over paired seeds.
