@@ -18,6 +18,8 @@
 #pragma once
 
 #include <torch/nn/cloneable.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
 
@@ -104,7 +106,8 @@ struct Routing {
 class MOE_EXT_API Gate {
  public:
   // d_model: D. num_experts: E. k: experts per token, 1 <= k <= E; the mean if the number varies.
-  Gate(int64_t d_model, int64_t num_experts, int64_t k);
+  // name: the class that errors name.
+  Gate(int64_t d_model, int64_t num_experts, int64_t k, const char* name = "Gate");
   virtual ~Gate() = default;
 
   // Routes the tokens x [T, D]; T may be 0.
