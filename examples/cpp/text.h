@@ -156,8 +156,7 @@ inline std::vector<Tensor> make_batches(
   const Tensor length = text.starts.diff();
   Tensor rows = torch::arange(length.size(0));
   if (generator) rows = torch::randperm(length.size(0), generator);
-  const Tensor by_length = std::get<1>(length.index({rows}).sort(/*stable=*/true, /*dim=*/0));
-  rows = rows.index({by_length});
+  rows = rows.index({length.index({rows}).argsort(/*stable=*/true)});
   // Every batch has an equal share of the tokens. A sentence is in the share of its first token.
   const Tensor sorted = length.index({rows});
   const double ratio = static_cast<double>(text.num_tokens()) / tokens_per_batch;
