@@ -64,8 +64,8 @@ MOE_EXT_API Tensor batchwise_loss(const Tensor& scores, const Tensor& threshold,
 
 // ---- Gates (Section 2.1)
 
-// A gate's routing decision for T tokens. A slot is one of the R (token, expert) assignments. Slots
-// are ordered by token.
+// A gate's routing decision for T tokens. A slot is one of the R (token, expert) assignments.
+// Slots are ordered by token.
 struct Routing {
   // [T, K], or [R] with token_offsets; float32 or float64. The weight of each slot.
   Tensor gates;
@@ -73,11 +73,11 @@ struct Routing {
   Tensor expert_index;
   // [E], the sum of each expert's gates (Eq. 6).
   Tensor importance;
-  // [E], the expected number of tokens per expert (Appendix A). Without noise, it is the number of
-  // routed tokens, which has no gradient.
+  // [E], the expected number of tokens per expert (Appendix A). Without noise, it is the number
+  // of routed tokens, which has no gradient.
   Tensor load;
-  // [T + 1] int64; token t has the slots token_offsets[t] <= s < token_offsets[t + 1]. Absent: each
-  // token has K slots.
+  // [T + 1] int64; token t has the slots token_offsets[t] <= s < token_offsets[t + 1]. Absent:
+  // each token has K slots.
   OptionalTensor token_offsets = std::nullopt;
   // Whether every expert has exactly R / E tokens. MoE then needs no token counts.
   bool equal_load = false;
@@ -90,8 +90,8 @@ struct Routing {
   std::vector<Tensor> load_factors = {};
 };
 
-// What every gate is, beside a torch module: sizes, and forward(x). A gate of your own derives from
-// both and goes into MoEOptions::gate:
+// What every gate is, beside a torch module: sizes, and forward(x). A gate of your own derives
+// from both and goes into MoEOptions::gate:
 //
 //   struct RoundRobinGateImpl : torch::nn::Cloneable<RoundRobinGateImpl>, Gate {
 //     using Gate::Gate;
@@ -173,9 +173,9 @@ struct MOE_EXT_API NoisyTopKGateOptions {
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
 };
 
-// Selects the top k of noisy logits (Eqs. 3-5) and estimates a smooth load (Appendix A). Adds noise
-// only in training mode. In evaluation mode, all logits of an untrained gate tie; then the experts
-// with the lowest indices are selected.
+// Selects the top k of noisy logits (Eqs. 3-5) and estimates a smooth load (Appendix A). Adds
+// noise only in training mode. In evaluation mode, all logits of an untrained gate tie; then the
+// experts with the lowest indices are selected.
 class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateImpl>, public Gate {
  public:
   explicit NoisyTopKGateImpl(const NoisyTopKGateOptions& options);
@@ -193,8 +193,8 @@ class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateI
 };
 TORCH_MODULE(NoisyTopKGate);
 
-// The sizes of a hierarchical gate or mixture: a groups of b experts. A token goes to k1 groups and
-// to k2 experts in each of them. Expert i * b + j is expert j of group i.
+// The sizes of a hierarchical gate or mixture: a groups of b experts. A token goes to k1 groups
+// and to k2 experts in each of them. Expert i * b + j is expert j of group i.
 struct MOE_EXT_API HierarchicalNoisyTopKGateOptions {
   // k: (k1, k2).
   HierarchicalNoisyTopKGateOptions(int64_t d_model, int64_t num_groups, int64_t experts_per_group,
@@ -372,8 +372,8 @@ class MOE_EXT_API FeedForwardExpertsImpl : public torch::nn::Cloneable<FeedForwa
 
   Tensor forward(const Tensor& x, const Tensor& offsets) override;
 
-  // All three forms of ops::experts.
-  Tensor forward(const Tensor& x, const ops::ExpertsOptions& routing);
+  // Maps rows or tokens: all three forms of ops::experts.
+  Tensor forward_fused(const Tensor& x, const ops::ExpertsOptions& options) const;
 
   FeedForwardExpertsOptions options;
   std::vector<Tensor> weights;
@@ -383,8 +383,8 @@ TORCH_MODULE(FeedForwardExperts);
 
 // ---- The layer (Section 2)
 
-// The losses, statistics and routing decision that MoE returns with y. T counts the tokens that are
-// not masked out.
+// The losses, statistics and routing decision that MoE returns with y. T counts the tokens that
+// are not masked out.
 struct MOE_EXT_API MoEAux {
   // Scalar, w_importance * CV(importance)^2 + w_load * CV(load)^2 + the gate's own loss. Add this
   // loss, summed over all MoE layers, to the task loss (mean per token, in nats).
@@ -398,8 +398,8 @@ struct MOE_EXT_API MoEAux {
   std::map<std::string, Tensor> gate_metrics = {};  // scalars that the gate reports
   std::vector<Tensor> load_factors = {};            // see Routing
 
-  // Returns the balance metrics of the paper's Table 6: cv_importance, cv_load, max_over_mean_load,
-  // cv_tokens and the gate's metrics. Synchronizes with the GPU.
+  // Returns the balance metrics of the paper's Table 6: cv_importance, cv_load,
+  // max_over_mean_load, cv_tokens and the gate's metrics. Synchronizes with the GPU.
   std::map<std::string, double> metrics() const;
 };
 
@@ -422,8 +422,8 @@ struct MOE_EXT_API MoEOptions {
   // Whether to recompute the experts in the backward pass instead of saving their activations.
   // Results are bitwise identical. Only for FeedForwardExperts.
   TORCH_ARG(bool, recompute) = false;
-  // The dtype of the expert weights. Tokens are cast to it for the experts but not for the gate; y
-  // has the dtype of x. Absent: torch's default dtype, without a cast.
+  // The dtype of the expert weights. Tokens are cast to it for the experts but not for the gate;
+  // y has the dtype of x. Absent: torch's default dtype, without a cast.
   TORCH_ARG(std::optional<torch::Dtype>, expert_dtype) = std::nullopt;
   // Weight of the importance loss.
   TORCH_ARG(double, w_importance) = 0.1;
@@ -433,11 +433,22 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   // Source of the noise of the default gate; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
-  // A module that is a Gate; null: a NoisyTopKGate with noise_epsilon and generator.
+  // A module that is a Gate, as a pointer or as a holder such as TopKGate(...); null: a
+  // NoisyTopKGate with noise_epsilon and generator.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
-  // A module that is an Experts; null: FeedForwardExperts with hidden_sizes, activation, bias and
-  // expert_dtype.
+  // A module that is an Experts, as a pointer or as a holder; null: FeedForwardExperts with
+  // hidden_sizes, activation, bias and expert_dtype.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+
+ public:
+  template <typename M>
+  MoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
+    return gate(holder.ptr());
+  }
+  template <typename M>
+  MoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
+    return experts(holder.ptr());
+  }
 };
 
 // Computes y = sum_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
@@ -452,18 +463,26 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
 
   // Maps x [..., D] to y [..., d_output], in the dtype of x.
   //
-  //   mask: [...] bool, true at real tokens. Masked-out tokens never reach the gate, the experts or
+  //   mask: [...] bool, true at real tokens. Masked-out tokens never reach the gate, the experts
+  //   or
   //     the losses; their outputs are 0.
   std::tuple<Tensor, MoEAux> forward(const Tensor& x, const OptionalTensor& mask = std::nullopt);
 
-  MoEOptions options;
+  // The children.
+  Gate& gate() const { return *gate_; }
+  Experts& experts() const { return *experts_; }
 
-  // The children gate and experts.
-  Gate& gate() const;
-  Experts& experts() const;
+  MoEOptions options;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(OptionalTensor())})
+
+ private:
+  // Returns sum_i G(x)_i E_i(x) of routed tokens x.
+  Tensor mixture(const Tensor& x, const Routing& routing, const ops::DispatchPlan& plan) const;
+
+  std::shared_ptr<Gate> gate_;
+  std::shared_ptr<Experts> experts_;
 };
 TORCH_MODULE(MoE);
 
@@ -479,7 +498,8 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(int64_t, experts_per_group);
   using Levels = std::array<int64_t, 2>;
   TORCH_ARG(Levels, k);
-  // See MoEOptions. gate: null means a HierarchicalNoisyTopKGate with noise_epsilon and generator.
+  // See MoEOptions. gate: null means a HierarchicalNoisyTopKGate with noise_epsilon and
+  // generator.
   TORCH_ARG(std::optional<std::vector<int64_t>>, hidden_sizes) = std::nullopt;
   TORCH_ARG(std::string, activation) = "relu";
   TORCH_ARG(bool, bias) = false;
@@ -491,6 +511,16 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+
+ public:
+  template <typename M>
+  HierarchicalMoEOptions& gate(const torch::nn::ModuleHolder<M>& holder) {
+    return gate(holder.ptr());
+  }
+  template <typename M>
+  HierarchicalMoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
+    return experts(holder.ptr());
+  }
 };
 
 // MoE with a two-level gate over a groups of b experts (Appendix B, Eq. 12). The layer has
@@ -498,6 +528,9 @@ struct MOE_EXT_API HierarchicalMoEOptions {
 class MOE_EXT_API HierarchicalMoEImpl : public MoEImpl {
  public:
   explicit HierarchicalMoEImpl(const HierarchicalMoEOptions& options);
+  void pretty_print(std::ostream& stream) const override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
 };
 TORCH_MODULE(HierarchicalMoE);
 

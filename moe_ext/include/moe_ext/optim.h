@@ -65,10 +65,13 @@ struct MOE_EXT_API FactoredAdamParamState
 // floating point or, in step, a gradient is sparse. No parameter is then changed.
 class MOE_EXT_API FactoredAdam : public torch::optim::Optimizer {
  public:
-  explicit FactoredAdam(std::vector<torch::optim::OptimizerParamGroup> groups,
-                        FactoredAdamOptions defaults = FactoredAdamOptions());
+  explicit FactoredAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        const FactoredAdamOptions& defaults = FactoredAdamOptions());
   explicit FactoredAdam(std::vector<torch::Tensor> params,
-                        FactoredAdamOptions defaults = FactoredAdamOptions());
+                        const FactoredAdamOptions& defaults = FactoredAdamOptions());
+
+  // Adds parameters. If the group has options, they replace all defaults.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   torch::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;

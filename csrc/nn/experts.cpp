@@ -1,0 +1,115 @@
+// Experts with stacked weights (Section 3.2).
+#include "../experts.h"
+
+#include <moe_ext/nn.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <mutex>
+
+#include "checks.h"
+
+namespace moe_ext::nn {
+
+namespace {
+
+void check_sizes(const char* owner, int64_t num_experts, int64_t d_model, int64_t d_output) {
+  require_at_least<int64_t>(owner, "num_experts", num_experts, 0);
+  require_size(owner, "d_model", d_model);
+  require_size(owner, "d_output", d_output);
+}
+
+int64_t d_output_of(const FeedForwardExpertsOptions& options) {
+  return options.d_output().value_or(options.d_model());
+}
+
+// Checks the sizes before Experts does, whose messages do not name this class.
+const FeedForwardExpertsOptions& checked(const FeedForwardExpertsOptions& options) {
+  constexpr auto owner = "FeedForwardExperts";
+  check_sizes(owner, options.num_experts(), options.d_model(), d_output_of(options));
+  for (const int64_t width : options.hidden_sizes()) {
+    TORCH_CHECK_VALUE(width >= 1, owner,
+                      ": hidden_sizes must be a sequence of whole numbers, each at least 1, got ",
+                      options.hidden_sizes());
+  }
+  check_activation(owner, options.activation());
+  return options;
+}
+
+}  // namespace
+
+Experts::Experts(int64_t num_experts, int64_t d_model, int64_t d_output)
+    : num_experts_(num_experts), d_model_(d_model), d_output_(d_output) {
+  check_sizes("Experts", num_experts, d_model, d_output);
+}
+
+FeedForwardExpertsOptions::FeedForwardExpertsOptions(int64_t num_experts, int64_t d_model)
+    : num_experts_(num_experts), d_model_(d_model) {}
+
+FeedForwardExpertsImpl::FeedForwardExpertsImpl(const FeedForwardExpertsOptions& options)
+    : Experts(checked(options).num_experts(), options.d_model(), d_output_of(options)),
+      options(options) {
+  reset();
+}
+
+void FeedForwardExpertsImpl::reset() {
+  const bool gated = check_activation("FeedForwardExperts", options.activation());
+  const auto& hidden_sizes = options.hidden_sizes();
+  const auto like = options.dtype() ? torch::dtype(*options.dtype()) : torch::TensorOptions();
+  weights.clear();
+  biases.clear();
+  int64_t fan_in = d_model();
+  for (size_t i = 0; i <= hidden_sizes.size(); ++i) {
+    const bool last = i == hidden_sizes.size();
+    const int64_t size = last ? d_output() : hidden_sizes[i];
+    const int64_t width = gated && !last ? 2 * size : size;
+    weights.push_back(register_parameter(c10::str("weight_", i),
+                                         torch::empty({num_experts(), fan_in, width}, like)));
+    if (options.bias()) biases.push_back(torch::empty({num_experts(), width}, like));
+    fan_in = size;
+  }
+  // As in Python, the weights come before the biases.
+  for (size_t i = 0; i < biases.size(); ++i) {
+    register_parameter(c10::str("bias_", i), biases[i]);
+  }
+  reset_parameters();
+}
+
+void FeedForwardExpertsImpl::reset_parameters() {
+  const torch::NoGradGuard no_grad;
+  const auto device = weights[0].device();
+  if (device.is_meta()) return;
+  const auto seed = torch::randint(int64_t{1} << 31, {}, torch::kLong).item<int64_t>();
+  auto generator = at::globalContext().defaultGenerator(device);
+  {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator = generator.clone();
+  }
+  for (int64_t e = 0; e < num_experts(); ++e) {
+    generator.set_current_seed(seed + e);
+    for (auto& weight : weights) {
+      const double bound = std::sqrt(3.0 / static_cast<double>(weight.size(1)));
+      weight.select(0, e).uniform_(-bound, bound, generator);
+    }
+  }
+  for (auto& bias : biases) bias.zero_();
+}
+
+Tensor FeedForwardExpertsImpl::forward(const Tensor& x, const Tensor& offsets) {
+  return forward_fused(x, {.offsets = offsets});
+}
+
+Tensor FeedForwardExpertsImpl::forward_fused(const Tensor& x,
+                                             const ops::ExpertsOptions& options) const {
+  return ops::experts(x, weights, biases, this->options.activation(), options);
+}
+
+void FeedForwardExpertsImpl::pretty_print(std::ostream& stream) const {
+  stream << "moe_ext::nn::FeedForwardExperts(" << num_experts() << " x (";
+  for (const auto& weight : weights) stream << weight.size(1) << " -> ";
+  stream << d_output() << "), activation=" << options.activation() << std::boolalpha
+         << ", bias=" << options.bias() << ", dtype=torch." << name_of(weights[0].scalar_type())
+         << ")";
+}
+
+}  // namespace moe_ext::nn

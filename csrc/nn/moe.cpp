@@ -1,0 +1,230 @@
+// The layer (Section 2) and its hierarchical form (Appendix B).
+#include <ATen/ops/_unsafe_view.h>
+#include <moe_ext/nn.h>
+
+#include <ostream>
+
+#include "checks.h"
+
+namespace moe_ext::nn {
+
+namespace {
+
+using Module = std::shared_ptr<torch::nn::Module>;
+
+template <typename Contract>
+Module module_of(const std::shared_ptr<Contract>& child) {
+  return std::dynamic_pointer_cast<torch::nn::Module>(child);
+}
+
+// Returns the module as a `Contract`, which is Gate or Experts.
+template <typename Contract>
+std::shared_ptr<Contract> checked_child(const char* name, const char* contract,
+                                        const Module& module) {
+  const auto child = std::dynamic_pointer_cast<Contract>(module);
+  TORCH_CHECK_TYPE(child, "MoE: ", name, " must derive from moe_ext::nn::", contract, ", got ",
+                   module->name());
+  return child;
+}
+
+void check_size(const char* name, int64_t given, int64_t expected, const char* where = "") {
+  TORCH_CHECK_VALUE(given == expected, "MoE: ", name, " must be ", expected, where, ", got ",
+                    given);
+}
+
+void check_options(const MoEOptions& options) {
+  constexpr auto owner = "MoE";
+  require_size(owner, "d_model", options.d_model());
+  require_size(owner, "num_experts", options.num_experts());
+  require_k(owner, options.k(), options.num_experts());
+  require_at_least<double>(owner, "w_importance", options.w_importance(), 0);
+  require_at_least<double>(owner, "w_load", options.w_load(), 0);
+  TORCH_CHECK_VALUE(!options.gate() || (options.noise_epsilon() == 1e-2 && !options.generator()),
+                    "MoE: noise_epsilon and generator must be left out when gate is given");
+  const bool own = options.hidden_sizes() || options.activation() != "relu" || options.bias() ||
+                   options.expert_dtype();
+  TORCH_CHECK_VALUE(!options.experts() || !own,
+                    "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
+                    "experts are given");
+}
+
+Module default_gate(const MoEOptions& options) {
+  return std::make_shared<NoisyTopKGateImpl>(
+      NoisyTopKGateOptions(options.d_model(), options.num_experts(), options.k())
+          .noise_epsilon(options.noise_epsilon())
+          .generator(options.generator()));
+}
+
+Module default_experts(const MoEOptions& options) {
+  return std::make_shared<FeedForwardExpertsImpl>(
+      FeedForwardExpertsOptions(options.num_experts(), options.d_model())
+          .hidden_sizes(options.hidden_sizes().value_or(std::vector{4 * options.d_model()}))
+          .activation(options.activation())
+          .bias(options.bias())
+          .dtype(options.expert_dtype()));
+}
+
+void print(std::ostream& stream, const char* name, const MoEOptions& options) {
+  stream << name << "(d_model=" << options.d_model() << ", num_experts=" << options.num_experts()
+         << ", k=" << options.k() << std::boolalpha << ", recompute=" << options.recompute()
+         << ", w_importance=" << options.w_importance() << ", w_load=" << options.w_load() << ")";
+}
+
+// The options of the MoE that a hierarchical one is.
+MoEOptions flat(const HierarchicalMoEOptions& options) {
+  const int64_t num_experts =
+      num_experts_of_levels("HierarchicalMoE", options.d_model(), options.num_groups(),
+                            options.experts_per_group(), options.k());
+  auto result = MoEOptions(options.d_model(), num_experts, options.k()[0] * options.k()[1])
+                    .hidden_sizes(options.hidden_sizes())
+                    .activation(options.activation())
+                    .bias(options.bias())
+                    .recompute(options.recompute())
+                    .expert_dtype(options.expert_dtype())
+                    .w_importance(options.w_importance())
+                    .w_load(options.w_load())
+                    .experts(options.experts());
+  if (options.gate()) {
+    return result.gate(options.gate())
+        .noise_epsilon(options.noise_epsilon())
+        .generator(options.generator());
+  }
+  return result.gate(std::make_shared<HierarchicalNoisyTopKGateImpl>(
+      HierarchicalNoisyTopKGateOptions(options.d_model(), options.num_groups(),
+                                       options.experts_per_group(), options.k())
+          .noise_epsilon(options.noise_epsilon())
+          .generator(options.generator())));
+}
+
+}  // namespace
+
+std::map<std::string, double> MoEAux::metrics() const {
+  const torch::NoGradGuard no_grad;
+  const auto cv = [](const Tensor& values) {
+    return cv_squared(values.to(torch::kDouble)).sqrt().item<double>();
+  };
+  const auto load_double = load.to(torch::kDouble);
+  std::map<std::string, double> result = {
+      {"cv_importance", cv(importance)},
+      {"cv_load", cv(load)},
+      {"max_over_mean_load",
+       (load_double.max() / load_double.mean().clamp_min(1e-30)).item<double>()},
+      {"cv_tokens", cv(tokens_per_expert)}};
+  for (const auto& [name, value] : gate_metrics) result[name] = value.item<double>();
+  return result;
+}
+
+MoEOptions::MoEOptions(int64_t d_model, int64_t num_experts, int64_t k)
+    : d_model_(d_model), num_experts_(num_experts), k_(k) {}
+
+MoEImpl::MoEImpl(const MoEOptions& options) : options(options) {
+  check_options(options);
+  reset();
+}
+
+void MoEImpl::reset() {
+  auto gate = options.gate();
+  auto experts = options.experts();
+  if (gate_) {
+    // clone() calls reset() on a copy, which must not share its children with the original.
+    gate = module_of(gate_)->clone();
+    experts = module_of(experts_)->clone();
+    if (options.gate()) options.gate(gate);
+    if (options.experts()) options.experts(experts);
+  }
+  if (!gate) gate = default_gate(options);
+  gate_ = checked_child<Gate>("gate", "Gate", gate);
+  check_size("gate.d_model", gate_->d_model(), options.d_model());
+  check_size("gate.num_experts", gate_->num_experts(), options.num_experts());
+  check_size("gate.k", gate_->k(), options.k());
+  if (!experts) experts = default_experts(options);
+  experts_ = checked_child<Experts>("experts", "Experts", experts);
+  check_size("experts.d_model", experts_->d_model(), options.d_model());
+  check_size("experts.num_experts", experts_->num_experts(), options.num_experts(),
+             " on this rank");
+  TORCH_CHECK_VALUE(
+      !options.recompute() || std::dynamic_pointer_cast<FeedForwardExpertsImpl>(experts),
+      "MoE: recompute must be false for experts other than FeedForwardExperts, got true");
+  register_module("gate", gate);
+  register_module("experts", experts);
+}
+
+void MoEImpl::pretty_print(std::ostream& stream) const {
+  print(stream, "moe_ext::nn::MoE", options);
+}
+
+std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& mask) {
+  const int64_t d_model = options.d_model();
+  TORCH_CHECK_VALUE(!x.is_nested(), "MoE: x must be a dense tensor, got a nested tensor");
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == d_model,
+                    "MoE: x must have a last dimension of d_model = ", d_model, ", got shape ",
+                    tuple_of(x.sizes()));
+  require_floating("MoE", x);
+  auto tokens = x.reshape({-1, d_model});
+  Tensor position;
+  if (mask) {
+    require_mask("MoE", *mask, x.sizes().slice(0, x.dim() - 1));
+    position = mask->reshape(-1).nonzero().squeeze(1);
+    tokens = tokens.index_select(0, position);
+  }
+
+  const auto routing = gate_->forward(tokens);
+  const auto plan = ops::dispatch_plan(routing.expert_index, options.num_experts());
+  auto y = mixture(tokens, routing, plan).to(x.scalar_type());
+
+  if (mask) y = y.new_zeros({mask->numel(), y.size(-1)}).index_copy(0, position, y);
+  auto loss = importance_loss(routing.importance, options.w_importance());
+  loss = loss + load_loss(routing.load, options.w_load());
+  if (routing.loss) loss = loss + *routing.loss;
+  auto shape = x.sizes().vec();
+  shape.back() = y.size(-1);
+  // Like matmul, return no autograd view, so that the caller can modify y in place.
+  return {at::_unsafe_view(y, shape), MoEAux{.loss = loss,
+                                             .importance = routing.importance,
+                                             .load = routing.load,
+                                             .gates = routing.gates,
+                                             .expert_index = routing.expert_index,
+                                             .tokens_per_expert = plan.tokens_per_expert,
+                                             .token_offsets = routing.token_offsets,
+                                             .gate_metrics = routing.metrics,
+                                             .load_factors = routing.load_factors}};
+}
+
+Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
+                        const ops::DispatchPlan& plan) const {
+  const auto& [gates, token_offsets] = std::tie(routing.gates, routing.token_offsets);
+  if (const auto* fused = dynamic_cast<const FeedForwardExpertsImpl*>(experts_.get())) {
+    const bool casts = options.expert_dtype().has_value();
+    return fused->forward_fused(
+        casts ? x.to(fused->weights[0].scalar_type()) : x,
+        {.offsets = routing.equal_load ? std::nullopt : OptionalTensor(plan.offsets),
+         .inverse = plan.inverse,
+         .gates = gates,
+         .token_offsets = token_offsets,
+         .recompute = options.recompute()});
+  }
+  const auto rows = experts_->forward(ops::dispatch(x, plan.inverse, token_offsets), plan.offsets);
+  // Experts may return any dtype.
+  return ops::combine(rows.to(x.scalar_type()), gates, plan.inverse, token_offsets);
+}
+
+HierarchicalMoEOptions::HierarchicalMoEOptions(int64_t d_model, int64_t num_groups,
+                                               int64_t experts_per_group, std::array<int64_t, 2> k)
+    : d_model_(d_model), num_groups_(num_groups), experts_per_group_(experts_per_group), k_(k) {}
+
+HierarchicalMoEImpl::HierarchicalMoEImpl(const HierarchicalMoEOptions& options)
+    : MoEImpl(flat(options)) {}
+
+void HierarchicalMoEImpl::pretty_print(std::ostream& stream) const {
+  print(stream, "moe_ext::nn::HierarchicalMoE", options);
+}
+
+std::shared_ptr<torch::nn::Module> HierarchicalMoEImpl::clone(
+    const std::optional<torch::Device>& device) const {
+  // Cloneable makes a MoEImpl, which holds all members of this class.
+  auto copy = std::make_shared<HierarchicalMoEImpl>(*this);
+  static_cast<MoEImpl&>(*copy) = static_cast<const MoEImpl&>(*MoEImpl::clone(device));
+  return copy;
+}
+
+}  // namespace moe_ext::nn
