@@ -116,7 +116,7 @@ def test_train_lm(program, text, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in everything.items())
 
     # Weights from Python: a step that changes nothing gives the perplexity of Python.
-    torch.save(model, tmp_path / "weights.pt")
+    torch.save(dict(model), tmp_path / "weights.pt")
     start = [f"init={tmp_path / 'weights.pt'}", "learning_rate=1e-30", "seed=2"]
     output = run(train_lm, text, tmp_path / "init", *options, *start, "steps=1")
     assert measured(output)[-1][2:] == curve[-1][2:]

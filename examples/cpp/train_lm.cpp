@@ -1,20 +1,23 @@
 // Train a language model with a mixture of experts on text, without Python.
 //
-//   cmake -S examples/cpp -B build/examples -DCMAKE_PREFIX_PATH="$(python -m moe_ext.info
-//   --cmake-prefix)" cmake --build build/examples build/examples/train_lm TEXT RUN [OPTION=VALUE
-//   ...]
+//   cmake -S examples/cpp -B build/examples -G Ninja \
+//     -DCMAKE_PREFIX_PATH="$(python -m moe_ext.info --cmake-prefix)"
+//   cmake --build build/examples --target train_lm
+//   build/examples/train_lm TEXT RUN
 //
 // TEXT is a folder with train.txt and dev.txt: UTF-8, one sentence per line, spaces between words.
-// RUN is the folder of the vocabulary and of the checkpoint. The same command again resumes a run
-// that was killed. Without options, model and training are those of configs/small/moe-32.toml. With
-// OMP_NUM_THREADS=1, the run is bitwise identical to
+// RUN is a folder for vocabulary and checkpoint. To resume a run that was killed, give the same
+// command again. Options follow as NAME=VALUE; struct Options lists them.
+//
+// By default, model and training are those of configs/small/moe-32.toml. A run on one thread
+// (OMP_NUM_THREADS=1) is bitwise identical to the run of the following command, also if it was
+// killed and resumed:
 //
 //   python scripts/train.py configs/small/moe-32.toml data.corpus=TEXT num_threads=1
 //
-// and a resumed run is bitwise identical to an uninterrupted run. On the built-in corpus
-// (examples/README.md), the program prints:
+// The program prints, with the built-in corpus as text:
 //
-//   data    8000 entries in the vocabulary, 1034567 training tokens, 404 batches
+//   OUTPUT
 #include <moe_ext/moe_ext.h>
 #include <torch/torch.h>
 
@@ -49,7 +52,7 @@ struct Options {
   double learning_rate = 8e-3, clip_norm = 1;
   int64_t warmup_steps = 200;
   int64_t log_every = 50, eval_every = 200, save_every = 200;
-  std::string init;  // file of initial weights, from torch.save(model.state_dict()); "": random
+  std::string init;  // file of torch.save(dict(model.state_dict())); "": random initial weights
 
   // Calls f(name, value) for each option.
   template <class F>
@@ -279,10 +282,11 @@ class Trainer : public nn::Module {
     noise_state_ = register_buffer("noise_state", noise_generator_.get_state());
     position_ = register_buffer("position", torch::zeros({4}, torch::kInt64));
 
-    // A run resumes with its own text and options only; the number of steps may grow.
+    // A run resumes only with its own text and options; steps and intervals may change.
     std::ostringstream facts;
     options_.for_each([&](const std::string& name, const auto& value) {
-      if (name != "steps") facts << name << '=' << value << ' ';
+      const bool may_change = name == "steps" || name.find("_every") != name.npos;
+      if (!may_change) facts << name << '=' << value << ' ';
     });
     facts.write(static_cast<const char*>(train_.stream.const_data_ptr()), train_.stream.nbytes());
     fingerprint_ = static_cast<int64_t>(sha256(facts.str()));
