@@ -70,6 +70,17 @@ def measured(output):
     return [tuple(word.replace(",", "") for word in line) for line in lines]
 
 
+def interrupted(command, number, line):
+    """Sends a signal once a line begins with `line`; returns status and output."""
+    output = ""
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        for printed in process.stdout:
+            output += printed
+            if printed.startswith(line):
+                process.send_signal(number)
+    return process.returncode, output
+
+
 def weights_of(checkpoint):
     values = torch.load(checkpoint)
     return {k.removeprefix("model."): v for k, v in values.items() if k.startswith("model.")}
@@ -99,21 +110,24 @@ def test_train_lm(program, text, tmp_path):
     assert weights.keys() == model.keys()
     assert all(torch.equal(weights[name], value) for name, value in model.items())
 
-    # A run that is killed repeats only the steps since the last checkpoint.
-    command = [train_lm, text, tmp_path / "killed", *options]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("step 14/"):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
-    resumed = run(*command)
-    (start,) = re.findall(r"^resume  from step (\d+) of 30$", resumed, re.M)
-    assert 10 <= int(start) < 30
-    assert measured(resumed) == [line for line in curve if int(line[0]) > int(start)]
+    # A run that is interrupted repeats at most the steps since the last checkpoint.
     everything = torch.load(tmp_path / "cpp" / "checkpoint.pt")
-    again = torch.load(tmp_path / "killed" / "checkpoint.pt")
-    assert everything.keys() == again.keys()
-    assert all(torch.equal(again[name], value) for name, value in everything.items())
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        command = [train_lm, text, tmp_path / number.name, *options]
+        status, before = interrupted(command, number, "step 14/")
+        assert status == (-number if number == signal.SIGKILL else 0)
+        resumed = run(*command)
+        (start,) = re.findall(r"^resume  from step (\d+) of 30$", resumed, re.M)
+        if number == signal.SIGKILL:
+            assert int(start) in (10, 20)
+        else:
+            assert before.endswith(f"stopped at step {start}; the same command resumes the run\n")
+        assert measured(resumed) == [line for line in curve if int(line[0]) > int(start)]
+        again = torch.load(tmp_path / number.name / "checkpoint.pt")
+        assert everything.keys() == again.keys()
+        assert all(torch.equal(again[name], value) for name, value in everything.items())
+    other = subprocess.run([*map(str, command), "k=1"], env=ENVIRONMENT, stderr=subprocess.PIPE)
+    assert other.returncode == 1 and b"text and options must be those of the run" in other.stderr
 
     # Weights from Python: a step that changes nothing gives the perplexity of Python.
     torch.save(dict(model), tmp_path / "weights.pt")
