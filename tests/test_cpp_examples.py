@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from moe_ext.lab.training.checkpoint import load_run
+
+pytestmark = pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "examples"
@@ -31,7 +34,8 @@ def run(*command):
 def program():
     """Returns a function that builds a program of examples/cpp and returns its path."""
     prefix = run(sys.executable, "-m", "moe_ext.info", "--cmake-prefix").strip()
-    run("cmake", "-S", ROOT / "examples" / "cpp", "-B", BUILD, f"-DCMAKE_PREFIX_PATH={prefix}")
+    source = ROOT / "examples" / "cpp"
+    run("cmake", "-S", source, "-B", BUILD, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}")
 
     def build(name):
         run("cmake", "--build", BUILD, "--target", name)

@@ -22,10 +22,11 @@
 //   ...
 //   step 200/1200, dev nll 4.837, ppl 126
 //   ...
-//   step 1200/1200, dev nll DEVNLL, ppl DEVPPL
+//   step 1200/1200, dev nll 4.091, ppl 59.78
 //
-// Two lines of Python write the built-in corpus to the folder TEXT:
+// Python writes the built-in corpus to the folder TEXT:
 //
+//   import moe_ext.lab.data
 //   for part, sentences in vars(moe_ext.lab.data.load_corpus("builtin")).items():
 //       open(f"TEXT/{part}.txt", "w").writelines(" ".join(words) + "\n" for words in sentences)
 #include <moe_ext/moe_ext.h>
