@@ -97,7 +97,10 @@ def wants_cuda(has_sources: bool) -> bool:
 
 
 def flags(compiler: str) -> list[str]:
-    """Returns the flags of a compiler, "cxx" or "nvcc", which CMakeLists.txt reads too."""
+    """Returns the flags of a compiler, "cxx" or "nvcc", which CMakeLists.txt reads too.
+
+    -ffp-contract=off and -fmad=false: no compiler must add fused multiply-adds to the source.
+    """
     return ["-std=c++20", *(HERE / "csrc" / f"{compiler}_flags.txt").read_text().split()]
 
 

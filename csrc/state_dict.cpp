@@ -18,7 +18,7 @@ namespace moe_ext {
 
 namespace {
 
-// A file beside `path` that replaces it once it is complete, and is deleted otherwise.
+// A file next to `path` that replaces it once it is complete, and is deleted otherwise.
 class TemporaryFile {
  public:
   explicit TemporaryFile(const std::string& path) : path_(path), name_(path + ".XXXXXX") {
