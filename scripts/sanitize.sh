@@ -2,7 +2,8 @@
 # Builds libmoe_ext.so and its C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer, and
 # runs the tests. Takes about 15 minutes on 2 cores. Passes its arguments to ctest.
 #
-# PYTHON is an interpreter with torch and moe_ext (default .venv/bin/python).
+# PYTHON is an interpreter with torch and moe_ext (default .venv/bin/python). The tests need Debian's
+# cmake, ninja-build and libgtest-dev.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")

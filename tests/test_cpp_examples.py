@@ -14,7 +14,9 @@ import torch
 
 from moe_ext.lab.training.checkpoint import load_run
 
-pytestmark = pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("ninja")), reason="needs cmake and ninja"
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "examples"

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """Returns a function that builds an example and returns the path of its program."""
-    if not shutil.which("cmake"):
-        pytest.skip("needs cmake")
+    if not (shutil.which("cmake") and shutil.which("ninja")):
+        pytest.skip("needs cmake and ninja")
     folder = tmp_path_factory.mktemp("build")
 
     def run(*command):

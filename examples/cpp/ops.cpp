@@ -8,6 +8,7 @@
 // It prints, with torch 2.15:
 //
 //     [1000, 64], busiest expert: 153
+#include <iostream>
 #include <moe_ext/ops.h>
 #include <torch/torch.h>
 

@@ -1,5 +1,5 @@
-// Serves a trained language model without Python: next words, or perplexities, of the lines of
-// stdin.
+// Serves a trained language model without Python. For each line of stdin, it prints the most
+// probable next words, or the perplexity.
 //
 //     python scripts/export.py runs/moe-32 --output lm.pt2     # the model, for C++
 //
@@ -11,9 +11,10 @@
 //     build/examples/serve lm.pt2 --perplexity --threads 8 < sentences.txt
 //
 // A line is one sentence, or its beginning, with spaces between words. The lines of the output have
-// the order of the lines of the input. A line has the five most probable next words, or the
-// perplexity of the sentence with its end. A thread works on one line at a time. With --perplexity,
-// the perplexity of all sentences follows on stderr; scripts/evaluate.py computes the same number.
+// the order of the lines of the input. A line of the output has the five most probable next words,
+// or the perplexity of the sentence with its end. A thread works on one line at a time. With
+// --perplexity, the perplexity of all sentences follows on stderr; scripts/evaluate.py RUN --corpus
+// sentences.txt computes the same number.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 

@@ -1,4 +1,4 @@
-// Train a language model with a mixture of experts on text, without Python.
+// Trains a language model with a mixture of experts on text, without Python.
 //
 //   cmake -S examples/cpp -B build/examples -G Ninja \
 //     -DCMAKE_PREFIX_PATH="$(python -m moe_ext.info --cmake-prefix)"
@@ -6,8 +6,8 @@
 //   build/examples/train_lm TEXT RUN
 //
 // TEXT is a folder with train.txt and dev.txt: UTF-8, one sentence per line, spaces between words.
-// RUN is a folder for vocabulary and checkpoint. To resume a run that was killed, give the same
-// command again. Options follow as NAME=VALUE; struct Options lists them.
+// RUN is the output folder, with vocabulary and checkpoint. The same command resumes a run that was
+// killed. Options follow as NAME=VALUE; struct Options lists them.
 //
 // By default, model and training are those of configs/small/moe-32.toml. A run on one thread
 // (OMP_NUM_THREADS=1) is bitwise identical to the run of the following command, also if it was
@@ -15,7 +15,15 @@
 //
 //   python scripts/train.py configs/small/moe-32.toml data.corpus=TEXT num_threads=1
 //
-// The program prints, with the built-in corpus as text:
+// Python writes a corpus, such as the built-in one, to an existing folder TEXT:
+//
+//   from moe_ext.lab.data import load_corpus
+//   corpus = load_corpus("builtin")
+//   for part in ("train", "dev", "test"):
+//       with open(f"TEXT/{part}.txt", "w") as file:
+//           file.writelines(" ".join(words) + "\n" for words in getattr(corpus, part))
+//
+// With this text, the program prints:
 //
 //   data    8000 entries in the vocabulary, 825444 training tokens, 322 batches
 //   step 50/1200, train nll 7.563, aux 0.001507, words/s ..., ... s left
@@ -23,12 +31,6 @@
 //   step 200/1200, dev nll 4.837, ppl 126
 //   ...
 //   step 1200/1200, dev nll 4.091, ppl 59.78
-//
-// Python writes the built-in corpus to the folder TEXT:
-//
-//   import moe_ext.lab.data
-//   for part, sentences in vars(moe_ext.lab.data.load_corpus("builtin")).items():
-//       open(f"TEXT/{part}.txt", "w").writelines(" ".join(words) + "\n" for words in sentences)
 #include <moe_ext/moe_ext.h>
 #include <torch/torch.h>
 
@@ -54,7 +56,7 @@ namespace nn = torch::nn;
 
 // ---- Options
 
-// The options, named as in scripts/train.py.
+// The options, named as in configs/small/moe-32.toml, without the section.
 struct Options {
   int64_t seed = 1, steps = 1200;
   int64_t vocab_size = 8000, tokens_per_batch = 2560;
@@ -63,7 +65,7 @@ struct Options {
   double learning_rate = 8e-3, clip_norm = 1;
   int64_t warmup_steps = 200;
   int64_t log_every = 50, eval_every = 200, save_every = 200;
-  std::string init;  // file of torch.save(dict(model.state_dict())); "": random initial weights
+  std::string init;  // file of torch.save(dict(model.state_dict()), path); "": random weights
 
   // Calls f(name, value) for each option.
   template <class F>

@@ -16,10 +16,10 @@ MOE_EXT_API std::string version();
 // minor version alone.
 MOE_EXT_API std::string torch_version();
 
-// The version of CUDA that the library was compiled for; empty without CUDA kernels.
+// The version of CUDA that the library was compiled for; absent without CUDA kernels.
 MOE_EXT_API std::optional<std::string> cuda_version();
 
-// The compiler, such as "12.2.0".
+// The version of the compiler, such as "12.2.0".
 MOE_EXT_API std::string compiler();
 
 // The instruction set of the CPU kernels, such as "avx512_bf16". The environment variable

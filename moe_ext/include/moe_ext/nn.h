@@ -12,9 +12,9 @@
 // state_dict.h carries the weights over. These modules run on one rank: sharding over ranks is in
 // Python (moe_ext.distributed).
 //
-// Constructors throw c10::ValueError if a size or option is out of range, forward() throws
-// c10::ValueError or c10::TypeError for a wrong shape or dtype. Messages name class, argument, rule
-// and value.
+// Constructors throw c10::ValueError if a size or option is out of range, and c10::TypeError if
+// gate or experts has the wrong class. forward() throws c10::ValueError or c10::TypeError for a
+// wrong shape or dtype. Messages name class, argument, rule and value.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -436,10 +436,10 @@ struct MOE_EXT_API MoEOptions {
   // Source of the noise of the default gate; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   // A module that is a Gate, as a pointer or as a holder such as TopKGate(...); null: a
-  // NoisyTopKGate with noise_epsilon and generator.
+  // NoisyTopKGate with noise_epsilon and generator, which a given gate excludes.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   // A module that is an Experts, as a pointer or as a holder; null: FeedForwardExperts with
-  // hidden_sizes, activation, bias and expert_dtype.
+  // hidden_sizes, activation, bias and expert_dtype, which given experts exclude.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
@@ -469,8 +469,7 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
 
   // Maps x [..., D] to y [..., d_output], in the dtype of x.
   //
-  //   mask: [...] bool, true at real tokens. Masked-out tokens never reach the gate, the experts
-  //   or
+  //   mask: [...] bool, true at real tokens. Masked-out tokens never reach the gate, the experts or
   //     the losses; their outputs are 0.
   std::tuple<Tensor, MoEAux> forward(const Tensor& x, const OptionalTensor& mask = std::nullopt);
 

@@ -176,7 +176,7 @@ struct ExpertsOptions {
 //     "tanh".
 //
 //   auto y = experts(x, {w1, w2}, {}, "relu",
-//                    {.offsets = plan.offsets, .inverse = plan.inverse, .gates = kept.gates});
+//                    {.offsets = plan.offsets, .inverse = plan.inverse, .gates = top.gates});
 MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases = {},
                            std::string_view activation = "relu",
                            const ExpertsOptions& options = {});

@@ -23,7 +23,7 @@ MOE_EXT_API StateDict state_dict(const torch::nn::Module& module);
 MOE_EXT_API void load_state_dict(torch::nn::Module& module, const StateDict& values);
 
 // Reads a file that `torch.save(dict(module.state_dict()), path)` or write_state_dict wrote.
-// LibTorch cannot read the OrderedDict that state_dict() itself is. Tensors are on the CPU.
+// LibTorch cannot read an OrderedDict, the type of state_dict() in Python. Tensors are on the CPU.
 //
 // Throws c10::TypeError if the file cannot be read or holds anything but tensors by name.
 MOE_EXT_API StateDict read_state_dict(const std::string& path);
