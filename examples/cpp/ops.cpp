@@ -8,9 +8,10 @@
 // It prints, with torch 2.15:
 //
 //     [1000, 64], busiest expert: 153
-#include <iostream>
 #include <moe_ext/ops.h>
 #include <torch/torch.h>
+
+#include <iostream>
 
 namespace ops = moe_ext::ops;
 
@@ -20,12 +21,10 @@ int main() {
   auto w_gate = torch::randn({64, 16}).requires_grad_();  // 16 experts
   auto w1 = torch::randn({16, 64, 256}).div_(8).requires_grad_();
   auto w2 = torch::randn({16, 256, 64}).div_(16).requires_grad_();
-
   auto top = ops::noisy_topk_gating(x.matmul(w_gate), {}, {}, /*k=*/2);  // without noise
   auto plan = ops::dispatch_plan(top.expert_index, /*num_experts=*/16);
   auto y = ops::experts(x, {w1, w2}, {}, "relu",
                         {.offsets = plan.offsets, .inverse = plan.inverse, .gates = top.gates});
   y.square().mean().backward();  // gradients of w_gate, w1 and w2
-
   std::cout << y.sizes() << ", busiest expert: " << plan.tokens_per_expert.max().item() << '\n';
 }

@@ -12,9 +12,9 @@
 // state_dict.h carries the weights over. These modules run on one rank: sharding over ranks is in
 // Python (moe_ext.distributed).
 //
-// Constructors throw c10::ValueError if a size or option is out of range, and c10::TypeError if
-// gate or experts has the wrong class. forward() throws c10::ValueError or c10::TypeError for a
-// wrong shape or dtype. Messages name class, argument, rule and value.
+// Constructors throw c10::ValueError if a size or option is out of range. They throw c10::TypeError
+// if gate or experts has the wrong class. For a wrong shape or dtype, forward() throws
+// c10::ValueError or c10::TypeError. Messages name class, argument, rule and value.
 #pragma once
 
 #include <torch/nn/cloneable.h>
@@ -436,10 +436,10 @@ struct MOE_EXT_API MoEOptions {
   // Source of the noise of the default gate; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   // A module that is a Gate, as a pointer or as a holder such as TopKGate(...); null: a
-  // NoisyTopKGate with noise_epsilon and generator, which a given gate excludes.
+  // NoisyTopKGate with noise_epsilon and generator. A given gate excludes these two.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   // A module that is an Experts, as a pointer or as a holder; null: FeedForwardExperts with
-  // hidden_sizes, activation, bias and expert_dtype, which given experts exclude.
+  // hidden_sizes, activation, bias and expert_dtype. Given experts exclude these four.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
 
  public:
