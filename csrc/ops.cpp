@@ -1,5 +1,6 @@
 // The typed functions of moe_ext/ops.h: each calls its operator through the dispatcher.
 #include <moe_ext/ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <string>
 #include <tuple>
@@ -68,12 +69,8 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
 
 Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
                std::string_view activation, const ExpertsOptions& options) {
-  const auto needs_grad = [](const Tensor& tensor) { return tensor.requires_grad(); };
   const bool differentiated =
-      at::GradMode::is_enabled() &&
-      (x.requires_grad() || std::any_of(weights.begin(), weights.end(), needs_grad) ||
-       std::any_of(biases.begin(), biases.end(), needs_grad) ||
-       (options.gates && options.gates->requires_grad()));
+      torch::autograd::compute_requires_grad(x, options.gates, weights, biases);
   const Routing routing{.offsets = options.offsets,
                         .inverse = options.inverse,
                         .token_offsets = options.token_offsets,

@@ -15,7 +15,7 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 
 const FactoredAdamOptions& options_of(const OptimizerParamGroup& group) {
-  return static_cast<const FactoredAdamOptions&>(group.options());
+  return dynamic_cast<const FactoredAdamOptions&>(group.options());
 }
 
 void check_options(const FactoredAdamOptions& options) {
@@ -157,6 +157,7 @@ void FactoredAdam::save(torch::serialize::OutputArchive& archive) const {
 
 void FactoredAdam::load(torch::serialize::InputArchive& archive) {
   torch::optim::serialize<FactoredAdamParamState, FactoredAdamOptions>(archive, *this);
+  for (const auto& group : param_groups()) check_options(options_of(group));
 }
 
 }  // namespace moe_ext::optim

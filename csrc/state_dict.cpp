@@ -25,7 +25,9 @@ class TemporaryFile {
     const int handle = mkstemp(name_.data());
     if (handle < 0) error_ = errno;
     check();
-    fchmod(handle, 0644);  // mkstemp creates files with mode 0600
+    const mode_t mask = umask(0);
+    umask(mask);
+    fchmod(handle, 0666 & ~mask);  // mkstemp creates files with mode 0600
     file_ = fdopen(handle, "wb");
   }
   TemporaryFile(const TemporaryFile&) = delete;

@@ -1,8 +1,7 @@
 // moe_ext._C: the facts of the build. It links libmoe_ext.so, which registers the operators.
+#include <moe_ext/build.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include "include/moe_ext/build.h"
 
 PYBIND11_MODULE(_C, m) {
   pybind11::options options;

@@ -58,6 +58,13 @@ END
     { tail -n 40 "$output/build.log"; echo "the build failed: $output/build.log" >&2; return 1; }
   cp -r moe_ext/lib moe_ext/_C*.so "$output/"
   "$python" -m moe_ext.info 2>&1 | tee "$output/info.txt" || true  # ignores a failed self-test
+  if command -v cmake > /dev/null && command -v ninja > /dev/null; then
+    # A C++ program finds torch's and CUDA's libraries by itself.
+    cmake -S examples/cpp -B build/examples -G Ninja \
+      -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)" > "$output/examples.log" &&
+      cmake --build build/examples --target ops >> "$output/examples.log" &&
+      env -u LD_LIBRARY_PATH build/examples/ops || echo "a C++ program failed: $output/examples.log"
+  fi
 }
 
 # Runs in this order: the slow first use of the device, a test that might hang, all tests. At the

@@ -174,7 +174,11 @@ needs_cmake = pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake"
 PROJECT = """
 cmake_minimum_required(VERSION 3.24)
 project(user LANGUAGES CXX)
-find_package(moe_ext REQUIRED)
+set(file main.cpp)
+find_package(moe_ext 0.1 REQUIRED)
+if(NOT file STREQUAL "main.cpp")
+  message(FATAL_ERROR "find_package(moe_ext) has changed a variable")
+endif()
 """
 
 
@@ -183,8 +187,8 @@ def configure(tmp_path):
     """Returns a function that configures a project; it sees a copy of moe_ext without torch."""
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "CMakeLists.txt").write_text(PROJECT)
-    shutil.copytree(PACKAGE / "share", tmp_path / "lib" / "moe_ext" / "share")
-    shutil.copytree(PACKAGE / "lib", tmp_path / "lib" / "moe_ext" / "lib")
+    for folder in ("include", "lib", "share"):
+        shutil.copytree(PACKAGE / folder, tmp_path / "lib" / "moe_ext" / folder)
 
     def run(*prefixes):
         prefixes = ";".join(map(str, [tmp_path / "lib" / "moe_ext", *prefixes]))
@@ -216,6 +220,8 @@ def other_torch(tmp_path):
             )
     main = tmp_path / "torch" / "include" / "torch" / "csrc" / "api" / "include" / "torch"
     (main / "torch.h").write_text("")
+    (tmp_path / "torch" / "lib").mkdir()
+    (tmp_path / "torch" / "lib" / "libtorch_cpu.so").write_text("")
     return tmp_path / "torch", f"{major}.{int(minor) + 1}."
 
 
@@ -233,6 +239,8 @@ def test_find_package_with_another_torch_names_both(configure, other_torch):
     ours = torch.__version__.split("+")[0]
     assert f"moe_ext was built for torch {ours}, but {folder} has torch {version}" in error
     assert error.count("CMake Error") == 1
+    # The remedy that the message names.
+    assert configure(torch.utils.cmake_prefix_path) == (0, "")
 
 
 @needs_cmake

@@ -125,6 +125,14 @@ def test_errors_of_serve(build, exported, arguments, lines, num_answers, message
     assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
 
 
+def test_an_error_does_not_wait_for_the_next_line(build, exported):
+    command = [build("serve"), exported[1], "--threads", "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        process.stdin.write("w2 </s>\n")
+        process.stdin.flush()
+        assert process.wait(timeout=60) == 2
+
+
 def test_errors_of_export(exported, capsys):
     capsys.readouterr()
     assert exit_status(lambda: export.main([str(exported[0]), "--output", "lm"])) == 2

@@ -3,6 +3,7 @@
 #include <moe_ext/nn.h>
 
 #include <ostream>
+#include <typeinfo>
 
 #include "checks.h"
 
@@ -25,6 +26,15 @@ std::shared_ptr<Contract> checked_child(const char* name, const char* contract,
   TORCH_CHECK_TYPE(child, "MoE: ", name, " must derive from moe_ext::nn::", contract, ", got ",
                    module->name());
   return child;
+}
+
+// Returns a clone of a child. A class that derives from a gate inherits its clone(), which would
+// return the gate instead.
+Module clone_of(const Module& child) {
+  const auto copy = child->clone();
+  TORCH_CHECK_TYPE(typeid(*copy) == typeid(*child), "MoE: ", child->name(),
+                   " must override clone(), got a clone of type ", copy->name());
+  return copy;
 }
 
 void check_size(const char* name, int64_t given, int64_t expected, const char* where = "") {
@@ -127,8 +137,8 @@ void MoEImpl::reset() {
   auto experts = options.experts();
   if (gate_) {
     // clone() calls reset() on a copy, which must not share its children with the original.
-    gate = module_of(gate_)->clone();
-    experts = module_of(experts_)->clone();
+    gate = clone_of(module_of(gate_));
+    experts = clone_of(module_of(experts_));
     if (options.gate()) options.gate(gate);
     if (options.experts()) options.experts(experts);
   }

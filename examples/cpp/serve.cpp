@@ -148,9 +148,9 @@ void for_each_line(int64_t num_threads, Work work, Show show) {
   std::mutex reading, showing;
   std::condition_variable turn;
   int64_t num_read = 0, num_shown = 0;
-  std::exception_ptr error;
 
   const auto loop = [&] {
+    torch::set_num_threads(1);  // of this thread: the threads work on different sentences
     while (true) {
       std::string line;
       int64_t number;
@@ -160,35 +160,34 @@ void for_each_line(int64_t num_threads, Work work, Show show) {
         number = num_read++;
       }
       decltype(work(line)) result;
-      std::exception_ptr failed;
+      std::string error;
       try {
         result = work(line);
       } catch (const c10::Error& e) {
-        failed = std::make_exception_ptr(c10::ValueError(
-            {}, "line " + std::to_string(number + 1) + ": " + e.what_without_backtrace()));
-      } catch (...) {
-        failed = std::current_exception();
+        error = e.what_without_backtrace();
+      } catch (const std::exception& e) {
+        error = e.what();
       }
       std::unique_lock lock(showing);
-      turn.wait(lock, [&] { return error || num_shown == number; });
-      if (!error && !failed) show(result);
-      if (!error) error = failed;
+      turn.wait(lock, [&] { return num_shown == number; });
+      if (!error.empty()) {
+        std::cerr << "serve: line " << number + 1 << ": " << error << std::endl;
+        std::_Exit(2);  // the other threads may wait for lines that never come
+      }
+      show(result);
       ++num_shown;
       turn.notify_all();
-      if (error) return;
     }
   };
 
   std::vector<std::thread> threads;
   for (int64_t i = 0; i < num_threads; ++i) threads.emplace_back(loop);
   for (auto& thread : threads) thread.join();
-  if (error) std::rethrow_exception(error);
 }
 
 int main(int argc, char** argv) {
   try {
     const auto options = Options::parse({argv + 1, argv + argc});
-    torch::set_num_threads(1);  // the threads of this program work on different sentences
     LanguageModel model(options.package, options.threads);
     if (!options.perplexity) {
       const auto work = [&](const std::string& line) { return model.next_words(line); };

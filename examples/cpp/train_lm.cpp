@@ -46,6 +46,7 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,11 @@ struct Options {
     for_each([&](const std::string& name, auto& value) {
       if (argument.compare(0, equals, name) == 0) {
         std::istringstream stream(argument.substr(std::min(equals + 1, argument.size())));
-        valid = stream >> value && stream.peek() == EOF;
+        if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::string>) {
+          value = stream.str(), valid = true;
+        } else {
+          valid = stream >> value && stream.peek() == EOF;
+        }
       }
     });
     TORCH_CHECK_VALUE(valid, "an option must be NAME=VALUE with a name of struct Options, got ",

@@ -201,12 +201,14 @@ TEST_F(Files, WithOtherValuesAreRefused) {
 TEST_F(Files, AreReplacedOnlyWhenComplete) {
   const moe_ext::StateDict first = {{"w", torch::ones({3})}}, second = {{"w", torch::zeros({2})}};
   moe_ext::write_state_dict(first, path("state"));
+  std::filesystem::create_hard_link(path("state"), path("old"));  // shows a write in place
   moe_ext::write_state_dict(second, path("state"));
   expect_same_bits(moe_ext::read_state_dict(path("state")), second);
+  expect_same_bits(moe_ext::read_state_dict(path("old")), first);
   EXPECT_THROW(moe_ext::write_state_dict(first, path("no/such/folder")), c10::Error);
   // No temporary file stays.
   const std::filesystem::directory_iterator files(folder_);
-  EXPECT_EQ(std::distance(begin(files), end(files)), 1);
+  EXPECT_EQ(std::distance(begin(files), end(files)), 2);
 }
 
 }  // namespace

@@ -83,6 +83,15 @@ TEST_P(Modules, CloneIsDeep) {
   expect_same_bits(call(*clone, expected / "inputs"), call(*fresh, expected / "inputs"));
 }
 
+TEST_P(Modules, TorchSavesAndLoadsThem) {
+  const auto module = make(), other = make();
+  load_state_dict(*module, (given() / "weights").tensors());
+  std::stringstream file;
+  torch::save(module, file);
+  torch::load(other, file);
+  expect_same_bits(state_dict(*other), state_dict(*module));
+}
+
 TEST_P(Modules, PrintTheirName) {
   std::ostringstream printed;
   printed << *make();

@@ -170,7 +170,7 @@ struct MOE_EXT_API NoisyTopKGateOptions {
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   // Whether to block the gradient of the load through the thresholds.
   TORCH_ARG(bool, detach_threshold) = false;
-  // Source of the noise; absent: torch's global generator.
+  // Source of the noise, which clones share; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
 };
 
@@ -185,7 +185,8 @@ class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateI
   void pretty_print(std::ostream& stream) const override;
   Routing forward(const Tensor& x) override;
 
-  // Draws standard normal noise in the shape and dtype of `like`. Override it to replay noise.
+  // Draws standard normal noise in the shape and dtype of `like`. Override it to replay noise; a
+  // class that does must also override clone().
   virtual Tensor draw_noise(const Tensor& like);
 
   NoisyTopKGateOptions options;
@@ -214,7 +215,7 @@ struct MOE_EXT_API HierarchicalNoisyTopKGateOptions {
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   // Whether to block the gradient of the load through the thresholds.
   TORCH_ARG(bool, detach_threshold) = false;
-  // Source of the noise; absent: torch's global generator.
+  // Source of the noise, which clones share; absent: torch's global generator.
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
 };
 
@@ -231,7 +232,7 @@ class MOE_EXT_API HierarchicalNoisyTopKGateImpl
   Routing forward(const Tensor& x) override;
 
   // Draws standard normal noise in the shape and dtype of `like`; zeros for a single choice.
-  // Override it to replay noise.
+  // Override it to replay noise; a class that does must also override clone().
   virtual Tensor draw_noise(const Tensor& like);
 
   HierarchicalNoisyTopKGateOptions options;
@@ -364,8 +365,9 @@ struct MOE_EXT_API FeedForwardExpertsOptions {
 // weight_0 [E, D, width], weight_1, ... [E, fan_in, width] and, with biases, bias_0, ... [E,
 // width]. Initial weights are uniform with variance 1 / fan_in, biases are zero, and both are the
 // ones that Python draws with the same seed. One expert is a dense feed-forward network.
-class MOE_EXT_API FeedForwardExpertsImpl : public torch::nn::Cloneable<FeedForwardExpertsImpl>,
-                                           public Experts {
+class MOE_EXT_API FeedForwardExpertsImpl final
+    : public torch::nn::Cloneable<FeedForwardExpertsImpl>,
+      public Experts {
  public:
   explicit FeedForwardExpertsImpl(const FeedForwardExpertsOptions& options);
   void reset() override;

@@ -2,6 +2,11 @@
 # A program that links it needs no other settings. CMAKE_PREFIX_PATH is the output of
 # `python -m moe_ext.info --cmake-prefix`, or the folders of an installed moe_ext and of LibTorch.
 include("${CMAKE_CURRENT_LIST_DIR}/moe_ext-torch.cmake")
+if(MOE_EXT_TORCH_ERROR)
+  set(moe_ext_FOUND FALSE)
+  set(moe_ext_NOT_FOUND_MESSAGE "${MOE_EXT_TORCH_ERROR}")
+  return()
+endif()
 
 get_filename_component(moe_ext_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 set(moe_ext_library "${moe_ext_root}/lib/libmoe_ext.so")
@@ -33,5 +38,6 @@ if(NOT TARGET moe_ext::moe_ext)
   set_target_properties(moe_ext::moe_ext PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${moe_ext_root}/include"
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
-    INTERFACE_LINK_LIBRARIES "moe_ext::library;moe_ext::torch")
+    # torch first: its CUDA libraries know where CUDA is, and libmoe_ext.so needs CUDA's runtime.
+    INTERFACE_LINK_LIBRARIES "moe_ext::torch;moe_ext::library")
 endif()
