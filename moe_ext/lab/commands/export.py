@@ -61,7 +61,7 @@ def export(model: LanguageModel, vocabulary: Vocabulary, output: Path) -> None:
             package_path=str(output),
             inductor_configs={
                 "aot_inductor.metadata": {"vocabulary": "\n".join(vocabulary.words)},
-                "cpp.dynamic_threads": True,  # the number of threads of the program, not of this one
+                "cpp.dynamic_threads": True,  # the number of threads of the program that runs it
             },
         )
 
