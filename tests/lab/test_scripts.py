@@ -219,7 +219,7 @@ def test_ctrl_c_saves_and_the_run_continues(corpus, tmp_path):
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
-    assert f"continue with scripts/train.py {folder / 'config.toml'} resume=true" in output
+    assert f"continue with python scripts/train.py {folder / 'config.toml'} resume=true" in output
     last = checkpoints_of(folder).steps()[-1]
     assert last >= 1
     subprocess.run(
