@@ -183,7 +183,8 @@ find_package(moe_ext REQUIRED)
 
 def configure(folder, built_with):
     """Configures a C++ project with a moe_ext that was built for a torch, or was not built."""
-    shutil.copytree(ROOT / "moe_ext" / "share", folder / "moe_ext" / "share")
+    for part in ("include", "share"):
+        shutil.copytree(ROOT / "moe_ext" / part, folder / "moe_ext" / part)
     if built_with:
         (folder / "moe_ext" / "lib").mkdir()
         (folder / "moe_ext" / "lib" / "libmoe_ext.so").touch()
