@@ -2,6 +2,9 @@
 
 import multiprocessing
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import emulated
 import pytest
@@ -10,7 +13,10 @@ from browser import chromium, prefer, resize
 from workers import Workers
 
 import moe_ext
+from moe_ext.info import cmake_prefix
 from moe_ext.lab.training.device import avoid_missing_amx
+
+ROOT = Path(__file__).resolve().parents[1]
 
 pytest.register_assert_rewrite("assertions")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
@@ -74,6 +80,22 @@ def workers():
     processes = Workers()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def program():
+    """Returns a function that builds a program of examples/cpp and returns its path."""
+    if not (shutil.which("cmake") and shutil.which("ninja")):
+        pytest.skip("needs cmake and ninja")
+    source, build = ROOT / "examples" / "cpp", ROOT / "build" / "examples"
+    prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix()}"
+    subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
+
+    def path_of(name):
+        subprocess.run(["cmake", "--build", build, "--target", name], check=True)
+        return build / name
+
+    return path_of
 
 
 @pytest.fixture(scope="session")

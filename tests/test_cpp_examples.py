@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +13,7 @@ import torch
 
 from moe_ext.lab.training.checkpoint import load_run
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("cmake") and shutil.which("ninja")), reason="needs cmake and ninja"
-)
-
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "examples"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -30,20 +24,6 @@ def run(*command):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-@pytest.fixture(scope="session")
-def program():
-    """Returns a function that builds a program of examples/cpp and returns its path."""
-    prefix = run(sys.executable, "-m", "moe_ext.info", "--cmake-prefix").strip()
-    source = ROOT / "examples" / "cpp"
-    run("cmake", "-S", source, "-B", BUILD, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}")
-
-    def build(name):
-        run("cmake", "--build", BUILD, "--target", name)
-        return BUILD / name
-
-    return build
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 import math
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_ext.info import cmake_prefix
 from moe_ext.lab.commands import evaluate, export, train
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import exit_status
@@ -18,27 +16,6 @@ from moe_ext.lab.training.command import exit_status
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Returns a function that builds an example and returns the path of its program."""
-    if not (shutil.which("cmake") and shutil.which("ninja")):
-        pytest.skip("needs cmake and ninja")
-    folder = tmp_path_factory.mktemp("build")
-
-    def run(*command):
-        done = subprocess.run(["cmake", *map(str, command)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    run("-S", ROOT / "examples/cpp", "-B", folder, "-G", "Ninja",
-        f"-DCMAKE_PREFIX_PATH={cmake_prefix()}")  # fmt: skip
-
-    def build(name):
-        run("--build", folder, "--target", name)
-        return folder / name
-
-    return build
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +46,15 @@ def serve(program, *arguments, lines=()):
     )
 
 
-def test_serve(build, exported, corpus, capsys):
-    program, (run, package) = build("serve"), exported
+def test_serve(program, exported, corpus, capsys):
+    run, package = exported
     lines = (corpus / "test.txt").read_text().splitlines()
 
     capsys.readouterr()
     expected = evaluate.main([str(run), "--threads", "1"])
     report = capsys.readouterr().out
     for threads in (1, 4):
-        done = serve(program, package, "--perplexity", "--threads", threads, lines=lines)
+        done = serve(program("serve"), package, "--perplexity", "--threads", threads, lines=lines)
         assert done.returncode == 0, done.stderr
         numbers = r"perplexity [\d.]+  \([\d.]+ nats per word, "
         assert re.search(numbers, done.stderr)[0] == re.search(numbers, report)[0]
@@ -88,7 +65,7 @@ def test_serve(build, exported, corpus, capsys):
 
     trained = load_run(run)
     beginnings = [*(" ".join(line.split()[:3]) for line in lines[:20]), ""]
-    done = serve(program, package, "--threads", 3, lines=beginnings)
+    done = serve(program("serve"), package, "--threads", 3, lines=beginnings)
     assert done.returncode == 0, done.stderr
     output = done.stdout.splitlines()
     assert len(output) == len(beginnings)
@@ -116,17 +93,17 @@ def test_serve(build, exported, corpus, capsys):
         (["{package}"], ["w1", "w2 </s>", "w3"], 1, "line 2: a sentence must not contain </s>"),
     ],
 )
-def test_errors_of_serve(build, exported, arguments, lines, num_answers, message):
+def test_errors_of_serve(program, exported, arguments, lines, num_answers, message):
     arguments = [argument.format(package=exported[1]) for argument in arguments]
-    done = serve(build("serve"), *arguments, lines=lines)
+    done = serve(program("serve"), *arguments, lines=lines)
     assert done.returncode == 2
     assert done.stderr.startswith("serve: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
     assert len(done.stdout.splitlines()) == num_answers  # of the lines before the error
 
 
-def test_an_error_does_not_wait_for_the_next_line(build, exported):
-    command = [build("serve"), exported[1], "--threads", "2"]
+def test_an_error_does_not_wait_for_the_next_line(program, exported):
+    command = [program("serve"), exported[1], "--threads", "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
         process.stdin.write("w2 </s>\n")
         process.stdin.flush()

@@ -30,11 +30,12 @@ std::shared_ptr<Contract> checked_child(const char* name, const char* contract,
 
 // Returns a clone of a child. A class that derives from a gate inherits its clone(), which would
 // return the gate instead.
-Module clone_of(const Module& child) {
-  const auto copy = child->clone();
-  TORCH_CHECK_TYPE(typeid(*copy) == typeid(*child), "MoE: ", child->name(),
-                   " must override clone(), got a clone of type ", copy->name());
-  return copy;
+Module clone_of(const torch::nn::Module& child, const std::optional<torch::Device>& device) {
+  const auto clone = child.clone(device);
+  const torch::nn::Module& copy = *clone;
+  TORCH_CHECK_TYPE(typeid(copy) == typeid(child), "MoE: ", child.name(),
+                   " must override clone(), got a clone of type ", copy.name());
+  return clone;
 }
 
 void check_size(const char* name, int64_t given, int64_t expected, const char* where = "") {
@@ -135,13 +136,6 @@ MoEImpl::MoEImpl(const MoEOptions& options) : options(options) {
 void MoEImpl::reset() {
   auto gate = options.gate();
   auto experts = options.experts();
-  if (gate_) {
-    // clone() calls reset() on a copy, which must not share its children with the original.
-    gate = clone_of(module_of(gate_));
-    experts = clone_of(module_of(experts_));
-    if (options.gate()) options.gate(gate);
-    if (options.experts()) options.experts(experts);
-  }
   if (!gate) gate = default_gate(options);
   gate_ = checked_child<Gate>("gate", "Gate", gate);
   check_size("gate.d_model", gate_->d_model(), options.d_model());
@@ -161,6 +155,23 @@ void MoEImpl::reset() {
 
 void MoEImpl::pretty_print(std::ostream& stream) const {
   print(stream, "moe_ext::nn::MoE", options);
+}
+
+Module MoEImpl::clone(const std::optional<torch::Device>& device) const {
+  auto copy = std::make_shared<MoEImpl>(*this);
+  copy->clone_children(device);
+  return copy;
+}
+
+void MoEImpl::clone_children(const std::optional<torch::Device>& device) {
+  const auto gate = clone_of(*module_of(gate_), device);
+  const auto experts = clone_of(*module_of(experts_), device);
+  gate_ = checked_child<Gate>("gate", "Gate", gate);
+  experts_ = checked_child<Experts>("experts", "Experts", experts);
+  if (options.gate()) options.gate(gate);
+  if (options.experts()) options.experts(experts);
+  replace_module("gate", gate);
+  replace_module("experts", experts);
 }
 
 std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& mask) {
@@ -229,11 +240,9 @@ void HierarchicalMoEImpl::pretty_print(std::ostream& stream) const {
   print(stream, "moe_ext::nn::HierarchicalMoE", options);
 }
 
-std::shared_ptr<torch::nn::Module> HierarchicalMoEImpl::clone(
-    const std::optional<torch::Device>& device) const {
-  // Cloneable makes a MoEImpl, which holds all members of this class.
+Module HierarchicalMoEImpl::clone(const std::optional<torch::Device>& device) const {
   auto copy = std::make_shared<HierarchicalMoEImpl>(*this);
-  static_cast<MoEImpl&>(*copy) = static_cast<const MoEImpl&>(*MoEImpl::clone(device));
+  copy->clone_children(device);
   return copy;
 }
 

@@ -468,6 +468,8 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
   explicit MoEImpl(const MoEOptions& options);
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
 
   // Maps x [..., D] to y [..., d_output], in the dtype of x.
   //
@@ -483,6 +485,9 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(OptionalTensor())})
+
+  // Replaces the children, which a copy of a module shares with it, by clones.
+  void clone_children(const std::optional<torch::Device>& device);
 
  private:
   // Returns sum_i G(x)_i E_i(x) of routed tokens x.

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ext import MoE, ops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, host_seconds, ratio
+from moe_ext.lab.benchmarks.harness import OutputOnly, Quartiles, environment, host_seconds, ratio
 from moe_ext.lab.commands.export import NextWord, export
 from moe_ext.lab.data import Vocabulary
 from moe_ext.lab.models import LanguageModel, LanguageModelConfig
@@ -76,17 +76,6 @@ def _in_python(function: Callable[[], object]) -> Callable[[int], float]:
     return microseconds
 
 
-class _Output(nn.Module):
-    """Returns the output of a layer without `MoEAux`."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
 def _experts_calls(D: int, E: int, k: int, F: int) -> dict[str, Callable[[], object]]:
     """Returns the calls of the operator: by the dispatcher, and by `moe_ext.ops.experts`."""
     x, gates = torch.randn(1, D), torch.rand(1, k)
@@ -131,7 +120,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layer = _Output(MoE(D, E, k, hidden_sizes=[F])).eval()
+    layer = OutputOnly(MoE(D, E, k, hidden_sizes=[F])).eval()
     mixture = MoEConfig(num_experts=E, k=k, hidden_sizes=[F])
     model = LanguageModel(LanguageModelConfig(d_model=D, moe=mixture), args.words).eval()
     vocabulary = Vocabulary(["</s>", "<unk>", *map(str, range(args.words - 2))])

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 import torch
+from torch import Tensor, nn
 
+from moe_ext import MoE
 from moe_ext.info import blas_name, cpu_name, isa
 
 Name = TypeVar("Name")
@@ -119,6 +121,17 @@ def interleaved(
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
     """Returns the quartiles of numerator / denominator over the rounds; needs 2 or more."""
     return Quartiles.of(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+class OutputOnly(nn.Module):
+    """Returns the output of a MoE layer without `MoEAux`."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
 
 
 @contextlib.contextmanager

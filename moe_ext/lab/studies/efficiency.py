@@ -28,7 +28,14 @@ from torch import Tensor, nn
 
 from moe_ext import MoE
 from moe_ext.lab.analysis import training_flops
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
+from moe_ext.lab.benchmarks.harness import (
+    OutputOnly,
+    Quartiles,
+    environment,
+    interleaved,
+    pinned,
+    ratio,
+)
 from moe_ext.lab.benchmarks.roofline import gemm_probe
 from moe_ext.lab.models import LanguageModel
 from moe_ext.lab.training.command import at_least, make_parser
@@ -161,7 +168,7 @@ def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> l
         layer = MoE(width, num_experts, k, hidden_sizes=[hidden])
         timed = {
             DENSE_LAYER: _forward_backward(dense, x),
-            name: _forward_backward(_Output(layer), x),
+            name: _forward_backward(OutputOnly(layer), x),
         }
         seconds = interleaved(timed, rounds)
         products = 6.0 * tokens * 2 * k * width * hidden
@@ -174,18 +181,7 @@ def _layer_alone(tokens: int, width: int, hidden: int, k: int, rounds: int) -> l
     return rows
 
 
-class _Output(nn.Module):
-    """Wraps a MoE layer and returns only its output, without `MoEAux`."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class _StepByStep(_Output):
+class _StepByStep(OutputOnly):
     """Calls the MoE layer separately for each time step of x [S, B, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ def _time_steps(steps: int, batch: int, width: int, hidden: int, rounds: int) ->
     x = torch.randn(steps, batch, width, requires_grad=True)
     timed = {
         "each step by itself": _forward_backward(_StepByStep(layer), x),
-        f"{steps} steps at once": _forward_backward(_Output(layer), x),
+        f"{steps} steps at once": _forward_backward(OutputOnly(layer), x),
     }
     seconds = interleaved(timed, rounds)
     operations = 2 * k * width * hidden + 2 * width * num_experts
