@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -172,55 +171,6 @@ def test_import_with_another_torch_names_both(monkeypatch):
     assert f"built for torch {moe_ext._C.torch_version}" in str(raised.value)
     assert "install the wheel for this torch" in str(raised.value)
     assert "--no-build-isolation" in str(raised.value)
-
-
-USES_CMAKE = """
-cmake_minimum_required(VERSION 3.18)
-project(uses LANGUAGES NONE)
-find_package(moe_ext REQUIRED)
-"""
-
-
-def configure(folder, built_with):
-    """Configures a C++ project with a moe_ext that was built for a torch, or was not built."""
-    for part in ("include", "share"):
-        shutil.copytree(ROOT / "moe_ext" / part, folder / "moe_ext" / part)
-    if built_with:
-        (folder / "moe_ext" / "lib").mkdir()
-        (folder / "moe_ext" / "lib" / "libmoe_ext.so").touch()
-        line = f"set(moe_ext_torch_version {built_with})\n"
-        (folder / "moe_ext" / "lib" / "built_with.cmake").write_text(line)
-    (folder / "CMakeLists.txt").write_text(USES_CMAKE)
-    prefix = f"{folder / 'moe_ext'};{torch.utils.cmake_prefix_path}"
-    return subprocess.run(
-        ["cmake", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
-        capture_output=True,
-        text=True,
-    )
-
-
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-def test_cmake_with_another_torch_names_both(tmp_path):
-    result = configure(tmp_path, "1.2.3")
-    assert result.returncode != 0
-    message = " ".join(result.stderr.split())
-    version = torch.__version__.partition("+")[0]
-    assert "moe_ext was built for torch 1.2.3, but" in message
-    assert f"has torch {version}: build moe_ext again" in message
-
-
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-def test_cmake_without_the_library_says_so(tmp_path):
-    result = configure(tmp_path, None)
-    assert result.returncode != 0
-    assert "moe_ext/lib/libmoe_ext.so has not been built" in " ".join(result.stderr.split())
-
-
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
-def test_cmake_takes_any_patch_release_of_torch(tmp_path):
-    major_minor = ".".join(torch.__version__.split(".")[:2])
-    result = configure(tmp_path, f"{major_minor}.99")
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("version", [None, "12.1"])
