@@ -24,11 +24,13 @@ avoid_missing_amx()  # before the first GEMM
 
 def pytest_addoption(parser):
     parser.addoption("--equation", help='run the tests of one equation alone, as "Eq. 8"')
+    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line("markers", "long: runs only with --long")
     config.addinivalue_line(
         "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
     )
@@ -45,12 +47,16 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps only the tests of the option --equation."""
+    """Keeps only the tests of the option --equation; drops the long ones without --long."""
     wanted = config.getoption("--equation")
-    if wanted:
-        others = [item for item in items if wanted not in equations_of(item)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if wanted in equations_of(item)]
+
+    def is_kept(item):
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            return False
+        return not wanted or wanted in equations_of(item)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = [item for item in items if is_kept(item)]
 
 
 def equations_of(item):
