@@ -334,7 +334,11 @@ class BlockBackward {
       const bool needs_rest = gradients_.grad_rows != nullptr || l > gradients_.first_learned;
       const bool needs_gates = l == last_ && has_gates();
       const acc_t* grad_before = nullptr;
-      if (needs_rest || needs_gates) grad_before = input_gradient(l, grad_z);
+      if (needs_rest || needs_gates) {
+        grad_before = input_gradient(l, grad_z);
+      } else if (needs_weight(l) && !has_input(l)) {
+        activate_input(l);
+      }
       if (needs_gates) gate_gradient();
       parameter_gradients(l, grad_z);
       if (!needs_rest) return;
@@ -358,6 +362,20 @@ class BlockBackward {
     std::fill_n(grad_gate_, block_.num_rows * kLanes, acc_t(0));
   }
 
+  // Returns whether computing z also computed the input of layer l. In half precision, the
+  // activations are always computed from the rounded z, saved or recomputed.
+  bool has_input(int64_t l) const { return l == 0 || (kSame && gradients_.hidden.empty()); }
+
+  // Computes the input of layer l, a hidden layer's activations.
+  void activate_input(int64_t l) const {
+    const int64_t width = experts_.fan_in(l);
+    const Region last_columns{.row = 0,
+                              .num_rows = block_.num_rows,
+                              .column = experts_.columns(l - 1) - width,
+                              .num_columns = width};
+    experts_.activate_rounded(a_.z[l - 1], last_columns, width, a_.out[l - 1]);
+  }
+
   // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'
   // of layer l - 1 and computes that layer's activations, unless recomputing z already did. At the
   // last layer, dL/dZ is not multiplied by the gates yet.
@@ -366,9 +384,7 @@ class BlockBackward {
     const int64_t width_z = l > 0 ? experts_.columns(l - 1) : width;
     const scalar_t* z = l > 0 ? a_.z[l - 1] : nullptr;
     const bool gated_sum = l == last_ && has_gates();
-    // In half precision, the activations are always computed from the rounded z, saved or
-    // recomputed.
-    const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
+    const bool activated = has_input(l);
     scalar_t* grad_rows = nullptr;
     if (l == 0 && gradients_.grad_rows != nullptr) {
       grad_rows = gradients_.grad_rows + block_.first_row * width;
