@@ -26,7 +26,7 @@ class OrderedReduction {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  // Writes the sums to `gradients`. Each tensor has the experts one after another in memory, or is
+  // Writes the sums to `gradients`. Each tensor has the experts in sequence in memory, or is
   // empty if it is not needed.
   OrderedReduction(at::TensorList gradients, int64_t num_experts, int64_t num_split_experts,
                    const at::TensorOptions& acc_options) {

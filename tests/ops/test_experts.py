@@ -124,7 +124,7 @@ def test_transposed_weights_give_the_same_bits(device, dtype, widths, num_rows, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_few_rows_of_long_weights(dtype, transposed):
-    """Rows have the same bits in a small batch as in a large one, over several K-blocks."""
+    """Rows are bitwise identical in a small and in a large batch, over several K-blocks."""
     x, weights, _, offsets = layout_sample("cpu", dtype, (1088, 64), 20)
     _, views = stored_as(weights, [transposed])
     every = ops.experts(x, views, offsets=offsets)
