@@ -38,6 +38,18 @@ inline bool check_activation(const char* op, std::string_view activation,
   TORCH_CHECK_VALUE(false, op, ": activation must be one of ", names, ", got '", activation, "'");
 }
 
+// Returns whether the matrices of a weight are stored transposed: the weight is a view p.mT of a
+// contiguous p [E, columns, fan_in].
+inline bool is_transposed(const Tensor& weight) {
+  return weight.dim() == 3 && !weight.is_contiguous() && weight.mT().is_contiguous();
+}
+
+// Returns a weight that the kernels can read: contiguous or transposed. Copies it only if it is
+// neither.
+inline Tensor in_known_layout(const Tensor& weight) {
+  return is_transposed(weight) ? weight : weight.contiguous();
+}
+
 // Returns R.
 inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
   return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
@@ -129,7 +141,8 @@ inline std::vector<Tensor> experts_hidden(Empty& empty, const Tensor& x, const R
 }
 
 inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const Routing& routing,
-                                   const FeedForward& network, at::TensorList hidden) {
+                                   const FeedForward& network, at::TensorList hidden,
+                                   const c10::List<bool>& needs_parameters) {
   constexpr auto op = "_experts_backward";
   check_experts(op, x, routing, network);
   const auto type = x.scalar_type();
@@ -138,6 +151,9 @@ inline void check_experts_backward(const Tensor& grad_y, const Tensor& x, const 
   TORCH_CHECK_VALUE(hidden.empty() || hidden.size() + 1 == weights.size(), op,
                     ": hidden must be empty or have one tensor for each hidden layer, got ",
                     hidden.size());
+  TORCH_CHECK_VALUE(needs_parameters.size() == weights.size() + network.biases.size(), op,
+                    ": needs_parameters must have one value for each weight and bias, got ",
+                    needs_parameters.size());
   for (size_t l = 0; l < hidden.size(); ++l) {
     check_argument(op, "hidden", hidden[l], x, type,
                    {num_rows_of(x, routing), weights[l].sym_size(2)});
@@ -154,12 +170,36 @@ inline Tensor experts_gradient_of_gates(Empty& empty, const Tensor& x,
   return gates ? empty_of(empty, *gates) : empty(x, {0}, accumulate_type(x));
 }
 
-// Creates the gradients of the weights or of the biases; none if they are not needed.
-inline std::vector<Tensor> experts_gradients_of(Empty& empty, at::TensorList parameters,
-                                                bool needs_parameters) {
+// Returns the first layer whose weight or bias needs a gradient; the number of layers if there is
+// none.
+inline int64_t first_learned_layer(const FeedForward& network,
+                                   const c10::List<bool>& needs_parameters) {
+  const size_t num_layers = network.weights.size();
+  size_t l = 0;
+  while (l < num_layers && !needs_parameters[l] &&
+         (network.biases.empty() || !needs_parameters[num_layers + l])) {
+    ++l;
+  }
+  return static_cast<int64_t>(l);
+}
+
+// Creates the gradient of a parameter in the memory layout of the parameter; shape [0] if it is not
+// needed.
+inline Tensor experts_gradient_of(Empty& empty, const Tensor& parameter, bool needed) {
+  if (!needed) return empty(parameter, {0}, parameter.scalar_type());
+  if (is_transposed(parameter)) return empty_of(empty, parameter.mT()).mT();
+  return empty_of(empty, parameter);
+}
+
+// Creates the gradients of the weights, then of the biases.
+inline std::vector<Tensor> experts_gradients_of(Empty& empty, const FeedForward& network,
+                                                const c10::List<bool>& needs_parameters) {
   std::vector<Tensor> gradients;
-  if (!needs_parameters) return gradients;
-  for (const Tensor& each : parameters) gradients.push_back(empty_of(empty, each));
+  for (const at::TensorList parameters : {network.weights, network.biases}) {
+    for (const Tensor& each : parameters) {
+      gradients.push_back(experts_gradient_of(empty, each, needs_parameters[gradients.size()]));
+    }
+  }
   return gradients;
 }
 

@@ -4,6 +4,8 @@
 // this header repeats that list; kernels, autograd and autocast use the structs.
 #pragma once
 
+#include <ATen/core/List.h>
+
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -15,14 +17,15 @@ namespace moe_ext {
 
 // The expert networks, all of one architecture: linear layers with an activation between them.
 struct FeedForward {
-  at::TensorList weights;  // [E, fan_in, columns] of each layer
+  at::TensorList weights;  // [E, fan_in, columns] of each layer, contiguous or transposed
   at::TensorList biases;   // [E, columns] of each layer, or empty
   std::string_view activation;
   at::ArrayRef<double> activation_args;  // limit, alpha and offset, or empty
 };
 
 using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
-using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>>;
+// The gradients of x, of the gates, and of the parameters: the weights, then the biases.
+using ExpertsGradients = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
 
 // Adapts kernel(x, routing, network, keep_hidden) to the dispatcher.
 template <auto kernel>
@@ -50,7 +53,7 @@ ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
                                      const OptionalTensor& gates, at::TensorList weights,
                                      std::optional<at::TensorList> biases, at::TensorList hidden,
                                      std::string_view activation, bool needs_x,
-                                     bool needs_parameters,
+                                     const c10::List<bool>& needs_parameters,
                                      std::optional<at::ArrayRef<double>> activation_args) {
   return kernel(
       grad_y, x,
@@ -80,7 +83,7 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
 inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
                                               const Routing& routing, const FeedForward& network,
                                               at::TensorList hidden, bool needs_x,
-                                              bool needs_parameters) {
+                                              const c10::List<bool>& needs_parameters) {
   static const auto op =
       find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
   return op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,

@@ -112,12 +112,12 @@ ExpertsOutputs experts_meta(const Tensor& x, const Routing& routing, const FeedF
 
 ExpertsGradients experts_backward_meta(const Tensor& grad_y, const Tensor& x,
                                        const Routing& routing, const FeedForward& network,
-                                       at::TensorList hidden, bool needs_x, bool needs_parameters) {
-  check_experts_backward(grad_y, x, routing, network, hidden);
+                                       at::TensorList hidden, bool needs_x,
+                                       const c10::List<bool>& needs_parameters) {
+  check_experts_backward(grad_y, x, routing, network, hidden, needs_parameters);
   return {experts_gradient_of_x(empty, x, needs_x),
           experts_gradient_of_gates(empty, x, routing.gates),
-          experts_gradients_of(empty, network.weights, needs_parameters),
-          experts_gradients_of(empty, network.biases, needs_parameters)};
+          experts_gradients_of(empty, network, needs_parameters)};
 }
 
 void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,

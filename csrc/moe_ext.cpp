@@ -88,13 +88,13 @@ TORCH_LIBRARY(moe_ext, m) {
       "float[]? activation_args=None) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
-  // Recomputes hidden if it is empty. Without needs_x, the gradient of x has shape [0]; without
-  // needs_parameters, the lists of gradients are empty.
+  // Recomputes hidden if it is empty. The parameters are the weights, then the biases. A gradient
+  // that is not needed has shape [0]. The others have the memory layout of their parameter.
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
-      "str activation, bool needs_x, bool needs_parameters, float[]? activation_args=None) "
-      "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
+      "str activation, bool needs_x, bool[] needs_parameters, float[]? activation_args=None) "
+      "-> (Tensor x, Tensor gates, Tensor[] parameters)",
       tags);
 
   // App. D: row <- decay row + gain mean_j(grad^2); column likewise, with the mean over i. Then

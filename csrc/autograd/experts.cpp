@@ -1,7 +1,5 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include <algorithm>
-
 #include "../experts_operator.h"
 #include "function.h"
 
@@ -36,10 +34,12 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["activation_args"] = activation_args.vec();
-    const auto needs_grad = [](const Tensor& tensor) { return tensor.requires_grad(); };
     ctx->saved_data["needs_x"] = x.requires_grad();
-    ctx->saved_data["needs_parameters"] = std::any_of(weights.begin(), weights.end(), needs_grad) ||
-                                          std::any_of(biases.begin(), biases.end(), needs_grad);
+    c10::List<bool> needs_parameters;
+    for (const at::TensorList parameters : {weights, biases}) {
+      for (const Tensor& each : parameters) needs_parameters.push_back(each.requires_grad());
+    }
+    ctx->saved_data["needs_parameters"] = needs_parameters;
     ctx->mark_non_differentiable(hidden);
     ctx->set_materialize_grads(false);  // no zero gradients of the size of hidden
     variable_list outputs{y};
@@ -64,15 +64,15 @@ struct Experts : torch::autograd::Function<Experts> {
                               .activation_args = activation_args};
     const auto hidden = tensors.slice(5 + num_layers + num_biases);
     const bool needs_x = ctx->saved_data["needs_x"].toBool();
-    const bool needs_parameters = ctx->saved_data["needs_parameters"].toBool();
-    auto [grad_x, grad_gates, grad_weights, grad_biases] = call_experts_backward(
+    const auto needs_parameters = ctx->saved_data["needs_parameters"].toBoolList();
+    auto [grad_x, grad_gates, grad_parameters] = call_experts_backward(
         grads[0], saved[0], routing, network, hidden, needs_x, needs_parameters);
-    grad_weights.resize(num_layers);
-    grad_biases.resize(num_biases);
+    for (size_t i = 0; i < grad_parameters.size(); ++i) {
+      if (!needs_parameters[i]) grad_parameters[i].reset();
+    }
     variable_list out{needs_x ? grad_x : Tensor(), Tensor(), Tensor(), Tensor(),
                       routing.gates ? grad_gates : Tensor()};
-    out.insert(out.end(), grad_weights.begin(), grad_weights.end());
-    out.insert(out.end(), grad_biases.begin(), grad_biases.end());
+    out.insert(out.end(), grad_parameters.begin(), grad_parameters.end());
     out.insert(out.end(), {Tensor(), Tensor(), Tensor()});
     return out;
   }

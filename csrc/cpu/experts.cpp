@@ -73,7 +73,8 @@ class Experts {
       check_offsets(op, "offsets", offsets_, num_rows_);
     }
     for (const Tensor& weight : network.weights) {
-      weights_.push_back(weight.contiguous());
+      weights_.push_back(in_known_layout(weight));
+      transposed_.push_back(moe_ext::is_transposed(weight));
       widest_ = std::max({widest_, weight.size(1), weight.size(2)});
       flops_per_row_ += 2 * weight.size(1) * weight.size(2);
     }
@@ -114,9 +115,14 @@ class Experts {
     return whole_lines(gemm_workspace_size<scalar_t>(std::max(most_rows_, widest_)));
   }
 
-  const scalar_t* weight(int64_t expert, int64_t layer) const {
-    return weights_[layer].template const_data_ptr<scalar_t>() +
-           expert * fan_in(layer) * columns(layer);
+  // Returns whether the weights of a layer are stored as [columns, fan_in].
+  bool is_transposed(int64_t layer) const { return transposed_[layer]; }
+
+  // Returns an expert's weight, [fan_in, columns].
+  Operand<scalar_t> weight(int64_t expert, int64_t layer) const {
+    const scalar_t* data = weights_[layer].template const_data_ptr<scalar_t>() +
+                           expert * fan_in(layer) * columns(layer);
+    return is_transposed(layer) ? transposed(data, fan_in(layer)) : plain(data, columns(layer));
   }
 
   const scalar_t* bias(int64_t expert, int64_t layer) const {
@@ -199,13 +205,13 @@ class Experts {
     }
     Epilogue<scalar_t> after_gemm{.run = epilogue};
     if (layer + 1 < num_layers()) {
-      after_gemm.next_b = plain(weight(block.expert, layer + 1), columns(layer + 1));
+      after_gemm.next_b = weight(block.expert, layer + 1);
     } else if (const Block* next = after(block)) {
-      after_gemm.next_b = plain(weight(next->expert, 0), columns(0));
+      after_gemm.next_b = weight(next->expert, 0);
     }
     gemm<scalar_t>(block.num_rows, columns(layer), fan_in(layer), plain(in, fan_in(layer)),
-                   plain(weight(block.expert, layer), columns(layer)),
-                   has_bias() ? Write::kAdd : Write::kReplace, product, space, after_gemm);
+                   weight(block.expert, layer), has_bias() ? Write::kAdd : Write::kReplace, product,
+                   space, after_gemm);
   }
 
   // Returns the next block, or null after the last one.
@@ -238,6 +244,7 @@ class Experts {
   std::vector<int64_t> token_of_, slot_of_;  // of each row
   Tensor offsets_;
   std::vector<Tensor> weights_, biases_;
+  std::vector<bool> transposed_;  // of each layer
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;
@@ -290,7 +297,8 @@ struct Gradients {
   const acc_t* const gates;             // for each slot, or null
   acc_t* const grad_gates;
   scalar_t* const grad_rows;                    // for the input rows, or null
-  const OrderedReduction<scalar_t> parameters;  // for the weights, then the biases; or empty
+  const OrderedReduction<scalar_t> parameters;  // for the weights, then the biases
+  const int64_t first_learned;                  // the first layer with a gradient of parameters
 };
 
 // The backward pass of a block, from the last layer to the first.
@@ -330,13 +338,16 @@ class BlockBackward {
     take_output_gradient();
     const acc_t* grad_z = grad_out_;
     for (int64_t l = last_; l >= 0; --l) {
-      const bool needs_parameters = !gradients_.parameters.empty();
-      const bool needs_rest = gradients_.grad_rows != nullptr || (needs_parameters && l > 0);
+      const bool needs_rest = gradients_.grad_rows != nullptr || l > gradients_.first_learned;
       const bool needs_gates = l == last_ && has_gates();
       const acc_t* grad_before = nullptr;
-      if (needs_rest || needs_gates) grad_before = input_gradient(l, grad_z);
+      if (needs_rest || needs_gates) {
+        grad_before = input_gradient(l, grad_z);
+      } else if (needs_weight(l) && !has_input(l)) {
+        activate_input(l);
+      }
       if (needs_gates) gate_gradient();
-      if (needs_parameters) parameter_gradients(l, grad_z);
+      parameter_gradients(l, grad_z);
       if (!needs_rest) return;
       grad_z = grad_before;
     }
@@ -358,6 +369,20 @@ class BlockBackward {
     std::fill_n(grad_gate_, block_.num_rows * kLanes, acc_t(0));
   }
 
+  // Returns whether computing z also computed the input of layer l. In half precision, the
+  // activations are always computed from the rounded z, saved or recomputed.
+  bool has_input(int64_t l) const { return l == 0 || (kSame && gradients_.hidden.empty()); }
+
+  // Computes the input of layer l, a hidden layer's activations.
+  void activate_input(int64_t l) const {
+    const int64_t width = experts_.fan_in(l);
+    const Region last_columns{.row = 0,
+                              .num_rows = block_.num_rows,
+                              .column = experts_.columns(l - 1) - width,
+                              .num_columns = width};
+    experts_.activate_rounded(a_.z[l - 1], last_columns, width, a_.out[l - 1]);
+  }
+
   // Takes dL/dZ of layer l, [num_rows, columns]. At l = 0, writes dL/dx. Otherwise returns dL/dZ'
   // of layer l - 1 and computes that layer's activations, unless recomputing z already did. At the
   // last layer, dL/dZ is not multiplied by the gates yet.
@@ -366,9 +391,7 @@ class BlockBackward {
     const int64_t width_z = l > 0 ? experts_.columns(l - 1) : width;
     const scalar_t* z = l > 0 ? a_.z[l - 1] : nullptr;
     const bool gated_sum = l == last_ && has_gates();
-    // In half precision, the activations are always computed from the rounded z, saved or
-    // recomputed.
-    const bool activated = l == 0 || (kSame && gradients_.hidden.empty());
+    const bool activated = has_input(l);
     scalar_t* grad_rows = nullptr;
     if (l == 0 && gradients_.grad_rows != nullptr) {
       grad_rows = gradients_.grad_rows + block_.first_row * width;
@@ -407,12 +430,12 @@ class BlockBackward {
     Epilogue<scalar_t> epilogue{.run = run};
     if (l > 0) {
       epilogue.prefetch = prefetch;
-      epilogue.next_b = transposed(experts_.weight(block_.expert, l - 1), width_z);
+      epilogue.next_b = transpose(experts_.weight(block_.expert, l - 1));
     } else if (const Block* next = experts_.after(block_)) {
-      epilogue.next_b = transposed(experts_.weight(next->expert, last_), experts_.columns(last_));
+      epilogue.next_b = transpose(experts_.weight(next->expert, last_));
     }
     gemm<scalar_t>(block_.num_rows, width, columns, plain(grad_z, columns),
-                   transposed(experts_.weight(block_.expert, l), columns), Write::kReplace, grad_a,
+                   transpose(experts_.weight(block_.expert, l)), Write::kReplace, grad_a,
                    a_.gemm_workspace, epilogue);
     return grad_before;
   }
@@ -434,16 +457,29 @@ class BlockBackward {
     }
   }
 
+  bool needs_weight(int64_t l) const { return gradients_.parameters.needs(l); }
+  bool needs_bias(int64_t l) const {
+    return experts_.has_bias() && gradients_.parameters.needs(experts_.num_layers() + l);
+  }
+
   void parameter_gradients(int64_t l, const acc_t* grad_z) const {
     const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
-    gradients_.parameters.add(block_, l, parameter_, [&](acc_t* target, Write write) {
-      gemm<scalar_t>(fan_in, columns, n, transposed(a_.input(l), fan_in), plain(grad_z, columns),
-                     write, target, a_.gemm_workspace);
-    });
-    if (!experts_.has_bias()) return;
-    gradients_.parameters.add(
-        block_, experts_.num_layers() + l, parameter_,
-        [&](acc_t* target, Write) { vectorized<SumOfRows>(grad_z, n, columns, bias_, target); });
+    if (needs_weight(l)) {
+      gradients_.parameters.add(block_, l, parameter_, [&](acc_t* target, Write write) {
+        const auto a = plain(a_.input(l), fan_in);
+        const auto dz = plain(grad_z, columns);
+        if (experts_.is_transposed(l)) {
+          gemm<scalar_t>(columns, fan_in, n, transpose(dz), a, write, target, a_.gemm_workspace);
+        } else {
+          gemm<scalar_t>(fan_in, columns, n, transpose(a), dz, write, target, a_.gemm_workspace);
+        }
+      });
+    }
+    if (needs_bias(l)) {
+      gradients_.parameters.add(
+          block_, experts_.num_layers() + l, parameter_,
+          [&](acc_t* target, Write) { vectorized<SumOfRows>(grad_z, n, columns, bias_, target); });
+    }
   }
 
   const Gradients<scalar_t>& gradients_;
@@ -464,7 +500,7 @@ class BlockBackward {
 template <typename scalar_t>
 Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tensor& gates,
                 at::TensorList hidden, bool needs_x, at::TensorList grad_parameters,
-                const Tensor& grad_gates) {
+                int64_t first_learned, const Tensor& grad_gates) {
   using acc_t = at::opmath_type<scalar_t>;
   const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
@@ -476,7 +512,8 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .grad_gates = grad_gates.mutable_data_ptr<acc_t>(),
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
       .parameters = OrderedReduction<scalar_t>(grad_parameters, experts.num_experts(),
-                                               experts.num_split_experts(), acc_options)};
+                                               experts.num_split_experts(), acc_options),
+      .first_learned = first_learned};
   for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(),
                         BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
                         [&](const Block& block, acc_t* workspace) {
@@ -511,23 +548,21 @@ ExpertsOutputs experts_cpu(const Tensor& x, const Routing& routing, const FeedFo
 
 ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, const Routing& routing,
                                       const FeedForward& network, at::TensorList hidden,
-                                      bool needs_x, bool needs_parameters) {
+                                      bool needs_x, const c10::List<bool>& needs_parameters) {
   constexpr auto op = "_experts_backward";
-  check_experts_backward(grad_y, x, routing, network, hidden);
+  check_experts_backward(grad_y, x, routing, network, hidden, needs_parameters);
   OptionalTensor gates;
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_x;
   Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
-  const auto grad_weights = experts_gradients_of(empty, network.weights, needs_parameters);
-  const auto grad_biases = experts_gradients_of(empty, network.biases, needs_parameters);
-  auto grad_parameters = grad_weights;
-  grad_parameters.insert(grad_parameters.end(), grad_biases.begin(), grad_biases.end());
+  const auto grad_parameters = experts_gradients_of(empty, network, needs_parameters);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     const Experts<scalar_t> experts(op, x, routing, network);
     std::vector<Tensor> kept;
     for (const Tensor& layer : hidden) kept.push_back(layer.contiguous());
-    const Tensor grad_rows = backward(experts, grad_y.contiguous(), gates.value_or(Tensor()), kept,
-                                      needs_x, grad_parameters, grad_gates);
+    const Tensor grad_rows =
+        backward(experts, grad_y.contiguous(), gates.value_or(Tensor()), kept, needs_x,
+                 grad_parameters, first_learned_layer(network, needs_parameters), grad_gates);
     if (needs_x && !routing.inverse) {
       grad_x = grad_rows;
       return;
@@ -535,8 +570,8 @@ ExpertsGradients experts_backward_cpu(const Tensor& grad_y, const Tensor& x, con
     grad_x = experts_gradient_of_x(empty, x, needs_x);
     if (needs_x) sum_of_rows(grad_rows, *experts.slots(), /*weights=*/Tensor(), grad_x);
   });
-  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates, grad_weights,
-          grad_biases};
+  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates,
+          grad_parameters};
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ class OrderedReduction {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  // Writes the sums to `gradients`; the first dimension of each tensor is the expert.
+  // Writes the sums to `gradients`. Each tensor has the experts in sequence in memory, or is
+  // empty if it is not needed.
   OrderedReduction(at::TensorList gradients, int64_t num_experts, int64_t num_split_experts,
                    const at::TensorOptions& acc_options) {
     for (const at::Tensor& each : gradients) {
@@ -44,7 +45,8 @@ class OrderedReduction {
     num_added_ = std::vector<std::atomic<int>>(num_split_experts * parameters_.size());
   }
 
-  bool empty() const { return parameters_.empty(); }
+  // Returns whether gradient `index` has elements to compute.
+  bool needs(int64_t index) const { return parameters_[index].size > 0; }
 
   // The number of workspace elements that `add` needs.
   int64_t space_size() const { return in_place_ ? 0 : largest_; }

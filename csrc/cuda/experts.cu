@@ -241,7 +241,7 @@ class Experts {
         num_rows_(routing.inverse ? routing.inverse->numel() : x.size(0)),
         num_experts_(network.weights[0].size(0)),
         products_(offsets_, num_rows_, num_experts_) {
-    for (const Tensor& weight : network.weights) weights_.push_back(weight.contiguous());
+    for (const Tensor& weight : network.weights) weights_.push_back(in_known_layout(weight));
     for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
     if (routing.inverse) {
       row_of_ = contiguous_index(*routing.inverse);
@@ -267,7 +267,13 @@ class Experts {
   Tensor bias(int64_t layer) const { return has_bias() ? biases_[layer] : Tensor(); }
 
   Tensor linear(int64_t layer, const Tensor& in) const {
-    return products_.forward(in, weight(layer), bias(layer));
+    return products_.times_weights(in, weight(layer), bias(layer));
+  }
+
+  // Returns dL/dW of a layer with the input a and grad = dL/dZ, in the memory layout of the weight.
+  Tensor weight_gradient(int64_t layer, const Tensor& a, const Tensor& grad) const {
+    return is_transposed(weight(layer)) ? products_.of_rows(grad, a).mT()
+                                        : products_.of_rows(a, grad);
   }
 
   Tensor next_input(int64_t layer, const Tensor& z) const {
@@ -361,8 +367,9 @@ ExpertsOutputs experts_cuda(const Tensor& x, const Routing& routing, const FeedF
 
 ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
                                        const Routing& routing, const FeedForward& network,
-                                       at::TensorList hidden, bool needs_x, bool needs_parameters) {
-  check_experts_backward(grad_y, x, routing, network, hidden);
+                                       at::TensorList hidden, bool needs_x,
+                                       const c10::List<bool>& needs_parameters) {
+  check_experts_backward(grad_y, x, routing, network, hidden, needs_parameters);
   const c10::cuda::OptionalCUDAGuard guard(x.device());
   // A backward pass under autocast would cast the inputs of torch's GEMMs to the autocast type.
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::DispatchKey::AutocastCUDA);
@@ -378,21 +385,23 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   OptionalTensor gates;
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
-  std::vector<Tensor> grad_weights(needs_parameters ? network.weights.size() : 0);
-  std::vector<Tensor> grad_biases(needs_parameters ? network.biases.size() : 0);
+  // Where a gradient is not needed, it stays empty.
+  std::vector<Tensor> grad_parameters(needs_parameters.size(), empty(x, {0}, x.scalar_type()));
+  const int64_t first_learned = first_learned_layer(network, needs_parameters);
   const Tensor dy = grad_y.contiguous();
   Tensor grad = gates ? experts.rows_of(dy) : dy;  // for the rows, not multiplied by the gates
   for (int64_t l = last; l >= 0; --l) {
-    const bool needs_rest = needs_x || (needs_parameters && l > 0);
+    const bool needs_rest = needs_x || l > first_learned;
     const bool needs_gates = l == last && gates;
     Tensor grad_in;
     if (needs_rest || needs_gates) {
-      grad_in = experts.products().transposed(grad, experts.weight(l));
+      grad_in = experts.products().times_weights(grad, experts.weight(l).mT());
     }
     if (needs_gates) experts.gate_backward(grad_in, inputs[l], grad, *gates, grad_gates);
-    if (needs_parameters) {
-      grad_weights[l] = experts.products().of_rows(inputs[l], grad);
-      if (experts.has_bias()) grad_biases[l] = experts.sum_by_expert(grad);
+    if (needs_parameters[l]) grad_parameters[l] = experts.weight_gradient(l, inputs[l], grad);
+    const int64_t bias = experts.num_layers() + l;
+    if (experts.has_bias() && needs_parameters[bias]) {
+      grad_parameters[bias] = experts.sum_by_expert(grad);
     }
     if (!needs_rest) break;
     grad = l > 0 ? experts.activate_backward(zs[l - 1], grad_in) : grad_in;
@@ -402,8 +411,8 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   if (needs_x && routing.inverse) {
     sum_of_rows(grad, experts.slots(), /*weights=*/Tensor(), grad_x);
   }
-  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates, grad_weights,
-          grad_biases};
+  return {grad_x, gates ? grad_gates.to(routing.gates->scalar_type()) : grad_gates,
+          grad_parameters};
 }
 
 }  // namespace

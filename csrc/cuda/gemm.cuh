@@ -1,8 +1,7 @@
 // The grouped GEMMs of the experts: each expert's matrix with its rows. Only the device knows the
 // number of rows.
 //
-//   rows times W:      out_r = a_r W_e + b_e      for the rows r of expert e
-//   rows times W^T:    out_r = g_r W_e^T
+//   rows times W:      out_r = a_r W_e + b_e      for the rows r of expert e; W may be transposed
 //   rows times rows:   out_e = sum_r a_r^T g_r    exact zeros for an expert without rows
 //
 // Experts of equal size use torch's batched GEMM. In bfloat16, torch's grouped GEMM computes the
@@ -22,6 +21,7 @@
 
 #include <algorithm>
 
+#include "../experts.h"
 #include "slots.cuh"
 #include "tensor_core.cuh"
 
@@ -277,7 +277,8 @@ __global__ void zero_unused_kernel(const int64_t* __restrict__ offsets, int64_t 
   }
 }
 
-// The grouped GEMMs of rows that are ordered by expert. All tensors are contiguous.
+// The grouped GEMMs of rows that are ordered by expert. All tensors are contiguous, but w may also
+// be transposed (see experts.h).
 class GroupedProducts {
  public:
   // offsets [E + 1] on the device; undefined if all experts have R / E rows.
@@ -285,23 +286,15 @@ class GroupedProducts {
       : offsets_(std::move(offsets)), num_rows_(num_rows), num_experts_(num_experts) {}
 
   // Returns a [R, K] times w [E, K, N], plus bias [E, N] if it is defined: [R, N].
-  Tensor forward(const Tensor& a, const Tensor& w, const Tensor& bias) const {
+  Tensor times_weights(const Tensor& a, const Tensor& w, const Tensor& bias = {}) const {
     if (!offsets_.defined()) {
       const Tensor rows = by_expert(a);
       return (bias.defined() ? at::baddbmm(bias.unsqueeze(1), rows, w) : at::bmm(rows, w))
           .view({num_rows_, w.size(2)});
     }
     if (!bias.defined() && torch_takes(a, w)) return at::_grouped_mm(a, w, ends());
-    return times_weights</*kTransposed=*/false>(a, w, bias);
-  }
-
-  // Returns g [R, N] times the transposed w [E, K, N]: [R, K].
-  Tensor transposed(const Tensor& g, const Tensor& w) const {
-    if (!offsets_.defined()) {
-      return at::bmm(by_expert(g), w.transpose(1, 2)).view({num_rows_, w.size(1)});
-    }
-    if (torch_takes(g, w)) return at::_grouped_mm(g, w.transpose(1, 2), ends());
-    return times_weights</*kTransposed=*/true>(g, w, Tensor());
+    if (is_transposed(w)) return launch_times_weights</*kTransposed=*/true>(a, w, bias);
+    return launch_times_weights</*kTransposed=*/false>(a, w, bias);
   }
 
   // Returns the transposed a [R, K] times g [R, N] for each expert: [E, K, N].
@@ -375,8 +368,8 @@ class GroupedProducts {
   }
 
   template <bool kTransposed>
-  Tensor times_weights(const Tensor& a, const Tensor& w, const Tensor& bias) const {
-    const int64_t depth = w.size(kTransposed ? 2 : 1), columns = w.size(kTransposed ? 1 : 2);
+  Tensor launch_times_weights(const Tensor& a, const Tensor& w, const Tensor& bias) const {
+    const int64_t depth = w.size(1), columns = w.size(2);
     Tensor out = at::empty({num_rows_, columns}, a.options());
     const auto start = [&](auto kernel, int64_t row_tiles, int tile, int threads,
                            int64_t shared_bytes, auto scalar) {

@@ -43,16 +43,17 @@ def _experts_backward(
     hidden: Sequence[Shape],
     activation: str,
     needs_x: bool,
-    needs_parameters: bool,
+    needs_parameters: Sequence[bool],
     *rest: Any,
     **out: Any,
 ) -> int:
     last = len(weights) - 1
+    learned = [layer for layer in range(last + 1) if any(needs_parameters[layer :: last + 1])]
     passed = [  # the weights of the layers that compute a gradient of their input
         weight
         for layer, weight in enumerate(weights)
-        if needs_x or (needs_parameters and layer > 0) or (gates is not None and layer == last)
+        if needs_x or layer > min(learned, default=last) or (gates is not None and layer == last)
     ]
     recomputed = [] if hidden else weights[:last]
-    learned = weights if needs_parameters else []
-    return _of_rows(x, inverse, [*passed, *recomputed, *learned])
+    products = [weight for weight, needed in zip(weights, needs_parameters, strict=False) if needed]
+    return _of_rows(x, inverse, [*passed, *recomputed, *products])

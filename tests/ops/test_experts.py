@@ -3,14 +3,23 @@
 import copy
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits, assert_same_products, recorded_ops
+from assertions import (
+    assert_exact,
+    assert_same_bits,
+    assert_same_products,
+    opcheck_all,
+    recorded_ops,
+)
 from operators import (
     ACTIVATION_ARGS,
     CLAMPED,
     TABLE,
+    make_experts,
     make_linear,
     normal,
     offsets_of,
@@ -140,6 +149,153 @@ def test_nan_row_stays_in_its_row(device, dtype):
     assert_same_bits(spoilt[rest], clean[rest])
     (gradient,) = torch.autograd.grad(spoilt, weight, torch.ones_like(spoilt))
     assert gradient[0].isnan().all() and gradient[1:].isfinite().all()
+
+
+def stored_as(tensors, transposed):
+    """Makes leaves and weights: views p.mT of leaves p where `transposed`, else the leaves."""
+    leaves = [
+        (tensor.mT if swap else tensor).detach().clone(memory_format=torch.contiguous_format)
+        for tensor, swap in zip(tensors, transposed, strict=True)
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves, [p.mT if swap else p for p, swap in zip(leaves, transposed, strict=True)]
+
+
+def layout_sample(device, dtype, widths, num_rows, activation="swiglu"):
+    counts = [num_rows, 0, num_rows + 1]
+    x, weights, biases = make_experts(counts, widths, activation, device, dtype)
+    return x, weights, biases, offsets_of(counts, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.half])
+@pytest.mark.parametrize("widths", [(64, 96, 32), (20, 9, 7)])
+@pytest.mark.parametrize("num_rows", [1, 9, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_transposed_weights_give_the_same_bits(device, dtype, widths, num_rows, bias):
+    """Each sum has the terms in the same order, whatever the layout; layers may differ."""
+    x, weights, biases, offsets = layout_sample(device, dtype, widths, num_rows)
+    results = []
+    for transposed in ((False, False), (True, True), (True, False), (False, True)):
+        leaves, views = stored_as(weights, transposed)
+        rows = x.clone().requires_grad_()
+        y = ops.experts(rows, views, biases if bias else None, "swiglu", offsets=offsets)
+        grads = torch.autograd.grad(y, [rows, *views], torch.ones_like(y))
+        results.append([y.detach(), *grads])
+        for gradient, view in zip(grads[1:], views, strict=True):
+            assert gradient.stride() == view.stride()
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            assert_same_bits(actual.contiguous(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows_of_long_weights(dtype, transposed):
+    """Rows are bitwise identical in a small and in a large batch, over several K-blocks."""
+    x, weights, _, offsets = layout_sample("cpu", dtype, (1088, 64), 20)
+    _, views = stored_as(weights, [transposed])
+    every = ops.experts(x, views, offsets=offsets)
+    few = ops.experts(x[:3], views, offsets=offsets_of([3, 0, 0]))
+    assert_same_bits(few.detach(), every[:3].detach())
+
+
+def test_weight_with_other_strides_is_read_correctly(device):
+    x, weights, _, offsets = layout_sample(device, torch.float32, (8, 6, 4), 5)
+    strided = [torch.stack([w, w], -1)[..., 0].requires_grad_() for w in weights]
+    y = ops.experts(x, strided, None, "swiglu", offsets=offsets)
+    assert_same_bits(y.detach(), ops.experts(x, weights, None, "swiglu", offsets=offsets))
+    for gradient in torch.autograd.grad(y.sum(), strided):
+        assert gradient.is_contiguous()
+
+
+def test_transposed_weights_are_not_copied(device):
+    """Neither the weights nor their gradients pass through a copy; p.grad is contiguous."""
+    x, weights, _, offsets = layout_sample(device, torch.float32, (64, 96, 32), 9)
+    leaves, views = stored_as(weights, [True, True])
+    with recorded_ops(None) as calls:
+        ops.experts(x, views, None, "swiglu", offsets=offsets).sum().backward()
+    assert not {name for name, *_ in calls} & {"clone", "copy_", "contiguous", "_to_copy"}
+    for leaf in leaves:
+        assert leaf.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_peak_memory_with_transposed_weights(training):
+    """A pass over 192 MiB of weights takes less than 64 MiB besides the gradients of the weights.
+
+    A copy of the weights would take 192 MiB more.
+    """
+    program = f"""
+import resource, torch
+from moe_ext import ops
+E, H, I, training = 16, 512, 2048, {training}
+leaves = [torch.full((E, 2 * I, H), 1e-3), torch.full((E, H, I), 1e-3)]
+for p in leaves: p.requires_grad_(training)
+def run(x, views, offsets):
+    y = ops.experts(x, views, None, "swiglu", offsets=offsets)
+    if training: y.sum().backward()
+small = [torch.ones(2, 8, 4).mT, torch.ones(2, 4, 4)]
+run(torch.ones(2, 4, requires_grad=training), small, torch.tensor([0, 1, 2]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(torch.ones(64, H), [p.mT for p in leaves], torch.arange(0, 65, 4))
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+print(grown - sum(p.nbytes for p in leaves) / 2**20 * training)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert float(result.stdout) < 64
+
+
+def test_transposed_weights_compile(device):
+    x, weights, biases, offsets = layout_sample(device, torch.float32, (64, 96, 32), 9)
+    leaves, _ = stored_as(weights, [True, True])
+
+    def loss(first, second):
+        views = [first.mT, second.mT]
+        return ops.experts(x, views, biases, "swiglu", offsets=offsets).square().sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    actual = torch.autograd.grad(compiled(*leaves), leaves)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert_same_bits(one, other)
+
+
+def test_transposed_weights_opcheck(device):
+    x, weights, biases, offsets = layout_sample(device, torch.float32, (8, 6, 4), 5)
+
+    def function():
+        _, views = stored_as(weights, [True, False])
+        ops.experts(x, views, biases, "swiglu", offsets=offsets).sum().backward()
+
+    opcheck_all(function, {"experts", "_experts_backward"})
+
+
+@pytest.mark.parametrize("learned", [(0,), (1,), (2,), (3,), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_layers_get_no_gradient(device, learned, dtype):
+    """The gradients of the others keep their bits; those of frozen parameters are empty."""
+    x, weights, biases, offsets = layout_sample(device, dtype, (8, 6, 4), 40)
+    parameters = [p.requires_grad_() for p in [*weights, *biases]]
+
+    def run():
+        return ops.experts(x, weights, biases, "swiglu", offsets=offsets).sum()
+
+    expected = torch.autograd.grad(run(), parameters)
+    for i, parameter in enumerate(parameters):
+        parameter.requires_grad_(i in learned)
+    with recorded_ops() as calls:
+        run().backward()
+    ((op, args),) = [(op, args) for name, op, args, _ in calls if name == "_experts_backward"]
+    *_, found = op(*args)
+    for i, (parameter, gradient) in enumerate(zip(parameters, expected, strict=True)):
+        if i in learned:
+            assert_same_bits(parameter.grad, gradient)
+        else:
+            assert parameter.grad is None and found[i].shape == (0,)
 
 
 # FeedForwardExperts

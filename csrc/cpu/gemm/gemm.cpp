@@ -18,7 +18,7 @@ void multiply(Product& product, Write write, acc_t* c) {
   // With few rows of A, reading B takes most of the time, and packing B would double that.
   const bool few_rows = product.m <= kMaxFewRows;
   // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
-  if (few_rows && product.both_in_place) return Dotxf(product).run(write, c);
+  if (few_rows && product.dots_rows) return Dotxf(product).run(write, c);
   // B is contiguous along N, as in C = A W: B is read in memory order.
   if (few_rows && product.b_in_place) return Axpyf(product).run(write, c);
   // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
@@ -57,7 +57,7 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
     if (product.kernels.begin != nullptr) product.kernels.begin();
     multiply(product, write, c + first * n);
     if (product.kernels.end != nullptr) product.kernels.end();
-    // With bfloat16 pairs, Gebp does not run the epilogue; it runs here on whole rows.
+    // With bfloat16 pairs, the traversals do not run the epilogue; it runs here on whole rows.
     if (product.kernels.pairs && epilogue.run) {
       epilogue.run({.row = first, .num_rows = last - first, .column = 0, .num_columns = n});
     }

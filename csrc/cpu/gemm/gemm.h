@@ -29,6 +29,12 @@ Operand<T> transposed(const T* data, int64_t ld) {
   return {.data = data, .ld = ld, .transposed = true};
 }
 
+template <typename T>
+Operand<T> transpose(Operand<T> matrix) {
+  matrix.transposed = !matrix.transposed;
+  return matrix;
+}
+
 // The epilogue of a GEMM.
 template <typename b_t>
 struct Epilogue {

@@ -224,7 +224,9 @@ constexpr void fill_gemm(MicroKernels<acc_t>& kernels, std::integer_sequence<int
 
 template <typename acc_t, typename Simd, int... kRow>
 constexpr void fill_few_rows(MicroKernels<acc_t>& kernels, std::integer_sequence<int, kRow...>) {
-  ((kernels.axpyf[kRow] = axpyf_kernel<acc_t, Simd, kRow + 1>), ...);
+  if constexpr (!Simd::kPairs) {
+    ((kernels.axpyf[kRow] = axpyf_kernel<acc_t, Simd, kRow + 1>), ...);
+  }
   ((kernels.dotxf[kRow] = dotxf_kernel<acc_t, Simd, kRow + 1>), ...);
 }
 
@@ -239,9 +241,7 @@ constexpr MicroKernels<acc_t> make_micro_kernels(const char* name) {
   constexpr auto kTileRows = std::make_integer_sequence<int, Simd::kMaxRows>();
   fill_gemm<acc_t, Simd, 1>(kernels, kTileRows);
   fill_gemm<acc_t, Simd, 2>(kernels, kTileRows);
-  if constexpr (!Simd::kPairs) {
-    fill_few_rows<acc_t, Simd>(kernels, std::make_integer_sequence<int, kMaxFewRows>());
-  }
+  fill_few_rows<acc_t, Simd>(kernels, std::make_integer_sequence<int, kMaxFewRows>());
   return kernels;
 }
 

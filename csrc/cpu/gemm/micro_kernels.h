@@ -58,8 +58,8 @@ using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b,
                              int64_t ldc);
 
 // C [rows, lanes] = A B^T; adds to C unless `starts`. A and B are read in place: their rows are
-// contiguous along K, and `depth` is a multiple of the lanes of a vector. The kernel prefetches
-// from `prefetch_b` as many elements as it reads from B.
+// contiguous along K, and `depth` K-groups are a multiple of the lanes of a vector. The kernel
+// prefetches from `prefetch_b` as many elements as it reads from B.
 template <typename acc_t>
 using DotxfKernel = void (*)(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                              int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -79,7 +79,7 @@ struct MicroKernels {
                                  // kMaxTileVectors vectors
   GemmKernel<acc_t> gemm[kMaxTileVectors][kMaxTileRows] = {};  // [vectors - 1][rows - 1]
   AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
-  DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
+  DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   void (*begin)() = nullptr;                   // called before a thread's first tile, if not null
   void (*end)() = nullptr;                     // called after a thread's last tile, if not null
 };

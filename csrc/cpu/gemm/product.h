@@ -111,11 +111,12 @@ class Product {
         tile_space(workspace),
         row_space(tile_space + tile_size()),
         packed_b(row_space + row_space_size(n)),
-        packed_a(packed_b + packed_b_size(k)) {}
+        few_rows_a(packed_b + packed_b_size(k)),
+        packed_a(few_rows_a + few_rows_size(k)) {}
 
   // Returns the workspace size of a GEMM with m, n and k of at most `largest`.
   static int64_t workspace_size(int64_t largest) {
-    return tile_size() + row_space_size(largest) + packed_b_size(largest) +
+    return tile_size() + row_space_size(largest) + packed_b_size(largest) + few_rows_size(largest) +
            packed_a_size(largest, largest);
   }
 
@@ -183,17 +184,20 @@ class Product {
   // The depth of a K-block.
   const int64_t kc =
       at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
-  // Whether micro-kernels can read B in place, by rows, or both A and B, along K.
+  // Whether micro-kernels can read B in place, by rows or along K.
   const bool b_in_place =
       std::is_same_v<b_t, acc_t> && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
-  const bool both_in_place = std::is_same_v<a_t, acc_t> && std::is_same_v<b_t, acc_t> &&
-                             !kernels.pairs && a.k_contiguous && b.k_contiguous &&
-                             n % kernels.lanes == 0 && k % kernels.lanes == 0;
+  const bool dots_rows =
+      (kernels.pairs ? std::is_same_v<b_t, c10::BFloat16>
+                     : std::is_same_v<b_t, acc_t>)&&kernels.dotxf[0] != nullptr &&
+      a.k_contiguous && b.k_contiguous && b.ld % group_size == 0 && n % kernels.lanes == 0 &&
+      k % (kernels.lanes * group_size) == 0;
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
   acc_t* const row_space;   // kMaxFewRows rows of C
   acc_t* const packed_b;    // one micro-panel of B
+  acc_t* const few_rows_a;  // kMaxFewRows rows of A in the type of B
   acc_t* const packed_a;    // the micro-panels of A for k_blocks
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),
                              .stride = 0,
@@ -221,6 +225,9 @@ class Product {
   }
   static int64_t packed_b_size(int64_t k) {
     return std::min(kKC<acc_t>, num_groups(k)) * nr_of(micro_kernels<scalar_t, acc_t>());
+  }
+  static int64_t few_rows_size(int64_t k) {
+    return std::is_same_v<scalar_t, acc_t> ? 0 : kMaxFewRows * at::round_up(k, kKCMultiple);
   }
   static int64_t packed_a_size(int64_t m, int64_t k) {
     const Kernels& kernels = micro_kernels<scalar_t, acc_t>();

@@ -222,7 +222,7 @@ class Axpyf {
 };
 
 // Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
-// K-blocks of some columns are processed in sequence.
+// K-blocks of some columns are processed in sequence. A is converted to the type of B first.
 template <typename Product>
 class Dotxf {
  public:
@@ -232,31 +232,44 @@ class Dotxf {
   explicit Dotxf(Product& product) : in_(product) {}
 
   void run(Write write, acc_t* c) {
-    if constexpr (std::is_same_v<decltype(in_.a.data), const acc_t*> &&
-                  std::is_same_v<b_t, acc_t>) {
-      const int64_t lanes = in_.kernels.lanes;
-      for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
-        const Region region{.row = in_.first_row,
-                            .num_rows = in_.m,
-                            .column = begin,
-                            .num_columns = std::min(in_.n - begin, kMaxColumns)};
-        if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
-        for (int64_t j = begin; j < begin + region.num_columns; j += lanes) {
-          const acc_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
-          if (ahead == nullptr) ahead = in_.b.at(j, 0);
-          for (int64_t p = 0; p < in_.k; p += in_.kc) {
-            const bool starts = p == 0 && write != Write::kAdd;
-            in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc), in_.a.at(0, p), in_.a.ld,
-                                         in_.b.at(j, p), in_.b.ld, ahead + p * lanes, starts, c + j,
-                                         in_.n);
-          }
+    const View<b_t> a = rows_of_a();
+    const int64_t lanes = in_.kernels.lanes, size = in_.group_size;
+    const bool finishes = !in_.kernels.pairs;
+    for (int64_t begin = 0; begin < in_.n; begin += kMaxColumns) {
+      const Region region{.row = in_.first_row,
+                          .num_rows = in_.m,
+                          .column = begin,
+                          .num_columns = std::min(in_.n - begin, kMaxColumns)};
+      if (finishes && in_.epilogue.prefetch) in_.epilogue.prefetch(region);
+      for (int64_t j = begin; j < begin + region.num_columns; j += lanes) {
+        const b_t* ahead = j + lanes < in_.n ? in_.b.at(j + lanes, 0) : in_.next_b.data;
+        if (ahead == nullptr) ahead = in_.b.at(j, 0);
+        for (int64_t p = 0; p < in_.k; p += in_.kc) {
+          const bool starts = p == 0 && write != Write::kAdd;
+          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, groups(a.at(0, p)),
+                                       a.ld / size, groups(in_.b.at(j, p)), in_.b.ld / size,
+                                       groups(ahead + p * lanes), starts, c + j, in_.n);
         }
-        if (in_.epilogue.run) in_.epilogue.run(region);
       }
+      if (finishes && in_.epilogue.run) in_.epilogue.run(region);
     }
   }
 
  private:
+  // The K-groups of numbers that are contiguous along K.
+  static const acc_t* groups(const b_t* numbers) { return reinterpret_cast<const acc_t*>(numbers); }
+
+  View<b_t> rows_of_a() const {
+    if constexpr (std::is_same_v<decltype(in_.a.data), const b_t*>) {
+      if (in_.a.ld % in_.group_size == 0) return in_.a;
+    }
+    auto* rows = reinterpret_cast<b_t*>(in_.few_rows_a);
+    for (int64_t r = 0; r < in_.m; ++r) {
+      vectorized<Convert>(in_.a.at(r, 0), in_.k, rows + r * in_.k);
+    }
+    return {.data = rows, .ld = in_.k, .k_contiguous = true};
+  }
+
   Product& in_;
 };
 

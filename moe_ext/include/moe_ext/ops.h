@@ -170,7 +170,8 @@ struct ExpertsOptions {
 //     [T, D_out]: all of Eq. 1 in one operator.
 //
 //   weights: [E, D, F_1], [E, F_1, F_2], ..., [E, F_n, D_out]. Before a gated activation, the
-//     weight has twice the layer's width.
+//     weight has twice the layer's width. A weight is read without a copy if it is contiguous or
+//     the view p.mT() of a contiguous p [E, F, D]. Its gradient has the same memory layout.
 //   biases: one [E, width] for each weight, or empty.
 //   activation: "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "glu", "identity",
 //     "interleaved_clamped_swiglu", "reglu", "relu", "sigmoid", "silu", "swiglu" or "tanh".
