@@ -488,6 +488,7 @@ def make_layer(
     even=False,
     gated=True,
     recompute=False,
+    activation_args=None,
     **sizes,
 ):
     """Makes rows for `counts`, or the tokens of a routing, with gates if `gated`."""
@@ -502,7 +503,7 @@ def make_layer(
         recompute=recompute,
     )
     if activation in CLAMPED:
-        arguments |= dict(activation_args=ACTIVATION_ARGS[activation])
+        arguments |= dict(activation_args=activation_args or ACTIVATION_ARGS[activation])
     if not counts:
         T = len(per_token(routing["inverse"], routing["token_offsets"]))
         arguments |= dict(x=normal(T, widths[0], dtype=dtype))
@@ -927,7 +928,12 @@ TABLE = {
         ]
         + [
             dict(counts=[30, 0, 40], widths=(16, 27, 8), activation=activation, bias=True)
-            for activation in ACTIVATIONS
+            for activation in ACTIVATIONS if activation not in CLAMPED
+        ]
+        + [  # Rounding moves no value across this limit, where the gradient jumps.
+            dict(counts=[30, 0, 40], widths=(16, 27, 8), activation=activation, bias=True,
+                 activation_args=(64, 1.5, 0.25))
+            for activation in CLAMPED
         ]
         + [dict(T=150, E=5, k=2, widths=(24, 40, 16), bias=True)]
         + [dict(T=301, E=37, k=3, widths=(29, 43, 29), activation="glu", bias=True)]

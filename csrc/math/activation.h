@@ -152,8 +152,8 @@ struct Gated : Defaults {
   }
 };
 
-// g sigmoid(alpha g) (u + offset) with g = min(a, limit) and u = clamp(b, -limit, limit). As in
-// torch: NaN stays NaN; at a limit the gradient passes, beyond it and at NaN the gradient is 0.
+// g sigmoid(alpha g) (u + offset) with g = min(a, limit) and u = clamp(b, -limit, limit). NaN
+// stays NaN. At a limit the gradient passes; beyond it and at NaN the gradient is 0.
 struct ClampedSwiglu : Defaults {
   static constexpr bool kGated = true;
   static constexpr bool kHasArgs = true;
