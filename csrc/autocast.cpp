@@ -49,7 +49,10 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
   const auto weights = cached_cast(type, network.weights, device);
   const auto biases = cached_cast(type, network.biases, device);
   return call_experts(cached_cast(type, x, device), routing,
-                      {.weights = weights, .biases = biases, .activation = network.activation},
+                      {.weights = weights,
+                       .biases = biases,
+                       .activation = network.activation,
+                       .activation_args = network.activation_args},
                       keep_hidden);
 }
 

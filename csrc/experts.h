@@ -12,11 +12,24 @@
 
 namespace moe_ext {
 
+// Checks the numbers of an activation.
+inline void check_activation_args(const char* op, std::string_view activation, bool has_args,
+                                  at::ArrayRef<double> args) {
+  TORCH_CHECK_VALUE(args.size() == (has_args ? 3 : 0), op, ": activation_args must be ",
+                    has_args ? "limit, alpha and offset" : "empty", " for ", activation, ", got ",
+                    args);
+  TORCH_CHECK_VALUE(args.empty() || args[0] > 0, op,
+                    ": activation_args must start with a limit above 0, got ", args);
+}
+
 // Returns whether the activation is gated; the layer before a gated activation has twice its width.
-inline bool check_activation(const char* op, std::string_view activation) {
+inline bool check_activation(const char* op, std::string_view activation,
+                             at::ArrayRef<double> args) {
   std::optional<bool> gated;
   math::for_each_activation([&](std::string_view name, auto each) {
-    if (name == activation) gated = each.kGated;
+    if (name != activation) return;
+    gated = each.kGated;
+    check_activation_args(op, name, each.kHasArgs, args);
   });
   if (gated) return *gated;
   std::string names;
@@ -31,8 +44,8 @@ inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
 }
 
 inline void check_feed_forward(const char* op, const Tensor& x, const FeedForward& network) {
-  const auto& [weights, biases, activation] = network;
-  const bool gated = check_activation(op, activation);
+  const auto& [weights, biases, activation, activation_args] = network;
+  const bool gated = check_activation(op, activation, activation_args);
   TORCH_CHECK_VALUE(
       !weights.empty() && (biases.empty() || biases.size() == weights.size()), op,
       ": weights and biases must have one tensor for each linear layer (biases may be "

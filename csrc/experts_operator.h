@@ -18,6 +18,7 @@ struct FeedForward {
   at::TensorList weights;  // [E, fan_in, columns] of each layer
   at::TensorList biases;   // [E, columns] of each layer, or empty
   std::string_view activation;
+  at::ArrayRef<double> activation_args;  // limit, alpha and offset, or empty
 };
 
 using ExpertsOutputs = std::tuple<Tensor, std::vector<Tensor>>;
@@ -29,14 +30,15 @@ ExpertsOutputs experts_of(const Tensor& x, const OptionalTensor& offsets,
                           const OptionalTensor& inverse, const OptionalTensor& token_offsets,
                           const OptionalTensor& gates, at::TensorList weights,
                           std::optional<at::TensorList> biases, std::string_view activation,
-                          bool keep_hidden) {
+                          bool keep_hidden, std::optional<at::ArrayRef<double>> activation_args) {
   return kernel(
       x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
       FeedForward{.weights = weights,
                   .biases = biases.value_or(at::TensorList()),
-                  .activation = activation},
+                  .activation = activation,
+                  .activation_args = activation_args.value_or(at::ArrayRef<double>())},
       keep_hidden);
 }
 
@@ -48,19 +50,22 @@ ExpertsGradients experts_backward_of(const Tensor& grad_y, const Tensor& x,
                                      const OptionalTensor& gates, at::TensorList weights,
                                      std::optional<at::TensorList> biases, at::TensorList hidden,
                                      std::string_view activation, bool needs_x,
-                                     bool needs_parameters) {
+                                     bool needs_parameters,
+                                     std::optional<at::ArrayRef<double>> activation_args) {
   return kernel(
       grad_y, x,
       Routing{
           .offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
       FeedForward{.weights = weights,
                   .biases = biases.value_or(at::TensorList()),
-                  .activation = activation},
+                  .activation = activation,
+                  .activation_args = activation_args.value_or(at::ArrayRef<double>())},
       hidden, needs_x, needs_parameters);
 }
 
-inline std::optional<at::TensorList> biases_of(const FeedForward& network) {
-  return network.biases.empty() ? std::nullopt : std::optional(network.biases);
+template <typename T>
+std::optional<at::ArrayRef<T>> if_any(at::ArrayRef<T> list) {
+  return list.empty() ? std::nullopt : std::optional(list);
 }
 
 // call_experts and call_experts_backward call the operators through the dispatcher.
@@ -68,7 +73,8 @@ inline ExpertsOutputs call_experts(const Tensor& x, const Routing& routing,
                                    const FeedForward& network, bool keep_hidden) {
   static const auto op = find_operator<decltype(experts_of<nullptr>)>("moe_ext::experts");
   return op.call(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                 network.weights, biases_of(network), network.activation, keep_hidden);
+                 network.weights, if_any(network.biases), network.activation, keep_hidden,
+                 if_any(network.activation_args));
 }
 
 inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor& x,
@@ -78,8 +84,8 @@ inline ExpertsGradients call_experts_backward(const Tensor& grad_y, const Tensor
   static const auto op =
       find_operator<decltype(experts_backward_of<nullptr>)>("moe_ext::_experts_backward");
   return op.call(grad_y, x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                 network.weights, biases_of(network), hidden, network.activation, needs_x,
-                 needs_parameters);
+                 network.weights, if_any(network.biases), hidden, network.activation, needs_x,
+                 needs_parameters, if_any(network.activation_args));
 }
 
 }  // namespace moe_ext

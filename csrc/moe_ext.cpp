@@ -84,7 +84,8 @@ TORCH_LIBRARY(moe_ext, m) {
   // of each layer but the last.
   m.def(
       "experts(Tensor x, Tensor? offsets, Tensor? inverse, Tensor? token_offsets, Tensor? gates, "
-      "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden) "
+      "Tensor[] weights, Tensor[]? biases, str activation, bool keep_hidden, "
+      "float[]? activation_args=None) "
       "-> (Tensor y, Tensor[] hidden)",
       tags);
   // Recomputes hidden if it is empty. Without needs_x, the gradient of x has shape [0]; without
@@ -92,7 +93,7 @@ TORCH_LIBRARY(moe_ext, m) {
   m.def(
       "_experts_backward(Tensor grad_y, Tensor x, Tensor? offsets, Tensor? inverse, "
       "Tensor? token_offsets, Tensor? gates, Tensor[] weights, Tensor[]? biases, Tensor[] hidden, "
-      "str activation, bool needs_x, bool needs_parameters) "
+      "str activation, bool needs_x, bool needs_parameters, float[]? activation_args=None) "
       "-> (Tensor x, Tensor gates, Tensor[] weights, Tensor[] biases)",
       tags);
 

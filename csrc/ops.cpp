@@ -68,14 +68,18 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
 }
 
 Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
-               std::string_view activation, const ExpertsOptions& options) {
+               std::string_view activation, const ExpertsOptions& options,
+               at::ArrayRef<double> activation_args) {
   const bool differentiated =
       torch::autograd::compute_requires_grad(x, options.gates, weights, biases);
   const Routing routing{.offsets = options.offsets,
                         .inverse = options.inverse,
                         .token_offsets = options.token_offsets,
                         .gates = options.gates};
-  const FeedForward network{.weights = weights, .biases = biases, .activation = activation};
+  const FeedForward network{.weights = weights,
+                            .biases = biases,
+                            .activation = activation,
+                            .activation_args = activation_args};
   return std::get<0>(call_experts(x, routing, network, differentiated && !options.recompute));
 }
 

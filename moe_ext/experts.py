@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from moe_ext import ops
 from moe_ext._former_names import current_names
 from moe_ext.checks import is_whole, require, require_sizes
-from moe_ext.ops import ACTIVATIONS, GATED_ACTIVATIONS, Activation
+from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, Activation
 
 __all__ = ["Experts", "FeedForwardExperts", "ModuleExperts", "uniform_"]
 
@@ -119,6 +119,8 @@ class FeedForwardExperts(Experts):
         hidden_sizes: widths of the hidden layers.
         activation: one of `moe_ext.ops.ACTIVATIONS`. A gated activation ("swiglu", …) doubles the
             output width of the matrix before the activation.
+        activation_args: (limit, alpha, offset) for `moe_ext.ops.CLAMPED_ACTIVATIONS`, else None.
+            See `moe_ext.ops.experts`.
         bias: whether the layers have biases. The paper's experts have none.
         d_output: width of an output row; None: d_model.
         dtype: dtype of weights, biases and input rows; None: torch's default dtype.
@@ -131,7 +133,8 @@ class FeedForwardExperts(Experts):
             bias_1, …
 
     Raises:
-        ValueError: a size is out of range, or the activation is unknown.
+        ValueError: a size is out of range, the activation is unknown, or activation_args do not
+            fit it.
     """
 
     fused: ClassVar[bool] = True
@@ -144,6 +147,7 @@ class FeedForwardExperts(Experts):
         hidden_sizes: Sequence[int] = (),
         *,
         activation: Activation = "relu",
+        activation_args: Sequence[float] | None = None,
         bias: bool = False,
         d_output: int | None = None,
         dtype: torch.dtype | None = None,
@@ -164,8 +168,23 @@ class FeedForwardExperts(Experts):
             f"be one of {', '.join(ACTIVATIONS)}",
             activation,
         )
+        args = [float(number) for number in activation_args or ()]
+        clamped = activation in CLAMPED_ACTIVATIONS
+        require(
+            len(args) == (3 if clamped else 0),
+            "FeedForwardExperts: activation_args",
+            f"be {'limit, alpha and offset' if clamped else 'empty'} for {activation}",
+            args,
+        )
+        require(
+            not args or args[0] > 0,
+            "FeedForwardExperts: activation_args",
+            "start with a limit above 0",
+            args,
+        )
         self.first_expert = first_expert
         self.activation: Activation = activation
+        self.activation_args = tuple(args) or None
         self.has_bias = bias
         factor = 2 if activation in GATED_ACTIVATIONS else 1
         fans_in = [d_model, *hidden_sizes]
@@ -235,6 +254,7 @@ class FeedForwardExperts(Experts):
             gates=gates,
             token_offsets=token_offsets,
             recompute=recompute,
+            activation_args=self.activation_args,
         )
 
     if TYPE_CHECKING:
@@ -246,7 +266,15 @@ class FeedForwardExperts(Experts):
 
         def part(weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> _Part:
             def forward(x: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:
-                return ops.experts(x, weights, biases, self.activation, offsets=offsets, **options)
+                return ops.experts(
+                    x,
+                    weights,
+                    biases,
+                    self.activation,
+                    offsets=offsets,
+                    activation_args=self.activation_args,
+                    **options,
+                )
 
             return forward
 
@@ -255,9 +283,10 @@ class FeedForwardExperts(Experts):
     def extra_repr(self) -> str:
         shapes = " -> ".join(str(weight.shape[1]) for weight in self.weights)
         dtype = self.weights[0].dtype
+        args = f"{list(self.activation_args)}" if self.activation_args else ""
         return (
-            f"{self.num_experts} x ({shapes} -> {self.d_output}), activation={self.activation}, "
-            f"bias={self.has_bias}, dtype={dtype}"
+            f"{self.num_experts} x ({shapes} -> {self.d_output}), "
+            f"activation={self.activation}{args}, bias={self.has_bias}, dtype={dtype}"
         )
 
 

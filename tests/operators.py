@@ -23,7 +23,12 @@ from moe_ext import ops
 
 HALF = [torch.bfloat16, torch.float16]
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
-ACTIVATIONS = ["relu", "gelu", "silu", "tanh", "sigmoid", "identity", *GATED]
+GATED |= {"geglu_tanh": "gelu_tanh"}
+CLAMPED = ["clamped_swiglu", "interleaved_clamped_swiglu"]
+ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity"]
+ACTIVATIONS += [*GATED, *CLAMPED]
+# limit, alpha and offset; the limit clamps some of the samples.
+ACTIVATION_ARGS = dict.fromkeys(CLAMPED, (0.75, 1.5, 0.25))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,7 +472,7 @@ def make_experts(counts, widths, activation, device="cpu", dtype=torch.float64):
     """Makes rows, and the weights and biases of experts with hidden layers."""
     weights, biases = [], []
     for i, (d_in, d_out) in enumerate(pairwise(widths)):
-        d_out *= 2 if activation in GATED and i < len(widths) - 2 else 1
+        d_out *= 2 if activation in [*GATED, *CLAMPED] and i < len(widths) - 2 else 1
         _, w, b = make_linear(counts, d_in, d_out, device, dtype)
         weights.append(w)
         biases.append(b)
@@ -496,6 +501,8 @@ def make_layer(
         offsets=None if even else routing.get("offsets", offsets_of(counts or [])),
         recompute=recompute,
     )
+    if activation in CLAMPED:
+        arguments |= dict(activation_args=ACTIVATION_ARGS[activation])
     if not counts:
         T = len(per_token(routing["inverse"], routing["token_offsets"]))
         arguments |= dict(x=normal(T, widths[0], dtype=dtype))
@@ -517,6 +524,7 @@ def layer_by(expert, combine):
         gates=None,
         token_offsets=None,
         recompute=False,
+        activation_args=None,
     ):
         rows = x if inverse is None else plain_dispatch(x, inverse, token_offsets)
         E = len(weights[0])
@@ -524,28 +532,40 @@ def layer_by(expert, combine):
         parts = []
         for e, part in enumerate(rows.split(counts)):
             b = None if biases is None else [bias[e] for bias in biases]
-            parts.append(expert(part, [w[e] for w in weights], b, activation))
+            parts.append(expert(part, [w[e] for w in weights], b, activation, activation_args))
         out = torch.cat(parts)
         return out if gates is None else combine(out, gates, inverse, token_offsets).to(x.dtype)
 
     return layer
 
 
-def reference_expert(rows, W, b, activation):
-    out = [ref.E_i(x, W, b, activation) for x in rows]
+def reference_expert(rows, W, b, activation, args=None):
+    out = [ref.E_i(x, W, b, activation, args) for x in rows]
     if out:
         return torch.stack(out)
     parameters = sum(w.sum() for w in [*W, *(b or [])])
     return 0 * (rows @ W[0].new_zeros(rows.shape[1], W[-1].shape[1]) + parameters)
 
 
-def plain_expert(rows, W, b, activation):
+def plain_activation(z, activation, args=None):
+    if activation in CLAMPED:
+        interleaved = activation == "interleaved_clamped_swiglu"
+        a, b = (z[..., 0::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
+        limit, alpha, offset = args
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+        return a * torch.sigmoid(alpha * a) * (b + offset)
+    if activation in GATED:
+        a, factor = z.chunk(2, -1)
+        return plain_activation(a, GATED[activation]) * factor
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(z, approximate="tanh")
+    return z if activation == "identity" else getattr(torch.nn.functional, activation)(z)
+
+
+def plain_expert(rows, W, b, activation, args=None):
     for layer, w in enumerate(W):
-        if layer and activation in GATED:
-            a, factor = rows.chunk(2, -1)
-            rows = getattr(torch.nn.functional, GATED[activation])(a) * factor
-        elif layer and activation != "identity":
-            rows = getattr(torch.nn.functional, activation)(rows)
+        if layer:
+            rows = plain_activation(rows, activation, args)
         rows = rows @ w if b is None else rows @ w + b[layer]
     return rows
 
@@ -914,6 +934,16 @@ TABLE = {
         + [dict(skewed=2600, E=5, widths=(8, 12, 4), bias=bias) for bias in (False, True)],
         bad=[
             *numbers("activation", "rely", ", "),
+            *(
+                (ValueError, "activation_args",
+                 dict(activation="clamped_swiglu", activation_args=args), text)
+                for args, text in [
+                    (None, "[]"), ((7.5, 1), "[7.5, 1]"), ((7.5, 1, 0, 1), "[7.5, 1, 0, 1]"),
+                    ((0, 1, 0), "[0, 1, 0]"), ((-1.5, 1, 0), "[-1.5, 1, 0]"),
+                    ((math.nan, 1, 0), "[nan, 1, 0]"),
+                ]
+            ),
+            *numbers("activation_args", [7.5, 1, 0]),
             (ValueError, "offsets", shorter("offsets")),
             *vectors("offsets", [1, 2, 3, 7], [0, 5, 3, 7], [0, 1, 4, 8], [0, 1, 2, 3]),
             (ValueError, "offsets", dict(offsets=torch.tensor([0, 6, 4, 7])), 4),

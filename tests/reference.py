@@ -141,29 +141,46 @@ ACTIVATIONS = {
     "identity": lambda v: v,
     "relu": lambda v: v * (v > 0),
     "gelu": lambda v: v * Phi(v),
+    "gelu_tanh": lambda v: v / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
     "silu": lambda v: v / (1 + torch.exp(-v)),
     "tanh": torch.tanh,
     "sigmoid": lambda v: 1 / (1 + torch.exp(-v)),
 }
-GATED = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
+GATED = {
+    "glu": "sigmoid",
+    "reglu": "relu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "swiglu": "silu",
+}
 
 
-def activate(v, activation):
+def clamped_swiglu(a, b, limit, alpha, offset):
+    """The product g · sigmoid(alpha · g) · (u + offset), where a and b are clamped to g and u."""
+    g, u = torch.clamp(a, max=limit), torch.clamp(b, -limit, limit)
+    return g * ACTIVATIONS["sigmoid"](alpha * g) * (u + offset)
+
+
+def activate(v, activation, args=None):
     """An activation. Gated ones multiply the activated first half of v by its second half."""
+    if activation == "interleaved_clamped_swiglu":
+        return clamped_swiglu(v[0::2], v[1::2], *args)
+    half = len(v) // 2
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(v[:half], v[half:], *args)
     if activation not in GATED:
         return ACTIVATIONS[activation](v)
-    half = len(v) // 2
     return ACTIVATIONS[GATED[activation]](v[:half]) * v[half:]
 
 
-def E_i(x, W, b=None, activation="relu"):
+def E_i(x, W, b=None, activation="relu", args=None):
     """Sec. 3.2: one feed-forward expert with the matrices W and an activation between them."""
     for layer, matrix in enumerate(W):
         x = sum((x[d] * matrix[d] for d in range(len(x))), matrix.new_zeros(matrix.shape[1]))
         if b is not None:
             x = x + b[layer]
         if layer < len(W) - 1:
-            x = activate(x, activation)
+            x = activate(x, activation, args)
     return x
 
 

@@ -137,6 +137,8 @@ def test_dispatch_and_combine():
 @pytest.mark.parametrize(
     "activation, expected",
     [
+        ("gelu_tanh", [-0.04540230591222494, 2.9963626482126226]),
+        ("geglu_tanh", [-0.04540230591222494 * 3]),
         ("identity", [-2, 3]),
         ("relu", [0, 3]),
         ("gelu", [-2 * 0.0227501319481792, 3 * 0.9986501019683699]),
@@ -151,6 +153,21 @@ def test_dispatch_and_combine():
 )
 def test_activations(activation, expected):
     assert ref.activate(vec(-2, 3), activation).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.equation("Sec. 3.2")
+def test_clamped_activations():
+    """With limit 1, alpha 2 and offset 3: sigmoid(2) · (-1 + 3) and -2 · sigmoid(-4) · (1/2 + 3).
+
+    The limit clamps a = 4 to 1 and b = -5 to -1, but not a = -2.
+    """
+    expected = [0.8807970779778823 * 2, -2 * 0.01798620996209156 * 3.5]
+    for activation, v in (
+        ("clamped_swiglu", vec(4, -2, -5, 0.5)),
+        ("interleaved_clamped_swiglu", vec(4, -5, -2, 0.5)),
+    ):
+        actual = ref.activate(v, activation, (1, 2, 3))
+        assert actual.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.equation("Sec. 3.2")

@@ -17,11 +17,15 @@ struct Experts : torch::autograd::Function<Experts> {
                                const OptionalTensor& inverse, const OptionalTensor& token_offsets,
                                const OptionalTensor& gates, const at::TensorList& weights,
                                const at::TensorList& biases, const std::string& activation,
-                               bool keep_hidden) {
+                               at::ArrayRef<double> activation_args, bool keep_hidden) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     auto [y, hidden] = call_experts(
         x, {.offsets = offsets, .inverse = inverse, .token_offsets = token_offsets, .gates = gates},
-        {.weights = weights, .biases = biases, .activation = activation}, keep_hidden);
+        {.weights = weights,
+         .biases = biases,
+         .activation = activation,
+         .activation_args = activation_args},
+        keep_hidden);
     variable_list saved{x, or_undefined(offsets), or_undefined(inverse),
                         or_undefined(token_offsets), or_undefined(gates)};
     saved.insert(saved.end(), weights.begin(), weights.end());
@@ -31,6 +35,7 @@ struct Experts : torch::autograd::Function<Experts> {
     ctx->saved_data["num_layers"] = static_cast<int64_t>(weights.size());
     ctx->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
     ctx->saved_data["activation"] = activation;
+    ctx->saved_data["activation_args"] = activation_args.vec();
     const auto needs_grad = [](const Tensor& tensor) { return tensor.requires_grad(); };
     ctx->saved_data["needs_x"] = x.requires_grad();
     ctx->saved_data["needs_parameters"] = std::any_of(weights.begin(), weights.end(), needs_grad) ||
@@ -46,15 +51,17 @@ struct Experts : torch::autograd::Function<Experts> {
     const auto saved = ctx->get_saved_variables();
     const auto num_layers = ctx->saved_data["num_layers"].toInt();
     const auto num_biases = ctx->saved_data["num_biases"].toInt();
-    if (!grads[0].defined()) return variable_list(7 + num_layers + num_biases);
+    if (!grads[0].defined()) return variable_list(8 + num_layers + num_biases);
     const auto tensors = at::TensorList(saved);
     const Routing routing{.offsets = if_defined(saved[1]),
                           .inverse = if_defined(saved[2]),
                           .token_offsets = if_defined(saved[3]),
                           .gates = if_defined(saved[4])};
+    const auto activation_args = ctx->saved_data["activation_args"].toDoubleVector();
     const FeedForward network{.weights = tensors.slice(5, num_layers),
                               .biases = tensors.slice(5 + num_layers, num_biases),
-                              .activation = ctx->saved_data["activation"].toStringRef()};
+                              .activation = ctx->saved_data["activation"].toStringRef(),
+                              .activation_args = activation_args};
     const auto hidden = tensors.slice(5 + num_layers + num_biases);
     const bool needs_x = ctx->saved_data["needs_x"].toBool();
     const bool needs_parameters = ctx->saved_data["needs_parameters"].toBool();
@@ -66,7 +73,7 @@ struct Experts : torch::autograd::Function<Experts> {
                       routing.gates ? grad_gates : Tensor()};
     out.insert(out.end(), grad_weights.begin(), grad_weights.end());
     out.insert(out.end(), grad_biases.begin(), grad_biases.end());
-    out.insert(out.end(), {Tensor(), Tensor()});
+    out.insert(out.end(), {Tensor(), Tensor(), Tensor()});
     return out;
   }
 };
@@ -88,9 +95,9 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_experts(x, routing, network, keep_hidden);
   }
-  const auto out =
-      Experts::apply(x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates,
-                     network.weights, network.biases, std::string(network.activation), keep_hidden);
+  const auto out = Experts::apply(
+      x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, network.weights,
+      network.biases, std::string(network.activation), network.activation_args, keep_hidden);
   return {out[0], {out.begin() + 1, out.end()}};
 }
 

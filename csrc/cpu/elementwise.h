@@ -121,25 +121,52 @@ struct DotRegion {
   }
 };
 
-// Computes the activations that a region of the hidden layers z completes; z is rounded to scalar_t
-// first. `width` is the width of the activations; z is twice as wide if the activation is gated.
+// The columns of z with the pre-activations a and b of activation i. Without gates, b is a.
 template <typename Activation>
+class Columns {
+ public:
+  MOE_EXT_INLINE explicit Columns(int64_t width)
+      : width_z(Activation::kGated ? 2 * width : width),
+        distance_(Activation::kInterleaved ? 1 : width_z - width) {}
+
+  MOE_EXT_INLINE int64_t a(int64_t i) const { return kStride * i; }
+  MOE_EXT_INLINE int64_t b(int64_t i) const { return kStride * i + distance_; }
+
+  // Returns the number of activations whose b is in a column before `end`.
+  MOE_EXT_INLINE int64_t num_completed(int64_t end) const {
+    return std::max((end - distance_ + kStride - 1) / kStride, int64_t{0});
+  }
+
+  const int64_t width_z;
+
+ private:
+  static constexpr int64_t kStride = Activation::kInterleaved ? 2 : 1;
+  const int64_t distance_;
+};
+
+// Computes the activations that a region of the hidden layers z completes; z is rounded to scalar_t
+// first. `width` is the width of the activations.
 struct Activate {
-  template <typename from_t, typename scalar_t>
-  MOE_EXT_KERNEL void run(const from_t* z, Region region, int64_t width, scalar_t* out) {
+  template <typename Activation, typename from_t, typename scalar_t>
+  MOE_EXT_KERNEL void run(Activation activation, const from_t* z, Region region, int64_t width,
+                          scalar_t* out) {
     using acc_t = at::opmath_type<scalar_t>;
-    const int64_t before = Activation::kGated ? width : 0;
-    const int64_t begin = std::max(region.column - before, int64_t{0});
-    const int64_t end = region.column + region.num_columns - before;
+    const Columns<Activation> columns(width);
+    const int64_t begin = columns.num_completed(region.column);
+    const int64_t end = columns.num_completed(region.column + region.num_columns);
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      const from_t* from = z + r * (before + width);
+      const from_t* from = z + r * columns.width_z;
       scalar_t* to = out + r * width;
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(static_cast<scalar_t>(from[i]));
       };
       MOE_EXT_NO_ALIAS for (int64_t i = begin; i < end; ++i) {  // z may equal out
-        acc_t value = Activation::value(wide(i));
-        if constexpr (Activation::kGated) value *= wide(width + i);
+        acc_t value;
+        if constexpr (Activation::kGated) {
+          value = activation.value(wide(columns.a(i)), wide(columns.b(i)));
+        } else {
+          value = activation.value(wide(i));
+        }
         to[i] = static_cast<scalar_t>(value);
       }
     }
@@ -147,26 +174,27 @@ struct Activate {
 };
 
 // Computes the gradient with respect to z in a region of the activations.
-template <typename Activation>
 struct ActivateBackward {
-  template <typename scalar_t, typename acc_t>
-  MOE_EXT_KERNEL void run(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
-                          acc_t* grad_z) {
-    const int64_t width_z = Activation::kGated ? 2 * width : width;
+  template <typename Activation, typename scalar_t, typename acc_t>
+  MOE_EXT_KERNEL void run(Activation activation, const scalar_t* z, const acc_t* grad,
+                          Region region, int64_t width, acc_t* grad_z) {
+    const Columns<Activation> columns(width);
     const int64_t end = region.column + region.num_columns;
     for (int64_t r = region.row; r < region.row + region.num_rows; ++r) {
-      const scalar_t* from = z + r * width_z;
+      const scalar_t* from = z + r * columns.width_z;
       const acc_t* grad_row = grad + r * width;
-      acc_t* to = grad_z + r * width_z;
+      acc_t* to = grad_z + r * columns.width_z;
       const auto wide = [&](int64_t i) __attribute__((always_inline)) {
         return static_cast<acc_t>(from[i]);
       };
       MOE_EXT_NO_ALIAS for (int64_t i = region.column; i < end; ++i) {  // grad may equal grad_z
         if constexpr (Activation::kGated) {
-          to[i] = Activation::gradient(grad_row[i] * wide(width + i), wide(i));
-          to[width + i] = grad_row[i] * Activation::value(wide(i));
+          const int64_t a = columns.a(i), b = columns.b(i);
+          const math::Pair<acc_t> gradient = activation.gradient(grad_row[i], wide(a), wide(b));
+          to[a] = gradient.a;
+          to[b] = gradient.b;
         } else {
-          to[i] = Activation::gradient(grad_row[i], wide(i));
+          to[i] = activation.gradient(grad_row[i], wide(i));
         }
       }
     }

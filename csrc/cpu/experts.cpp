@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <functional>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
@@ -41,13 +42,17 @@ class Experts {
 
   Experts(const char* op, const Tensor& x, const Routing& routing, const FeedForward& network)
       : x_(x.contiguous()) {
-    math::with_activation(network.activation, [&](auto function) {
-      using Function = decltype(function);
-      activate = &vectorized<Activate<Function>, const acc_t*, Region, int64_t, scalar_t*>;
-      activate_rounded =
-          &vectorized<Activate<Function>, const scalar_t*, Region, int64_t, scalar_t*>;
-      activate_backward = &vectorized<ActivateBackward<Function>, const scalar_t*, const acc_t*,
-                                      Region, int64_t, acc_t*>;
+    math::with_activation(network.activation, network.activation_args, [&](auto function) {
+      interleaved = function.kInterleaved;
+      const auto values = [function](const auto* z, Region region, int64_t width, scalar_t* out) {
+        vectorized<Activate>(function, z, region, width, out);
+      };
+      activate = values;
+      activate_rounded = values;
+      activate_backward = [function](const scalar_t* z, const acc_t* grad, Region region,
+                                     int64_t width, acc_t* grad_z) {
+        vectorized<ActivateBackward>(function, z, grad, region, width, grad_z);
+      };
     });
     if (routing.inverse) {
       slots_.emplace(op, *routing.inverse, routing.token_offsets);
@@ -219,11 +224,13 @@ class Experts {
   }
 
   // Activate and ActivateBackward for the activation in use.
-  void (*activate)(const acc_t* z, Region region, int64_t width, scalar_t* out) = nullptr;
-  void (*activate_rounded)(const scalar_t* z, Region region, int64_t width,
-                           scalar_t* out) = nullptr;
-  void (*activate_backward)(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
-                            acc_t* grad_z) = nullptr;
+  std::function<void(const acc_t* z, Region region, int64_t width, scalar_t* out)> activate;
+  std::function<void(const scalar_t* z, Region region, int64_t width, scalar_t* out)>
+      activate_rounded;
+  std::function<void(const scalar_t* z, const acc_t* grad, Region region, int64_t width,
+                     acc_t* grad_z)>
+      activate_backward;
+  bool interleaved = false;  // see math/activation.h
 
  private:
   Tensor x_;
@@ -371,13 +378,18 @@ class BlockBackward {
     if constexpr (kSame) {
       if (grad_rows != nullptr) grad_a = grad_rows;
     }
-    const auto in_z = [&](Region region) {  // the second half of a gated z
-      region.column += width_z - width;
+    const auto in_z = [&](Region region) {  // the columns of z that complete the activations
+      if (experts_.interleaved) {
+        region.column *= 2;
+        region.num_columns *= 2;
+      } else {
+        region.column += width_z - width;  // the second half of a gated z
+      }
       return region;
     };
     const auto prefetch = [&](const Region& region) {
-      experts_.fetch(z, region, width_z);
-      if (width_z != width) experts_.fetch(z, in_z(region), width_z);
+      experts_.fetch(z, in_z(region), width_z);
+      if (width_z != width && !experts_.interleaved) experts_.fetch(z, region, width_z);
     };
     const auto run = [&](const Region& region) {
       if (!activated) experts_.activate_rounded(z, in_z(region), width, a_.out[l - 1]);

@@ -19,107 +19,137 @@
 namespace moe_ext::cuda {
 namespace {
 
-// out = activation(a) for z = a, or activation(a) * b for z = [a, b]; a and b are `width` wide. A
-// thread has some columns of a row.
+// The two packs of z with the pairs (a, b) of a pack of gated activations. Activation i of a row
+// has a in column i and b in column width + i; if interleaved, in the columns 2 i and 2 i + 1.
+template <typename Activation, typename scalar_t, int kSize>
+struct PairsOfPacks {
+  using Packed = Pack<scalar_t, kSize>;
+  Packed first, second;
+
+  // Returns the place of the first pack; `i` counts the packs of activations, `packs` are in a row.
+  static __device__ __forceinline__ int64_t place(int64_t i, int64_t packs) {
+    return Activation::kInterleaved ? 2 * i : i + i / packs * packs;
+  }
+  static __device__ __forceinline__ int64_t distance(int64_t packs) {
+    return Activation::kInterleaved ? 1 : packs;
+  }
+  __device__ __forceinline__ scalar_t& a(int d) {
+    return Activation::kInterleaved ? at(2 * d) : first.values[d];
+  }
+  __device__ __forceinline__ scalar_t& b(int d) {
+    return Activation::kInterleaved ? at(2 * d + 1) : second.values[d];
+  }
+
+ private:
+  __device__ __forceinline__ scalar_t& at(int column) {
+    return column < kSize ? first.values[column] : second.values[column - kSize];
+  }
+};
+
+// out = activation(z), or activation(a, b) if it is gated; a and b are `width` wide. A thread has
+// some columns of a row.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
-__global__ void activate_kernel(const scalar_t* __restrict__ z, int64_t num_rows, int64_t width,
-                                scalar_t* __restrict__ out) {
+__global__ void activate_kernel(Activation activation, const scalar_t* __restrict__ z,
+                                int64_t num_rows, int64_t width, scalar_t* __restrict__ out) {
   using Packed = Pack<scalar_t, kSize>;
   const int64_t packs = width / kSize;
   const int64_t all = num_rows * packs;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const auto* from = reinterpret_cast<const Packed*>(z) + i;
+    const auto* from = reinterpret_cast<const Packed*>(z);
     Packed activated;
     if constexpr (Activation::kGated) {
-      from += i / packs * packs;
-      const Packed a = from[0], b = from[packs];
+      using Pairs = PairsOfPacks<Activation, scalar_t, kSize>;
+      const int64_t place = Pairs::place(i, packs);
+      Pairs pairs{from[place], from[place + Pairs::distance(packs)]};
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
         activated.values[d] = static_cast<scalar_t>(
-            Activation::value(static_cast<acc_t>(a.values[d])) * static_cast<acc_t>(b.values[d]));
+            activation.value(static_cast<acc_t>(pairs.a(d)), static_cast<acc_t>(pairs.b(d))));
       }
     } else {
-      const Packed a = from[0];
+      const Packed a = from[i];
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
         activated.values[d] =
-            static_cast<scalar_t>(Activation::value(static_cast<acc_t>(a.values[d])));
+            static_cast<scalar_t>(activation.value(static_cast<acc_t>(a.values[d])));
       }
     }
     reinterpret_cast<Packed*>(out)[i] = activated;
   }
 }
 
-Tensor activate(std::string_view activation, const Tensor& z, int64_t width) {
+Tensor activate(const FeedForward& network, const Tensor& z, int64_t width) {
   const int64_t num_rows = z.size(0);
   Tensor out = at::empty({num_rows, width}, z.options());
-  math::with_activation(activation, [&](auto each) {
-    using Activation = decltype(each);
+  math::with_activation(network.activation, network.activation_args, [&](auto activation) {
+    using Activation = decltype(activation);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
       const auto* z_data = z.const_data_ptr<scalar_t>();
       auto* out_data = out.mutable_data_ptr<scalar_t>();
       with_pack_size<scalar_t>(width, {z_data, out_data}, [&](auto size) {
         launch(activate_kernel<Activation, scalar_t, at::opmath_type<scalar_t>, size>,
-               strided_grid(num_rows * (width / size)), kThreads, 0, z_data, num_rows, width,
-               out_data);
+               strided_grid(num_rows * (width / size)), kThreads, 0, activation, z_data, num_rows,
+               width, out_data);
       });
     });
   });
   return out;
 }
 
-// grad_z = grad * activation'(z); for both halves of z if the activation is gated.
+// grad_z = grad * activation'(z); for a and b if the activation is gated.
 template <typename Activation, typename scalar_t, typename acc_t, int kSize>
-__global__ void activate_backward_kernel(const scalar_t* __restrict__ z,
+__global__ void activate_backward_kernel(Activation activation, const scalar_t* __restrict__ z,
                                          const scalar_t* __restrict__ grad, int64_t num_rows,
                                          int64_t width, scalar_t* __restrict__ grad_z) {
   using Packed = Pack<scalar_t, kSize>;
-  constexpr int kHalves = Activation::kGated ? 2 : 1;
   const int64_t packs = width / kSize;
   const int64_t all = num_rows * packs;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t place = i / packs * kHalves * packs + i % packs;
     const Packed g = reinterpret_cast<const Packed*>(grad)[i];
-    const Packed a = reinterpret_cast<const Packed*>(z)[place];
-    Packed grad_a;
+    const auto* from = reinterpret_cast<const Packed*>(z);
+    auto* to = reinterpret_cast<Packed*>(grad_z);
     if constexpr (Activation::kGated) {
-      const Packed b = reinterpret_cast<const Packed*>(z)[place + packs];
-      Packed grad_b;
+      using Pairs = PairsOfPacks<Activation, scalar_t, kSize>;
+      const int64_t place = Pairs::place(i, packs), distance = Pairs::distance(packs);
+      Pairs pairs{from[place], from[place + distance]};
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
-        const acc_t value = static_cast<acc_t>(a.values[d]);
-        const acc_t upstream = static_cast<acc_t>(g.values[d]);
-        grad_a.values[d] = static_cast<scalar_t>(
-            Activation::gradient(upstream * static_cast<acc_t>(b.values[d]), value));
-        grad_b.values[d] = static_cast<scalar_t>(upstream * Activation::value(value));
+        const math::Pair<acc_t> gradient =
+            activation.gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(pairs.a(d)),
+                                static_cast<acc_t>(pairs.b(d)));
+        pairs.a(d) = static_cast<scalar_t>(gradient.a);
+        pairs.b(d) = static_cast<scalar_t>(gradient.b);
       }
-      reinterpret_cast<Packed*>(grad_z)[place + packs] = grad_b;
+      to[place] = pairs.first;
+      to[place + distance] = pairs.second;
     } else {
+      const Packed a = from[i];
+      Packed grad_a;
 #pragma unroll
       for (int d = 0; d < kSize; ++d) {
         grad_a.values[d] = static_cast<scalar_t>(
-            Activation::gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(a.values[d])));
+            activation.gradient(static_cast<acc_t>(g.values[d]), static_cast<acc_t>(a.values[d])));
       }
+      to[i] = grad_a;
     }
-    reinterpret_cast<Packed*>(grad_z)[place] = grad_a;
   }
 }
 
-Tensor activate_backward(std::string_view activation, const Tensor& z, const Tensor& grad) {
+Tensor activate_backward(const FeedForward& network, const Tensor& z, const Tensor& grad) {
   Tensor grad_z = at::empty(z.sizes(), z.options());
   const int64_t num_rows = grad.size(0), width = grad.size(1);
-  math::with_activation(activation, [&](auto each) {
-    using Activation = decltype(each);
+  math::with_activation(network.activation, network.activation_args, [&](auto activation) {
+    using Activation = decltype(activation);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
       const auto* z_data = z.const_data_ptr<scalar_t>();
       const auto* grad_data = grad.const_data_ptr<scalar_t>();
       auto* grad_z_data = grad_z.mutable_data_ptr<scalar_t>();
       with_pack_size<scalar_t>(width, {z_data, grad_data, grad_z_data}, [&](auto size) {
         launch(activate_backward_kernel<Activation, scalar_t, at::opmath_type<scalar_t>, size>,
-               strided_grid(num_rows * (width / size)), kThreads, 0, z_data, grad_data, num_rows,
-               width, grad_z_data);
+               strided_grid(num_rows * (width / size)), kThreads, 0, activation, z_data, grad_data,
+               num_rows, width, grad_z_data);
       });
     });
   });
@@ -206,7 +236,7 @@ __global__ void partial_sums_by_expert_kernel(const scalar_t* __restrict__ rows,
 class Experts {
  public:
   Experts(const Tensor& x, const Routing& routing, const FeedForward& network)
-      : activation_(network.activation),
+      : network_(network),
         offsets_(routing.offsets ? contiguous_index(*routing.offsets) : Tensor()),
         num_rows_(routing.inverse ? routing.inverse->numel() : x.size(0)),
         num_experts_(network.weights[0].size(0)),
@@ -241,11 +271,11 @@ class Experts {
   }
 
   Tensor next_input(int64_t layer, const Tensor& z) const {
-    return activate(activation_, z, weight(layer + 1).size(1));
+    return activate(network_, z, weight(layer + 1).size(1));
   }
 
   Tensor activate_backward(const Tensor& z, const Tensor& grad) const {
-    return cuda::activate_backward(activation_, z, grad);
+    return cuda::activate_backward(network_, z, grad);
   }
 
   // Writes the gradients of the gates; then multiplies p and dy by the gates, in place. The last
@@ -300,7 +330,7 @@ class Experts {
             .num_rows = num_rows_};
   }
 
-  std::string_view activation_;
+  const FeedForward& network_;
   Tensor offsets_;
   int64_t num_rows_, num_experts_;
   GroupedProducts products_;

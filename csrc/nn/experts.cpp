@@ -32,7 +32,7 @@ const FeedForwardExpertsOptions& checked(const FeedForwardExpertsOptions& option
                       ": hidden_sizes must be a sequence of whole numbers, each at least 1, got [",
                       c10::Join(", ", options.hidden_sizes()), "]");
   }
-  check_activation(owner, options.activation());
+  check_activation(owner, options.activation(), options.activation_args());
   return options;
 }
 
@@ -53,7 +53,8 @@ FeedForwardExpertsImpl::FeedForwardExpertsImpl(const FeedForwardExpertsOptions& 
 }
 
 void FeedForwardExpertsImpl::reset() {
-  const bool gated = check_activation("FeedForwardExperts", options.activation());
+  const bool gated =
+      check_activation("FeedForwardExperts", options.activation(), options.activation_args());
   const auto& hidden_sizes = options.hidden_sizes();
   const auto like = options.dtype() ? torch::dtype(*options.dtype()) : torch::TensorOptions();
   weights.clear();
@@ -101,15 +102,17 @@ Tensor FeedForwardExpertsImpl::forward(const Tensor& x, const Tensor& offsets) {
 
 Tensor FeedForwardExpertsImpl::forward_fused(const Tensor& x,
                                              const ops::ExpertsOptions& options) const {
-  return ops::experts(x, weights, biases, this->options.activation(), options);
+  return ops::experts(x, weights, biases, this->options.activation(), options,
+                      this->options.activation_args());
 }
 
 void FeedForwardExpertsImpl::pretty_print(std::ostream& stream) const {
   stream << "moe_ext::nn::FeedForwardExperts(" << num_experts() << " x (";
   for (const auto& weight : weights) stream << weight.size(1) << " -> ";
-  stream << d_output() << "), activation=" << options.activation() << std::boolalpha
-         << ", bias=" << options.bias() << ", dtype=torch." << name_of(weights[0].scalar_type())
-         << ")";
+  stream << d_output() << "), activation=" << options.activation();
+  if (!options.activation_args().empty()) stream << options.activation_args();
+  stream << std::boolalpha << ", bias=" << options.bias() << ", dtype=torch."
+         << name_of(weights[0].scalar_type()) << ")";
 }
 
 }  // namespace moe_ext::nn

@@ -14,13 +14,20 @@ from moe_ext.ops._balanced_gating import BatchwiseTopM, batchwise_topm, selected
 from moe_ext.ops._combine import combine
 from moe_ext.ops._dispatch import DispatchPlan, dispatch, dispatch_plan, token_index
 from moe_ext.ops._dtypes import accumulation_dtype
-from moe_ext.ops._experts import ACTIVATIONS, GATED_ACTIVATIONS, Activation, experts
+from moe_ext.ops._experts import (
+    ACTIVATIONS,
+    CLAMPED_ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    Activation,
+    experts,
+)
 from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
 from moe_ext.ops._importance import importance
 from moe_ext.ops._load import load
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMPED_ACTIVATIONS",
     "GATED_ACTIVATIONS",
     "Activation",
     "BatchwiseTopM",

@@ -7,12 +7,37 @@ import torch
 from torch import Tensor
 
 Activation = Literal[
-    "geglu", "gelu", "glu", "identity", "reglu", "relu", "sigmoid", "silu", "swiglu", "tanh"
+    "clamped_swiglu",
+    "geglu",
+    "geglu_tanh",
+    "gelu",
+    "gelu_tanh",
+    "glu",
+    "identity",
+    "interleaved_clamped_swiglu",
+    "reglu",
+    "relu",
+    "sigmoid",
+    "silu",
+    "swiglu",
+    "tanh",
 ]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
-# act(a) · b; the last dimension of the input is the concatenation of a and b.
-GATED_ACTIVATIONS: tuple[Activation, ...] = ("geglu", "glu", "reglu", "swiglu")
+# Computed from a and b; the last dimension of the input is the concatenation of a and b. In the
+# interleaved activation, a has the even columns and b the odd ones.
+GATED_ACTIVATIONS: tuple[Activation, ...] = (
+    "clamped_swiglu",
+    "geglu",
+    "geglu_tanh",
+    "glu",
+    "interleaved_clamped_swiglu",
+    "reglu",
+    "swiglu",
+)
+
+# The activations with the arguments (limit, alpha, offset).
+CLAMPED_ACTIVATIONS: tuple[Activation, ...] = ("clamped_swiglu", "interleaved_clamped_swiglu")
 
 
 def experts(
@@ -26,6 +51,7 @@ def experts(
     gates: Tensor | None = None,
     token_offsets: Tensor | None = None,
     recompute: bool = False,
+    activation_args: Sequence[float] | None = None,
 ) -> Tensor:
     """Applies each expert to its rows: linear layers with an activation between them.
 
@@ -34,6 +60,13 @@ def experts(
     - Without inverse and gates, x and the result are rows sorted by expert.
     - With inverse, x are tokens. The operator copies them to their rows as `dispatch` does.
     - With inverse and gates, it also sums y_t = Σ_s gates[s] · E_s(x_t) as `combine` does.
+
+    With the halves a and b of a row, a gated activation is activation(a) · b, as in "swiglu":
+    a · sigmoid(a) · b. "clamped_swiglu" is g · sigmoid(alpha · g) · (u + offset), where
+    g = min(a, limit) and u = clamp(b, -limit, limit). gpt-oss has (limit, alpha, offset) =
+    (7, 1.702, 1) and interleaves a and b: "interleaved_clamped_swiglu" takes a from the even
+    columns and b from the odd columns. As in torch, the gradient passes at a limit and is 0 beyond
+    it.
 
     On CUDA, float32 inputs are multiplied in float32, never in TF32; `allow_tf32` has no effect.
 
@@ -56,6 +89,7 @@ def experts(
             token_offsets[t] <= s < token_offsets[t + 1]. None: each token has K slots.
         recompute: whether to save only x and recompute the hidden layers in the backward pass
             (App. D). This saves memory. Results are bitwise identical to recompute=False.
+        activation_args: (limit, alpha, offset) with limit > 0 for `CLAMPED_ACTIVATIONS`, else None.
 
     Returns:
         [R, D_out], or [T, D_out] with gates.
@@ -75,5 +109,6 @@ def experts(
         biases or None,
         activation,
         differentiated and not recompute,
+        activation_args,
     )
     return y

@@ -44,6 +44,7 @@ def _experts_backward(
     activation: str,
     needs_x: bool,
     needs_parameters: bool,
+    *rest: Any,
     **out: Any,
 ) -> int:
     last = len(weights) - 1

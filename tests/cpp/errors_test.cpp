@@ -65,6 +65,17 @@ const std::map<std::string, Call> calls = {
      }},
     {"FeedForwardExperts activation",
      [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation("rely")); }},
+    {"FeedForwardExperts activation_args",
+     [] {
+       const auto options = FeedForwardExpertsOptions(4, 8).activation("clamped_swiglu");
+       FeedForwardExperts(FeedForwardExpertsOptions(options).activation_args({-1.5, 0.5, 0.25}));
+     }},
+    {"FeedForwardExperts activation_args missing",
+     [] { FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation("clamped_swiglu")); }},
+    {"FeedForwardExperts activation_args left over",
+     [] {
+       FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation_args({7.5, 0.5, 0.25}));
+     }},
     {"MoE d_model", [] { MoE(MoEOptions(0, 6, 2)); }},
     {"MoE k", [] { MoE(MoEOptions(8, 6, 7)); }},
     {"MoE w_importance", [] { MoE(MoEOptions(8, 6, 2).w_importance(-0.5)); }},

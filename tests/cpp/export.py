@@ -189,7 +189,12 @@ GATES: dict[str, Maker] = {
 }
 EXPERTS: dict[str, Maker] = {
     f"FeedForwardExperts {activation}": lambda activation=activation: FeedForwardExperts(
-        4, D, (5, 6), activation=activation, bias=True
+        4,
+        D,
+        (5, 6),
+        activation=activation,
+        bias=True,
+        activation_args=operators.ACTIVATION_ARGS.get(activation),
     )
     for activation in operators.ACTIVATIONS
 } | {
@@ -359,6 +364,15 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "FeedForwardExperts d_output": lambda: FeedForwardExperts(4, 8, d_output=0),
     "FeedForwardExperts hidden_sizes": lambda: FeedForwardExperts(4, 8, [5, 0]),
     "FeedForwardExperts activation": lambda: FeedForwardExperts(4, 8, activation="rely"),
+    "FeedForwardExperts activation_args": lambda: FeedForwardExperts(
+        4, 8, activation="clamped_swiglu", activation_args=(-1.5, 0.5, 0.25)
+    ),
+    "FeedForwardExperts activation_args missing": lambda: FeedForwardExperts(
+        4, 8, activation="clamped_swiglu"
+    ),
+    "FeedForwardExperts activation_args left over": lambda: FeedForwardExperts(
+        4, 8, activation_args=(7.5, 0.5, 0.25)
+    ),
     "MoE d_model": lambda: MoE(0, 6, 2),
     "MoE k": lambda: MoE(8, 6, 7),
     "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),

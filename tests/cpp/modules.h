@@ -88,11 +88,21 @@ inline std::map<std::string, Maker> make_experts() {
              .ptr();
        }},
   };
-  for (const std::string name :
-       {"relu", "gelu", "silu", "tanh", "sigmoid", "identity", "swiglu", "geglu", "reglu", "glu"}) {
+  for (const std::string name : {"relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity",
+                                 "swiglu", "geglu", "reglu", "glu", "geglu_tanh"}) {
     found[name] = [name] {
       return FeedForwardExperts(
                  FeedForwardExpertsOptions(4, D).hidden_sizes({5, 6}).activation(name).bias(true))
+          .ptr();
+    };
+  }
+  for (const std::string name : {"clamped_swiglu", "interleaved_clamped_swiglu"}) {
+    found[name] = [name] {
+      return FeedForwardExperts(FeedForwardExpertsOptions(4, D)
+                                    .hidden_sizes({5, 6})
+                                    .activation(name)
+                                    .activation_args({0.75, 1.5, 0.25})
+                                    .bias(true))
           .ptr();
     };
   }

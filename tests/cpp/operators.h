@@ -61,12 +61,17 @@ inline const std::map<std::string, Operator> operators = {
      }},
     {"experts",
      [](const Tree& a) -> std::vector<Tensor> {
+       std::vector<double> activation_args;
+       for (const auto& number : a.list("activation_args")) {
+         activation_args.push_back(number.item<double>());
+       }
        return {ops::experts(a["x"], a.list("weights"), a.list("biases"), a.text("activation"),
                             {.offsets = a.find("offsets"),
                              .inverse = a.find("inverse"),
                              .gates = a.find("gates"),
                              .token_offsets = a.find("token_offsets"),
-                             .recompute = a.number<bool>("recompute")})};
+                             .recompute = a.number<bool>("recompute")},
+                            activation_args)};
      }},
     {"factored_step_",
      [](const Tree& a) -> std::vector<Tensor> {

@@ -1,5 +1,7 @@
 """Errors of the modules for invalid arguments."""
 
+import math
+
 import numpy
 import pytest
 import torch
@@ -69,6 +71,20 @@ def layer(**changes):
         (
             lambda: FeedForwardExperts(E, D, (4,), activation="rely"),
             r"activation must .*got '?rely",
+        ),
+        (
+            lambda: FeedForwardExperts(E, D, (4,), activation="clamped_swiglu"),
+            r"activation_args must be limit, alpha and offset for clamped_swiglu, got \[\]",
+        ),
+        (
+            lambda: FeedForwardExperts(E, D, (4,), activation_args=(7, 1, 0)),
+            r"activation_args must be empty for relu, got \[7.0, 1.0, 0.0\]",
+        ),
+        (
+            lambda: FeedForwardExperts(
+                E, D, (4,), activation="clamped_swiglu", activation_args=(math.nan, 1, 0)
+            ),
+            r"activation_args must start with a limit above 0, got \[nan, 1.0, 0.0\]",
         ),
         (
             lambda: ExpertParallel(None, exchange="row"),

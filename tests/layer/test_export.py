@@ -7,13 +7,14 @@ from torch import nn
 
 from moe_ext import (
     BalancedGate,
+    FeedForwardExperts,
     HierarchicalBalancedGate,
     HierarchicalMoE,
     MoE,
     SoftmaxGate,
     TopKGate,
 )
-from moe_ext.ops import ACTIVATIONS
+from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,6 +92,18 @@ def test_every_kind_of_expert(tmp_path):
     layers = [
         MoE(D, E, 2, hidden_sizes=(5, 4), activation=activation, bias=i % 2 == 0)
         for i, activation in enumerate(ACTIVATIONS)
+        if activation not in CLAMPED_ACTIVATIONS
+    ]
+    layers += [
+        MoE(
+            D,
+            E,
+            2,
+            experts=FeedForwardExperts(
+                E, D, (5, 4), activation=activation, activation_args=(0.75, 1.5, 0.25)
+            ),
+        )
+        for activation in CLAMPED_ACTIVATIONS
     ]
     layers.append(MoE(D, E, 2, hidden_sizes=(), bias=True))
     layers.append(MoE(D, E, 2, expert_dtype=torch.bfloat16))

@@ -6,8 +6,16 @@ import pickle
 
 import pytest
 import torch
-from assertions import assert_exact, assert_same_bits, recorded_ops
-from operators import TABLE, make_linear, normal, offsets_of
+from assertions import assert_exact, assert_same_bits, assert_same_products, recorded_ops
+from operators import (
+    ACTIVATION_ARGS,
+    CLAMPED,
+    TABLE,
+    make_linear,
+    normal,
+    offsets_of,
+    plain_activation,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext import FeedForwardExperts, ModuleExperts, ops
@@ -48,6 +56,59 @@ def test_relu_selects_its_gradient(device, z, upstream):
     torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("args", [(7.0, 1.702, 1.0), (7.0, 1.0, 0.0)], ids=["gpt-oss", "DeepSeek"])
+@pytest.mark.parametrize("activation", CLAMPED)
+def test_limits_are_as_in_torch(device, activation, args):
+    """The gradient passes at a limit; beyond it, it is 0, even if it would be infinite or NaN."""
+    values = torch.tensor(
+        [-math.inf, -9, -7, -6.5, 0, 1, 7, 8, math.inf, math.nan], dtype=torch.float64
+    )
+    pairs = torch.cartesian_prod(values, values).to(device).requires_grad_()  # an expert for each
+    one = torch.ones(len(pairs), 1, dtype=torch.float64, device=device)
+    y = ops.experts(one, [pairs[:, None], one[:, :, None]], None, activation, activation_args=args)
+    expected = plain_activation(pairs, activation, args)
+    assert_exact(y.detach(), expected.detach(), nan=True)
+    for upstream in (1.0, math.inf):
+        actual_grad, expected_grad = (
+            torch.autograd.grad(out, pairs, torch.full_like(out, upstream), retain_graph=True)[0]
+            for out in (y, expected)
+        )
+        assert_exact(actual_grad, expected_grad, nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fan_in, width", [(24, 333), (16, 512)])
+def test_interleaved_columns_equal_halves(device, dtype, fan_in, width):
+    """The same weights in another order of columns: the activations of many tiles are the same."""
+    counts = [70, 0, 3]
+    x, first, _ = make_linear(counts, fan_in, 2 * width, device, dtype)
+    last = normal(3, width, 5, device=device, dtype=dtype)
+    offsets, upstream = offsets_of(counts, device), normal(73, 5, device=device, dtype=dtype)
+
+    def interleave(columns):
+        return torch.stack(columns.chunk(2, -1), -1).flatten(-2)
+
+    results = {}
+    for activation in CLAMPED:
+        interleaved = activation.startswith("interleaved")
+        weight = interleave(first) if interleaved else first
+        leaves = [x.clone(), weight.clone(), last.clone()]
+        args = ACTIVATION_ARGS[activation]
+        y = ops.experts(
+            leaves[0].requires_grad_(), [leaf.requires_grad_() for leaf in leaves[1:]], None,
+            activation, offsets=offsets, activation_args=args,
+        )  # fmt: skip
+        results[activation] = [y, *torch.autograd.grad(y, leaves, upstream)]
+    expected, actual = (results[activation] for activation in CLAMPED)
+    for i in (0, 3):  # y and the gradient of the last layer
+        assert_same_bits(actual[i], expected[i])
+    assert_same_products(actual[2], interleave(expected[2]))
+    # Its sum over the columns has another order.
+    eps = torch.finfo(dtype).eps
+    scale = float(expected[1].abs().max())
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=16 * eps * scale)
+
+
 def test_unused_expert_with_nan_weights_poisons_nothing(device):
     counts = [3, 0, 4]
     tensors, offsets = make_linear(counts, 4, 5, device), offsets_of(counts, device)
@@ -85,12 +146,13 @@ def test_nan_row_stays_in_its_row(device, dtype):
 
 
 @pytest.mark.parametrize("hidden_sizes", [(), (6,), (6, 5)])
-@pytest.mark.parametrize("activation", ["relu", "geglu"])
+@pytest.mark.parametrize("activation", ["relu", "geglu", *CLAMPED])
 @pytest.mark.parametrize("bias", [False, True])
 def test_feed_forward_experts_equal_reference(device, hidden_sizes, activation, bias):
     counts = [3, 0, 4]
+    args = ACTIVATION_ARGS.get(activation)
     module = FeedForwardExperts(
-        3, 4, hidden_sizes, activation=activation, bias=bias, d_output=2
+        3, 4, hidden_sizes, activation=activation, activation_args=args, bias=bias, d_output=2
     ).double()
     if bias:
         for b in module.biases:
@@ -103,8 +165,18 @@ def test_feed_forward_experts_equal_reference(device, hidden_sizes, activation, 
     assert len(weights) == len(hidden_sizes) + 1
     biases = [b.detach().cpu() for b in module.biases] if bias else None
     reference = TABLE["experts"].reference
-    expected = reference(rows.cpu(), weights, biases, activation, offsets_of(counts))
+    expected = reference(
+        rows.cpu(), weights, biases, activation, offsets_of(counts), activation_args=args
+    )
     assert_exact(actual.detach(), expected)
+    one, rest = module.split([1, 2])
+    parts = [one(rows[:3], offsets_of([3], device)), rest(rows[3:], offsets_of([0, 4], device))]
+    assert_exact(torch.cat(parts).detach(), expected)
+
+
+def test_activation_args_are_shown():
+    options = dict(activation="clamped_swiglu", activation_args=(7, 1.702, 1))
+    assert "clamped_swiglu[7.0, 1.702, 1.0]" in repr(FeedForwardExperts(2, 4, (6,), **options))
 
 
 def test_parameters_are_stacked_and_counted():

@@ -353,6 +353,8 @@ struct MOE_EXT_API FeedForwardExpertsOptions {
   TORCH_ARG(std::vector<int64_t>, hidden_sizes) = {};
   // See ops::experts. A gated activation doubles the width of the matrix before it.
   TORCH_ARG(std::string, activation) = "relu";
+  // See ops::experts. Only for an activation with numbers.
+  TORCH_ARG(std::vector<double>, activation_args) = {};
   // Whether the layers have biases. The paper's experts have none.
   TORCH_ARG(bool, bias) = false;
   // The width of an output row; absent: d_model.

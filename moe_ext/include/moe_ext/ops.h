@@ -172,14 +172,16 @@ struct ExpertsOptions {
 //   weights: [E, D, F_1], [E, F_1, F_2], ..., [E, F_n, D_out]. Before a gated activation, the
 //     weight has twice the layer's width.
 //   biases: one [E, width] for each weight, or empty.
-//   activation: "geglu", "gelu", "glu", "identity", "reglu", "relu", "sigmoid", "silu", "swiglu" or
-//     "tanh".
+//   activation: "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "glu", "identity",
+//     "interleaved_clamped_swiglu", "reglu", "relu", "sigmoid", "silu", "swiglu" or "tanh".
+//   activation_args: limit > 0, alpha and offset of a clamped activation, else empty. It computes
+//     g * sigmoid(alpha * g) * (u + offset); g = min(a, limit) and u = clamp(b, -limit, limit).
 //
 //   auto y = experts(x, {w1, w2}, {}, "relu",
 //                    {.offsets = plan.offsets, .inverse = plan.inverse, .gates = top.gates});
 MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases = {},
-                           std::string_view activation = "relu",
-                           const ExpertsOptions& options = {});
+                           std::string_view activation = "relu", const ExpertsOptions& options = {},
+                           at::ArrayRef<double> activation_args = {});
 
 // Updates param [..., R, C] by one step of factored Adam or Adagrad (Appendix D):
 //

@@ -23,13 +23,14 @@ from moe_ext import (
 from moe_ext.checks import require, require_at_least
 from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
-from moe_ext.ops import ACTIVATIONS, Activation
+from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation
 
 _GATE_KINDS = ("noisy_topk", "topk", "balanced")
 
 
 def _require_activation(name: str) -> None:
-    require(name in ACTIVATIONS, "activation", f"be one of {', '.join(ACTIVATIONS)}", name)
+    known = [each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS]
+    require(name in known, "activation", f"be one of {', '.join(known)}", name)
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:
