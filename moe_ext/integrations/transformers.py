@@ -12,7 +12,9 @@ class and reason.
 """
 
 import inspect
+import math
 import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -63,6 +65,7 @@ _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat
 
 class _Activation(NamedTuple):
     name: ops.Activation
+    args: tuple[float, float, float] | None = None  # limit, alpha, offset
 
 
 def experts_forward(
@@ -119,6 +122,7 @@ def experts_forward(
         weights,
         biases,
         activation.name,
+        activation_args=activation.args,
         offsets=plan.offsets,
         inverse=plan.inverse,
         gates=gates if norm is None else None,
@@ -213,15 +217,46 @@ def _recognise(module: nn.Module) -> _Activation | str:
     with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
         try:
             expected = function(probe.to(device)).cpu().double()
+            args = _clamp_args(function, device) if module.has_gate else None
         except Exception as error:  # the code of the module may raise any error
             return f"its activation fails on float64 numbers: {error}"
-        for name in ops.ACTIVATIONS:
-            if module.has_gate == (name in ops.GATED_ACTIVATIONS):
-                activation = _Activation(name)
-                found = _activate(activation, probe)
-                if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
-                    return activation
+        for activation in _candidates(module.has_gate, args):
+            found = _activate(activation, probe)
+            if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
+                return activation
     return f"its activation is none of {', '.join(ops.ACTIVATIONS)}"
+
+
+def _candidates(has_gate: bool, args: tuple[float, float, float] | None) -> Iterator[_Activation]:
+    """Returns the activations of the operator that may be those of a module."""
+    for name in ops.ACTIVATIONS:
+        if has_gate == (name in ops.GATED_ACTIVATIONS):
+            if name not in ops.CLAMPED_ACTIVATIONS:
+                yield _Activation(name)
+            elif args is not None:
+                yield _Activation(name, args)
+
+
+def _clamp_args(
+    function: Callable[[Tensor], Tensor], device: torch.device
+) -> tuple[float, float, float] | None:
+    """Returns the limit, alpha and offset of a gate, if it is a clamped SwiGLU; may return None.
+
+    With the gate 1 and a number u, a clamped SwiGLU with a limit of at least 1 is
+    s · (clamp(u, -limit, limit) + offset), where s = sigmoid(alpha). Four values of u give s, the
+    limit and the offset.
+    """
+    far = 1e6  # beyond the numbers of the probe
+    z = torch.tensor([[1, 0], [1, 1], [1, far], [1, -far]], dtype=torch.float64, device=device)
+    at_zero, at_one, above, below = function(z).double().flatten().tolist()
+    s = at_one - at_zero
+    if not 0 < s < 1:
+        return None
+    limit, alpha, offset = (above - below) / (2 * s), math.log(s / (1 - s)), at_zero / s
+    if not 1 <= limit <= 1e3:  # the probe must have larger numbers
+        return None
+    limit, alpha, offset = (float(f"{each:.12g}") for each in (limit, alpha, offset))
+    return limit, alpha, offset
 
 
 def _probe() -> Tensor:
@@ -236,7 +271,7 @@ def _activate(activation: _Activation, z: Tensor) -> Tensor:
     columns = z.shape[1]
     width = columns // 2 if activation.name in ops.GATED_ACTIVATIONS else columns
     weights = [torch.eye(size, dtype=z.dtype, device="cpu")[None] for size in (columns, width)]
-    return ops.experts(z, weights, activation=activation.name)
+    return ops.experts(z, weights, activation=activation.name, activation_args=activation.args)
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)

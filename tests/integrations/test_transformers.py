@@ -7,6 +7,7 @@ import ast
 import copy
 import functools
 import importlib
+import inspect
 import pickle
 import re
 import warnings
@@ -17,8 +18,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_ext import ops
-
 transformers = pytest.importorskip("transformers", minversion="5.23")
 plug = importlib.import_module("moe_ext.integrations.transformers")
 hf_moe = importlib.import_module("transformers.integrations.moe")
@@ -27,18 +26,10 @@ MODELS = Path(transformers.__file__).parent / "models"
 NUM_EXPERTS, K = 5, 2
 
 # The classes with an activation that the operator does not have.
-FALL_BACKS = {
-    "DeepseekV4Experts": "clamped_swiglu",
-    "DiffusionGemmaTextExperts": "geglu_tanh",
-    "Gemma4TextExperts": "geglu_tanh",
-    "Glm5NextTextExperts": "clamped_swiglu",
-    "GptOssExperts": "interleaved_clamped_swiglu",
-    "HYV4Experts": "clamped_swiglu",
-    "Inkling2Experts": "a product of softcaps",
-    "MiniMaxM3VLExperts": "clamped_swiglu",
-    "NemotronHExperts": "relu squared",
-    "OpenAIPrivacyFilterExperts": "clamped_swiglu",
-}
+FALL_BACKS = {"Inkling2Experts": "a product of softcaps", "NemotronHExperts": "relu squared"}
+
+# The classes that `build` cannot build, with the error.
+NOT_BUILT = {"Dots3NoteExperts": "is a per-layer attribute"}
 
 
 def registry():
@@ -59,13 +50,13 @@ REGISTRY = registry()
 
 
 def shrink(config):
-    """Sets the sizes that an experts module reads: 5 experts, widths 12 and 10."""
+    """Sets the sizes that an experts module reads: 5 experts, widths 16 and 8."""
     for key, value in list(vars(config).items()):
-        if isinstance(value, int) and not isinstance(value, bool):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             if re.search(r"(hidden|latent)_size", key):
-                setattr(config, key, 12)
+                setattr(config, key, 16)
             elif "intermediate_size" in key:
-                setattr(config, key, 10)
+                setattr(config, key, 8)
             elif re.search(r"experts$", key):
                 setattr(config, key, NUM_EXPERTS)
 
@@ -75,6 +66,8 @@ def build(module, name, dtype=torch.float64):
     experts_class = getattr(importlib.import_module(module), name)
     package, _, file = module.rpartition(".")
     configs = importlib.import_module(f"{package}.{file.replace('modeling', 'configuration')}")
+    sized = "intermediate_size" in inspect.signature(experts_class.__init__).parameters
+    options = {"intermediate_size": 8} if sized else {}
     errors = []
     for config_class in vars(configs).values():
         if not (isinstance(config_class, type) and config_class.__module__ == configs.__name__):
@@ -82,7 +75,7 @@ def build(module, name, dtype=torch.float64):
         try:
             config = config_class()
             shrink(config)
-            experts = experts_class(config)
+            experts = experts_class(config, **options)
         except (AttributeError, KeyError, TypeError) as error:  # not the config of this class
             errors.append(f"{config_class.__name__}: {error}")
             continue
@@ -152,14 +145,20 @@ def quiet():
         yield
 
 
-each_class = pytest.mark.parametrize(
-    ("module", "name"), REGISTRY, ids=[name for _, name in REGISTRY]
-)
+BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
+each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
 
 
 def test_the_registry_is_found():
     assert len(REGISTRY) >= 64
     assert {"MixtralExperts", "GptOssExperts", "AriaExperts"} <= {name for _, name in REGISTRY}
+
+
+def test_the_list_of_classes_that_are_not_built_is_up_to_date():
+    modules = {name: module for module, name in REGISTRY}
+    for name, message in NOT_BUILT.items():
+        with pytest.raises(Exception, match=message):
+            build(modules[name], name)
 
 
 @each_class
@@ -184,7 +183,8 @@ def test_the_error_of_each_class_is_at_most_twice_that_of_eager(module, name):
         narrow = [e.requires_grad_(e.is_floating_point()) for e in narrow]
         eager = results(experts, "eager", *narrow)
         ours = results(experts, "moe_ext", *narrow)
-        rounding = torch.finfo(dtype).eps / 2
+        # The gradient of a bias sums about 25 rows in float32.
+        rounding = max(torch.finfo(dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
         for key in expected:
             bound = 2 * max(error(eager[key], expected[key]), rounding)
             assert error(ours[key], expected[key]) <= bound, (key, dtype)
@@ -192,11 +192,9 @@ def test_the_error_of_each_class_is_at_most_twice_that_of_eager(module, name):
 
 def test_only_classes_with_other_activations_fall_back():
     found = {
-        name
-        for module, name in REGISTRY
-        if isinstance(plug._activation_of(build(module, name)), str)
+        name for module, name in BUILT if isinstance(plug._activation_of(build(module, name)), str)
     }
-    assert found == {name for name, each in FALL_BACKS.items() if each not in ops.ACTIVATIONS}
+    assert found == set(FALL_BACKS)
 
 
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
@@ -293,7 +291,7 @@ def test_x_is_converted_to_the_dtype_of_the_parameters():
 def test_no_tokens():
     experts = build(*MIXTRAL)
     found = results(experts, "moe_ext", *inputs(experts, num_tokens=0))
-    assert found["y"].shape == (0, 12)
+    assert found["y"].shape == (0, 16)
     assert all((each == 0).all() for each in found.values())
 
 
@@ -317,7 +315,8 @@ def test_frozen_parameters_get_no_gradient():
         found = results(experts, "moe_ext", *arguments)
     assert found.keys() == {"y", "x", "gates"}
     (backward,) = [each for each in profile.events() if each.name == "moe_ext::_experts_backward"]
-    assert backward.concrete_inputs[-1] is False
+    needs_x, needs_parameters = (e for e in backward.concrete_inputs if isinstance(e, bool))
+    assert needs_x and not needs_parameters
     expected = results(experts, "eager", *arguments)
     assert all(error(found[name], expected[name]) < 1e-10 for name in found)
 
@@ -338,7 +337,13 @@ MODEL_TYPES = {
     "mixtral": {"num_local_experts": 6},
     "olmoe": {"num_experts": 6},
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}
-    | {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    | {
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": 4,
+    }
     | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
     "gpt_oss": {"num_local_experts": 6},
 }
@@ -351,7 +356,7 @@ def tokens():
 
 def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
     config = transformers.AutoConfig.for_model(
-        model_type, **SIZES, **MODEL_TYPES[model_type], pad_token_id=0, **options
+        model_type, **(SIZES | MODEL_TYPES[model_type]), pad_token_id=0, **options
     )
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
