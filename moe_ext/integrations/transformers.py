@@ -220,7 +220,7 @@ def _recognise(module: nn.Module) -> _Activation | str:
             args = _clamp_args(function, device) if module.has_gate else None
         except Exception as error:  # the code of the module may raise any error
             return f"its activation fails on float64 numbers: {error}"
-        for activation in _candidates(module.has_gate, args):
+        for activation in _candidates(bool(module.has_gate), args):
             found = _activate(activation, probe)
             if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
                 return activation
