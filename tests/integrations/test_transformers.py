@@ -1,0 +1,480 @@
+"""transformers' experts on our operators: each class of the registry, tiny models, features.
+
+The classes are found in the source of transformers, so a new class is tested when it appears.
+"""
+
+import ast
+import copy
+import functools
+import importlib
+import inspect
+import pickle
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+plug = importlib.import_module("moe_ext.integrations.transformers")
+hf_moe = importlib.import_module("transformers.integrations.moe")
+
+MODELS = Path(transformers.__file__).parent / "models"
+NUM_EXPERTS, K = 5, 2
+
+# The classes with an activation that the operator does not have.
+FALL_BACKS = {"Inkling2Experts": "a product of softcaps", "NemotronHExperts": "relu squared"}
+
+# The classes that `build` cannot build, with the error.
+NOT_BUILT = {"Dots3NoteExperts": "is a per-layer attribute"}
+
+
+def registry():
+    """Finds (module, class) of each class with the decorator use_experts_implementation."""
+    found = []
+    for file in sorted(MODELS.glob("*/modeling_*.py")):
+        if "use_experts_implementation" in (source := file.read_text()):
+            found += [
+                (f"transformers.models.{file.parent.name}.{file.stem}", node.name)
+                for node in ast.parse(source).body
+                if isinstance(node, ast.ClassDef)
+                and any("use_experts_impl" in ast.unparse(each) for each in node.decorator_list)
+            ]
+    return found
+
+
+REGISTRY = registry()
+
+
+def shrink(config):
+    """Sets the sizes that an experts module reads: 5 experts, widths 16 and 8."""
+    for key, value in list(vars(config).items()):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            if re.search(r"(hidden|latent)_size", key):
+                setattr(config, key, 16)
+            elif "intermediate_size" in key:
+                setattr(config, key, 8)
+            elif re.search(r"experts$", key):
+                setattr(config, key, NUM_EXPERTS)
+
+
+def build(module, name, dtype=torch.float64):
+    """Builds an experts module of random weights from the first config class that fits."""
+    experts_class = getattr(importlib.import_module(module), name)
+    package, _, file = module.rpartition(".")
+    configs = importlib.import_module(f"{package}.{file.replace('modeling', 'configuration')}")
+    sized = "intermediate_size" in inspect.signature(experts_class.__init__).parameters
+    options = {"intermediate_size": 8} if sized else {}
+    errors = []
+    for config_class in vars(configs).values():
+        if not (isinstance(config_class, type) and config_class.__module__ == configs.__name__):
+            continue
+        try:
+            config = config_class()
+            shrink(config)
+            experts = experts_class(config, **options)
+        except (AttributeError, KeyError, TypeError) as error:  # not the config of this class
+            errors.append(f"{config_class.__name__}: {error}")
+            continue
+        config._experts_implementation = "moe_ext"
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        return experts.to(dtype)
+    raise AssertionError(f"{name} cannot be built: {errors}")
+
+
+class InFloat64(TorchFunctionMode):
+    """Replaces float32 by float64: some classes compute a part in float32 in any dtype."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widen(value):
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(widen(each) for each in args)
+        return func(*args, **{key: widen(each) for key, each in (kwargs or {}).items()})
+
+
+def inputs(experts, num_tokens=7, dtype=torch.float64):
+    """Returns x, the index and the weights; expert 3 has no token."""
+    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    x = torch.randn(num_tokens, width, dtype=dtype, requires_grad=True)
+    allowed = torch.tensor([0, 1, 2, 4])
+    chosen = torch.rand(num_tokens, 4).argsort(1)[:, :K]
+    gates = torch.rand(num_tokens, K, dtype=dtype, requires_grad=True)
+    return x, allowed[chosen], gates
+
+
+def results(experts, implementation, x, index, gates):
+    """Returns the output and the gradients of x, of the gates and of each parameter."""
+    experts.config._experts_implementation = implementation
+    y = experts(x, index, gates)
+    direction = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    leaves = {"x": x, "gates": gates, **dict(experts.named_parameters())}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(y, list(leaves.values()), direction)
+    return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def error(found, expected):
+    """Returns the largest difference, relative to the largest value expected."""
+    scale = expected.double().abs().max().clamp(min=1e-30)
+    return float((found.double() - expected.double()).abs().max() / scale)
+
+
+def assert_equal_to_eager(experts, x, index, gates, tolerance=1e-10):
+    with InFloat64():
+        expected = results(experts, "eager", x, index, gates)
+        found = results(experts, "moe_ext", x, index, gates)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+        assert error(found[name], expected[name]) < tolerance, name
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Hides the warnings of modules that fall back."""
+    plug._warnings.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="experts_implementation='moe_ext'")
+        yield
+
+
+BUILT = [each for each in REGISTRY if each[1] not in NOT_BUILT]
+each_class = pytest.mark.parametrize(("module", "name"), BUILT, ids=[name for _, name in BUILT])
+
+
+def test_the_registry_is_found():
+    assert len(REGISTRY) >= 64
+    assert {"MixtralExperts", "GptOssExperts", "AriaExperts"} <= {name for _, name in REGISTRY}
+
+
+def test_the_list_of_classes_that_are_not_built_is_up_to_date():
+    modules = {name: module for module, name in REGISTRY}
+    for name, message in NOT_BUILT.items():
+        with pytest.raises(Exception, match=message):
+            build(modules[name], name)
+
+
+@each_class
+def test_each_class_equals_eager(module, name):
+    experts = build(module, name)
+    assert_equal_to_eager(experts, *inputs(experts))
+
+
+@each_class
+def test_the_error_of_each_class_is_at_most_twice_that_of_eager(module, name):
+    wide = build(module, name)
+    x, index, gates = inputs(wide, num_tokens=64)
+    for dtype in (torch.float32, torch.bfloat16):
+        experts = copy.deepcopy(wide).to(dtype)
+        rounded = copy.deepcopy(experts).double()
+        exact = [x.detach().to(dtype).double(), index, gates.detach().to(dtype).double()]
+        with InFloat64():
+            expected = results(
+                rounded, "eager", *(e.requires_grad_(e.is_floating_point()) for e in exact)
+            )
+        narrow = [e.detach().to(dtype) if e.is_floating_point() else e for e in exact]
+        narrow = [e.requires_grad_(e.is_floating_point()) for e in narrow]
+        eager = results(experts, "eager", *narrow)
+        ours = results(experts, "moe_ext", *narrow)
+        # The gradient of a bias sums about 25 rows in float32.
+        rounding = max(torch.finfo(dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
+        for key in expected:
+            bound = 2 * max(error(eager[key], expected[key]), rounding)
+            assert error(ours[key], expected[key]) <= bound, (key, dtype)
+
+
+def test_only_classes_with_other_activations_fall_back():
+    found = {
+        name for module, name in BUILT if isinstance(plug._activation_of(build(module, name)), str)
+    }
+    assert found == set(FALL_BACKS)
+
+
+MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
+MUSE_SPARK = ("transformers.models.muse_spark.modeling_muse_spark", "MuseSparkExperts")
+NEMOTRON = ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts")
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_python", "gelu")]
+    + [("relu", "relu"), ("sigmoid", "sigmoid"), ("tanh", "tanh"), ("linear", "identity")],
+)
+def test_activations_are_recognised(function, name, has_gate):
+    experts = build(*(MIXTRAL if has_gate else NEMOTRON))
+    experts.act_fn = transformers.activations.ACT2FN[function]
+    gated = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu"}
+    expected = gated.get(name) if has_gate else name
+    found = plug._activation_of(experts)
+    assert isinstance(found, str) if expected is None else found.name == expected
+    assert_equal_to_eager(experts, *inputs(experts))
+
+
+@pytest.mark.parametrize("function", ["relu2", "relu6", "gelu_10", "leaky_relu", "mish", "prelu"])
+def test_similar_activations_are_not_mistaken(function):
+    experts = build(*NEMOTRON)
+    experts.act_fn = transformers.activations.ACT2FN[function].double()
+    assert isinstance(plug._activation_of(experts), str)
+    assert_equal_to_eager(experts, *inputs(experts))
+
+
+def test_a_fall_back_warns_once_and_says_why():
+    experts = build(*NEMOTRON)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            results(experts, "moe_ext", *inputs(experts))
+    (message,) = [str(each.message) for each in caught]
+    assert "NemotronHExperts uses 'eager': its activation is none of" in message
+
+
+def test_unknown_flags_and_parameters_fall_back(monkeypatch):
+    monkeypatch.setitem(plug._UNKNOWN_FLAGS, "is_scaled", False)
+    experts = build(*MIXTRAL)
+    assert plug._unknown_part(experts) is None
+    experts.is_scaled = True
+    assert plug._activation_of(experts) == "the flag is_scaled = True is unknown"
+    experts = build(*MIXTRAL)
+    experts.scale = nn.Parameter(torch.ones(()))
+    assert plug._activation_of(experts) == "the parameter scale is unknown"
+
+
+def test_mixed_dtypes_fall_back():
+    experts = build(*MIXTRAL, dtype=torch.float32)
+    experts.down_proj.data = experts.down_proj.data.bfloat16()
+    reason = plug._refusal(experts, [experts.gate_up_proj, experts.down_proj])
+    assert reason.endswith("got torch.bfloat16, torch.float32")
+
+
+@pytest.mark.parametrize("class_", [MIXTRAL, MUSE_SPARK])
+def test_expert_parallelism_skips_the_experts_of_other_ranks(class_):
+    experts = build(*class_)
+    x, index, gates = inputs(experts)
+    gates = (gates.detach() * (index != 2)).requires_grad_()
+    index = index.masked_fill(index == 2, NUM_EXPERTS)
+    expected = results(experts, "eager", x, index, gates)
+    experts._is_expert_parallel = True
+    found = results(experts, "moe_ext", x, index, gates)
+    for name in expected:
+        assert error(found[name], expected[name]) < (1e-6 if class_ is MUSE_SPARK else 1e-10), name
+    assert (found["gates"][index == NUM_EXPERTS] == 0).all()
+    nothing = results(experts, "moe_ext", x, torch.full_like(index, NUM_EXPERTS), gates)
+    assert all((each == 0).all() for each in nothing.values())
+
+
+def test_int32_indices_and_other_dtypes_of_the_weights():
+    experts = build(*MIXTRAL, dtype=torch.bfloat16)
+    x, index, gates = inputs(experts, dtype=torch.bfloat16)
+    expected = results(experts, "moe_ext", x, index, gates.detach().float().requires_grad_())
+    wide = gates.detach().float().requires_grad_()
+    found = results(experts, "moe_ext", x, index.int(), wide)
+    assert found["gates"].dtype == torch.float32
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_x_is_converted_to_the_dtype_of_the_parameters():
+    experts = build(*MIXTRAL, dtype=torch.bfloat16)
+    x, index, gates = inputs(experts, dtype=torch.float32)
+    y = experts(x, index, gates)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, experts(x.bfloat16(), index, gates).float())
+
+
+def test_no_tokens():
+    experts = build(*MIXTRAL)
+    found = results(experts, "moe_ext", *inputs(experts, num_tokens=0))
+    assert found["y"].shape == (0, 16)
+    assert all((each == 0).all() for each in found.values())
+
+
+def test_autocast():
+    experts = build(*MIXTRAL, dtype=torch.float32)
+    arguments = inputs(experts, dtype=torch.float32)
+    exact = results(experts, "eager", *arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = results(experts, "eager", *arguments)
+        ours = results(experts, "moe_ext", *arguments)
+    for name in exact:
+        assert ours[name].dtype == exact[name].dtype
+        bound = 2 * max(error(eager[name], exact[name]), 2**-9)
+        assert 0 < error(ours[name], exact[name]) <= bound, name
+
+
+def test_frozen_parameters_get_no_gradient():
+    experts = build(*MIXTRAL).requires_grad_(False)
+    arguments = inputs(experts)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        found = results(experts, "moe_ext", *arguments)
+    assert found.keys() == {"y", "x", "gates"}
+    (backward,) = [each for each in profile.events() if each.name == "moe_ext::_experts_backward"]
+    needs_x, needs_parameters = (e for e in backward.concrete_inputs if isinstance(e, bool))
+    assert needs_x and not needs_parameters
+    expected = results(experts, "eager", *arguments)
+    assert all(error(found[name], expected[name]) < 1e-10 for name in found)
+
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+MODEL_TYPES = {
+    "qwen3_moe": {"num_experts": 6},
+    "mixtral": {"num_local_experts": 6},
+    "olmoe": {"num_experts": 6},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 8}
+    | {
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": 4,
+    }
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "gpt_oss": {"num_local_experts": 6},
+}
+
+
+@functools.cache
+def tokens():
+    return torch.randint(1, 48, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def tiny(model_type="qwen3_moe", implementation="moe_ext", **options):
+    config = transformers.AutoConfig.for_model(
+        model_type, **(SIZES | MODEL_TYPES[model_type]), pad_token_id=0, **options
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation=implementation
+    )
+
+
+def losses_of(model):
+    """Returns the logits and the gradient of each parameter."""
+    model.zero_grad()
+    output = model(tokens(), labels=tokens())
+    output.loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return {"logits": output.logits.detach(), **gradients}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    for name, each in expected.items():
+        assert (found[name] is None) == (each is None), name
+        if each is not None:
+            assert error(found[name], each) < tolerance, name
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_models_equal_eager(model_type):
+    model = tiny(model_type, "eager")
+    expected = losses_of(model)
+    model.set_experts_implementation("moe_ext")
+    assert model.get_experts_implementation() == {"": "moe_ext"}
+    assert_close(losses_of(model), expected)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_greedy_tokens_equal_those_of_eager(model_type):
+    model = tiny(model_type).eval()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    found = model.generate(tokens(), **options)
+    assert model.get_experts_implementation() == {"": "moe_ext"}
+    model.set_experts_implementation("eager")
+    assert torch.equal(found, model.generate(tokens(), **options))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant):
+    model = tiny()
+    expected = losses_of(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.train()
+    found = losses_of(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_models_in_bfloat16():
+    model = tiny()
+    expected = losses_of(model)
+    half = copy.deepcopy(model).bfloat16()
+    ours = losses_of(half)
+    half.set_experts_implementation("eager")
+    eager = losses_of(half)
+    assert ours["logits"].dtype == torch.bfloat16
+    bound = 2 * error(eager["logits"], expected["logits"])
+    assert error(ours["logits"], expected["logits"]) <= bound
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_compile_without_graph_breaks(model_type):
+    model = tiny(model_type).eval()
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        found = compiled(tokens(), use_cache=False).logits
+    assert error(found, expected) < 1e-5
+
+
+def test_saved_files_are_unchanged(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    files = {}
+    for implementation in ("eager", "moe_ext"):
+        model = tiny(implementation=implementation)
+        losses_of(model)
+        model.save_pretrained(tmp_path / implementation)
+        (file,) = (tmp_path / implementation).glob("*.safetensors")
+        files[implementation] = safetensors.load_file(file)
+    assert files["eager"].keys() == files["moe_ext"].keys()
+    for name, each in files["eager"].items():
+        assert torch.equal(each, files["moe_ext"][name])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "eager", experts_implementation="moe_ext"
+    )
+    assert loaded.get_experts_implementation() == {"": "moe_ext"}
+    assert torch.equal(loaded(tokens()).logits, model.eval()(tokens()).logits)
+
+
+def test_router_logits():
+    model = tiny(output_router_logits=True)
+    found = model(tokens(), labels=tokens())
+    model.set_experts_implementation("eager")
+    expected = model(tokens(), labels=tokens())
+    assert error(found.aux_loss, expected.aux_loss) < 1e-6
+    pairs = zip(found.router_logits, expected.router_logits, strict=True)
+    assert all(error(ours, eager) < 1e-5 for ours, eager in pairs)
+
+
+def test_copies_of_a_model():
+    model = tiny()
+    expected = model(tokens()).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(tokens()).logits, expected)
+
+
+def test_versions():
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", each) for each in plug.TESTED_VERSIONS)
+
+
+def test_transformers_without_the_flags_is_an_error(monkeypatch):
+    def old(experts_class=None, *, experts_interface=None, is_transposed=False, has_bias=False):
+        raise NotImplementedError
+
+    monkeypatch.setattr(plug, "use_experts_implementation", old)
+    with pytest.raises(ImportError, match="has_gate, has_post_expert_norm, is_concatenated"):
+        plug._read_flags()
