@@ -23,10 +23,17 @@ agree to rounding. To use a model of the hub, replace ``new_model()`` by its nam
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import moe_ext.integrations.transformers  # noqa: F401  registers "moe_ext"
 
@@ -48,9 +55,14 @@ def new_model(folder: Path) -> Path:
         num_experts_per_tok=4,
         norm_topk_prob=True,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def load(name: str | Path, experts: str) -> Any:
+    """Loads a model with an implementation of its experts; the config decides its class."""
+    return AutoModelForCausalLM.from_pretrained(name, experts_implementation=experts)
 
 
 def batch(text: Tensor) -> Tensor:
@@ -64,7 +76,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     name = new_model(folder / "new")  # or a name of the hub, such as "allenai/OLMoE-1B-7B-0924"
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ext")
+    model = load(name, experts="moe_ext")
     print(f"experts: {model.get_experts_implementation()['']}")
 
     text = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[0]
@@ -81,7 +93,7 @@ def main() -> None:
 
     model.save_pretrained(folder / "tuned")
     model.eval()
-    plain = AutoModelForCausalLM.from_pretrained(folder / "tuned", experts_implementation="eager")
+    plain = load(folder / "tuned", experts="eager")
     print(f"reloaded, experts: {plain.get_experts_implementation()['']}")
     weights = plain.state_dict()
     identical = all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
