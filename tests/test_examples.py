@@ -92,6 +92,14 @@ def test_fine_tuning(tmp_path):
     assert saved_with_recompute < 0.6 * saved
 
 
+def test_transformers_finetune(tmp_path):
+    output = output_of("transformers_finetune", tmp_path)
+    losses = numbers(r"step +\d+: loss ([\d.]+)", output)
+    assert len(losses) == 6 and losses[0] > 5 and losses[-1] < 3
+    logit, difference = numbers(r"largest \w+ ([\d.]+)", output)
+    assert difference < 2e-4 < logit
+
+
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
 def test_ops_in_cpp():
     """Runs the commands of the first comment of ops.cpp."""
