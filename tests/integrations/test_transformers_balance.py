@@ -1,0 +1,379 @@
+"""The balance of the experts in models of transformers, against loops over the routers' outputs."""
+
+import subprocess
+import sys
+
+import pytest
+import reference as ref
+import torch
+
+from moe_ext import importance_loss
+from moe_ext.integrations.transformers_balance import Balance, balance, experts_modules
+
+transformers = pytest.importorskip("transformers")
+
+E, K, LAYERS, VOCABULARY = 6, 2, 2, 50
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=8,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts_per_tok=K,
+    max_position_embeddings=64,
+)
+KINDS = {
+    "Mixtral": dict(num_local_experts=E),
+    "Qwen3Moe": dict(num_experts=E, moe_intermediate_size=8, norm_topk_prob=True),
+    "GptOss": dict(num_local_experts=E, sliding_window=8),
+}
+
+
+def make_model(kind="Mixtral", dtype=torch.float64, **options):
+    """Returns a tiny model; its routers prefer some experts."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES | KINDS[kind] | options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=1.0 if "router" in name or ".gate." in name else 0.1)
+    model.set_experts_implementation("eager")  # which has every dtype
+    return model.to(dtype).train()
+
+
+def ids(*shape):
+    return torch.randint(VOCABULARY, shape or (3, 7))
+
+
+def routers(model):
+    """Returns the routers by the name of the experts module next to them."""
+    found = {}
+    for name in experts_modules(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        found[name] = block.router if hasattr(block, "router") else block.gate
+    return found
+
+
+class Recorded:
+    """Records the weights and the indices that each router returns."""
+
+    def __init__(self, model):
+        self.calls = {}
+        for name, router in routers(model).items():
+            router.register_forward_hook(
+                lambda _, arguments, output, name=name: self.calls.setdefault(name, []).append(
+                    (output[1], output[2])
+                )
+            )
+
+    def sums(self, name, mask=None):
+        """Returns importance (Eq. 6) and load of a layer, as loops over all recorded calls."""
+        importance, load = [0.0] * E, [0] * E
+        for gates, expert_index in self.calls[name]:
+            for t in range(len(gates)):
+                for j in range(K):
+                    if mask is None or mask.flatten()[t]:
+                        importance[expert_index[t, j]] += gates[t, j].double()
+                        load[expert_index[t, j]] += 1
+        return torch.stack([torch.as_tensor(v, dtype=torch.float64) for v in importance]), load
+
+
+def assert_measures(measured, recorded, num_tokens, mask=None, tolerance=1e-12):
+    assert [layer.name for layer in measured.layers] == list(recorded.calls)
+    for layer in measured.layers:
+        importance, load = recorded.sums(layer.name, mask)
+        torch.testing.assert_close(
+            layer.importance, importance.detach(), rtol=tolerance, atol=tolerance
+        )
+        assert layer.load.tolist() == load and layer.load.dtype == torch.int64
+        assert layer.num_tokens == num_tokens
+        cv = ref.CV_squared(torch.tensor(load, dtype=torch.float64)).sqrt()
+        assert layer.cv_load == pytest.approx(float(cv), abs=1e-12)
+        cv = ref.CV_squared(importance.detach()).sqrt()
+        assert layer.cv_importance == pytest.approx(float(cv), abs=max(tolerance, 1e-9))
+        assert layer.max_over_mean_load == pytest.approx(max(load) / (sum(load) / E))
+        assert layer.num_idle == load.count(0)
+        assert layer.num_experts == E
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_importance_and_load_are_those_of_the_routers(kind, implementation):
+    model = make_model(kind, torch.float32)
+    model.set_experts_implementation(implementation)
+    recorded = Recorded(model)
+    with balance(model) as measured:
+        model(ids(3, 7))
+        with torch.no_grad():
+            model(ids(2, 5))
+        with torch.inference_mode():
+            model(ids(1, 4))
+    assert_measures(measured, recorded, 21 + 10 + 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_of_the_model_are_bitwise_identical(kind):
+    model, tokens = make_model(kind, torch.float32), ids()
+
+    def step():
+        model.zero_grad()
+        output = model(tokens, labels=tokens)
+        output.loss.backward()
+        return [output.logits, *(parameter.grad for parameter in model.parameters())]
+
+    expected = step()
+    with balance(model):
+        actual = step()
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_half_precision_is_summed_in_float64():
+    model = make_model(dtype=torch.bfloat16)
+    recorded = Recorded(model)
+    with balance(model, w_importance=0.1) as measured:
+        for _ in range(3):
+            model(ids(4, 16))
+        assert all(loss.dtype == torch.float32 for loss in measured.losses().values())
+    assert_measures(measured, recorded, 3 * 64)
+
+
+def test_generation_counts_prompt_and_new_tokens():
+    model = make_model(dtype=torch.float32).eval()
+    recorded = Recorded(model)
+    with balance(model) as measured:
+        model.generate(ids(2, 5), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert_measures(measured, recorded, 2 * (5 + 3))  # the last new token is not routed
+
+
+def test_hooks_are_removed_and_results_stay():
+    model = make_model()
+    measured = balance(model)
+    model(ids(1, 3))
+    measured.remove()
+    model(ids(1, 3))
+    assert [layer.num_tokens for layer in measured.layers] == [3] * LAYERS
+    with pytest.raises(RuntimeError, match="stop"), balance(model) as measured:
+        raise RuntimeError("stop")
+    assert not any(module._forward_pre_hooks for module in experts_modules(model).values())
+    measured.reset()
+    assert [layer.load.sum() for layer in measured.layers] == [0] * LAYERS
+
+
+def test_results_do_not_change_later():
+    model = make_model()
+    with balance(model) as measured:
+        model(ids(1, 3))
+        (before, _), sums = measured.layers, measured.layers[0].importance.clone()
+        model(ids(1, 3))
+        assert torch.equal(before.importance, sums) and before.load.sum() == 3 * K
+
+
+def enable_checkpointing(model, reentrant):
+    model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_pass_does_not_count(reentrant):
+    model, tokens = make_model(), ids()
+    recorded = Recorded(model)
+    enable_checkpointing(model, reentrant)
+    with balance(model) as measured:
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        first = {name: list(calls) for name, calls in recorded.calls.items()}
+        loss.backward()
+        assert [len(calls) for calls in recorded.calls.values()] == [2] * LAYERS  # recomputed
+    recorded.calls = first
+    assert_measures(measured, recorded, 21)
+
+
+def direct_losses(recorded, w, mask=None):
+    """Returns L_importance = w CV(Importance(X))² (Eq. 7) of each layer, as loops in float64."""
+    return {name: w * ref.CV_squared(recorded.sums(name, mask)[0]) for name in recorded.calls}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(actual, expected, tolerance):
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-15, name
+
+
+# The router of Qwen3-MoE has a softmax in float32, with a gradient in float32.
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind, tolerance", [("Qwen3Moe", 1e-6), ("GptOss", 1e-10)])
+def test_losses_and_gradients_equal_the_formula(kind, tolerance, checkpointing):
+    model, tokens = make_model(kind), ids()
+    mask = torch.ones_like(tokens)
+    mask[1:, :3] = 0
+    recorded = Recorded(model)
+    task_loss = model(tokens, labels=tokens).loss
+    direct = direct_losses(recorded, 0.3, mask)
+    expected = gradients(model, task_loss + sum(direct.values()))
+    without = gradients(model, model(tokens, labels=tokens).loss)
+    router = next(iter(routers(model).values())).weight
+    name = next(name for name, parameter in model.named_parameters() if parameter is router)
+    assert (expected[name] - without[name]).norm() > 1e-2 * expected[name].norm()
+    if checkpointing:
+        enable_checkpointing(model, reentrant=False)
+    with balance(model, w_importance=0.3) as measured:
+        measured.mask = mask
+        for _ in range(2):  # the loss covers only the last forward pass
+            task_loss = model(tokens, labels=tokens, use_cache=False).loss
+            losses = measured.losses()
+            actual = gradients(model, task_loss + measured.loss())
+    assert losses.keys() == direct.keys()
+    for each, loss in losses.items():
+        torch.testing.assert_close(loss, direct[each], rtol=1e-12, atol=0)
+    assert_same_gradients(actual, expected, tolerance)
+
+
+def test_a_loss_needs_checkpointing_without_reentrance():
+    model, tokens = make_model(), ids()
+    enable_checkpointing(model, reentrant=True)
+    with balance(model, w_importance=0.1) as measured:
+        loss = model(tokens, labels=tokens, use_cache=False).loss + measured.loss()
+        with pytest.raises(ValueError, match="w_importance must be 0 .*; pass use_reentrant=False"):
+            loss.backward()
+
+
+def test_padding_is_left_out():
+    model, tokens = make_model(), ids(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    recorded = Recorded(model)
+    with balance(model) as measured:
+        measured.mask = mask
+        model(tokens, attention_mask=mask)
+    assert_measures(measured, recorded, 10, mask)
+
+
+@pytest.mark.parametrize(
+    "checkpointing, w_importance, fullgraph",
+    [(False, 0.1, True), (True, 0, True), (True, 0.1, False)],
+)
+def test_compiled_models(checkpointing, w_importance, fullgraph):
+    torch._dynamo.reset()
+    model, tokens = make_model(dtype=torch.float32), ids()
+    model.set_experts_implementation("grouped_mm")
+    if checkpointing:
+        enable_checkpointing(model, reentrant=False)
+
+    def run(forward):
+        with balance(model, w_importance) as measured:
+            for _ in range(2):
+                loss = forward(tokens, labels=tokens, use_cache=False).loss
+                found = gradients(model, loss + (measured.loss() if w_importance else 0))
+        return measured.layers, found
+
+    expected, expected_gradients = run(model)
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
+    actual, actual_gradients = run(compiled)
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.load.tolist() == other.load.tolist() and mine.num_tokens == 2 * tokens.numel()
+        torch.testing.assert_close(mine.importance, other.importance, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(actual_gradients, expected_gradients, 1e-4)
+
+
+class OwnExperts(torch.nn.Module):
+    """An experts module without parameters, which returns its input."""
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def _apply_gate(self, gate_up):
+        raise NotImplementedError
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+def test_slots_of_other_ranks_do_not_count():
+    """With expert parallelism, an index of E or more is an expert of another rank."""
+    experts = OwnExperts(3)
+    index = torch.tensor([[0, 3], [5, 2], [2, 0]], dtype=torch.int32)
+    gates = torch.tensor([[0.5, 0.0], [0.0, 0.25], [1.0, 2.0]])
+    with balance(experts) as measured:
+        experts(torch.zeros(3, 4), index, gates)
+        experts(torch.zeros(0, 4), index[:0], gates[:0])
+    (layer,) = measured.layers
+    assert layer.load.tolist() == [2, 0, 2] and layer.importance.tolist() == [2.5, 0, 1.25]
+    assert layer.num_tokens == 3 and layer.num_idle == 1
+    assert layer.max_over_mean_load == pytest.approx(1.5)
+
+
+def test_transformers_loss_pools_layers_and_ours_does_not():
+    """Each of two layers uses one half of the experts: the pooled loss is that of balance."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    high, low = torch.tensor([[40.0, 40, 0, 0]]), torch.tensor([[0.0, 0, 40, 40]])
+    logits = (high.repeat(8, 1), low.repeat(8, 1))
+    pooled = load_balancing_loss_func(logits, num_experts=4, top_k=2)
+    assert float(pooled) == pytest.approx(2)  # K, as for balanced experts
+    model = torch.nn.ModuleList([OwnExperts(4), OwnExperts(4)])
+    with balance(model, w_importance=0.5) as measured:
+        for experts, each in zip(model, logits, strict=True):
+            gates, index = each.double().softmax(-1).topk(2)
+            experts(torch.zeros(8, 4), index, gates)
+        assert [float(loss) for loss in measured.losses().values()] == pytest.approx([0.5, 0.5])
+        assert float(measured.loss()) == pytest.approx(1)
+    for layer in measured.layers:
+        share = layer.importance / layer.importance.sum()
+        assert layer.cv_importance**2 == pytest.approx(float(4 * share.square().sum() - 1))
+        assert float(importance_loss(layer.importance, 0.5)) == pytest.approx(0.5)
+
+
+def test_table_has_a_row_for_each_layer():
+    model = torch.nn.ModuleDict({"a": OwnExperts(2), "longer": OwnExperts(4)})
+    with balance(model) as measured:
+        gates = torch.tensor([[0.75], [0.25]])
+        model["longer"](torch.zeros(2, 3), torch.tensor([[1], [0]]), gates)
+    assert measured.table().splitlines() == [
+        "layer   experts  idle  tokens  cv_importance  cv_load  max/mean load",
+        "a             2     2       0          0.000    0.000          0.000",
+        "longer        4     2       2          1.225    1.000          2.000",
+    ]
+
+
+def test_plot_is_an_image(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = torch.nn.ModuleList([OwnExperts(2), OwnExperts(4)])
+    with balance(model) as measured:
+        model[1](torch.zeros(2, 3), torch.tensor([[1], [0]]), torch.ones(2, 1))
+    measured.plot(tmp_path / "balance.png")
+    assert (tmp_path / "balance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_names_the_missing_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="Balance.plot: matplotlib must be installed"):
+        balance(OwnExperts(2)).plot(tmp_path / "balance.png")
+
+
+def test_errors_name_the_argument_and_the_value():
+    with pytest.raises(ValueError, match="model must have a module .*, got 'Linear'"):
+        balance(torch.nn.Linear(2, 2))
+    experts = OwnExperts(2)
+    with pytest.raises(ValueError, match="balance: w_importance must be at least 0, got -1"):
+        balance(experts, w_importance=-1)
+    with pytest.raises(ValueError, match="w_importance must be above 0, got 0"):
+        balance(experts).losses()
+    with pytest.raises(ValueError, match="run a forward pass before the loss"):
+        balance(experts, w_importance=1).loss()
+    measured = Balance(experts)
+    measured.mask = torch.ones(2, 2)
+    rule = r"one element for each of the 3 tokens, got shape \(2, 2\)"
+    with pytest.raises(ValueError, match=rule):
+        experts(torch.zeros(3, 2), torch.zeros(3, 1).long(), torch.ones(3, 1))
+
+
+def test_import_loads_no_optional_package():
+    code = "import sys, moe_ext.integrations.transformers_balance; "
+    code += "sys.exit(bool({'transformers', 'matplotlib'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
