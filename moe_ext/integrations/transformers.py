@@ -1,0 +1,242 @@
+"""The experts of Hugging Face transformers on the operators of moe_ext.
+
+``import moe_ext.integrations.transformers`` registers the experts implementation "moe_ext". A model
+uses it in one of two ways::
+
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ext")
+    model.set_experts_implementation("moe_ext")
+
+The parameters stay as they are: the names, shapes and values of a checkpoint do not change. Modules
+that the operators cannot compute use transformers' own implementation, with one warning for each
+class and reason.
+"""
+
+import inspect
+import warnings
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import _C, ops
+
+try:
+    import transformers
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+except ImportError as error:
+    raise ImportError(
+        "moe_ext.integrations.transformers needs transformers.integrations.moe: "
+        "pip install 'transformers>=5.23'"
+    ) from error
+
+__all__ = ["TESTED_VERSIONS", "experts_forward"]
+
+TESTED_VERSIONS: tuple[str, ...] = ("5.23.0",)
+"""The versions of transformers that the tests ran with."""
+
+_KNOWN_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"}
+
+
+def _read_flags() -> dict[str, object]:
+    """Returns the flags of experts modules that this module does not know, with their defaults.
+
+    Raises:
+        ImportError: transformers lacks a flag that this module needs.
+    """
+    parameters = inspect.signature(use_experts_implementation).parameters
+    missing = sorted(_KNOWN_FLAGS - set(parameters))
+    if missing:
+        raise ImportError(
+            "moe_ext.integrations.transformers: use_experts_implementation of transformers must "
+            f"have the flags {', '.join(missing)}; transformers {transformers.__version__} lacks "
+            f"them. Tested with {', '.join(TESTED_VERSIONS)}"
+        )
+    known = {"experts_class", "experts_interface", *_KNOWN_FLAGS}
+    return {name: each.default for name, each in parameters.items() if name not in known}
+
+
+_UNKNOWN_FLAGS = _read_flags()
+_DEVICES = ["cpu", "meta", *(["cuda"] if _C.cuda_version else [])]
+_DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")]
+
+
+class _Activation(NamedTuple):
+    name: ops.Activation
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Computes an experts module of transformers with `moe_ext.ops.experts` (Eq. 1).
+
+    transformers calls this function as the forward method of each experts module of a model with
+    ``experts_implementation="moe_ext"``.
+
+    The function passes the parameters to the operator without a copy. It reads the flags that
+    transformers sets on a module: has_gate, has_bias, is_transposed and has_post_expert_norm. The
+    activation is recognised by its values: the module's gate and the operator's activations must
+    agree on a set of random numbers. With expert parallelism, slots with an index of E or more
+    belong to other ranks. They are skipped, and the gradient of their weights is 0.
+
+    Autocast applies to the parameters and to hidden_states. Without autocast, hidden_states is
+    converted to the dtype of the parameters. Under ``torch.compile``, a later change of the
+    module's activation has no effect.
+
+    Args:
+        module: the experts module, from a class with transformers' decorator
+            ``use_experts_implementation``.
+        hidden_states: x [T, D].
+        top_k_index: [T, K] int64 or int32, the experts of each token.
+        top_k_weights: [T, K], the weight of each expert, in any floating-point dtype.
+
+    Returns:
+        [T, D], in the dtype of hidden_states.
+
+    Warns:
+        UserWarning: the operator cannot compute this module; the warning names the reason.
+            The module then uses transformers' "grouped_mm", or "eager" in float64. There is one
+            warning for each class and reason.
+    """
+    activation = _activation_of(module)
+    if isinstance(activation, str):
+        return _fall_back(activation, module, hidden_states, top_k_index, top_k_weights)
+    weights, biases = _parameters_of(module)
+    reason = _refusal(module, [*weights, *biases])
+    if reason is not None:
+        return _fall_back(reason, module, hidden_states, top_k_index, top_k_weights)
+
+    num_experts = weights[0].shape[0]
+    expert_index, gates, token_offsets = top_k_index.long(), top_k_weights, None
+    if module._is_expert_parallel:
+        is_local = expert_index < num_experts
+        token_offsets = nn.functional.pad(is_local.sum(1).cumsum(0), (1, 0))
+        expert_index, gates = expert_index[is_local], gates[is_local]
+    plan = ops.dispatch_plan(expert_index, num_experts)
+    norm = module.get_submodule("post_expert_norm") if module.has_post_expert_norm else None
+    y = ops.experts(
+        hidden_states.to(weights[0].dtype),
+        weights,
+        biases,
+        activation.name,
+        offsets=plan.offsets,
+        inverse=plan.inverse,
+        gates=gates if norm is None else None,
+        token_offsets=token_offsets,
+    )
+    if norm is not None:
+        y = ops.combine(norm(y), gates, plan.inverse, token_offsets)
+    return y.to(hidden_states.dtype)
+
+
+def _parameters_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the weights [E, fan_in, columns] and the biases [E, columns] of the two layers."""
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    weights = [getattr(module, name) for name in names]
+    if not module.is_transposed:
+        weights = [weight.mT for weight in weights]
+    return weights, [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
+
+
+def _refusal(module: nn.Module, parameters: list[Tensor]) -> str | None:
+    """Returns why the operator cannot compute the module in its present state; None if it can."""
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+    if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
+        choices = ", ".join(_DTYPES)
+        return f"its parameters must have one dtype of {choices}, got {', '.join(dtypes)}"
+    device = parameters[0].device.type
+    if device not in _DEVICES:
+        return f"its device must be one of {', '.join(_DEVICES)} in this build, got {device}"
+    if module._is_expert_parallel and torch.compiler.is_compiling():
+        return "torch.compile does not support its number of slots with expert parallelism"
+    return None
+
+
+def _fall_back(
+    reason: str, module: nn.Module, hidden_states: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Warns once and computes the module with transformers' own implementation."""
+    # torch.nn.functional.grouped_mm does not support float64.
+    name = "eager" if hidden_states.dtype == torch.float64 else "grouped_mm"
+    _warn_once(f"experts_implementation='moe_ext': {type(module).__name__} uses '{name}': {reason}")
+    eager = inspect.unwrap(type(module).forward)
+    forward = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
+    return forward(module, hidden_states, index, weights)
+
+
+_warnings: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(message: str) -> None:
+    if message not in _warnings:
+        _warnings.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_activations: WeakKeyDictionary[nn.Module, _Activation | str] = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _activation_of(module: nn.Module) -> _Activation | str:
+    """Returns the activation of a module, or the reason why the operator cannot compute it."""
+    if module not in _activations:
+        _activations[module] = _unknown_part(module) or _recognise(module)
+    return _activations[module]
+
+
+def _unknown_part(module: nn.Module) -> str | None:
+    """Returns the flag or parameter of a module that `experts_forward` does not know."""
+    for name, default in _UNKNOWN_FLAGS.items():
+        if (value := getattr(module, name, default)) != default:
+            return f"the flag {name} = {value} is unknown"
+    layers = ("gate_up_proj", "up_proj", "down_proj")
+    known = {*layers, *(f"{name}_bias" for name in layers), "post_expert_norm", "parametrizations"}
+    for name, _ in module.named_parameters():
+        if name.split(".")[0] not in known:
+            return f"the parameter {name} is unknown"
+    return None
+
+
+@torch.no_grad()
+def _recognise(module: nn.Module) -> _Activation | str:
+    """Returns the activation whose values on a probe are those of the module, or why there is none.
+
+    The probe has magnitudes from 0.01 to 1e4, because some functions differ only for small or for
+    large numbers. The tolerance is that of float32: some modules compute their activation in
+    float32 in any dtype.
+    """
+    function = getattr(module, "_apply_gate" if module.has_gate else "act_fn")
+    weight = _parameters_of(module)[0][0]
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    probe = _probe()
+    with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
+        try:
+            expected = function(probe.to(device)).cpu().double()
+        except Exception as error:  # the code of the module may raise any error
+            return f"its activation fails on float64 numbers: {error}"
+        for name in ops.ACTIVATIONS:
+            if module.has_gate == (name in ops.GATED_ACTIVATIONS):
+                activation = _Activation(name)
+                found = _activate(activation, probe)
+                if torch.allclose(found, expected, rtol=1e-6, atol=1e-9):
+                    return activation
+    return f"its activation is none of {', '.join(ops.ACTIVATIONS)}"
+
+
+def _probe() -> Tensor:
+    """Returns [256, 8] random numbers in float64 with magnitudes from 0.01 to 1e4."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(2, 256, 8, generator=generator, dtype=torch.float64, device="cpu")
+    return (uniform[0] - 0.5).sign() * 10 ** (6 * uniform[1] - 2)
+
+
+def _activate(activation: _Activation, z: Tensor) -> Tensor:
+    """Applies an activation of the operator to z: one expert with identity matrices as weights."""
+    columns = z.shape[1]
+    width = columns // 2 if activation.name in ops.GATED_ACTIVATIONS else columns
+    weights = [torch.eye(size, dtype=z.dtype, device="cpu")[None] for size in (columns, width)]
+    return ops.experts(z, weights, activation=activation.name)
+
+
+ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)
