@@ -1,13 +1,13 @@
 """Compares the experts of transformers' models on moe_ext with transformers' implementations.
 
     python -m pip install '.[benchmark]'                   # transformers, matplotlib
-    python scripts/benchmarks/transformers_experts.py      # 3 models, 1 thread: 10 minutes
+    python scripts/benchmarks/transformers_experts.py      # 3 models, 1 thread: 12 minutes
     python scripts/benchmarks/transformers_experts.py --models mixtral --dtype bfloat16
     python scripts/benchmarks/transformers_experts.py --models all --threads 1 2 --output monday
     python scripts/benchmarks/transformers_experts.py --report */transformers_experts.json
 
-A problem is one experts layer of a model: transformers' own class, from a config with the model's
-real widths, with random weights and random tokens. Every implementation runs on the same module.
+A problem is one experts layer of a model: transformers' own class, with the model's real widths,
+random weights and random tokens. Every implementation runs on the same module.
 
     model        H     E    I      k  source of the sizes
     mixtral      4096  8    14336  2  Mixtral 8x7B, arXiv:2401.04088, Table 1
@@ -36,10 +36,13 @@ addition the first GEMM, which reads x and its weights again.
 Before any measurement, the script compares outputs and gradients of the other implementations with
 those of moe_ext. Rounds are interleaved and timed as in scripts/benchmarks/layer.py, whose
 docstring explains "~", "–" and figures of several runs. Each round calls an implementation twice
-and times the second call. batched_mm copies the weights of the experts for every token; it is not
-timed if the copies need more than --memory GiB. In backward, eager creates a gradient of all
-weights for each expert; it is not timed if these need more than --patience seconds. Peak memory is
-that of torch's allocations in one call, without weights and inputs.
+and times the second call.
+
+- batched_mm copies the weights of the experts for every token. It is not timed if the copies need
+  more than --memory GiB.
+- In backward, eager creates a gradient of all weights for each expert. It is not timed if these
+  gradients need more than --patience seconds.
+- Peak memory is that of torch's allocations in one call, without weights and inputs.
 
 With --output, the script writes transformers_experts.md, .json and .png to a folder.
 """
@@ -224,6 +227,7 @@ class Problem:
         self.dtype = dtype
         self.device = "cpu"
         self.layer = build_layer(name, num_experts, dtype)
+        self.config: Any = self.layer.config
         large = self._step(tokens)
         self.steps = {
             name: [self._step(task.tokens) for _ in range(task.steps)] if task.tokens else [large]
@@ -270,10 +274,10 @@ class Problem:
             return batched_extra(rows, num_experts, weights, backward=task.backward)
         return Extra()
 
-    def run(self, task_name: str, implementation: str) -> dict[str, Stacked]:
+    def run(self, task_name: str, implementation: str) -> Mapping[str, Stacked]:
         """Runs a task with an implementation; returns outputs and gradients by name."""
         task, steps = TASKS[task_name], self.steps[task_name]
-        self.layer.config._experts_implementation = implementation
+        self.config._experts_implementation = implementation
         if not task.backward:
             with torch.no_grad():
                 return {"y": [self.layer(*step[:3]) for step in steps]}
@@ -461,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--weights", type=_positive, default=3.0, help="GiB of a layer's weights in float32"
     )
     parser.add_argument(
-        "--memory", type=_positive, default=4.0, help="GiB of weights that batched_mm may copy"
+        "--memory", type=_positive, default=2.0, help="GiB of weights that batched_mm may copy"
     )
     parser.add_argument(
         "--patience", type=_positive, default=10.0,
