@@ -66,7 +66,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ from moe_ext.lab.benchmarks.memory import keep_freed_memory, peak_allocated_mib,
 from moe_ext.lab.benchmarks.peers import (
     PEERS,
     ROUTINGS,
+    Extra,
     Kind,
     Peer,
     Problem,
@@ -134,6 +135,9 @@ _BESIDE_PEERS = ("experts", "dense")  # timed without a comparison of results
 FORWARD, BOTH = PASSES = ("forward", "forward+backward")
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 T = TypeVar("T")
 Key = tuple[str, str]  # an implementation or "machine"; a pass or a probe
 GEMM, STREAM = ("machine", "gemm"), ("machine", "stream")
@@ -154,7 +158,29 @@ class Options:
     clock: Clock = host_seconds
 
 
-class _WrongResult(AssertionError):
+class Measured(Protocol):
+    """The attributes of a problem that its results show."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def activation(self) -> str: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def used_experts(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> str: ...
+
+
+class WrongResult(AssertionError):
     """The result of another implementation differs from the result of moe_ext."""
 
 
@@ -215,7 +241,7 @@ class Result:
         ratios = [
             found[which].ratio_to_ours[1]
             for name, found in self.figures.items()
-            if name in PEERS and which in found
+            if name not in ("ours", *_BESIDE_PEERS) and which in found
         ]
         return min(ratios, default=None)
 
@@ -273,30 +299,27 @@ def check(found: Mapping[str, Iterable[Tensor]], expected: Mapping[str, Iterable
     changes a few numbers by more than rounding.
 
     Raises:
-        _WrongResult: a result differs from the expected result.
+        WrongResult: a result differs from the expected result.
     """
     for name, tensors in found.items():
         pairs = list(zip(tensors, expected[name], strict=True))
         error = torch.stack([(a - b).float().norm() for a, b in pairs]).norm().item()
         size = torch.stack([b.float().norm() for _, b in pairs]).norm().item()
         if not error <= _TOLERANCE[pairs[0][0].dtype] * size:  # or NaN
-            raise _WrongResult(
+            raise WrongResult(
                 f"{name} differs from moe_ext by {error:.2g} in norm; moe_ext has norm {size:.2g}"
             )
 
 
-def _reason_to_skip(
-    kind: Kind, problem: Problem, which: str, rates: Mapping[Key, float], options: Options
-) -> str:
-    """Returns why an implementation does not run in the pass `which`; "" if it runs."""
-    extra = kind.extra(problem, which == BOTH)
+def reason_to_skip(extra: Extra, rates: Mapping[Key, float], options: Options) -> str:
+    """Returns why an implementation that needs `extra` does not run; "" if it runs."""
     seconds = extra.flops / rates[GEMM] + extra.bytes / rates[STREAM]
     if extra.memory > options.memory * 2**30:
         return f"would need {extra.memory / 2**30:.1f} GiB"
     return f"would take {seconds:.0f} s more" if seconds > options.patience else ""
 
 
-class _Candidates(NamedTuple):
+class Candidates(NamedTuple):
     """The functions to measure, the seconds of their first round, and reasons to skip others."""
 
     functions: Functions
@@ -305,7 +328,7 @@ class _Candidates(NamedTuple):
     peak_mib: dict[Key, float]
 
 
-def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> _Candidates:
+def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -> Candidates:
     """Checks each implementation against the result of moe_ext, just before its first round."""
     functions: Functions = {}
     seconds: dict[Key, list[float]] = {}
@@ -333,7 +356,7 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
         skipped = {
             (name, which): reason
             for which in PASSES
-            if (reason := _reason_to_skip(kind, problem, which, rates, options))
+            if (reason := reason_to_skip(kind.extra(problem, which == BOTH), rates, options))
         }
         try:
             if (name, FORWARD) not in skipped:
@@ -344,17 +367,18 @@ def candidates(problem: Problem, rates: Mapping[Key, float], options: Options) -
                 add({key: call for key, call in calls.items() if key not in skipped}, warm_up=0)
         except ImportError as error:
             skipped = {(name, which): f"not installed: {error}" for which in PASSES}
-        except _WrongResult as error:
+        except WrongResult as error:
             skipped = {(name, which): f"WRONG: {error}" for which in PASSES}
         except torch.OutOfMemoryError:
             skipped = {(name, which): "out of memory" for which in PASSES}
         except Exception as error:  # what a peer does not support, in its own words
-            skipped = {(name, which): f"fails: {_first_line(error)}" for which in PASSES}
+            skipped = {(name, which): f"fails: {first_line(error)}" for which in PASSES}
         remarks |= skipped
-    return _Candidates(functions, seconds, remarks, peak_mib)
+    return Candidates(functions, seconds, remarks, peak_mib)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or the name of its type."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -398,7 +422,8 @@ def figures_of(
     stream = [work["stream"].bytes / each for each in seconds[STREAM]]
     limits = {
         which: [limit(work[which], *rates) for rates in zip(gemm, stream, strict=True)]
-        for which in PASSES
+        for which in work
+        if ("machine", which) not in seconds
     }
     figures: dict[str, dict[str, Figures]] = {}
     for (name, which), each in seconds.items():
@@ -432,9 +457,9 @@ def _over_occasions(occasions: Sequence[Result]) -> Result:
         stream_gbytes=statistics.median(result.stream_gbytes for result in occasions),
         limit_ms={
             which: statistics.median(result.limit_ms[which] for result in occasions)
-            for which in PASSES
+            for which in occasions[0].limit_ms
         },
-        figures=_by_pass({key: _median_figures(each) for key, each in figures.items()}),
+        figures=by_pass({key: _median_figures(each) for key, each in figures.items()}),
         occasions=sum(result.occasions for result in occasions),
     )
 
@@ -453,7 +478,7 @@ def _median_figures(occasions: Sequence[Figures]) -> Figures:
     )
 
 
-def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+def by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
     """Nests the figures by implementation, then by pass."""
     nested: dict[str, dict[str, T]] = {}
     for (name, which), each in found.items():
@@ -463,15 +488,36 @@ def _by_pass(found: Mapping[Key, T]) -> dict[str, dict[str, T]]:
 
 def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
     """Measures a problem at each number of threads in `options`."""
+    work = dict(zip(PASSES, problem.work(), strict=True))
+    choose = functools.partial(candidates, problem, options=options)
+    return measure(name, problem, work, choose, options)
+
+
+def measure(
+    name: str,
+    problem: Measured,
+    work: Mapping[str, Work],
+    choose: Callable[[Mapping[Key, float]], Candidates],
+    options: Options,
+) -> list[Result]:
+    """Measures the candidates at each number of threads in `options`.
+
+    Args:
+        name: name of the problem.
+        problem: its attributes are copied to the results.
+        work: the work of each pass.
+        choose: returns the candidates, and is called once. Its argument has the GEMM peak in FLOP/s
+            and the stream bandwidth in bytes/s.
+        options: options of the run.
+    """
     device = problem.device
     probes = {
         "gemm": gemm_probe(problem.dtype, device=device),
         "stream": stream_probe(device=device),
     }
     machine: Functions = {("machine", what): probe.function for what, probe in probes.items()}
-    work = dict(zip(PASSES, problem.work(), strict=True))
-    work |= {what: probe.work for what, probe in probes.items()}
-    chosen: _Candidates | None = None
+    work = dict(work) | {what: probe.work for what, probe in probes.items()}
+    chosen: Candidates | None = None
     found = []
     for threads in options.threads:
         with pinned(threads) if threads else contextlib.nullcontext():
@@ -481,7 +527,7 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
             }
             if chosen is None:
                 rates = {key: max(work[key[1]]) / each for key, (each,) in seconds.items()}
-                chosen = candidates(problem, rates, options)
+                chosen = choose(rates)
                 seconds |= chosen.seconds
             else:
                 seconds |= interleaved(
@@ -502,8 +548,8 @@ def benchmark(name: str, problem: Problem, options: Options) -> list[Result]:
                 stream_gbytes=work["stream"].bytes / statistics.median(seconds[STREAM]) / 1e9,
                 limit_ms=limit_ms,
                 figures=figures,
-                remarks=_by_pass(chosen.remarks),
-                peak_mib=_by_pass(chosen.peak_mib),
+                remarks=by_pass(chosen.remarks),
+                peak_mib=by_pass(chosen.peak_mib),
             )
         )
     return found
@@ -677,7 +723,13 @@ def print_results(results: Sequence[Result]) -> None:
             print(_speed_table(group, which), end="")
         if any(result.peak_mib for result in group):
             print(f"\nPeak memory in MiB without inputs and weights, {dtype}\n")
-            print(_peak_table(group), end="")
+            print(peak_table(group), end="")
+    if remarks := list_of_remarks(results):
+        print(f"\nNot timed:\n{remarks}", end="")
+
+
+def list_of_remarks(results: Iterable[Result]) -> str:
+    """Returns a Markdown list of what is not timed, and why; "" if all is timed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, remarks in result.remarks.items():
@@ -685,18 +737,17 @@ def print_results(results: Sequence[Result]) -> None:
                 where = reasons.setdefault((peer, f"{which}: {reason}"), [])
                 if (problem := f"{result.name} {result.dtype}") not in where:
                     where.append(problem)
-    if reasons:
-        print("\nNot timed:")
-    for (peer, reason), places in reasons.items():
-        print(f"- {peer}, {reason} ({', '.join(places)})")
+    return "".join(
+        f"- {peer}, {reason} ({', '.join(places)})\n" for (peer, reason), places in reasons.items()
+    )
 
 
-def _peak_table(group: Sequence[Result]) -> str:
+def peak_table(group: Sequence[Result]) -> str:
     """Formats peak memory; one line per shape, activation and pass."""
     names = list(dict.fromkeys(name for result in group for name in result.peak_mib))
     lines = []
     for result in group:
-        for which in PASSES:
+        for which in result.limit_ms:
             found = [result.peak_mib.get(name, {}).get(which) for name in names]
             sizes = ["–" if size is None else f"{size:.0f}" for size in found]
             lines.append([result.name, result.activation, which, *sizes])
@@ -755,17 +806,25 @@ def _print_memory(found: Sequence[dict[str, Any]]) -> None:
     print(markdown_table(header, lines), end="")
 
 
-def plot(results: Sequence[Result], machine: str, path: Path) -> None:
-    """Plots percentages of the limit for the first dtype, number of threads and activation."""
+def plot(results: Sequence[Result], machine: str, label: Callable[[Result], str]) -> "Figure":
+    """Plots percentages of the limit for the first dtype and number of threads.
+
+    Args:
+        results: at least one result; all have the same passes.
+        machine: text above the plot.
+        label: returns the text under the bars of a result.
+    """
     from matplotlib.figure import Figure
 
     first = results[0]
-    setting = (first.dtype, first.threads, first.activation)
-    chosen = [r for r in results if (r.dtype, r.threads, r.activation) == setting]
-    peers = [name for name in PEERS if any(name in result.figures for result in chosen)]
+    chosen = [r for r in results if (r.dtype, r.threads) == (first.dtype, first.threads)]
+    names = dict.fromkeys(name for result in chosen for name in result.figures)
+    peers = [name for name in names if name not in ("ours", *_BESIDE_PEERS)]
+    passes = list(first.limit_ms)
     width = 0.84 / (1 + len(peers))
-    figure = Figure(figsize=(max(8, 1.15 * len(chosen)), 6.5), layout="constrained")
-    for axes, which in zip(figure.subplots(2, sharex=True), PASSES, strict=True):
+    size = (max(8, 1.15 * len(chosen)), 3.25 * len(passes))
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, which in zip(figure.subplots(len(passes), sharex=True), passes, strict=True):
         for number, name in enumerate(("ours", *peers)):
             shares = [
                 100 * r.figures[name][which].share_of_limit[1]
@@ -775,19 +834,22 @@ def plot(results: Sequence[Result], machine: str, path: Path) -> None:
             ]
             at = [index + (number + 0.5) * width - 0.42 for index in range(len(chosen))]
             grey = str(0.35 + 0.5 * (number - 1) / max(1, len(peers) - 1))
-            color, label = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
-            bars = axes.bar(at, shares, width, color=color, label=label)
+            color, legend = ("#0b5fff", "moe_ext") if name == "ours" else (grey, name)
+            bars = axes.bar(at, shares, width, color=color, label=legend)
             if name == "ours":
                 axes.bar_label(bars, fmt="%.0f", fontsize=8)
         axes.axhline(100, color="black", linewidth=0.8)
         axes.set(xlim=(-0.6, len(chosen) - 0.4), ylim=(0, 115), ylabel=f"% of the limit, {which}")
         axes.spines[["top", "right"]].set_visible(False)
-    names = [f"{r.name}\nE={r.shape.num_experts}\nT={r.shape.tokens}" for r in chosen]
-    axes.set_xticks(range(len(chosen)), names, fontsize=8)
+    axes.set_xticks(range(len(chosen)), list(map(label, chosen)), fontsize=8)
     figure.suptitle(f"{first.dtype}, {place(first.threads)}; {machine}", fontsize=8)
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=100)
+    return figure
+
+
+def _label(result: Result) -> str:
+    return f"{result.name}\nE={result.shape.num_experts}\nT={result.shape.tokens}"
 
 
 def versions() -> str:
@@ -809,7 +871,8 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
     lists = {
         key: [each for record in records for each in record[key]]
-        for key in ("memory", "routing", "left_out")
+        for key in ("memory", "routing", "left_out", "warnings")
+        if key in records[0]
     }
     environments = "; ".join(dict.fromkeys(record["environment"] for record in records))
     medians = [asdict(_over_occasions(found)) for found in results.values()]
@@ -845,7 +908,13 @@ def finish(record: dict[str, Any], args: argparse.Namespace) -> int:
         write_json(args.json, record)
     results = report(record)
     if args.plot and results:
-        plot(results, record["environment"], args.plot)
+        chosen = by(results, lambda result: result.activation)[results[0].activation]
+        plot(chosen, record["environment"], _label).savefig(args.plot, dpi=100)
+    return report_wrong(results)
+
+
+def report_wrong(results: Iterable[Result]) -> int:
+    """Prints wrong results to stderr; returns the exit status, 1 if there are any."""
     wrong = [
         f"{result.name}, {result.dtype}: {peer}: {reason}"
         for result in results

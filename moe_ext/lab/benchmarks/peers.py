@@ -343,15 +343,29 @@ def _scattermoe(name: str) -> Callable[[Problem], Peer]:
     return build
 
 
+def eager_extra(used_experts: int, weight_bytes: int, *, backward: bool) -> Extra:
+    """Returns the extra cost of transformers' eager experts.
+
+    The gradient of a slice W[e] is a tensor of the size of W, which is then added.
+    """
+    return Extra(bytes=backward * 4 * used_experts * weight_bytes)
+
+
+def batched_extra(rows: int, num_experts: int, weight_bytes: int, *, backward: bool) -> Extra:
+    """Returns the extra cost of transformers' batched_mm.
+
+    Every row stores the weights of its expert, and their gradients.
+    """
+    return Extra(memory=(2 if backward else 1) * rows / num_experts * weight_bytes)
+
+
 def _eager_extra(problem: Problem, backward: bool) -> Extra:
-    # The gradient of a slice W[e] is a tensor of the size of W, which is then added.
-    return Extra(bytes=backward * 4 * problem.used_experts * problem.weight_bytes())
+    return eager_extra(problem.used_experts, problem.weight_bytes(), backward=backward)
 
 
 def _batched_extra(problem: Problem, backward: bool) -> Extra:
-    # Every row stores the weights of its expert, and their gradients.
-    copies = problem.rows / problem.shape.num_experts * problem.weight_bytes()
-    return Extra(memory=(2 if backward else 1) * copies)
+    num_experts = problem.shape.num_experts
+    return batched_extra(problem.rows, num_experts, problem.weight_bytes(), backward=backward)
 
 
 class Groups(NamedTuple):
