@@ -386,7 +386,10 @@ ExpertsGradients experts_backward_cuda(const Tensor& grad_y, const Tensor& x,
   if (routing.gates) gates = routing.gates->to(accumulate_type(x)).contiguous();
   Tensor grad_gates = experts_gradient_of_gates(empty, x, gates);
   // Where a gradient is not needed, it stays empty.
-  std::vector<Tensor> grad_parameters(needs_parameters.size(), empty(x, {0}, x.scalar_type()));
+  std::vector<Tensor> grad_parameters;
+  for (size_t i = 0; i < needs_parameters.size(); ++i) {
+    grad_parameters.push_back(empty(x, {0}, x.scalar_type()));
+  }
   const int64_t first_learned = first_learned_layer(network, needs_parameters);
   const Tensor dy = grad_y.contiguous();
   Tensor grad = gates ? experts.rows_of(dy) : dy;  // for the rows, not multiplied by the gates

@@ -153,7 +153,7 @@ struct Gated : Defaults {
 };
 
 // g sigmoid(alpha g) (u + offset) with g = min(a, limit) and u = clamp(b, -limit, limit). NaN
-// stays NaN. At a limit the gradient passes; beyond it and at NaN the gradient is 0.
+// stays NaN. At a limit, beyond it and at NaN the gradient is 0, as in torch 2.15.
 struct ClampedSwiglu : Defaults {
   static constexpr bool kGated = true;
   static constexpr bool kHasArgs = true;
@@ -171,7 +171,7 @@ struct ClampedSwiglu : Defaults {
     const T slope = s * std::fma(T(alpha) * g, T(1) - s, T(1));  // of g sigmoid(alpha g)
     const T grad_a = grad * (linear(b) + T(offset)) * slope;
     const T grad_b = grad * (g * s);
-    return {a <= top ? grad_a : T(0), (b >= -top) & (b <= top) ? grad_b : T(0)};
+    return {a < top ? grad_a : T(0), (b > -top) & (b < top) ? grad_b : T(0)};
   }
 
  private:

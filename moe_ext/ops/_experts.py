@@ -65,7 +65,7 @@ def experts(
     a · sigmoid(a) · b. "clamped_swiglu" is g · sigmoid(alpha · g) · (u + offset), where
     g = min(a, limit) and u = clamp(b, -limit, limit). gpt-oss has (limit, alpha, offset) =
     (7, 1.702, 1) and interleaves a and b: "interleaved_clamped_swiglu" takes a from the even
-    columns and b from the odd columns. The gradient passes at a limit and is 0 beyond it.
+    columns and b from the odd columns. The gradient is 0 at a limit and beyond it.
 
     On CUDA, float32 inputs are multiplied in float32, never in TF32; `allow_tf32` has no effect.
 

@@ -67,19 +67,19 @@ def test_relu_selects_its_gradient(device, z, upstream):
 
 @pytest.mark.parametrize("args", [(7.0, 1.702, 1.0), (7.0, 1.0, 0.0)], ids=["gpt-oss", "DeepSeek"])
 @pytest.mark.parametrize("activation", CLAMPED)
-def test_gradient_passes_at_a_limit(device, activation, args):
-    """Beyond a limit the gradient is 0. At a limit it is that of a value just inside."""
+def test_gradient_is_zero_at_a_limit(device, activation, args):
+    """Beyond a limit the gradient is 0. At a limit it is that of a value just beyond."""
     values = torch.tensor([-9, -7, -6.5, -1, 0, 1, 7, 8, math.nan], dtype=torch.float64)
     pairs = torch.cartesian_prod(values, values).to(device).requires_grad_()  # an expert for each
     one = torch.ones(len(pairs), 1, dtype=torch.float64, device=device)
     y = ops.experts(one, [pairs[:, None], one[:, :, None]], None, activation, activation_args=args)
-    inside = torch.where(pairs.detach().abs() == 7, pairs.detach() * (1 - 1e-15), pairs.detach())
-    inside.requires_grad_()
-    expected = plain_activation(inside, activation, args).sum(-1, keepdim=True)
+    beyond = torch.where(pairs.detach().abs() == 7, pairs.detach() * (1 + 1e-15), pairs.detach())
+    beyond.requires_grad_()
+    expected = plain_activation(beyond, activation, args).sum(-1, keepdim=True)
     assert_exact(y.detach(), expected.detach(), nan=True)
     actual_grad, expected_grad = (
         torch.autograd.grad(out, leaf, torch.ones_like(out))[0]
-        for out, leaf in ((y, pairs), (expected, inside))
+        for out, leaf in ((y, pairs), (expected, beyond))
     )
     assert_exact(actual_grad, expected_grad, nan=True)
 
