@@ -22,6 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import _C, ops
+from moe_ext.integrations._transformers_balance import (
+    Balance,
+    LayerBalance,
+    balance,
+    experts_modules,
+)
 
 try:
     import transformers
@@ -32,7 +38,14 @@ except ImportError as error:
         "pip install 'transformers>=5.23'"
     ) from error
 
-__all__ = ["TESTED_VERSIONS", "experts_forward"]
+__all__ = [
+    "TESTED_VERSIONS",
+    "Balance",
+    "LayerBalance",
+    "balance",
+    "experts_forward",
+    "experts_modules",
+]
 
 TESTED_VERSIONS: tuple[str, ...] = ("5.23.0",)
 """The versions of transformers that the tests ran with."""

@@ -8,7 +8,7 @@ import reference as ref
 import torch
 
 from moe_ext import importance_loss
-from moe_ext.integrations.transformers_balance import Balance, balance, experts_modules
+from moe_ext.integrations.transformers import Balance, balance, experts_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -374,6 +374,6 @@ def test_errors_name_the_argument_and_the_value():
 
 
 def test_import_loads_no_optional_package():
-    code = "import sys, moe_ext.integrations.transformers_balance; "
+    code = "import sys, moe_ext.integrations._transformers_balance; "
     code += "sys.exit(bool({'transformers', 'matplotlib'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
