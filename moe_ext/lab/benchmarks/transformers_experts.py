@@ -1,7 +1,7 @@
 """Compares the experts of transformers' models on moe_ext with transformers' implementations.
 
     python -m pip install '.[benchmark]'                   # transformers, matplotlib
-    python scripts/benchmarks/transformers_experts.py      # 3 models, 1 thread: 12 minutes
+    python scripts/benchmarks/transformers_experts.py      # 3 models, 1 thread
     python scripts/benchmarks/transformers_experts.py --models mixtral --dtype bfloat16
     python scripts/benchmarks/transformers_experts.py --models all --threads 1 2 --output monday
     python scripts/benchmarks/transformers_experts.py --report */transformers_experts.json
