@@ -171,7 +171,8 @@ struct ClampedSwiglu : Defaults {
     const T slope = s * std::fma(T(alpha) * g, T(1) - s, T(1));  // of g sigmoid(alpha g)
     const T grad_a = grad * (linear(b) + T(offset)) * slope;
     const T grad_b = grad * (g * s);
-    return {a < top ? grad_a : T(0), (b > -top) & (b < top) ? grad_b : T(0)};
+    const bool inside = (b > -top) & (b < top);
+    return {a < top ? grad_a : T(0), inside ? grad_b : T(0)};
   }
 
  private:
