@@ -77,7 +77,7 @@ def experts(
         x: [R, D], or [T, D] with inverse.
         weights: [E, D, F_1], [E, F_1, F_2], …, [E, F_n, D_out]. A single weight makes each expert
             a linear layer. Before a gated activation, the weight has twice the layer's width.
-            A weight is read without a copy if it is contiguous or the view `p.mT` of a contiguous
+            A weight is read without a copy if it is contiguous or the view ``p.mT`` of a contiguous
             p [E, F, D]. Its gradient has the same memory layout, so p gets a contiguous gradient.
             Layers may differ. A weight with other strides is copied at each call.
         biases: one [E, width] for each of `weights`, or None.
