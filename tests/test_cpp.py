@@ -77,6 +77,7 @@ TYPES = {
     "float": "double",
     "bool": "bool",
     "str": "std::string_view",
+    "float[]?": "at::ArrayRef<double>",
 }
 VALUES = {"std::nullopt": None, "{}": None, "false": False}
 
