@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -125,7 +125,7 @@ class Exchange:
         self,
         x: Tensor,
         routing: Routing,
-        experts: nn.Module,
+        experts: Callable[..., Tensor],
         *,
         fused: bool,
         recompute: bool = False,
@@ -135,7 +135,7 @@ class Exchange:
         Args:
             x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
             routing: the routing decision of this rank's tokens, over the experts of all ranks.
-            experts: the experts of this rank.
+            experts: the experts of this rank, an `Experts` or a callable with its arguments.
             fused: see `moe_ext.Experts`.
             recompute: see `moe_ext.ops.experts`.
         """

@@ -8,6 +8,7 @@ from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
@@ -43,7 +44,8 @@ def balance(model: nn.Module, w_importance: float = 0.0) -> "Balance":
     """Starts to measure the balance of the experts in each mixture layer of a transformers model.
 
     The measurement adds a hook to each module of `experts_modules`. The outputs of the model are
-    bitwise identical. Use the result in a ``with`` statement, or call its `Balance.remove`:
+    bitwise identical. With expert parallelism, it counts the tokens of this rank, over all experts.
+    Use the result in a ``with`` statement, or call its `Balance.remove`:
 
         >>> from transformers import MixtralConfig, MixtralForCausalLM
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, vocab_size=50)
@@ -279,8 +281,10 @@ class _Recorder:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.num_experts = cast(int, module.num_experts)
         parameter = next(module.parameters(), torch.empty(0))
+        self.num_experts = cast(int, module.num_experts)
+        if isinstance(parameter, DTensor):  # num_experts may be the number of this rank's experts
+            self.num_experts = parameter.shape[0]
         device = torch.device("cpu") if parameter.is_meta else parameter.device
         # Float64 holds counts up to 2^53 exactly.
         self.importance = torch.zeros(self.num_experts, dtype=torch.float64, device=device)

@@ -6,6 +6,9 @@ uses it in one of two ways::
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ext")
     model.set_experts_implementation("moe_ext")
 
+The import also registers expert parallelism: ``ep_implementation="moe_ext"`` and the style
+"moe_ext_experts" of ``ep_plan``, for any number of experts.
+
 The parameters stay as they are: the names, shapes and values of a checkpoint do not change. Modules
 that the operators cannot compute use transformers' own implementation, with one warning for each
 class and reason.
@@ -31,7 +34,11 @@ from moe_ext.integrations._transformers_balance import (
 
 try:
     import transformers
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+    from moe_ext.integrations._transformers_parallel import ExchangeParallel, UnevenShard
 except ImportError as error:
     raise ImportError(
         "moe_ext.integrations.transformers needs transformers.integrations.moe: "
@@ -288,3 +295,5 @@ def _activate(activation: _Activation, z: Tensor) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)
+EPImplementationInterface.register("moe_ext", ExchangeParallel)
+ALL_PARALLEL_STYLES.register("moe_ext_experts", UnevenShard())

@@ -1,0 +1,182 @@
+"""Expert parallelism of transformers with "moe_ext": equal to one process, sums of gradients."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+plug = importlib.import_module("moe_ext.integrations.transformers")
+hf_parallel = importlib.import_module("transformers.distributed.expert_parallel")
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
+
+K, WIDTH = 2, 16
+
+
+def make_config(num_experts):
+    return Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=WIDTH,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=num_experts,
+        num_experts_per_tok=K,
+    )
+
+
+def make_experts(num_experts):
+    torch.manual_seed(1)
+    config = make_config(num_experts)
+    config._experts_implementation = "moe_ext"
+    experts = Qwen3MoeExperts(config).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def make_batch(rank, num_tokens, num_experts):
+    generator = torch.Generator().manual_seed(10 + rank)
+    x = torch.randn(num_tokens, WIDTH, generator=generator, dtype=torch.float64)
+    gates = torch.rand(num_tokens, K, generator=generator, dtype=torch.float64)
+    index = torch.rand(num_tokens, num_experts, generator=generator).topk(K).indices
+    weight = torch.randn(num_tokens, WIDTH, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), index, gates.requires_grad_(), weight
+
+
+def step(experts, batch):
+    x, index, gates, weight = batch
+    y = experts(x, index, gates)
+    (y * weight).sum().backward()
+    parameters = {
+        name: getattr(p.grad, "_local_tensor", p.grad) for name, p in experts.named_parameters()
+    }
+    return {"y": y.detach(), "x": x.grad, "gates": gates.grad, **parameters}
+
+
+def experts_step_of_process(group, rank, counts, num_experts, style, implementation, shared):
+    """Runs a step; with `shared`, all ranks have the batch of rank 0."""
+    world = len(counts)
+    if shared:
+        ep_mesh = tp_mesh = init_device_mesh("cpu", (world,))
+    else:
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
+        ep_mesh, tp_mesh = mesh["ep"], mesh["tp"]
+    experts = make_experts(num_experts)
+    plan = {"gate_up_proj": style, "down_proj": style, "": "ep_dispatch_experts"}
+    hf_parallel.apply_expert_parallelism(experts, ep_mesh, tp_mesh, plan, implementation)
+    source = 0 if shared else rank
+    return step(experts, make_batch(source, counts[source], num_experts))
+
+
+def check_experts(results, counts, num_experts, shared):
+    """Compares with one process that has the sum of the losses."""
+    experts = make_experts(num_experts)
+    sources = [0] if shared else range(len(counts))
+    expected = [step(experts, make_batch(r, counts[r], num_experts)) for r in sources]
+    for rank, result in enumerate(results):
+        for name in ("y", "x", "gates"):
+            close(result[name], expected[0 if shared else rank][name])
+    for name, parameter in experts.named_parameters():
+        close(torch.cat([result[name] for result in results]), parameter.grad)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("counts", [[7], [7, 5], [7, 0, 3], [1, 1, 1]])
+@pytest.mark.parametrize(
+    ("num_experts", "style"),
+    [
+        (6, "grouped_gemm"),
+        (5, "moe_ext_experts"),
+        (4, "moe_ext_experts"),  # none on the last of 3 ranks
+    ],
+)
+def test_experts_equal_one_process(workers, num_experts, style, counts, shared):
+    arguments = (counts, num_experts, style, "moe_ext", shared)
+    results = workers.run(len(counts), experts_step_of_process, *arguments)
+    check_experts(results, counts, num_experts, shared)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_are_those_of_all_to_all(workers, shared):
+    """The gradients are sums over the ranks, as those of transformers."""
+    arguments = ([7, 5], 6, "grouped_gemm", "all_to_all", shared)
+    results = workers.run(2, experts_step_of_process, *arguments)
+    check_experts(results, [7, 5], 6, shared)
+
+
+def refusals_of_process(group, rank):
+    """Returns the messages for uneven experts with "grouped_gemm", and for whole experts."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    messages = []
+    for num_experts, styles in ((5, {"gate_up_proj": "grouped_gemm"}), (6, {})):
+        plan = {**styles, "": "ep_dispatch_experts"}
+        with pytest.raises(ValueError) as caught:
+            hf_parallel.apply_expert_parallelism(
+                make_experts(num_experts), mesh["ep"], mesh["tp"], plan, "moe_ext"
+            )
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refuses(workers):
+    for uneven, whole in workers.run(2, refusals_of_process):
+        assert uneven.startswith("Cannot evenly shard 5 experts across 2")
+        assert whole.startswith("ep_implementation='moe_ext': ep_plan must shard each parameter")
+
+
+def save_model(folder, num_experts):
+    torch.manual_seed(2)
+    model = Qwen3MoeForCausalLM(make_config(num_experts)).double()
+    model.save_pretrained(folder)
+    return model
+
+
+def model_of_process(group, rank, folder, style):
+    """Loads the model on 2 ranks; returns tokens, logits, loads; saves it again."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    experts = "model.layers.*.mlp.experts"
+    plan = {f"{experts}.gate_up_proj": style, f"{experts}.down_proj": style}
+    distributed = DistributedConfig(
+        tp_size=2, tp_plan={}, ep_size=2, ep_plan=plan, ep_implementation="moe_ext"
+    )
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="moe_ext",
+        distributed_config=distributed,
+    )
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad(), plug.balance(model) as measured:
+        logits = model(ids).logits
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True)
+    model.save_pretrained(f"{folder}/saved")
+    return tokens, logits, [layer.load for layer in measured.layers]
+
+
+@pytest.mark.parametrize(("num_experts", "style"), [(6, "grouped_gemm"), (5, "moe_ext_experts")])
+def test_model_on_two_ranks(workers, tmp_path, num_experts, style):
+    """generate, balance, and the saved files agree with one process."""
+    model = save_model(tmp_path, num_experts)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad(), plug.balance(model) as measured:
+        logits = model(ids).logits
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True)
+    for tokens, parallel_logits, loads in workers.run(2, model_of_process, str(tmp_path), style):
+        assert torch.equal(tokens, expected)
+        close(parallel_logits, logits)
+        assert all(map(torch.equal, loads, [layer.load for layer in measured.layers]))
+    saved = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    with torch.no_grad():
+        close(saved(ids).logits, logits)
