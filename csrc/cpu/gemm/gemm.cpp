@@ -20,7 +20,7 @@ void multiply(Product& product, Write write, acc_t* c) {
   // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
   if (few_rows && product.dots_rows) return Dotxf(product).run(write, c);
   // B is contiguous along N, as in C = A W: B is read in memory order.
-  if (few_rows && product.b_in_place) return Axpyf(product).run(write, c);
+  if (few_rows && product.adds_rows) return Axpyf(product).run(write, c);
   // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
   // All K-blocks must be packed at once, because non-temporal stores cannot add.
   const bool streams =

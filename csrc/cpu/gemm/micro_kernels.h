@@ -50,8 +50,10 @@ using GemmKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, 
 
 constexpr int kMaxFewRows = 10;
 
-// C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, row by row. At the
-// same time, the rows at `prefetch_b`, ldb apart, are prefetched in the same order.
+// C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, K-group by K-group;
+// the rows of a pair are joined in registers. At the same time, the rows at `prefetch_b`, ldb
+// apart, are prefetched in the same order. ldb counts elements of type acc_t, num_columns counts
+// numbers.
 template <typename acc_t>
 using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                              int64_t num_columns, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -78,7 +80,7 @@ struct MicroKernels {
   int64_t lanes;                 // K-groups in a vector; NR, the width of the micro-panels of B, is
                                  // kMaxTileVectors vectors
   GemmKernel<acc_t> gemm[kMaxTileVectors][kMaxTileRows] = {};  // [vectors - 1][rows - 1]
-  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
+  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   void (*begin)() = nullptr;                   // called before a thread's first tile, if not null
   void (*end)() = nullptr;                     // called after a thread's last tile, if not null

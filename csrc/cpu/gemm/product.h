@@ -170,6 +170,9 @@ class Product {
     }
   }
 
+  // Returns the K-groups of numbers that lie along K, or of a row of B.
+  static const acc_t* groups(const b_t* numbers) { return reinterpret_cast<const acc_t*>(numbers); }
+
   static int64_t bytes(int64_t size) { return size * static_cast<int64_t>(sizeof(b_t)); }
 
   const MicroKernels<acc_t>& kernels = micro_kernels<scalar_t, acc_t>();
@@ -184,14 +187,16 @@ class Product {
   // The depth of a K-block.
   const int64_t kc =
       at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
-  // Whether micro-kernels can read B in place, by rows or along K.
-  const bool b_in_place =
-      std::is_same_v<b_t, acc_t> && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
-  const bool dots_rows =
-      (kernels.pairs ? std::is_same_v<b_t, c10::BFloat16>
-                     : std::is_same_v<b_t, acc_t>)&&kernels.dotxf[0] != nullptr &&
-      a.k_contiguous && b.k_contiguous && b.ld % group_size == 0 && n % kernels.lanes == 0 &&
-      k % (kernels.lanes * group_size) == 0;
+  // Whether micro-kernels can read B in place: the tiles by rows, axpyf by rows, and dotxf along K.
+  static constexpr bool kSame = std::is_same_v<b_t, acc_t>;
+  static constexpr bool kBFloat16 = std::is_same_v<b_t, c10::BFloat16>;
+  const bool b_in_place = kSame && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
+  const bool has_groups = (kernels.pairs ? kBFloat16 : kSame) && b.ld % group_size == 0;
+  const bool adds_rows = has_groups && kernels.axpyf[0] != nullptr && !b.k_contiguous &&
+                         n % (kernels.lanes * group_size) == 0 && k % group_size == 0;
+  const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
+                         b.k_contiguous && n % kernels.lanes == 0 &&
+                         k % (kernels.lanes * group_size) == 0;
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C

@@ -177,48 +177,52 @@ class Axpyf {
   }
 
  private:
-  // The rows of B are prefetched into the first cache level this far ahead, kRowsAtATime rows at a
-  // time.
-  static constexpr int64_t kBytesAhead = 16 << 10;
-  static constexpr int64_t kRowsAtATime = 4;
+  // The rows of B are prefetched into the second cache level this far ahead, kGroupsAtATime
+  // K-groups at a time.
+  static constexpr int64_t kBytesAhead = 64 << 10;
+  static constexpr int64_t kGroupsAtATime = 4;
 
   void multiply_block(Write write, acc_t* c) {
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      const auto& block = in_.k_blocks.front();
-      // A sum that is added to C is first computed separately, as in a tile.
-      const bool apart = write == Write::kAdd;
-      for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
-        const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
-        acc_t* sums = apart ? in_.row_space : c + j;
-        const int64_t ld = apart ? num_columns : in_.n;
-        for (int64_t q = 0; q < block.depth; q += rows_ahead_) {
-          const int64_t num_groups = std::min(block.depth - q, rows_ahead_);
-          for (int64_t i = 0; i < in_.num_panels; ++i) {
-            in_.kernels.axpyf[in_.num_rows(i) - 1](
-                num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
-                in_.b.at(j, block.p + q), in_.b.ld, num_columns, ahead(block.p + q, j), q == 0,
-                sums + in_.first(i) * ld, ld);
-          }
+    const auto& block = in_.k_blocks.front();
+    const int64_t size = in_.group_size;
+    // With bfloat16 pairs, the epilogue runs afterwards.
+    const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
+    // A sum that is added to C is first computed separately, as in a tile.
+    const bool apart = write == Write::kAdd;
+    for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
+      const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
+      acc_t* sums = apart ? in_.row_space : c + j;
+      const int64_t ld = apart ? num_columns : in_.n;
+      for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
+        const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
+        const int64_t p = block.p + q * size;
+        for (int64_t i = 0; i < in_.num_panels; ++i) {
+          in_.kernels.axpyf[in_.num_rows(i) - 1](
+              num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
+              in_.groups(in_.b.at(j, p)), in_.b.ld / size, num_columns, in_.groups(ahead(p, j)),
+              q == 0, sums + in_.first(i) * ld, ld);
         }
-        for (int64_t r = 0; apart && r < in_.m; ++r) {
-          vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
-        }
-        if (block.p + in_.kc >= in_.k && in_.epilogue.run) {
-          in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
-        }
+      }
+      for (int64_t r = 0; apart && r < in_.m; ++r) {
+        vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
+      }
+      if (finishes && in_.epilogue.run) {
+        in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
       }
     }
   }
 
   // What is prefetched while the rows of B at (p, j) are in use.
   const b_t* ahead(int64_t p, int64_t j) const {
-    if (p + rows_ahead_ < in_.k) return in_.b.at(j, p + rows_ahead_);
+    const int64_t next = p + groups_ahead_ * in_.group_size;
+    if (next < in_.k) return in_.b.at(j, next);
     return in_.next_b.data == nullptr ? in_.b.at(j, p) : in_.next_b.at(j, 0);
   }
 
   Product& in_;
-  const int64_t rows_ahead_ = at::round_up(
-      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns))), kRowsAtATime);
+  const int64_t groups_ahead_ = at::round_up(
+      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns)) * in_.group_size),
+      kGroupsAtATime);
 };
 
 // Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
@@ -246,9 +250,9 @@ class Dotxf {
         if (ahead == nullptr) ahead = in_.b.at(j, 0);
         for (int64_t p = 0; p < in_.k; p += in_.kc) {
           const bool starts = p == 0 && write != Write::kAdd;
-          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, groups(a.at(0, p)),
-                                       a.ld / size, groups(in_.b.at(j, p)), in_.b.ld / size,
-                                       groups(ahead + p * lanes), starts, c + j, in_.n);
+          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, in_.groups(a.at(0, p)),
+                                       a.ld / size, in_.groups(in_.b.at(j, p)), in_.b.ld / size,
+                                       in_.groups(ahead + p * lanes), starts, c + j, in_.n);
         }
       }
       if (finishes && in_.epilogue.run) in_.epilogue.run(region);
@@ -256,9 +260,6 @@ class Dotxf {
   }
 
  private:
-  // The K-groups of numbers that are contiguous along K.
-  static const acc_t* groups(const b_t* numbers) { return reinterpret_cast<const acc_t*>(numbers); }
-
   View<b_t> rows_of_a() const {
     if constexpr (std::is_same_v<decltype(in_.a.data), const b_t*>) {
       if (in_.a.ld % in_.group_size == 0) return in_.a;
