@@ -11,6 +11,7 @@
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
 //   kHasStream, stream: whether it has non-temporal vector stores, and the store
+//   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
 #pragma once
 
 #include <algorithm>
@@ -61,7 +62,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
   if (tile.add != nullptr) {
     needed = tile.add;
     ld_needed = tile.ld_add;
-  } else if (tile.non_temporal) {
+  } else if (tile.non_temporal || tile.rounded != nullptr) {
     needed = b;
     ld_needed = 0;
   }
@@ -107,6 +108,14 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
         const acc_t* add = tile.add + r * tile.ld_add + v * kLanes;
         sum[r][v] = *reinterpret_cast<const Unaligned*>(add) + sum[r][v];
       }
+    }
+  }
+  if constexpr (Simd::kPairs && kVectors == kMaxTileVectors) {
+    if (tile.rounded != nullptr) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        Simd::store_rounded(sum[r], tile.non_temporal, tile.rounded + r * tile.ldc);
+      }
+      return;
     }
   }
   if constexpr (Simd::kHasStream) {
@@ -241,6 +250,7 @@ template <typename acc_t, typename Simd>
 constexpr MicroKernels<acc_t> make_micro_kernels(const char* name) {
   MicroKernels<acc_t> kernels{.name = name,
                               .pairs = Simd::kPairs,
+                              .rounds = Simd::kPairs,
                               .max_rows = Simd::kMaxRows,
                               .a_panel_width = Simd::kAPanelWidth,
                               .lanes = Simd::kBytes / sizeof(acc_t)};

@@ -7,6 +7,8 @@
 // is at q * width + i.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <cstdint>
 
 namespace moe_ext::cpu {
@@ -30,7 +32,8 @@ struct Tile {
   int64_t ldc;
   const acc_t* add = nullptr;  // a tile that is added to the result, or null
   int64_t ld_add = 0;
-  bool non_temporal = false;  // non-temporal stores if available and c is aligned
+  bool non_temporal = false;         // non-temporal stores if available and c is aligned
+  c10::BFloat16* rounded = nullptr;  // if not null, the tile is rounded and written here, not to c
 };
 
 constexpr int kMaxTileRows = 32;
@@ -74,6 +77,7 @@ struct MicroKernels {
   bool pairs = false;            // whether a K-group is a pair of bfloat16 numbers
   bool a_in_row_blocks = false;  // whether a micro-panel of A consists of blocks of `lanes`
                                  // K-groups, each stored by rows
+  bool rounds = false;           // whether tiles of kMaxTileVectors vectors can be written rounded
   int64_t group_multiple = 1;    // num_groups must be a multiple of this
   int64_t max_rows;              // of a tile: MR
   int64_t a_panel_width;         // the width of the micro-panels of A

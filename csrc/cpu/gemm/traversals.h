@@ -106,53 +106,77 @@ class Gebp {
   Product& in_;
 };
 
-// Writes C with non-temporal stores, which bypass the caches. All K-blocks of a tile are computed
-// at once, and C is written in row order, which is faster for memory. B is read in place, some
-// columns at a time.
-template <typename Product>
-class NonTemporalC {
+// Writes each element of C once, without reading it: all K-blocks of a tile are computed at once. C
+// is written in row order, which is faster for memory. B is read in place or packed, some columns
+// at a time. C may be bfloat16; its sums are then rounded in registers.
+template <typename Product, typename c_t>
+class WriteOnce {
  public:
   using acc_t = typename Product::acc_t;
   using b_t = typename Product::b_type;
 
-  explicit NonTemporalC(Product& product) : in_(product) {}
+  explicit WriteOnce(Product& product) : in_(product) {}
 
-  void run(Write /*write*/, acc_t* c) {
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      in_.pack_a(0, in_.k);
-      const int64_t bytes_of_column = in_.k * static_cast<int64_t>(sizeof(acc_t));
-      const int64_t columns = std::max(kBytesOfB / bytes_of_column / in_.nr, int64_t{1}) * in_.nr;
-      for (int64_t begin = 0; begin < in_.n; begin += columns) {
-        const int64_t end = std::min(in_.n, begin + columns);
-        for (int64_t i = 0; i < in_.num_panels; ++i) {
-          for (int64_t j = begin; j < end; j += in_.nr) {
-            multiply_tile(i, j, std::min(end - j, in_.nr), c + in_.first(i) * in_.n + j);
-          }
+  void run(bool non_temporal, c_t* c) {
+    in_.pack_a(0, in_.k);
+    for (int64_t begin = 0; begin < in_.n; begin += in_.columns_at_once()) {
+      const int64_t end = std::min(in_.n, begin + in_.columns_at_once());
+      for (int64_t j = begin; !in_.b_in_place && j < end; j += in_.nr) pack_b(j, begin);
+      for (int64_t i = 0; i < in_.num_panels; ++i) {
+        for (int64_t j = begin; j < end; j += in_.nr) {
+          multiply_tile(i, j, begin, std::min(end - j, in_.nr), non_temporal,
+                        c + in_.first(i) * in_.n + j);
         }
       }
-#if defined(__x86_64__)
-      __builtin_ia32_sfence();
-#endif
     }
+#if defined(__x86_64__)
+    if (non_temporal) __builtin_ia32_sfence();
+#endif
   }
 
  private:
-  // The columns of B that are in use stay in the second cache level.
-  static constexpr int64_t kBytesOfB = 512 << 10;
+  using KBlock = typename Product::KBlock;
 
-  void multiply_tile(int64_t i, int64_t j, int64_t num_columns, acc_t* c) {
+  // The packed micro-panel of B at column j; the first packed column is `begin`.
+  acc_t* packed(const KBlock& block, int64_t j, int64_t begin) const {
+    return in_.packed_b + block.p / in_.group_size * in_.columns_at_once() +
+           (j - begin) * block.num_groups;
+  }
+
+  void pack_b(int64_t j, int64_t begin) {
+    for (const auto& block : in_.k_blocks) {
+      pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, std::min(in_.n - j, in_.nr),
+                       block.depth, block.num_groups, in_.nr, /*by_columns=*/false,
+                       packed(block, j, begin));
+    }
+  }
+
+  void multiply_tile(int64_t i, int64_t j, int64_t begin, int64_t num_columns, bool non_temporal,
+                     c_t* c) {
     const Region region = in_.region(i, j, num_columns);
     if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
     for (const auto& block : in_.k_blocks) {
-      const bool ends = &block == &in_.k_blocks.back();
-      Tile<acc_t> tile{.c = ends ? c : in_.tile_space, .ldc = ends ? in_.n : in_.nr};
+      Tile<acc_t> tile{.c = in_.tile_space, .ldc = in_.nr};
       if (&block != &in_.k_blocks.front()) {
         tile.add = in_.tile_space;
         tile.ld_add = in_.nr;
       }
-      tile.non_temporal = ends;
-      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, in_.b.at(j, block.p), in_.b.ld,
-                        num_columns, tile, in_.no_prefetch);
+      if (&block == &in_.k_blocks.back()) {
+        tile.ldc = in_.n;
+        tile.non_temporal = non_temporal;
+        if constexpr (std::is_same_v<c_t, acc_t>) {
+          tile.c = c;
+        } else {
+          tile.rounded = c;
+        }
+      }
+      const acc_t* b = packed(block, j, begin);
+      int64_t ldb = in_.nr;
+      if constexpr (std::is_same_v<b_t, acc_t>) {
+        if (in_.b_in_place) b = in_.b.at(j, block.p), ldb = in_.b.ld;
+      }
+      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, b, ldb, num_columns, tile,
+                        in_.no_prefetch);
     }
     if (in_.epilogue.run) in_.epilogue.run(region);
   }
