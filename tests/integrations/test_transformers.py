@@ -435,6 +435,7 @@ def test_compile_without_graph_breaks(model_type):
     assert error(found, expected) < 1e-5
 
 
+@pytest.mark.long
 def test_inductor_compiles_a_training_step():
     model = tiny()
     model.config.use_cache = False
