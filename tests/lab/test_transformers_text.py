@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -152,6 +153,8 @@ def test_only_the_first_tokens_are_read(model, tokenizer):
     whole = route_lines(model, tokenizer, LINES)
     routed = route_lines(model, tokenizer, text(), num_positions=30)
     assert len(routed.windows) == 30
+    recorded = [each for r in routed._recorders for each in (*r.experts, *r.gates)]
+    assert sum(each.nbytes for each in recorded) == 30 * LAYERS * K * 6
     expected, actual = dense_gates(whole.layer(1))[:29], dense_gates(routed.layer(1))[:29]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -302,6 +305,24 @@ def test_one_layer_is_printed(folder, output, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         inspect_experts.main([str(folder), "--text", "text.txt", "--part", "dev"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_it_cannot_read(tokenizer, monkeypatch, tmp_path):
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "head_dim")}
+    heads = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    dense = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads)
+    transformers.LlamaForCausalLM(dense).save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    text = tmp_path / "text.txt"
+    text.write_text("the sea\n")
+    with pytest.raises(ConfigError, match="dense: .*model must have a module with the experts"):
+        inspect_experts.main([str(tmp_path / "dense"), "--text", str(text)])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        inspect_experts.main([str(tmp_path / "dense"), "--text", str(tmp_path / "nowhere")])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="--text: transformers must be installed"):
+        inspect_experts.main([str(tmp_path / "dense"), "--text", str(text)])
+    assert not list(tmp_path.glob("*.html"))
 
 
 def test_page_in_a_browser_shows_one_layer_at_a_time(browser, output):

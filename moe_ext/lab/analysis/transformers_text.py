@@ -94,20 +94,20 @@ def route_lines(
     on the modules of `experts_modules` record the experts and the gates, with any experts
     implementation. A layer that did not run has no entry.
 
-    The memory does not depend on the length of the text: at most about num_positions tokens are
-    recorded, with 6 bytes for each layer and each of the k experts of a token.
+    The memory does not grow with the length of the text. The function records at most num_positions
+    tokens, with 6 bytes for each layer and each of the k experts of a token.
 
     Args:
         model: a model of transformers that is called with input_ids and attention_mask.
         tokenizer: the tokenizer of the model.
         lines: the text, read only as far as needed.
-        num_positions: the approximate number of tokens to run.
+        num_positions: the largest number of tokens to run.
         max_length: the largest number of tokens that the model sees together.
         tokens_per_batch: the size of a batch, padding included.
 
     Raises:
-        ValueError: the model has no experts module, the lines have no token, an option is below
-            1, or an experts module does not receive each token of a batch once.
+        ValueError: the model has no experts module, the lines have no token, or an option is below
+            1. Also if an experts module does not receive each token of a batch exactly once.
     """
     from moe_ext.integrations.transformers import experts_modules
 
