@@ -67,8 +67,8 @@ class ExpertPage:
             routed: the routed text that the reports describe.
             reports: the reports from `expert_reports`, in any order.
         """
-        # Models that scale their gates have gates above 1.
-        gate_end = max(1, math.ceil(routed.gate.max())) if len(routed.gate) else 1
+        # Models that scale their gates have gates above 1. A gate of 1 may be rounded up.
+        gate_end = max(1, math.ceil(routed.gate.max() - 0.01)) if len(routed.gate) else 1
         bins = (routed.gate / gate_end * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)
         cells = torch.bincount(
             routed.expert * _GATE_BINS + bins, minlength=routed.num_experts * _GATE_BINS
