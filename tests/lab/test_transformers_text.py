@@ -1,6 +1,8 @@
 """The routing of transformers models on the explorer's page, against a plain recomputation."""
 
 import collections
+import copy
+import functools
 import json
 import re
 import sys
@@ -211,6 +213,15 @@ def test_errors_name_the_argument_and_the_value(model, tokenizer):
         route_lines(torch.nn.Linear(2, 2), tokenizer, LINES)
     with pytest.raises(ValueError, match=r"index must be in \[0, 3\), .*, got 3"):
         route_lines(model, tokenizer, LINES).layer(3)
+    idle = copy.deepcopy(model)
+    idle.forward = lambda **inputs: None
+    with pytest.raises(ValueError, match="run at least one experts module, got 0"):
+        route_lines(idle, tokenizer, LINES)
+    twice = copy.deepcopy(model)
+    twice.forward = lambda **inputs: [model_forward(**inputs) for _ in range(2)]
+    model_forward = functools.partial(type(twice).forward, twice)
+    with pytest.raises(ValueError, match="run once in each of the 1 batches, got 2"):
+        route_lines(twice, tokenizer, LINES)
     router = dict(model.named_modules())["model.layers.0.mlp.gate"]
     hook = router.register_forward_hook(lambda m, a, output: [each[:5] for each in output])
     try:
@@ -320,7 +331,7 @@ def test_the_command_refuses_what_it_cannot_read(tokenizer, monkeypatch, tmp_pat
     with pytest.raises(FileNotFoundError, match="nowhere"):
         inspect_experts.main([str(tmp_path / "dense"), "--text", str(tmp_path / "nowhere")])
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="--text: transformers must be installed"):
+    with pytest.raises(ConfigError, match="^--text: transformers must be installed"):
         inspect_experts.main([str(tmp_path / "dense"), "--text", str(text)])
     assert not list(tmp_path.glob("*.html"))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,15 +106,15 @@ def route_lines(
         tokens_per_batch: the size of a batch, padding included.
 
     Raises:
-        ValueError: the model has no experts module, the lines have no token, or an option is below
-            1. Also if an experts module does not receive each token of a batch exactly once.
+        ValueError: the model has or runs no experts module, the lines have no token, or an option
+            is below 1. Also if an experts module does not receive each token exactly once.
     """
     from moe_ext.integrations.transformers import experts_modules
 
     require_sizes("route_lines", num_positions=num_positions, max_length=max_length)
     require_sizes("route_lines", tokens_per_batch=tokens_per_batch)
     modules = experts_modules(model)
-    recorders = [_Recorder(name, _num_experts(module)) for name, module in modules.items()]
+    recorders = [_Recorder(name, cast(int, module.num_experts)) for name, module in modules.items()]
     parts = _split(tokenizer, lines, num_positions, max_length)
     batches = progress(_batches(parts, tokens_per_batch), "running the model", "batches")
     windows = []
@@ -133,6 +133,7 @@ def route_lines(
             windows.append(windows_of(ids, mask))
     require(bool(windows), "route_lines: lines", "have at least one token", 0)
     ran = tuple(recorder for recorder in recorders if recorder.experts)
+    require(bool(ran), "route_lines: model", "run at least one experts module", len(ran))
     for recorder in ran:
         rule = f"run once in each of the {len(windows)} batches"
         calls = len(recorder.experts)
@@ -140,12 +141,6 @@ def route_lines(
     ids, index = torch.cat(windows).unique(return_inverse=True)  # the first id is NO_WORD
     words = tuple(_spelling(tokenizer, token) for token in ids[1:].tolist())
     return RoutedLines(index - 1, TokenSpelling(words), ran)
-
-
-def _num_experts(module: nn.Module) -> int:
-    number = module.num_experts
-    assert isinstance(number, int)
-    return number
 
 
 def _split(

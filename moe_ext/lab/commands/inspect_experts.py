@@ -111,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     route = _route_run if options.text is None else _route_transformers
     try:
         routed = route(options)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{options.run}: {error}") from error
     output.parent.mkdir(parents=True, exist_ok=True)
