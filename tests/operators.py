@@ -25,7 +25,7 @@ HALF = [torch.bfloat16, torch.float16]
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
 GATED |= {"geglu_tanh": "gelu_tanh"}
 CLAMPED = ["clamped_swiglu", "interleaved_clamped_swiglu"]
-ACTIVATIONS = ["relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity"]
+ACTIVATIONS = ["relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity"]
 ACTIVATIONS += [*GATED, *CLAMPED]
 # limit, alpha and offset; the limit clamps some of the samples.
 ACTIVATION_ARGS = dict.fromkeys(CLAMPED, (0.75, 1.5, 0.25))
@@ -560,6 +560,8 @@ def plain_activation(z, activation, args=None):
         return plain_activation(a, GATED[activation]) * factor
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(z, approximate="tanh")
+    if activation == "relu_squared":
+        return torch.nn.functional.relu(z).square()
     return z if activation == "identity" else getattr(torch.nn.functional, activation)(z)
 
 

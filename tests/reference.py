@@ -140,6 +140,7 @@ def combine(outputs, batches, gates, d_output):
 ACTIVATIONS = {
     "identity": lambda v: v,
     "relu": lambda v: v * (v > 0),
+    "relu_squared": lambda v: v**2 * (v > 0),
     "gelu": lambda v: v * Phi(v),
     "gelu_tanh": lambda v: v / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
     "silu": lambda v: v / (1 + torch.exp(-v)),

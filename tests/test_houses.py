@@ -23,6 +23,7 @@ PUBLIC = {
     *(f"moe_ext.{name}" for name in ("checks", "distributed", "experts", "gates", "info")),
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
     "moe_ext.distributed.files",
+    "moe_ext.integrations.transformers",
 }
 
 

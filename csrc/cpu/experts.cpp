@@ -465,20 +465,36 @@ class BlockBackward {
   void parameter_gradients(int64_t l, const acc_t* grad_z) const {
     const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
     if (needs_weight(l)) {
-      gradients_.parameters.add(block_, l, parameter_, [&](acc_t* target, Write write) {
-        const auto a = plain(a_.input(l), fan_in);
-        const auto dz = plain(grad_z, columns);
+      const auto a = plain(a_.input(l), fan_in);
+      const auto dz = plain(grad_z, columns);
+      gradients_.parameters.add(block_, l, parameter_, [&](auto* target, Write write) {
         if (experts_.is_transposed(l)) {
-          gemm<scalar_t>(columns, fan_in, n, transpose(dz), a, write, target, a_.gemm_workspace);
+          product(columns, fan_in, n, transpose(dz), a, write, target);
         } else {
-          gemm<scalar_t>(fan_in, columns, n, transpose(a), dz, write, target, a_.gemm_workspace);
+          product(fan_in, columns, n, transpose(a), dz, write, target);
         }
       });
     }
     if (needs_bias(l)) {
-      gradients_.parameters.add(
-          block_, experts_.num_layers() + l, parameter_,
-          [&](acc_t* target, Write) { vectorized<SumOfRows>(grad_z, n, columns, bias_, target); });
+      const int64_t bias = experts_.num_layers() + l;
+      gradients_.parameters.add(block_, bias, parameter_, [&](auto* target, Write) {
+        if constexpr (std::is_same_v<decltype(target), acc_t*>) {
+          vectorized<SumOfRows>(grad_z, n, columns, bias_, target);
+        } else {
+          vectorized<SumOfRows>(grad_z, n, columns, bias_, parameter_);
+          vectorized<Convert>(static_cast<const acc_t*>(parameter_), columns, target);
+        }
+      });
+    }
+  }
+
+  template <typename a_t, typename b_t, typename target_t>
+  void product(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
+               target_t* target) const {
+    if constexpr (std::is_same_v<target_t, acc_t>) {
+      gemm<scalar_t>(m, n, k, a, b, write, target, a_.gemm_workspace);
+    } else {
+      gemm_rounded<scalar_t>(m, n, k, a, b, write, target, parameter_, a_.gemm_workspace);
     }
   }
 
@@ -493,7 +509,7 @@ class BlockBackward {
   acc_t* gate_ = nullptr;       // for each row
   acc_t* grad_gate_ = nullptr;  // kLanes partial sums for each row
   acc_t* bias_;                 // the sum of a group of rows
-  acc_t* parameter_;            // a block's contribution to a parameter's gradient
+  acc_t* parameter_;            // a block's contribution to a parameter's gradient, if not rounded
 };
 
 // Writes the gradients of the parameters and of the gates; returns the gradient of the input rows.

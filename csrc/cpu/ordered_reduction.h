@@ -52,32 +52,30 @@ class OrderedReduction {
   int64_t space_size() const { return in_place_ ? 0 : largest_; }
 
   // Adds a block's contribution to gradient `index`. compute(target, write) computes the
-  // contribution and writes it to `target`.
+  // contribution and writes it to `target`: the gradient itself in scalar_t, or a sum in acc_t.
   template <typename Compute>
   void add(const Block& block, int64_t index, acc_t* space, const Compute& compute) const {
     const auto& parameter = parameters_[index];
     scalar_t* whole = parameter.data + block.expert * parameter.size;
-    const bool split = block.split_index >= 0;
-    acc_t* sum = space;
+    if (block.split_index < 0) return compute(whole, write_);
+    acc_t* sum;
     if constexpr (kSame) {
       sum = whole;
-    } else if (split) {
+    } else {
       sum = sums_.mutable_data_ptr<acc_t>() + block.split_index * size_ + parameter.offset;
     }
     if (block.part == 0) {
-      compute(sum, sum == space ? Write::kReplace : write_);
+      compute(sum, write_);
     } else {
       compute(space, Write::kReplace);
     }
-    if (split) {
-      auto& num_added = num_added_[block.split_index * parameters_.size() + index];
-      for (int added; (added = num_added.load()) != block.part;) num_added.wait(added);
-      if (block.part > 0) {
-        vectorized<Add>(static_cast<const acc_t*>(space), parameter.size, sum);
-      }
-      num_added.store(block.part + 1);
-      num_added.notify_all();
+    auto& num_added = num_added_[block.split_index * parameters_.size() + index];
+    for (int added; (added = num_added.load()) != block.part;) num_added.wait(added);
+    if (block.part > 0) {
+      vectorized<Add>(static_cast<const acc_t*>(space), parameter.size, sum);
     }
+    num_added.store(block.part + 1);
+    num_added.notify_all();
     if (!kSame && block.last) {
       vectorized<Convert>(static_cast<const acc_t*>(sum), parameter.size, whole);
     }

@@ -61,6 +61,18 @@ struct Relu : Defaults {
   }
 };
 
+// relu(z)^2 (So et al., 2021, arXiv:2109.08668)
+struct ReluSquared : Defaults {
+  template <typename T>
+  static MOE_EXT_INLINE T value(T z) {
+    return z < T(0) ? T(0) : z * z;
+  }
+  template <typename T>
+  static MOE_EXT_INLINE T gradient(T grad, T z) {
+    return z <= T(0) ? T(0) : grad * (T(2) * z);
+  }
+};
+
 // z Phi(z)
 struct Gelu : Defaults {
   template <typename T>
@@ -207,6 +219,7 @@ void for_each_activation(const Body& body) {
   body("interleaved_clamped_swiglu", Interleaved<ClampedSwiglu>());
   body("reglu", Gated<Relu>());
   body("relu", Relu());
+  body("relu_squared", ReluSquared());
   body("sigmoid", Sigmoid());
   body("silu", Silu());
   body("swiglu", Gated<Silu>());

@@ -228,6 +228,7 @@ class Balance:
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise ImportError(
                 f"Balance.plot: matplotlib must be installed (pip install matplotlib), got: {error}"
@@ -242,8 +243,9 @@ class Balance:
         axes = figure.subplots()
         image = axes.imshow(shares.numpy(), aspect="auto", vmin=0)
         axes.set_xlabel("expert")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_yticks(range(height), [layer.name for layer in layers], fontsize=8)
-        figure.colorbar(image, label="load / mean load of the layer")
+        figure.colorbar(image, label="load / mean load")
         figure.savefig(path)
 
     def __enter__(self) -> Self:

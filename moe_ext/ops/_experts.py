@@ -17,6 +17,7 @@ Activation = Literal[
     "interleaved_clamped_swiglu",
     "reglu",
     "relu",
+    "relu_squared",
     "sigmoid",
     "silu",
     "swiglu",

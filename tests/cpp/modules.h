@@ -88,8 +88,9 @@ inline std::map<std::string, Maker> make_experts() {
              .ptr();
        }},
   };
-  for (const std::string name : {"relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity",
-                                 "swiglu", "geglu", "reglu", "glu", "geglu_tanh"}) {
+  for (const std::string name :
+       {"relu", "relu_squared", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "identity",
+        "swiglu", "geglu", "reglu", "glu", "geglu_tanh"}) {
     found[name] = [name] {
       return FeedForwardExperts(
                  FeedForwardExpertsOptions(4, D).hidden_sizes({5, 6}).activation(name).bias(true))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from browser import console, overflow, prefer, resize
 
-from moe_ext.lab.analysis import RoutedText, as_html, expert_reports, joined
+from moe_ext.lab.analysis import ExpertPage, RoutedText, expert_reports, joined
 from moe_ext.lab.analysis.routed_text import NO_WORD
 from moe_ext.lab.data import Vocabulary
 
@@ -50,6 +50,13 @@ def random_text(vocab_size, num_experts, k, num_sentences, length=9):
     return joined(sentences)
 
 
+def as_html(routed, reports, vocabulary, title, **options):
+    """Makes the page of one layer."""
+    page = ExpertPage(vocabulary, title, **options)
+    page.add_layer("layer 0", routed, reports)
+    return page.html()
+
+
 @pytest.fixture(scope="module")
 def vocabulary():
     return Vocabulary(WORDS)
@@ -71,9 +78,11 @@ def html(routed, reports, vocabulary):
     return as_html(routed, reports, vocabulary, TITLE, num_sentences=40)
 
 
-def data_of(html):
-    (data,) = re.findall('<script type="application/json" id="data">(.*)</script>', html)
-    return json.loads(data)
+def data_of(html, layer=0):
+    """Returns the data of the page and of one of its layers."""
+    (text,) = re.findall('<script type="application/json" id="data">(.*)</script>', html)
+    data = json.loads(text)
+    return {**data, **data["layers"][layer]}
 
 
 def test_data_equals_the_reports(html, routed, reports):

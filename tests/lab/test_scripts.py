@@ -258,7 +258,9 @@ def test_inspect_experts_writes_text_and_one_page(run, tmp_path, capsys):
     assert text in out and text.count("expert ") == 4
     (data,) = re.findall('id="data">(.*)</script>', page)
     data = json.loads(data)
-    assert len(data["experts"]) == 4 and len(data["sentences"]) == 3
+    (layer,) = data["layers"]
+    assert layer["name"] == "layer 0"
+    assert len(layer["experts"]) == 4 and len(layer["sentences"]) == 3
     assert "</s>" in data["words"] and "</s>" not in page
     assert data["title"] == "run, step 8, layer 0: what each expert sees"
 

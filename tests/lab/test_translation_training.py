@@ -412,9 +412,10 @@ def test_what_the_experts_of_a_run_see(table, capsys):
         assert mark in text and text.count("language pairs (of all tokens), ") == used > 0
         (data,) = re.findall('id="data">(.*)</script>', page)
         data = json.loads(data)
-        names = [[pair[0] for pair in expert["pairs"]] for expert in data["experts"]]
+        (shown,) = data["layers"]
+        names = [[pair[0] for pair in expert["pairs"]] for expert in shown["experts"]]
         assert names.count(["en-fr", "en-de"]) == used and names.count([]) == 4 - used
-        assert {sentence["pair"] for sentence in data["sentences"]} == {"en-fr", "en-de"}
+        assert {sentence["pair"] for sentence in shown["sentences"]} == {"en-fr", "en-de"}
         assert data["pieces"] and data["pairs"]
         words.append(data["words"])
     assert "<2fr>" in words[0] and "<2fr>" not in words[1]

@@ -5,6 +5,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "product.h"
 #include "traversals.h"
@@ -20,12 +21,11 @@ void multiply(Product& product, Write write, acc_t* c) {
   // B is contiguous along K, as in dA = dC W^T: each element of C is a dot product of two rows.
   if (few_rows && product.dots_rows) return Dotxf(product).run(write, c);
   // B is contiguous along N, as in C = A W: B is read in memory order.
-  if (few_rows && product.b_in_place) return Axpyf(product).run(write, c);
+  if (few_rows && product.adds_rows) return Axpyf(product).run(write, c);
   // C is large and not read again soon, such as a weight gradient, so it should not evict A and B.
-  // All K-blocks must be packed at once, because non-temporal stores cannot add.
-  const bool streams =
-      write == Write::kStream && product.b_in_place && product.k <= kMaxKBlocks * product.kc;
-  if (streams) return NonTemporalC(product).run(write, c);
+  if (write == Write::kStream && product.writes_once(/*rounded=*/false)) {
+    return WriteOnce<Product, acc_t>(product).run(/*non_temporal=*/true, c);
+  }
   // The general case; it reaches the full rate of the processor if m is large.
   Gebp(product).run(write, c);
 }
@@ -37,15 +37,12 @@ int64_t gemm_workspace_size(int64_t largest) {
   return Product<scalar_t, scalar_t, scalar_t>::workspace_size(largest);
 }
 
-template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
-void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
-          acc_t* workspace, const Epilogue<b_t>& epilogue) {
-  if (m == 0 || n == 0) return;
-  if (k == 0) {
-    if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
-    if (epilogue.run) epilogue.run({.row = 0, .num_rows = m, .column = 0, .num_columns = n});
-    return;
-  }
+namespace {
+
+// Calls body(product, first_row) for every M-block.
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t, typename Body>
+void for_m_blocks(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, acc_t* workspace,
+                  const Epilogue<b_t>& epilogue, const Body& body) {
   const View<a_t> rows = view_of_a(a);
   const int64_t num_blocks = at::ceil_div(m, kMC);
   for (int64_t block = 0; block < num_blocks; ++block) {
@@ -55,13 +52,45 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
     Product<scalar_t, a_t, b_t> product(a_block, view_of_b(b), last - first, n, k, workspace,
                                         epilogue, first);
     if (product.kernels.begin != nullptr) product.kernels.begin();
-    multiply(product, write, c + first * n);
+    body(product, first);
     if (product.kernels.end != nullptr) product.kernels.end();
+  }
+}
+
+}  // namespace
+
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
+void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
+          acc_t* workspace, const Epilogue<b_t>& epilogue) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (write != Write::kAdd) std::fill_n(c, m * n, acc_t(0));
+    if (epilogue.run) epilogue.run({.row = 0, .num_rows = m, .column = 0, .num_columns = n});
+    return;
+  }
+  for_m_blocks<scalar_t>(m, n, k, a, b, workspace, epilogue, [&](auto& product, int64_t first) {
+    multiply(product, write, c + first * n);
     // With bfloat16 pairs, the traversals do not run the epilogue; it runs here on whole rows.
     if (product.kernels.pairs && epilogue.run) {
-      epilogue.run({.row = first, .num_rows = last - first, .column = 0, .num_columns = n});
+      epilogue.run({.row = first, .num_rows = product.m, .column = 0, .num_columns = n});
     }
-  }
+  });
+}
+
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
+void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
+                  scalar_t* c, acc_t* sums, acc_t* workspace) {
+  for_m_blocks<scalar_t>(m, n, k, a, b, workspace, {}, [&](auto& product, int64_t first) {
+    using Product = std::remove_reference_t<decltype(product)>;
+    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+      if (product.writes_once(/*rounded=*/true)) {
+        WriteOnce<Product, scalar_t>(product).run(write == Write::kStream, c + first * n);
+        return;
+      }
+    }
+    multiply(product, Write::kReplace, sums);
+    vectorized<Convert>(static_cast<const acc_t*>(sums), product.m * n, c + first * n);
+  });
 }
 
 #define MOE_EXT_GEMM(scalar_t, a_t, b_t, acc_t)                                          \
@@ -70,10 +99,16 @@ void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write
                                                 const Epilogue<b_t>&);
 MOE_EXT_GEMM(float, float, float, float)
 MOE_EXT_GEMM(double, double, double, double)
-#define MOE_EXT_GEMM_HALF(scalar_t)                 \
-  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float) \
-  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)    \
-  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)
+#define MOE_EXT_GEMM_HALF(scalar_t)                                                               \
+  MOE_EXT_GEMM(scalar_t, scalar_t, scalar_t, float)                                               \
+  MOE_EXT_GEMM(scalar_t, scalar_t, float, float)                                                  \
+  MOE_EXT_GEMM(scalar_t, float, scalar_t, float)                                                  \
+  template void gemm_rounded<scalar_t, float, scalar_t, float>(int64_t, int64_t, int64_t,         \
+                                                               Operand<float>, Operand<scalar_t>, \
+                                                               Write, scalar_t*, float*, float*); \
+  template void gemm_rounded<scalar_t, scalar_t, float, float>(int64_t, int64_t, int64_t,         \
+                                                               Operand<scalar_t>, Operand<float>, \
+                                                               Write, scalar_t*, float*, float*);
 MOE_EXT_GEMM_HALF(c10::Half)
 MOE_EXT_GEMM_HALF(c10::BFloat16)
 

@@ -63,4 +63,10 @@ template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           acc_t* workspace, const Epilogue<b_t>& epilogue = {});
 
+// C = A B, summed in acc_t and rounded to scalar_t, for m, n and k of at least 1. `sums` has m * n
+// elements; they are used if the micro-kernels cannot round.
+template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
+void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
+                  scalar_t* c, acc_t* sums, acc_t* workspace);
+
 }  // namespace moe_ext::cpu

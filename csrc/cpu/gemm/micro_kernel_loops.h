@@ -11,6 +11,7 @@
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
 //   kHasStream, stream: whether it has non-temporal vector stores, and the store
+//   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
 #pragma once
 
 #include <algorithm>
@@ -61,7 +62,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
   if (tile.add != nullptr) {
     needed = tile.add;
     ld_needed = tile.ld_add;
-  } else if (tile.non_temporal) {
+  } else if (tile.non_temporal || tile.rounded != nullptr) {
     needed = b;
     ld_needed = 0;
   }
@@ -109,6 +110,14 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
       }
     }
   }
+  if constexpr (Simd::kPairs && kVectors == kMaxTileVectors) {
+    if (tile.rounded != nullptr) {
+      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+        Simd::store_rounded(sum[r], tile.non_temporal, tile.rounded + r * tile.ldc);
+      }
+      return;
+    }
+  }
   if constexpr (Simd::kHasStream) {
     if (tile.non_temporal &&
         (reinterpret_cast<uintptr_t>(tile.c) | tile.ldc * sizeof(acc_t)) % Simd::kBytes == 0) {
@@ -136,8 +145,8 @@ MOE_EXT_TARGET __attribute__((noinline)) void gemm_kernel(int64_t num_groups, co
   gemm_loop<acc_t, Simd, kRows, kVectors>(num_groups, a, b, ldb, tile, prefetch, packed);
 }
 
-// Adds kDepth rows of B, multiplied by K-groups of A, to C. The K-groups stay in the first cache
-// level.
+// Adds kDepth K-groups of rows of B, multiplied by K-groups of A, to C. The K-groups of A stay in
+// the first cache level.
 template <typename acc_t, typename Simd, int kRows, int kDepth>
 MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const acc_t* __restrict b,
                                               int64_t ldb, int64_t num_columns,
@@ -145,44 +154,52 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void axpyf_rows(const acc_t* __restrict a, const a
                                               acc_t* __restrict c, int64_t ldc) {
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
+  using Groups = GroupsOf<Simd::kPairs, Simd::kBytes, acc_t>;
   constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
-  int64_t left = num_columns;  // columns left in the prefetched row
-  for (int64_t j = 0; j < num_columns; j += kLanes) {
-    Aligned row[kDepth];
+  constexpr int kNumbers = Groups::kNumbers;
+  const int64_t width = num_columns / kNumbers;  // of a row of B, in elements of type acc_t
+  int64_t left = width;                          // elements left in the prefetched row
+  for (int64_t j = 0; j < width; j += kLanes) {
+    Aligned group[kDepth][kNumbers];
     MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
-      __builtin_prefetch(prefetch_b + q * kLanes);
-      row[q] = *reinterpret_cast<const Unaligned*>(b + q * ldb + j);
+      MOE_EXT_UNROLL for (int i = 0; i < kNumbers; ++i) {
+        __builtin_prefetch(prefetch_b + (q * kNumbers + i) * kLanes, 0, 2);
+        group[q][i] = *reinterpret_cast<const Unaligned*>(b + (q * kNumbers + i) * ldb + j);
+      }
+      Groups::join_rows(group[q]);
     }
-    prefetch_b += kDepth * kLanes;
-    left -= kDepth * kLanes;
+    prefetch_b += kDepth * kNumbers * kLanes;
+    left -= kDepth * kNumbers * kLanes;
     if (left <= 0) {
-      left += num_columns;
-      prefetch_b += ldb - num_columns;
+      left += width;
+      prefetch_b += ldb - width;
     }
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-      auto& to = *reinterpret_cast<Unaligned*>(c + r * ldc + j);
-      Aligned sum = starts ? Aligned{} : Aligned(to);
-      MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
-        Simd::multiply_add(a[q * Simd::kAPanelWidth + r], row[q], sum);
+      MOE_EXT_UNROLL for (int i = 0; i < kNumbers; ++i) {
+        auto& to = *reinterpret_cast<Unaligned*>(c + r * ldc + j * kNumbers + i * kLanes);
+        Aligned sum = starts ? Aligned{} : Aligned(to);
+        MOE_EXT_UNROLL for (int q = 0; q < kDepth; ++q) {
+          Simd::multiply_add(a[q * Simd::kAPanelWidth + r], group[q][i], sum);
+        }
+        to = sum;
       }
-      to = sum;
     }
   }
 }
 
-// An AxpyfKernel. Few rows of B at a time are faster to read; more rows at a time need fewer reads
-// and writes of C.
+// An AxpyfKernel. With several K-groups at a time, C is read and written less often.
 template <typename acc_t, typename Simd, int kRows>
 MOE_EXT_TARGET void axpyf_kernel(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                                  int64_t num_columns, const acc_t* prefetch_b, bool starts,
                                  acc_t* c, int64_t ldc) {
-  constexpr int kStores = kRows * 64 / Simd::kBytes;  // for each cache line of a row of B
-  constexpr int kDepth = kStores <= 3 ? 1 : kStores <= 6 ? 2 : 4;
+  constexpr int kNumbers = Simd::kPairs ? 2 : 1;
+  constexpr int kDepth = 4;
   int64_t q = 0;
   const auto add = [&](auto depth) __attribute__((always_inline)) MOE_EXT_TARGET {
-    axpyf_rows<acc_t, Simd, kRows, depth()>(a + q * Simd::kAPanelWidth, b + q * ldb, ldb,
-                                            num_columns, prefetch_b + q * ldb, starts && q == 0, c,
-                                            ldc);
+    const int64_t first_row = q * kNumbers;
+    axpyf_rows<acc_t, Simd, kRows, depth()>(a + q * Simd::kAPanelWidth, b + first_row * ldb, ldb,
+                                            num_columns, prefetch_b + first_row * ldb,
+                                            starts && q == 0, c, ldc);
     q += depth();
   };
   while (q + kDepth <= num_groups) add(std::integral_constant<int, kDepth>());
@@ -224,9 +241,7 @@ constexpr void fill_gemm(MicroKernels<acc_t>& kernels, std::integer_sequence<int
 
 template <typename acc_t, typename Simd, int... kRow>
 constexpr void fill_few_rows(MicroKernels<acc_t>& kernels, std::integer_sequence<int, kRow...>) {
-  if constexpr (!Simd::kPairs) {
-    ((kernels.axpyf[kRow] = axpyf_kernel<acc_t, Simd, kRow + 1>), ...);
-  }
+  ((kernels.axpyf[kRow] = axpyf_kernel<acc_t, Simd, kRow + 1>), ...);
   ((kernels.dotxf[kRow] = dotxf_kernel<acc_t, Simd, kRow + 1>), ...);
 }
 
@@ -235,6 +250,7 @@ template <typename acc_t, typename Simd>
 constexpr MicroKernels<acc_t> make_micro_kernels(const char* name) {
   MicroKernels<acc_t> kernels{.name = name,
                               .pairs = Simd::kPairs,
+                              .rounds = Simd::kPairs,
                               .max_rows = Simd::kMaxRows,
                               .a_panel_width = Simd::kAPanelWidth,
                               .lanes = Simd::kBytes / sizeof(acc_t)};

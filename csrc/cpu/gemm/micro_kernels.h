@@ -7,6 +7,8 @@
 // is at q * width + i.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <cstdint>
 
 namespace moe_ext::cpu {
@@ -30,7 +32,8 @@ struct Tile {
   int64_t ldc;
   const acc_t* add = nullptr;  // a tile that is added to the result, or null
   int64_t ld_add = 0;
-  bool non_temporal = false;  // non-temporal stores if available and c is aligned
+  bool non_temporal = false;         // non-temporal stores if available and c is aligned
+  c10::BFloat16* rounded = nullptr;  // if not null, the tile is rounded and written here, not to c
 };
 
 constexpr int kMaxTileRows = 32;
@@ -50,8 +53,10 @@ using GemmKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, 
 
 constexpr int kMaxFewRows = 10;
 
-// C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, row by row. At the
-// same time, the rows at `prefetch_b`, ldb apart, are prefetched in the same order.
+// C [rows, num_columns] = A B; adds to C unless `starts`. B is read in place, K-group by K-group;
+// the rows of a pair are joined in registers. At the same time, the rows at `prefetch_b`, ldb
+// apart, are prefetched in the same order. ldb counts elements of type acc_t, num_columns counts
+// numbers.
 template <typename acc_t>
 using AxpyfKernel = void (*)(int64_t num_groups, const acc_t* a, const acc_t* b, int64_t ldb,
                              int64_t num_columns, const acc_t* prefetch_b, bool starts, acc_t* c,
@@ -72,13 +77,14 @@ struct MicroKernels {
   bool pairs = false;            // whether a K-group is a pair of bfloat16 numbers
   bool a_in_row_blocks = false;  // whether a micro-panel of A consists of blocks of `lanes`
                                  // K-groups, each stored by rows
+  bool rounds = false;           // whether tiles of kMaxTileVectors vectors can be written rounded
   int64_t group_multiple = 1;    // num_groups must be a multiple of this
   int64_t max_rows;              // of a tile: MR
   int64_t a_panel_width;         // the width of the micro-panels of A
   int64_t lanes;                 // K-groups in a vector; NR, the width of the micro-panels of B, is
                                  // kMaxTileVectors vectors
   GemmKernel<acc_t> gemm[kMaxTileVectors][kMaxTileRows] = {};  // [vectors - 1][rows - 1]
-  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for pairs
+  AxpyfKernel<acc_t> axpyf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   DotxfKernel<acc_t> dotxf[kMaxFewRows] = {};  // [rows - 1]; full vectors only, not for AMX
   void (*begin)() = nullptr;                   // called before a thread's first tile, if not null
   void (*end)() = nullptr;                     // called after a thread's last tile, if not null

@@ -24,6 +24,16 @@ struct Avx512Bf16 {
   MOE_EXT_TARGET MOE_EXT_KERNEL void stream(float* to, const Aligned& vector) {
     _mm512_stream_ps(to, vector);
   }
+
+  MOE_EXT_TARGET MOE_EXT_KERNEL void store_rounded(const Aligned* vectors, bool non_temporal,
+                                                   c10::BFloat16* to) {
+    const auto rounded = (__m512i)_mm512_cvtne2ps_pbh(vectors[1], vectors[0]);
+    if (non_temporal && reinterpret_cast<uintptr_t>(to) % kBytes == 0) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), rounded);
+    } else {
+      _mm512_storeu_si512(to, rounded);
+    }
+  }
 };
 
 }  // namespace

@@ -47,6 +47,10 @@ struct Groups {
     load(row, to);
   }
 
+  // Makes K-groups of kNumbers rows, each with kLanes groups of kNumbers adjacent numbers. Vector i
+  // of the result has the K-groups of columns i * kLanes and later.
+  MOE_EXT_KERNEL void join_rows(Vector* /*rows*/) {}
+
   // Transposes a block: log2(kLanes) times, interleaves the rows of the first half with those of
   // the second. Each time, the highest bit of the row index becomes the lowest bit of the lane
   // index. The highest bit of the lane index becomes the lowest bit of the row index.
@@ -122,7 +126,27 @@ struct Pairs : Groups<kBytes, float> {
     }
   }
 
+  MOE_EXT_KERNEL void join_rows(Vector* rows) {
+    Halves first, second;
+    std::memcpy(&first, &rows[0], kBytes);
+    std::memcpy(&second, &rows[1], kBytes);
+    join_halves(first, second, rows, std::make_integer_sequence<int, 2 * kLanes>());
+  }
+
  private:
+  typedef uint16_t Halves __attribute__((vector_size(kBytes)));
+
+  template <int... half>
+  MOE_EXT_KERNEL void join_halves(const Halves& first, const Halves& second, Vector* to,
+                                  std::integer_sequence<int, half...>) {
+    const Halves low =
+        __builtin_shufflevector(first, second, (half / 2 + half % 2 * 2 * kLanes)...);
+    const Halves high =
+        __builtin_shufflevector(first, second, (half / 2 + half % 2 * 2 * kLanes + kLanes)...);
+    std::memcpy(&to[0], &low, kBytes);
+    std::memcpy(&to[1], &high, kBytes);
+  }
+
   template <int... lane>
   MOE_EXT_KERNEL void deinterleave(const Vector& first, const Vector& second, Vector& even,
                                    Vector& odd, std::integer_sequence<int, lane...>) {
@@ -130,6 +154,9 @@ struct Pairs : Groups<kBytes, float> {
     odd = __builtin_shufflevector(first, second, (2 * lane + 1)...);
   }
 };
+
+template <bool pairs, int kBytes, typename acc_t>
+using GroupsOf = std::conditional_t<pairs, Pairs<kBytes>, Groups<kBytes, acc_t>>;
 
 // Packs a micro-panel of `width` columns and num_groups K-groups. The source has num_columns
 // columns of `depth` numbers. The other columns of the micro-panel are arbitrary; the numbers after

@@ -31,8 +31,10 @@ constexpr int64_t kKC = 1024 / sizeof(acc_t);
 // identical.
 constexpr int64_t kKCMultiple = 32;
 
-// The maximum number of K-blocks that NonTemporalC packs at once.
+// The maximum number of K-blocks that WriteOnce packs at once, and the size of the columns of B
+// that it uses at a time; they stay in the second cache level.
 constexpr int64_t kMaxKBlocks = 3;
+constexpr int64_t kBytesOfB = 512 << 10;
 
 // The number of columns of C that Axpyf and Dotxf compute at a time; they stay in the first cache
 // level.
@@ -120,6 +122,19 @@ class Product {
            packed_a_size(largest, largest);
   }
 
+  // Whether WriteOnce can compute C, in acc_t or rounded to scalar_t.
+  bool writes_once(bool rounded) const {
+    if (k > kMaxKBlocks * kc) return false;
+    if (!rounded) return b_in_place;
+    return std::is_same_v<scalar_t, c10::BFloat16> && kernels.rounds && n % nr == 0;
+  }
+
+  // The number of columns of B that WriteOnce uses at a time.
+  int64_t columns_at_once() const {
+    const int64_t bytes_of_column = num_groups(k) * static_cast<int64_t>(sizeof(acc_t));
+    return std::max(kBytesOfB / bytes_of_column / nr, int64_t{1}) * nr;
+  }
+
   // The rows of micro-panel i of A; micro-panels with one row more than the others come first.
   int64_t first(int64_t i) const { return i * rows_each_ + std::min(i, num_longer_); }
   int64_t num_rows(int64_t i) const { return first(i + 1) - first(i); }
@@ -170,6 +185,9 @@ class Product {
     }
   }
 
+  // Returns the K-groups of numbers that lie along K, or of a row of B.
+  static const acc_t* groups(const b_t* numbers) { return reinterpret_cast<const acc_t*>(numbers); }
+
   static int64_t bytes(int64_t size) { return size * static_cast<int64_t>(sizeof(b_t)); }
 
   const MicroKernels<acc_t>& kernels = micro_kernels<scalar_t, acc_t>();
@@ -184,19 +202,21 @@ class Product {
   // The depth of a K-block.
   const int64_t kc =
       at::round_up(at::ceil_div(k, at::ceil_div(k, kKC<acc_t>* group_size)), kKCMultiple);
-  // Whether micro-kernels can read B in place, by rows or along K.
-  const bool b_in_place =
-      std::is_same_v<b_t, acc_t> && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
-  const bool dots_rows =
-      (kernels.pairs ? std::is_same_v<b_t, c10::BFloat16>
-                     : std::is_same_v<b_t, acc_t>)&&kernels.dotxf[0] != nullptr &&
-      a.k_contiguous && b.k_contiguous && b.ld % group_size == 0 && n % kernels.lanes == 0 &&
-      k % (kernels.lanes * group_size) == 0;
+  // Whether micro-kernels can read B in place: the tiles by rows, axpyf by rows, and dotxf along K.
+  static constexpr bool kSame = std::is_same_v<b_t, acc_t>;
+  static constexpr bool kBFloat16 = std::is_same_v<b_t, c10::BFloat16>;
+  const bool b_in_place = kSame && !kernels.pairs && !b.k_contiguous && n % kernels.lanes == 0;
+  const bool has_groups = (kernels.pairs ? kBFloat16 : kSame) && b.ld % group_size == 0;
+  const bool adds_rows = has_groups && kernels.axpyf[0] != nullptr && !b.k_contiguous &&
+                         n % (kernels.lanes * group_size) == 0 && k % group_size == 0;
+  const bool dots_rows = has_groups && kernels.dotxf[0] != nullptr && a.k_contiguous &&
+                         b.k_contiguous && n % kernels.lanes == 0 &&
+                         k % (kernels.lanes * group_size) == 0;
   c10::SmallVector<KBlock, kMaxKBlocks> k_blocks;  // the packed K-blocks of A
   // The parts of the workspace.
   acc_t* const tile_space;  // a tile: sums of some K-blocks, or a tile at the edge of C
   acc_t* const row_space;   // kMaxFewRows rows of C
-  acc_t* const packed_b;    // one micro-panel of B
+  acc_t* const packed_b;    // one micro-panel of B, or those of columns_at_once()
   acc_t* const few_rows_a;  // kMaxFewRows rows of A in the type of B
   acc_t* const packed_a;    // the micro-panels of A for k_blocks
   const Prefetch no_prefetch{.data = reinterpret_cast<const char*>(packed_b),
@@ -224,7 +244,10 @@ class Product {
            at::round_up(std::min(n, kMaxColumns), nr_of(micro_kernels<scalar_t, acc_t>()));
   }
   static int64_t packed_b_size(int64_t k) {
-    return std::min(kKC<acc_t>, num_groups(k)) * nr_of(micro_kernels<scalar_t, acc_t>());
+    const Kernels& kernels = micro_kernels<scalar_t, acc_t>();
+    const int64_t panel = std::min(kKC<acc_t>, num_groups(k)) * nr_of(kernels);
+    const int64_t size_of_b = kBytesOfB / static_cast<int64_t>(sizeof(acc_t));
+    return kernels.rounds ? std::max(panel, size_of_b) : panel;
   }
   static int64_t few_rows_size(int64_t k) {
     return std::is_same_v<scalar_t, acc_t> ? 0 : kMaxFewRows * at::round_up(k, kKCMultiple);

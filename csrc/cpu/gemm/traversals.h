@@ -106,53 +106,77 @@ class Gebp {
   Product& in_;
 };
 
-// Writes C with non-temporal stores, which bypass the caches. All K-blocks of a tile are computed
-// at once, and C is written in row order, which is faster for memory. B is read in place, some
-// columns at a time.
-template <typename Product>
-class NonTemporalC {
+// Writes each element of C once, without reading it: all K-blocks of a tile are computed at once. C
+// is written in row order, which is faster for memory. B is read in place or packed, some columns
+// at a time. C may be bfloat16; its sums are then rounded in registers.
+template <typename Product, typename c_t>
+class WriteOnce {
  public:
   using acc_t = typename Product::acc_t;
   using b_t = typename Product::b_type;
 
-  explicit NonTemporalC(Product& product) : in_(product) {}
+  explicit WriteOnce(Product& product) : in_(product) {}
 
-  void run(Write /*write*/, acc_t* c) {
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      in_.pack_a(0, in_.k);
-      const int64_t bytes_of_column = in_.k * static_cast<int64_t>(sizeof(acc_t));
-      const int64_t columns = std::max(kBytesOfB / bytes_of_column / in_.nr, int64_t{1}) * in_.nr;
-      for (int64_t begin = 0; begin < in_.n; begin += columns) {
-        const int64_t end = std::min(in_.n, begin + columns);
-        for (int64_t i = 0; i < in_.num_panels; ++i) {
-          for (int64_t j = begin; j < end; j += in_.nr) {
-            multiply_tile(i, j, std::min(end - j, in_.nr), c + in_.first(i) * in_.n + j);
-          }
+  void run(bool non_temporal, c_t* c) {
+    in_.pack_a(0, in_.k);
+    for (int64_t begin = 0; begin < in_.n; begin += in_.columns_at_once()) {
+      const int64_t end = std::min(in_.n, begin + in_.columns_at_once());
+      for (int64_t j = begin; !in_.b_in_place && j < end; j += in_.nr) pack_b(j, begin);
+      for (int64_t i = 0; i < in_.num_panels; ++i) {
+        for (int64_t j = begin; j < end; j += in_.nr) {
+          multiply_tile(i, j, begin, std::min(end - j, in_.nr), non_temporal,
+                        c + in_.first(i) * in_.n + j);
         }
       }
-#if defined(__x86_64__)
-      __builtin_ia32_sfence();
-#endif
     }
+#if defined(__x86_64__)
+    if (non_temporal) __builtin_ia32_sfence();
+#endif
   }
 
  private:
-  // The columns of B that are in use stay in the second cache level.
-  static constexpr int64_t kBytesOfB = 512 << 10;
+  using KBlock = typename Product::KBlock;
 
-  void multiply_tile(int64_t i, int64_t j, int64_t num_columns, acc_t* c) {
+  // The packed micro-panel of B at column j; the first packed column is `begin`.
+  acc_t* packed(const KBlock& block, int64_t j, int64_t begin) const {
+    return in_.packed_b + block.p / in_.group_size * in_.columns_at_once() +
+           (j - begin) * block.num_groups;
+  }
+
+  void pack_b(int64_t j, int64_t begin) {
+    for (const auto& block : in_.k_blocks) {
+      pack_micro_panel(in_.kernels.pairs, in_.b, j, block.p, std::min(in_.n - j, in_.nr),
+                       block.depth, block.num_groups, in_.nr, /*by_columns=*/false,
+                       packed(block, j, begin));
+    }
+  }
+
+  void multiply_tile(int64_t i, int64_t j, int64_t begin, int64_t num_columns, bool non_temporal,
+                     c_t* c) {
     const Region region = in_.region(i, j, num_columns);
     if (in_.epilogue.prefetch) in_.epilogue.prefetch(region);
     for (const auto& block : in_.k_blocks) {
-      const bool ends = &block == &in_.k_blocks.back();
-      Tile<acc_t> tile{.c = ends ? c : in_.tile_space, .ldc = ends ? in_.n : in_.nr};
+      Tile<acc_t> tile{.c = in_.tile_space, .ldc = in_.nr};
       if (&block != &in_.k_blocks.front()) {
         tile.add = in_.tile_space;
         tile.ld_add = in_.nr;
       }
-      tile.non_temporal = ends;
-      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, in_.b.at(j, block.p), in_.b.ld,
-                        num_columns, tile, in_.no_prefetch);
+      if (&block == &in_.k_blocks.back()) {
+        tile.ldc = in_.n;
+        tile.non_temporal = non_temporal;
+        if constexpr (std::is_same_v<c_t, acc_t>) {
+          tile.c = c;
+        } else {
+          tile.rounded = c;
+        }
+      }
+      const acc_t* b = packed(block, j, begin);
+      int64_t ldb = in_.nr;
+      if constexpr (std::is_same_v<b_t, acc_t>) {
+        if (in_.b_in_place) b = in_.b.at(j, block.p), ldb = in_.b.ld;
+      }
+      in_.multiply_tile(i, in_.panel_a(block, i), block.num_groups, b, ldb, num_columns, tile,
+                        in_.no_prefetch);
     }
     if (in_.epilogue.run) in_.epilogue.run(region);
   }
@@ -177,48 +201,52 @@ class Axpyf {
   }
 
  private:
-  // The rows of B are prefetched into the first cache level this far ahead, kRowsAtATime rows at a
-  // time.
-  static constexpr int64_t kBytesAhead = 16 << 10;
-  static constexpr int64_t kRowsAtATime = 4;
+  // The rows of B are prefetched into the second cache level this far ahead, kGroupsAtATime
+  // K-groups at a time.
+  static constexpr int64_t kBytesAhead = 64 << 10;
+  static constexpr int64_t kGroupsAtATime = 4;
 
   void multiply_block(Write write, acc_t* c) {
-    if constexpr (std::is_same_v<b_t, acc_t>) {
-      const auto& block = in_.k_blocks.front();
-      // A sum that is added to C is first computed separately, as in a tile.
-      const bool apart = write == Write::kAdd;
-      for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
-        const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
-        acc_t* sums = apart ? in_.row_space : c + j;
-        const int64_t ld = apart ? num_columns : in_.n;
-        for (int64_t q = 0; q < block.depth; q += rows_ahead_) {
-          const int64_t num_groups = std::min(block.depth - q, rows_ahead_);
-          for (int64_t i = 0; i < in_.num_panels; ++i) {
-            in_.kernels.axpyf[in_.num_rows(i) - 1](
-                num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
-                in_.b.at(j, block.p + q), in_.b.ld, num_columns, ahead(block.p + q, j), q == 0,
-                sums + in_.first(i) * ld, ld);
-          }
+    const auto& block = in_.k_blocks.front();
+    const int64_t size = in_.group_size;
+    // With bfloat16 pairs, the epilogue runs afterwards.
+    const bool finishes = block.p + in_.kc >= in_.k && !in_.kernels.pairs;
+    // A sum that is added to C is first computed separately, as in a tile.
+    const bool apart = write == Write::kAdd;
+    for (int64_t j = 0; j < in_.n; j += kMaxColumns) {
+      const int64_t num_columns = std::min(in_.n - j, kMaxColumns);
+      acc_t* sums = apart ? in_.row_space : c + j;
+      const int64_t ld = apart ? num_columns : in_.n;
+      for (int64_t q = 0; q < block.num_groups; q += groups_ahead_) {
+        const int64_t num_groups = std::min(block.num_groups - q, groups_ahead_);
+        const int64_t p = block.p + q * size;
+        for (int64_t i = 0; i < in_.num_panels; ++i) {
+          in_.kernels.axpyf[in_.num_rows(i) - 1](
+              num_groups, in_.panel_a(block, i) + q * in_.kernels.a_panel_width,
+              in_.groups(in_.b.at(j, p)), in_.b.ld / size, num_columns, in_.groups(ahead(p, j)),
+              q == 0, sums + in_.first(i) * ld, ld);
         }
-        for (int64_t r = 0; apart && r < in_.m; ++r) {
-          vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
-        }
-        if (block.p + in_.kc >= in_.k && in_.epilogue.run) {
-          in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
-        }
+      }
+      for (int64_t r = 0; apart && r < in_.m; ++r) {
+        vectorized<Add>(static_cast<const acc_t*>(sums + r * ld), num_columns, c + r * in_.n + j);
+      }
+      if (finishes && in_.epilogue.run) {
+        in_.epilogue.run({in_.first_row, in_.m, j, num_columns});
       }
     }
   }
 
   // What is prefetched while the rows of B at (p, j) are in use.
   const b_t* ahead(int64_t p, int64_t j) const {
-    if (p + rows_ahead_ < in_.k) return in_.b.at(j, p + rows_ahead_);
+    const int64_t next = p + groups_ahead_ * in_.group_size;
+    if (next < in_.k) return in_.b.at(j, next);
     return in_.next_b.data == nullptr ? in_.b.at(j, p) : in_.next_b.at(j, 0);
   }
 
   Product& in_;
-  const int64_t rows_ahead_ = at::round_up(
-      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns))), kRowsAtATime);
+  const int64_t groups_ahead_ = at::round_up(
+      at::ceil_div(kBytesAhead, Product::bytes(std::min(in_.n, kMaxColumns)) * in_.group_size),
+      kGroupsAtATime);
 };
 
 // Computes all of C with the micro-kernel dotxf, from columns of B that are contiguous along K. All
@@ -246,9 +274,9 @@ class Dotxf {
         if (ahead == nullptr) ahead = in_.b.at(j, 0);
         for (int64_t p = 0; p < in_.k; p += in_.kc) {
           const bool starts = p == 0 && write != Write::kAdd;
-          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, groups(a.at(0, p)),
-                                       a.ld / size, groups(in_.b.at(j, p)), in_.b.ld / size,
-                                       groups(ahead + p * lanes), starts, c + j, in_.n);
+          in_.kernels.dotxf[in_.m - 1](std::min(in_.k - p, in_.kc) / size, in_.groups(a.at(0, p)),
+                                       a.ld / size, in_.groups(in_.b.at(j, p)), in_.b.ld / size,
+                                       in_.groups(ahead + p * lanes), starts, c + j, in_.n);
         }
       }
       if (finishes && in_.epilogue.run) in_.epilogue.run(region);
@@ -256,9 +284,6 @@ class Dotxf {
   }
 
  private:
-  // The K-groups of numbers that are contiguous along K.
-  static const acc_t* groups(const b_t* numbers) { return reinterpret_cast<const acc_t*>(numbers); }
-
   View<b_t> rows_of_a() const {
     if constexpr (std::is_same_v<decltype(in_.a.data), const b_t*>) {
       if (in_.a.ld % in_.group_size == 0) return in_.a;

@@ -174,7 +174,8 @@ struct ExpertsOptions {
 //     the view p.mT() of a contiguous p [E, F, D]. Its gradient has the same memory layout.
 //   biases: one [E, width] for each weight, or empty.
 //   activation: "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "glu", "identity",
-//     "interleaved_clamped_swiglu", "reglu", "relu", "sigmoid", "silu", "swiglu" or "tanh".
+//     "interleaved_clamped_swiglu", "reglu", "relu", "relu_squared", "sigmoid", "silu", "swiglu" or
+//     "tanh".
 //   activation_args: limit > 0, alpha and offset of a clamped activation, else empty. It computes
 //     g * sigmoid(alpha * g) * (u + offset); g = min(a, limit) and u = clamp(b, -limit, limit).
 //

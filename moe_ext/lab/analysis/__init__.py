@@ -3,10 +3,11 @@
 from moe_ext.lab.analysis.costs import Cost, TrainingFlops, cost, moe_ops, training_flops
 from moe_ext.lab.analysis.experts import (
     ExpertReport,
+    Spelling,
     by_specialisation,
     expert_reports,
 )
-from moe_ext.lab.analysis.pages import as_html, as_text
+from moe_ext.lab.analysis.pages import ExpertPage, as_text
 from moe_ext.lab.analysis.routed_text import (
     RoutedText,
     find_moe_layer,
@@ -15,14 +16,18 @@ from moe_ext.lab.analysis.routed_text import (
     untrained_gates,
 )
 from moe_ext.lab.analysis.specialisation import Specialisation, labels_of, measure_specialisation
+from moe_ext.lab.analysis.transformers_text import RoutedLines, TokenSpelling, route_lines
 
 __all__ = [
     "Cost",
+    "ExpertPage",
     "ExpertReport",
+    "RoutedLines",
     "RoutedText",
     "Specialisation",
+    "Spelling",
+    "TokenSpelling",
     "TrainingFlops",
-    "as_html",
     "as_text",
     "by_specialisation",
     "cost",
@@ -32,6 +37,7 @@ __all__ = [
     "labels_of",
     "measure_specialisation",
     "moe_ops",
+    "route_lines",
     "route_text",
     "training_flops",
     "untrained_gates",

@@ -3,14 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_ext.lab.analysis.routed_text import NEIGHBOURS, NO_WORD, RoutedText
 from moe_ext.lab.analysis.specialisation import PURITY_POSITIONS, purity
-from moe_ext.lab.data import AnyVocabulary
+
+
+class Spelling(Protocol):
+    """The words of a text in the order of their ids: any vocabulary of the lab, or `TokenSpelling`.
+
+    Attributes:
+        words: the words in the order of their ids.
+    """
+
+    @property
+    def words(self) -> Sequence[str]: ...
 
 
 class Context(NamedTuple):
@@ -113,7 +123,7 @@ def by_specialisation(reports: Sequence[ExpertReport]) -> list[ExpertReport]:
 
 def expert_reports(
     routed: RoutedText,
-    vocabulary: AnyVocabulary,
+    vocabulary: Spelling,
     *,
     num_contexts: int = 10,
     num_words: int = 10,
@@ -123,13 +133,13 @@ def expert_reports(
     The report of an expert without tokens has empty lists.
 
     Args:
-        routed: the routing of randomly chosen sentences, from `route_text`.
+        routed: the routing of randomly chosen sentences, from `route_text` or `route_lines`.
         vocabulary: the model's vocabulary.
         num_contexts: the number of contexts to report of each expert.
         num_words: the number of words to report of each expert.
     """
     num_experts, experts = routed.num_experts, routed.expert
-    spelling = vocabulary.words
+    spelling, vocab_size = vocabulary.words, len(vocabulary.words)
     word_at = routed.words
     words = word_at[routed.position]
     order, load = routed.slots_by_gate()
@@ -137,14 +147,14 @@ def expert_reports(
     pair_shares = _pair_shares(routed)
     purities = purity(word_at, routed.highest(PURITY_POSITIONS)).nan_to_num().tolist()
 
-    contribution, key_expert, key_word, count = _information(experts, words, load, len(vocabulary))
+    contribution, key_expert, key_word, count = _information(experts, words, load, vocab_size)
     information = torch.zeros(num_experts, dtype=torch.float64)
     information.index_add_(0, key_expert, contribution)
     shuffled = words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
-    chance, chance_expert, _, _ = _information(experts, shuffled, load, len(vocabulary))
+    chance, chance_expert, _, _ = _information(experts, shuffled, load, vocab_size)
     information.index_add_(0, chance_expert, -chance)
 
-    occurrences = torch.bincount(word_at, minlength=len(vocabulary))
+    occurrences = torch.bincount(word_at, minlength=vocab_size)
     by_contribution = contribution.argsort(descending=True)
     by_contribution = by_contribution[key_expert[by_contribution].argsort(stable=True)]
     key_ends = torch.bincount(key_expert, minlength=num_experts).cumsum(0).tolist()

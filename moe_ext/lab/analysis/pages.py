@@ -1,19 +1,20 @@
 """Formats expert reports as text and as an HTML page, the expert explorer (Table 9)."""
 
 import json
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_ext.lab.analysis.experts import ExpertReport
+from moe_ext.lab.analysis.experts import ExpertReport, Spelling
 from moe_ext.lab.analysis.routed_text import RoutedText
-from moe_ext.lab.data import AnyVocabulary, Wordpieces
+from moe_ext.lab.data import Vocabulary
 
 _TEMPLATE = Path(__file__).with_name("explorer.html")
-_GATE_BINS = 20  # of the histograms, from 0 to 1
+_GATE_BINS = 20  # of the histograms
 
 
 def as_text(reports: Sequence[ExpertReport]) -> str:
@@ -38,91 +39,106 @@ def as_text(reports: Sequence[ExpertReport]) -> str:
     return "\n".join(lines)
 
 
-def as_html(
-    routed: RoutedText,
-    reports: Sequence[ExpertReport],
-    vocabulary: AnyVocabulary,
-    title: str,
-    *,
-    num_sentences: int = 200,
-) -> str:
+class ExpertPage:
     """Builds the expert explorer: one HTML page that loads no other file.
 
+    The page shows one MoE layer at a time.
+
     Args:
-        routed: the routed text that the reports describe.
-        reports: the reports from `expert_reports`, in any order.
         vocabulary: the vocabulary of the model.
         title: the heading of the page.
-        num_sentences: the number of sentences on the page, chosen at random.
+        num_sentences: the number of sentences for each layer, chosen at random. All layers of the
+            same text have the same sentences.
     """
-    data = _explorer_data(routed, reports, vocabulary, num_sentences)
-    text = json.dumps({"title": title, **data}, separators=(",", ":"))
-    for character in "<>&":  # no word of the corpus can end the script element
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)
 
+    def __init__(self, vocabulary: Spelling, title: str, *, num_sentences: int = 200) -> None:
+        self._spelling = vocabulary.words
+        self._title = title
+        self._has_pieces = not isinstance(vocabulary, Vocabulary)
+        self._num_sentences = num_sentences
+        self._layers: list[dict[str, Any]] = []
+        self._index: dict[str, int] = {}
 
-def _explorer_data(
-    routed: RoutedText, reports: Sequence[ExpertReport], vocabulary: AnyVocabulary, number: int
-) -> dict[str, Any]:
-    """Returns the data of the page; a word is an index into the list "words"."""
-    index: dict[str, int] = {}
+    def add_layer(self, name: str, routed: RoutedText, reports: Sequence[ExpertReport]) -> None:
+        """Adds a layer to the page.
 
-    def index_of(word: str) -> int:
-        return index.setdefault(word, len(index))
+        Args:
+            name: the name of the layer.
+            routed: the routed text that the reports describe.
+            reports: the reports from `expert_reports`, in any order.
+        """
+        # Models that scale their gates have gates above 1. A gate of 1 may be rounded up.
+        gate_end = max(1, math.ceil(routed.gate.max() - 0.01)) if len(routed.gate) else 1
+        bins = (routed.gate / gate_end * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)
+        cells = torch.bincount(
+            routed.expert * _GATE_BINS + bins, minlength=routed.num_experts * _GATE_BINS
+        )
+        gates = cells.view(-1, _GATE_BINS).tolist()
+        experts = [
+            {
+                "number": report.expert,
+                "share": round(report.share, 6),
+                "information": round(report.information, 4),
+                "purity": round(report.purity, 4),
+                "words": [
+                    [self._index_of(w.word), w.times, round(w.share, 4)] for w in report.words
+                ],
+                "contexts": [
+                    [round(c.gate, 4), *map(self._index_of, c.words)] for c in report.contexts
+                ],
+                "gates": gates[report.expert],
+                "pairs": [[p.name, round(p.share, 6), round(p.expected, 6)] for p in report.pairs],
+                "pair_information": round(report.pair_information, 4),
+            }
+            for report in reports
+        ]
+        self._layers.append(
+            {
+                "name": name,
+                "tokens": len(routed.windows),
+                "experts_per_token": len(routed.expert) / len(routed.windows),
+                "gate_end": gate_end,
+                "experts": experts,
+                "sentences": self._sentences(routed),
+            }
+        )
 
-    bins = (routed.gate * _GATE_BINS).long().clamp(0, _GATE_BINS - 1)
-    cells = torch.bincount(
-        routed.expert * _GATE_BINS + bins, minlength=routed.num_experts * _GATE_BINS
-    )
-    gates = cells.view(-1, _GATE_BINS).tolist()
-    experts = [
-        {
-            "number": report.expert,
-            "share": round(report.share, 6),
-            "information": round(report.information, 4),
-            "purity": round(report.purity, 4),
-            "words": [[index_of(w.word), w.times, round(w.share, 4)] for w in report.words],
-            "contexts": [[round(c.gate, 4), *map(index_of, c.words)] for c in report.contexts],
-            "gates": gates[report.expert],
-            "pairs": [[p.name, round(p.share, 6), round(p.expected, 6)] for p in report.pairs],
-            "pair_information": round(report.pair_information, 4),
+    def html(self) -> str:
+        """Returns the page with the layers that were added."""
+        data = {
+            "title": self._title,
+            "pieces": self._has_pieces,
+            "pairs": any(expert["pairs"] for layer in self._layers for expert in layer["experts"]),
+            "layers": self._layers,
+            "words": list(self._index),
         }
-        for report in reports
-    ]
-    return {
-        "tokens": len(routed.windows),
-        "experts_per_token": len(routed.expert) / len(routed.windows),
-        "pieces": isinstance(vocabulary, Wordpieces),
-        "pairs": bool(routed.pair_names),
-        "experts": experts,
-        "sentences": _sentences(routed, vocabulary, number, index_of),
-        "words": list(index),
-    }
+        text = json.dumps(data, separators=(",", ":"))
+        for character in "<>&":  # no word of the corpus can end the script element
+            text = text.replace(character, f"\\u{ord(character):04x}")
+        return _TEMPLATE.read_text("utf-8").replace("{{data}}", text)
 
+    def _index_of(self, word: str) -> int:
+        """Returns the index of a word in the list "words" of the page."""
+        return self._index.setdefault(word, len(self._index))
 
-def _sentences(
-    routed: RoutedText,
-    vocabulary: AnyVocabulary,
-    number: int,
-    index_of: Callable[[str], int],
-) -> list[dict[str, Any]]:
-    """Returns random sentences; a token is [word, expert, gate, ...], highest gate first."""
-    order, count = routed.slots_by_position()
-    experts, gates = routed.expert[order].tolist(), routed.gate[order].tolist()
-    begins, ends = (count.cumsum(0) - count).tolist(), count.cumsum(0).tolist()
-    words, spelling = routed.words.tolist(), vocabulary.words
+    def _sentences(self, routed: RoutedText) -> list[dict[str, Any]]:
+        """Returns random sentences; a token is [word, expert, gate, ...], highest gate first."""
+        order, count = routed.slots_by_position()
+        experts, gates = routed.expert[order].tolist(), routed.gate[order].tolist()
+        begins, ends = (count.cumsum(0) - count).tolist(), count.cumsum(0).tolist()
+        words = routed.words.tolist()
 
-    def token(position: int) -> list[float]:
-        slots = range(begins[position], ends[position])
-        choices = (value for slot in slots for value in (experts[slot], round(gates[slot], 4)))
-        return [index_of(spelling[words[position]]), *choices]
+        def token(position: int) -> list[float]:
+            slots = range(begins[position], ends[position])
+            choices = (value for slot in slots for value in (experts[slot], round(gates[slot], 4)))
+            return [self._index_of(self._spelling[words[position]]), *choices]
 
-    sentences = routed.sentences()
-    return [
-        {
-            "pair": "" if routed.pair is None else routed.pair_names[routed.pair[positions.start]],
-            "tokens": list(map(token, positions)),
-        }
-        for positions in random.Random(0).sample(sentences, min(number, len(sentences)))
-    ]
+        def pair(position: int) -> str:
+            return "" if routed.pair is None else routed.pair_names[routed.pair[position]]
+
+        sentences = routed.sentences()
+        number = min(self._num_sentences, len(sentences))
+        return [
+            {"pair": pair(positions.start), "tokens": list(map(token, positions))}
+            for positions in random.Random(0).sample(sentences, number)
+        ]

@@ -171,7 +171,7 @@ def route_text(
             pair = None
             if language_pair is not None:
                 pair = language_pair[batch.sentence_index].repeat_interleave(mask.sum(1))
-            windows = _windows(ids, mask, after)
+            windows = windows_of(ids, mask, after)
             parts.append(RoutedText(num_experts, windows, *_slots(aux[layer]), pair, names))
             seen += len(windows)
             if seen >= num_positions:
@@ -179,7 +179,7 @@ def route_text(
     return joined(parts)
 
 
-def _windows(ids: Tensor, mask: Tensor, after: int) -> Tensor:
+def windows_of(ids: Tensor, mask: Tensor, after: int = NO_WORD) -> Tensor:
     """Returns each token of ids [B, S] with its neighbours, [N, 5]; `after` follows each row."""
     text = F.pad(ids.masked_fill(~mask, NO_WORD), (NEIGHBOURS, NEIGHBOURS), value=NO_WORD)
     text.scatter_(1, mask.sum(1, keepdim=True) + NEIGHBOURS, after)
