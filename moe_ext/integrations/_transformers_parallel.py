@@ -54,6 +54,7 @@ class ExchangeParallel(EPImplementation):
             "shard each parameter of the experts, with 'grouped_gemm' or 'moe_ext_experts'",
             type(experts).__name__,
         )
+        self._module = experts
         placement = _ShardPlacement(parameters[0].shape[0], ep_mesh.size())
         self.exchange = Exchange(placement, Ranks(ep_mesh.get_group()))
 
@@ -94,8 +95,8 @@ class ExchangeParallel(EPImplementation):
 
     def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Computes the outputs of rows sorted by expert, both [R, D]."""
-        if self.num_local_experts == 0:
-            return rows
+        if self.num_local_experts == 0:  # the parameters, without elements, still need a gradient
+            return rows + sum(each.sum() for each in self._module.parameters(recurse=False))
         num_rows = len(rows)
         index = columns_of(offsets.diff()[None], num_rows)
         if num_rows == 0:
