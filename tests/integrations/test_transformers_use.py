@@ -403,7 +403,7 @@ def test_aux_loss(model_type):
         output = model(tokens(), labels=tokens())
         output.loss.backward()
         gradients = {name: each.grad for name, each in model.named_parameters()}
-        return {"loss": output.loss, "aux_loss": output.aux_loss, **gradients}
+        return {"loss": output.loss.detach(), "aux_loss": output.aux_loss.detach(), **gradients}
 
     found, expected = both(run)
     assert found["aux_loss"] > 0
