@@ -231,7 +231,8 @@ def _recognise(module: nn.Module) -> _Activation | str:
     float32 in any dtype.
     """
     function = getattr(module, "_apply_gate" if module.has_gate else "act_fn")
-    weight = _parameters_of(module)[0][0]
+    # A weight with parametrizations may be cached at its first use, here without a gradient.
+    weight = next(module.parameters())
     device = torch.device("cpu") if weight.is_meta else weight.device
     probe = _probe()
     with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
