@@ -31,9 +31,10 @@ constexpr int64_t kKC = 1024 / sizeof(acc_t);
 // identical.
 constexpr int64_t kKCMultiple = 32;
 
-// The maximum number of K-blocks that WriteOnce packs at once, and the size of the columns of B
-// that it uses at a time; they stay in the second cache level.
+// The maximum number of K-blocks that WriteOnce packs at once.
 constexpr int64_t kMaxKBlocks = 3;
+
+// The size of the columns of B that WriteOnce uses at a time. They stay in the second cache level.
 constexpr int64_t kBytesOfB = 512 << 10;
 
 // The number of columns of C that Axpyf and Dotxf compute at a time; they stay in the first cache
