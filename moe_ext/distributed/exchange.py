@@ -26,6 +26,7 @@ from moe_ext.gates import Routing
 __all__ = ["Exchange", "ExchangeUnit"]
 
 ExchangeUnit = Literal["rows", "tokens"]
+_Reduction = Literal["mean", "sum"]
 _HOST = torch.device("cpu")
 _Sender = Callable[[int], AllToAll]  # starts the all-to-all of a chunk
 
@@ -74,8 +75,7 @@ class Exchange:
     5. combine: sum the outputs of each token, weighted by its gates
 
     With several chunks, each rank computes its experts in sequential chunks. The computation of one
-    chunk overlaps with the transfer of others. Expert gradients are those of the mean of the ranks'
-    losses. DistributedDataParallel uses the same mean for the other parameters.
+    chunk overlaps with the transfer of others.
 
     Args:
         placement: the assignment of experts to ranks.
@@ -86,6 +86,9 @@ class Exchange:
             returns one weighted sum. Compared with "rows", it sends fewer bytes if k > 1 and saves
             no outputs for backward. Its summation order differs, so outputs agree to rounding.
         num_chunks: number of chunks of each rank's experts, at least 1.
+        reduction: "mean": expert gradients are those of the mean of the ranks' losses.
+            DistributedDataParallel uses the same mean for the other parameters. "sum": those of
+            the sum of the ranks' losses. The gradients of x and the gates are equal in both cases.
     """
 
     def __init__(
@@ -94,12 +97,14 @@ class Exchange:
         ranks: Ranks,
         unit: ExchangeUnit = "rows",
         num_chunks: int = 1,
+        reduction: _Reduction = "mean",
     ) -> None:
         size = ranks.size
         self.placement = placement
         self.ranks = ranks
         self.unit = unit
         self.num_chunks = num_chunks
+        self.reduction = reduction
         chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in range(size)]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
         self.chunk_sizes = [len(experts) for experts in chunks[ranks.rank]]
@@ -150,8 +155,9 @@ class Exchange:
         order = self._order_on(x.device)
         size, num_chunks = self.ranks.size, self.num_chunks
         num_local = sum(self.chunk_sizes)
-        # From here to y, gradients are those of the mean of the ranks' losses, for the experts.
-        x, gates = _scale_grad(x, size), _scale_grad(gates, size)
+        # From here to y, gradients are those that the experts need.
+        factor = size if self.reduction == "mean" else 1
+        x, gates = _scale_grad(x, factor), _scale_grad(gates, factor)
 
         plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
         tokens_per_expert = plan.tokens_per_expert[order.position]
@@ -228,7 +234,7 @@ class Exchange:
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
-        return _scale_grad(y, 1 / size), tokens_per_expert
+        return _scale_grad(y, 1 / factor), tokens_per_expert
 
     def _order_on(self, device: torch.device) -> _Order:
         if device not in self._order:

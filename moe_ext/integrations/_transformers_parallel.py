@@ -1,18 +1,15 @@
 """Expert parallelism of transformers on `moe_ext.distributed.Exchange` (Sec. 3)."""
 
-from math import ceil
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
 from transformers.distributed.expert_parallel import EPImplementation, MoEParamShard
 
 from moe_ext.checks import require
+from moe_ext.distributed import Exchange, ExpertPlacement, Ranks
 from moe_ext.distributed._rows import columns_of
-from moe_ext.distributed.exchange import Exchange, _scale_grad
-from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates import Routing
 
 
@@ -23,15 +20,15 @@ class _ShardPlacement(ExpertPlacement):
     """
 
     def experts_of(self, rank: int) -> range:
-        size = ceil(self.num_experts / self.num_ranks)
-        return range(self.num_experts)[rank * size : (rank + 1) * size]
+        size, first = Shard.local_shard_size_and_offset(self.num_experts, self.num_ranks, rank)
+        return range(first, first + size)
 
 
 class ExchangeParallel(EPImplementation):
     """Computes an experts module of transformers whose experts are sharded over ranks.
 
-    An all-to-all sends the row of each (token, expert) pair to the owner of the expert. The rows
-    come back by a second all-to-all. The rank of the token computes their weighted sum.
+    A token is sent once to each rank that owns some of its experts. These ranks return the weighted
+    sum of their experts' outputs. The experts run with the experts implementation of the model.
 
     The gradients of the experts are the sum of the gradients of the ranks' losses, as with
     "all_to_all" of transformers. If the ranks of tp_mesh share a batch, each rank sends a slice.
@@ -56,35 +53,24 @@ class ExchangeParallel(EPImplementation):
         )
         self._module = experts
         placement = _ShardPlacement(parameters[0].shape[0], ep_mesh.size())
-        self.exchange = Exchange(placement, Ranks(ep_mesh.get_group()))
+        ranks = Ranks(ep_mesh.get_group())
+        self.exchange = Exchange(placement, ranks, "tokens", reduction="sum")
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Computes the output [T, D] of this rank's tokens.
 
         Args:
-            hidden_states: [T, D].
+            hidden_states: [T, D]. ``requires_grad`` must agree on all ranks.
             top_k_index: [T, K], over the experts of all ranks.
             top_k_weights: [T, K].
         """
-        shape = hidden_states.shape
         x, expert_index, gates = (
             self._slice(each) for each in (hidden_states, top_k_index, top_k_weights)
         )
-        # Exchange computes the gradients of the mean of the losses, transformers those of the sum.
-        size = self.ep_mesh.size()
-        x, gates = _scale_grad(x, 1 / size), _scale_grad(gates, 1 / size)
-        unused = gates.new_empty(0)
-        routing = Routing(gates, expert_index.long(), unused, unused)
+        unused = gates.new_empty(0)  # the exchange reads neither importance nor load
+        routing = Routing(gates, expert_index.long(), importance=unused, load=unused)
         y, _ = self.exchange(x, routing, self._experts, fused=False)
-        y = _scale_grad(y, size)
-        if self.tp_mesh.size() == 1:
-            return y
-        # All ranks have the gradient of the whole batch; the backward pass takes this slice of it.
-        stride = (shape[1], 1)
-        shards = DTensor.from_local(
-            y.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=stride
-        )
-        return shards.full_tensor()
+        return self._join(y, hidden_states.shape)
 
     def _slice(self, whole: Tensor) -> Tensor:
         """Returns this rank's rows of a tensor that the ranks of tp_mesh share."""
@@ -92,6 +78,16 @@ class ExchangeParallel(EPImplementation):
             return whole
         shared = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
         return shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+
+    def _join(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """Gathers the rows of the ranks of tp_mesh; the backward pass takes this rank's rows."""
+        if self.tp_mesh.size() == 1:
+            return y
+        stride = (shape[1], 1)
+        shards = DTensor.from_local(
+            y.contiguous(), self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+        return shards.full_tensor()
 
     def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Computes the outputs of rows sorted by expert, both [R, D]."""
@@ -101,7 +97,7 @@ class ExchangeParallel(EPImplementation):
         index = columns_of(offsets.diff()[None], num_rows)
         if num_rows == 0:
             # Some implementations refuse 0 rows. The parameters still need a gradient.
-            rows, index = rows.sum(0, keepdim=True), index.new_zeros(1)
+            rows, index = F.pad(rows, (0, 0, 0, 1)), index.new_zeros(1)
         ones = torch.ones_like(index, dtype=rows.dtype)
         y: Tensor = self.experts_forward(rows, index[:, None], ones[:, None])
         return y[:num_rows]
@@ -111,19 +107,23 @@ class UnevenShard(MoEParamShard):
     """Shards the experts over the ranks; their number may be any.
 
     Use it in ep_plan in place of "grouped_gemm", which needs a multiple of the number of ranks.
-    Only `ExchangeParallel` supports such shards.
     """
 
     def __init__(self) -> None:
         super().__init__(Shard(0))
 
+    def validate_param(
+        self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """Raises a ValueError if an implementation other than `ExchangeParallel` is configured."""
+        options = getattr(getattr(module, "config", None), "distributed_config", None)
+        name = "moe_ext" if options is None else options.ep_implementation
+        option = f"'moe_ext_experts' of {parameter_name}: ep_implementation"
+        require(name == "moe_ext", option, "be 'moe_ext'", name)
+
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Replaces a parameter [E, ...] of the module by the shard of this rank."""
-        whole = module._parameters[param]
-        if whole is None:
-            return
-        shard = distribute_tensor(whole, mesh, [self.placement], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(shard, requires_grad=whole.requires_grad)
-        placement = _ShardPlacement(whole.shape[0], mesh.size())
-        module.num_experts = len(placement.experts_of(mesh.get_local_rank()))
-        module._is_expert_parallel = True
+        super().shard_param(module, param, mesh)
+        parameter = module._parameters[param]
+        if isinstance(parameter, DTensor):
+            vars(module).update(num_experts=len(parameter.to_local()), _is_expert_parallel=True)

@@ -297,4 +297,4 @@ def _activate(activation: _Activation, z: Tensor) -> Tensor:
 
 ALL_EXPERTS_FUNCTIONS.register("moe_ext", experts_forward)
 EPImplementationInterface.register("moe_ext", ExchangeParallel)
-ALL_PARALLEL_STYLES.register("moe_ext_experts", UnevenShard())
+ALL_PARALLEL_STYLES["moe_ext_experts"] = UnevenShard()

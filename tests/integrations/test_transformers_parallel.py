@@ -116,23 +116,43 @@ def test_gradients_are_those_of_all_to_all(workers, shared):
     check_experts(results, [7, 5], 6, shared)
 
 
-def refusals_of_process(group, rank):
-    """Returns the messages for uneven experts with "grouped_gemm", and for whole experts."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+def make_plan(style):
+    experts = "model.layers.*.mlp.experts"
+    return {f"{experts}.gate_up_proj": style, f"{experts}.down_proj": style}
+
+
+def load(folder, **distributed):
+    """Loads a model in this process; `distributed` are arguments of DistributedConfig."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    options = dict(ep_size=world, ep_implementation="moe_ext") | distributed
+    return Qwen3MoeForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="moe_ext",
+        distributed_config=DistributedConfig(**options),
+    )
+
+
+def refusals_of_process(group, rank, folder):
+    """Returns the messages for 5 experts on 2 ranks without what they need."""
     messages = []
-    for num_experts, styles in ((5, {"gate_up_proj": "grouped_gemm"}), (6, {})):
-        plan = {**styles, "": "ep_dispatch_experts"}
+    for options in (
+        dict(ep_plan=make_plan("grouped_gemm")),
+        dict(ep_plan=make_plan("moe_ext_experts"), ep_implementation="all_to_all"),
+        dict(ep_plan=make_plan("replicate")),
+    ):
         with pytest.raises(ValueError) as caught:
-            hf_parallel.apply_expert_parallelism(
-                make_experts(num_experts), mesh["ep"], mesh["tp"], plan, "moe_ext"
-            )
+            load(folder, tp_size=2, **options)
         messages.append(str(caught.value))
     return messages
 
 
-def test_refuses(workers):
-    for uneven, whole in workers.run(2, refusals_of_process):
+def test_refuses(workers, tmp_path):
+    save_model(tmp_path, 5)
+    for uneven, other, whole in workers.run(2, refusals_of_process, str(tmp_path)):
         assert uneven.startswith("Cannot evenly shard 5 experts across 2")
+        assert "ep_implementation must be 'moe_ext', got 'all_to_all'" in other
         assert whole.startswith("ep_implementation='moe_ext': ep_plan must shard each parameter")
 
 
@@ -146,16 +166,7 @@ def save_model(folder, num_experts):
 
 def model_of_process(group, rank, folder, style):
     """Loads the model on 2 ranks; returns tokens, logits, loads; saves it again."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    experts = "model.layers.*.mlp.experts"
-    plan = {f"{experts}.gate_up_proj": style, f"{experts}.down_proj": style}
-    distributed = DistributedConfig(tp_size=2, ep_size=2, ep_plan=plan, ep_implementation="moe_ext")
-    model = Qwen3MoeForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="moe_ext",
-        distributed_config=distributed,
-    )
+    model = load(folder, tp_size=2, ep_plan=make_plan(style))
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad(), plug.balance(model) as measured:
         logits = model(ids).logits
@@ -181,3 +192,37 @@ def test_model_on_two_ranks(workers, tmp_path, num_experts, style):
     )
     with torch.no_grad():
         close(saved(ids).logits, logits)
+
+
+def losses_of(model, rows):
+    return [model(input_ids=ids[None], labels=ids[None]).loss for ids in rows]
+
+
+def training_step_of_process(group, rank, folder, implementation):
+    model = load(folder, fsdp_size=2, ep_implementation=implementation)
+    ids = torch.arange(12).view(2, 6)
+    with plug.balance(model) as measured:
+        (loss,) = losses_of(model, ids[rank : rank + 1])
+    loss.backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return loss.detach(), gradients, [layer.load for layer in measured.layers]
+
+
+@pytest.mark.parametrize("implementation", ["moe_ext", "all_to_all"])
+def test_training_with_fsdp(workers, tmp_path, implementation):
+    """Each rank has its own batch. The gradients are those of the mean of the ranks' losses."""
+    model = save_model(tmp_path, 4)
+    with plug.balance(model) as measured:
+        losses = losses_of(model, torch.arange(12).view(2, 6))
+    torch.stack(losses).mean().backward()
+    # transformers 5.23 with torch 2.15 and Gloo divides the gradients of the experts twice.
+    expected = {
+        name: parameter.grad / (2 if ".experts." in name else 1)
+        for name, parameter in model.named_parameters()
+    }
+    results = workers.run(2, training_step_of_process, str(tmp_path), implementation)
+    for (loss, gradients, _), expected_loss in zip(results, losses, strict=True):
+        close(loss, expected_loss.detach())
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
+    for loads in zip(*(result[2] for result in results), measured.layers, strict=True):
+        assert torch.equal(loads[0] + loads[1], loads[2].load)
