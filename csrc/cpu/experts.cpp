@@ -100,19 +100,17 @@ class Experts {
   int64_t num_split_experts() const { return num_split_experts_; }
   int64_t widest() const { return widest_; }
 
-  // Workspace sizes: for a block's rows of `width` elements, and for `places` and compute_hidden
-  // together.
-  int64_t rows_size(int64_t width) const { return whole_lines(most_rows_ * width); }
-  int64_t activations_size() const {
-    int64_t size = gemm_size();
-    for (int64_t l = 0; l < num_layers(); ++l) {
-      size += rows_size(fan_in(l)) + (l + 1 < num_layers() ? 2 * rows_size(columns(l)) : 0);
-    }
-    return size;
+  // Workspace sizes: for a block's rows of `width` elements of T, and for the GEMMs.
+  template <typename T>
+  int64_t rows_size(int64_t width) const {
+    return space_of<T, acc_t>(most_rows_ * width);
   }
-
-  int64_t gemm_size() const {
-    return whole_lines(gemm_workspace_size<scalar_t>(std::max(most_rows_, widest_)));
+  int64_t gemm_size(bool backward) const {
+    int64_t size = gemm_workspace_size<scalar_t>(most_rows_, widest_, widest_);
+    if (backward) {
+      size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_));
+    }
+    return whole_lines(size);
   }
 
   // Returns whether the weights of a layer are stored as [columns, fan_in].
@@ -159,17 +157,19 @@ class Experts {
   };
 
   // Gathers the rows and takes memory for the hidden layers; z is in `hidden` if that is not empty.
-  Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool needs_z,
+  // Backward needs z.
+  Activations places(const Block& block, const std::vector<scalar_t*>& hidden, bool backward,
                      acc_t*& workspace) const {
     Activations a;
-    a.gemm_workspace = take<acc_t>(workspace, gemm_size());
+    a.gemm_workspace = take<acc_t>(workspace, gemm_size(backward));
+    const int64_t num_copied = slots_ ? block.num_rows : 0;
     a.first = gather(block, x_.template const_data_ptr<scalar_t>(), slots_.has_value(), fan_in(0),
-                     take<scalar_t>(workspace, block.num_rows * fan_in(0)));
+                     take<scalar_t>(workspace, num_copied * fan_in(0)));
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
       scalar_t* z = nullptr;
       if (!hidden.empty()) {
         z = hidden[l] + block.first_row * columns(l);
-      } else if (needs_z) {
+      } else if (backward) {
         z = take<scalar_t>(workspace, block.num_rows * columns(l));
       }
       a.z.push_back(z);
@@ -178,20 +178,40 @@ class Experts {
     return a;
   }
 
-  // Computes the hidden layers into the memory of `a`.
-  void compute_hidden(const Block& block, const Activations& a, acc_t*& workspace) const {
+  // The workspace size of `places`.
+  int64_t places_size(bool saved, bool backward) const {
+    int64_t size = gemm_size(backward) + (slots_ ? rows_size<scalar_t>(fan_in(0)) : 0);
+    for (int64_t l = 0; l + 1 < num_layers(); ++l) {
+      size += rows_size<scalar_t>(fan_in(l + 1));
+      if (backward && !saved) size += rows_size<scalar_t>(columns(l));
+    }
+    return size;
+  }
+
+  // Computes the hidden layers into the memory of `a`. The workspace is free again afterwards.
+  void compute_hidden(const Block& block, const Activations& a, acc_t* workspace) const {
     for (int64_t l = 0; l + 1 < num_layers(); ++l) {
       const int64_t width = fan_in(l + 1);
       scalar_t *z = a.z[l], *out = a.out[l];
-      acc_t* product = nullptr;
-      if constexpr (kSame) product = z != nullptr ? z : columns(l) == width ? out : nullptr;
-      if (product == nullptr) product = take<acc_t>(workspace, block.num_rows * columns(l));
+      acc_t* product = workspace;
+      if constexpr (kSame) {
+        if (!needs_product(l, z != nullptr)) product = z != nullptr ? z : out;
+      }
       linear(block, l, a.input(l), a.gemm_workspace, product, [&](const Region& region) {
         const auto* wide = static_cast<const acc_t*>(product);
         if (!kSame && z != nullptr) vectorized<ConvertRegion>(wide, region, columns(l), z);
         activate(wide, region, width, out);
       });
     }
+  }
+
+  // The workspace size of compute_hidden.
+  int64_t hidden_size(bool has_z) const {
+    int64_t size = 0;
+    for (int64_t l = 0; l + 1 < num_layers(); ++l) {
+      if (needs_product(l, has_z)) size = std::max(size, rows_size<acc_t>(columns(l)));
+    }
+    return size;
   }
 
   // Computes product = in W + b, [num_rows, columns]; `epilogue` is the epilogue of the GEMM.
@@ -239,6 +259,12 @@ class Experts {
   bool interleaved = false;  // see math/activation.h
 
  private:
+  // Returns whether the product of a hidden layer has memory of its own: neither z nor the
+  // activations can hold it.
+  bool needs_product(int64_t layer, bool has_z) const {
+    return !kSame || (!has_z && columns(layer) != fan_in(layer + 1));
+  }
+
   Tensor x_;
   std::optional<Slots> slots_;
   std::vector<int64_t> token_of_, slot_of_;  // of each row
@@ -266,12 +292,17 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const int64_t width = experts.columns(last);
   auto* rows_data = rows.mutable_data_ptr<scalar_t>();
   const auto hidden_data = data_of<scalar_t>(hidden);
+  const bool saved = !hidden.empty();
+  const int64_t wide_size =
+      std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
   for_each_block<acc_t>(
-      experts.blocks(), experts.flops(), experts.activations_size() + experts.rows_size(width),
+      experts.blocks(), experts.flops(),
+      experts.places_size(saved, /*backward=*/false) +
+          std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
       rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
       [&](const Block& block, acc_t* workspace) {
         if (block.num_rows == 0) return;
-        const auto a = experts.places(block, hidden_data, /*needs_z=*/false, workspace);
+        const auto a = experts.places(block, hidden_data, /*backward=*/false, workspace);
         experts.compute_hidden(block, a, workspace);
         scalar_t* out = rows_data + block.first_row * width;
         if constexpr (std::is_same_v<scalar_t, acc_t>) {
@@ -311,27 +342,29 @@ class BlockBackward {
       : gradients_(gradients),
         experts_(gradients.experts),
         block_(block),
-        a_(experts_.places(block, gradients.hidden, /*needs_z=*/true, workspace)) {
+        a_(experts_.places(block, gradients.hidden, /*backward=*/true, workspace)) {
     if (gradients.hidden.empty()) experts_.compute_hidden(block, a_, workspace);
-    grad_out_ = take<acc_t>(workspace, experts_.rows_size(experts_.columns(last_)));
-    for (acc_t** rows : {&grad_a_, &grad_z_[0], &grad_z_[1]}) {
-      *rows = take<acc_t>(workspace, experts_.rows_size(experts_.widest()));
-    }
-    if (has_gates()) {
-      gate_ = take<acc_t>(workspace, experts_.rows_size(1));
-      grad_gate_ = take<acc_t>(workspace, kLanes * experts_.rows_size(1));
-    }
+    const Widths widths(gradients);
+    const auto rows = [&](int64_t width) { return take<acc_t>(workspace, block.num_rows * width); };
+    grad_out_ = rows(widths.grad_out);
+    grad_a_ = rows(widths.grad_a);
+    for (int parity : {0, 1}) grad_z_[parity] = rows(widths.grad_z[parity]);
+    gate_ = rows(widths.gate);
+    grad_gate_ = rows(widths.grad_gate);
     bias_ = take<acc_t>(workspace, experts_.widest());
-    parameter_ = take<acc_t>(workspace, gradients.parameters.space_size());
+    parameter_ = take<acc_t>(workspace, parameter_size(gradients));
   }
 
   static int64_t workspace_size(const Gradients<scalar_t>& gradients) {
     const auto& experts = gradients.experts;
-    return experts.activations_size() +
-           experts.rows_size(experts.columns(experts.num_layers() - 1)) +
-           3 * experts.rows_size(experts.widest()) +
-           (gradients.gates != nullptr ? (1 + kLanes) * experts.rows_size(1) : 0) +
-           whole_lines(experts.widest()) + whole_lines(gradients.parameters.space_size());
+    const Widths widths(gradients);
+    int64_t size = whole_lines(experts.widest()) + whole_lines(parameter_size(gradients));
+    for (int64_t width : {widths.grad_out, widths.grad_a, widths.grad_z[0], widths.grad_z[1],
+                          widths.gate, widths.grad_gate}) {
+      size += experts.template rows_size<acc_t>(width);
+    }
+    return experts.places_size(/*saved=*/!gradients.hidden.empty(), /*backward=*/true) +
+           std::max(size, experts.hidden_size(/*has_z=*/true));
   }
 
   void run() const {
@@ -355,6 +388,31 @@ class BlockBackward {
 
  private:
   static constexpr bool kSame = Experts<scalar_t>::kSame;
+
+  // The numbers of elements of a row in the arrays of rows; 0 for unused arrays.
+  struct Widths {
+    int64_t grad_out, grad_a, grad_z[2] = {0, 0}, gate, grad_gate;
+
+    explicit Widths(const Gradients<scalar_t>& gradients) {
+      const auto& experts = gradients.experts;
+      const bool has_gates = gradients.gates != nullptr;
+      grad_out = experts.columns(experts.num_layers() - 1);
+      gate = has_gates ? 1 : 0;
+      grad_gate = has_gates ? kLanes : 0;
+      grad_a = kSame && gradients.grad_rows != nullptr ? 0 : experts.fan_in(0);
+      for (int64_t l = 1; l < experts.num_layers(); ++l) {
+        const int64_t width = experts.fan_in(l), width_z = experts.columns(l - 1);
+        if (width_z != width) grad_a = std::max(grad_a, width);
+        grad_z[l % 2] = std::max(grad_z[l % 2], width_z);
+      }
+    }
+  };
+
+  // The size of parameter_.
+  static int64_t parameter_size(const Gradients<scalar_t>& gradients) {
+    const int64_t widest = gradients.experts.widest(), size = gradients.parameters.space_size();
+    return kSame ? size : std::max({size, widest, rounded_sums_size(widest, widest)});
+  }
 
   bool has_gates() const { return gradients_.gates != nullptr; }
 
@@ -503,13 +561,13 @@ class BlockBackward {
   const Block& block_;
   const int64_t last_ = experts_.num_layers() - 1;
   const typename Experts<scalar_t>::Activations a_;
-  acc_t* grad_out_;             // dL/dy; gate_gradient multiplies it by the gates
-  acc_t* grad_a_;               // dL/dA, if it cannot use the memory of dL/dZ
-  acc_t* grad_z_[2];            // dL/dZ of a layer and of the layer before it
-  acc_t* gate_ = nullptr;       // for each row
-  acc_t* grad_gate_ = nullptr;  // kLanes partial sums for each row
-  acc_t* bias_;                 // the sum of a group of rows
-  acc_t* parameter_;            // a block's contribution to a parameter's gradient, if not rounded
+  acc_t* grad_out_;   // dL/dy; gate_gradient multiplies it by the gates
+  acc_t* grad_a_;     // dL/dA, if it cannot use the memory of dL/dZ
+  acc_t* grad_z_[2];  // dL/dZ of a layer and of the layer before it
+  acc_t* gate_;       // for each row
+  acc_t* grad_gate_;  // kLanes partial sums for each row
+  acc_t* bias_;       // the sum of a group of rows
+  acc_t* parameter_;  // a block's contribution to a parameter's gradient, or sums to be rounded
 };
 
 // Writes the gradients of the parameters and of the gates; returns the gradient of the input rows.

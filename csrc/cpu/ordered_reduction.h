@@ -40,7 +40,7 @@ class OrderedReduction {
     // Gradients that do not fit into the caches are not read again soon, so they bypass the caches.
     constexpr int64_t kLarge = 8 << 20;
     if (size_ * num_experts * static_cast<int64_t>(sizeof(acc_t)) > kLarge) write_ = Write::kStream;
-    in_place_ = kSame && num_split_experts == 0;
+    is_split_ = num_split_experts > 0;
     if (!kSame) sums_ = empty_rows({num_split_experts, size_}, acc_options);
     num_added_ = std::vector<std::atomic<int>>(num_split_experts * parameters_.size());
   }
@@ -49,7 +49,7 @@ class OrderedReduction {
   bool needs(int64_t index) const { return parameters_[index].size > 0; }
 
   // The number of workspace elements that `add` needs.
-  int64_t space_size() const { return in_place_ ? 0 : largest_; }
+  int64_t space_size() const { return is_split_ ? largest_ : 0; }
 
   // Adds a block's contribution to gradient `index`. compute(target, write) computes the
   // contribution and writes it to `target`: the gradient itself in scalar_t, or a sum in acc_t.
@@ -100,7 +100,7 @@ class OrderedReduction {
 
   std::vector<Parameter> parameters_;
   int64_t size_ = 0, largest_ = 0;  // of one expert: all gradients; the largest one
-  bool in_place_ = false;           // whether `add` needs no workspace
+  bool is_split_ = false;           // whether an expert has several blocks
   at::Tensor sums_;                 // [num_split_experts, size_], if acc_t is wider than scalar_t
   // The number of blocks that are already in each gradient of each split expert.
   mutable std::vector<std::atomic<int>> num_added_;

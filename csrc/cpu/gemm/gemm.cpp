@@ -33,8 +33,12 @@ void multiply(Product& product, Write write, acc_t* c) {
 }  // namespace
 
 template <typename scalar_t>
-int64_t gemm_workspace_size(int64_t largest) {
-  return Product<scalar_t, scalar_t, scalar_t>::workspace_size(largest);
+int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k) {
+  return Product<scalar_t, scalar_t, scalar_t>::workspace_size(m, n, k);
+}
+
+int64_t rounded_sums_size(int64_t m, int64_t n) {
+  return std::min(m, kMC) * std::min(n, kMaxColumns);
 }
 
 namespace {
@@ -88,8 +92,17 @@ void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> 
         return;
       }
     }
-    multiply(product, Write::kReplace, sums);
-    vectorized<Convert>(static_cast<const acc_t*>(sums), product.m * n, c + first * n);
+    for (int64_t j = 0; j < n; j += kMaxColumns) {
+      const View<b_t> columns{
+          .data = product.b.at(j, 0), .ld = product.b.ld, .k_contiguous = product.b.k_contiguous};
+      Product part(product.a, columns, product.m, std::min(n - j, kMaxColumns), k, workspace,
+                   product.epilogue, first);
+      multiply(part, Write::kReplace, sums);
+      for (int64_t r = 0; r < part.m; ++r) {
+        vectorized<Convert>(static_cast<const acc_t*>(sums + r * part.n), part.n,
+                            c + (first + r) * n + j);
+      }
+    }
   });
 }
 
@@ -112,9 +125,9 @@ MOE_EXT_GEMM(double, double, double, double)
 MOE_EXT_GEMM_HALF(c10::Half)
 MOE_EXT_GEMM_HALF(c10::BFloat16)
 
-template int64_t gemm_workspace_size<float>(int64_t);
-template int64_t gemm_workspace_size<double>(int64_t);
-template int64_t gemm_workspace_size<c10::Half>(int64_t);
-template int64_t gemm_workspace_size<c10::BFloat16>(int64_t);
+template int64_t gemm_workspace_size<float>(int64_t, int64_t, int64_t);
+template int64_t gemm_workspace_size<double>(int64_t, int64_t, int64_t);
+template int64_t gemm_workspace_size<c10::Half>(int64_t, int64_t, int64_t);
+template int64_t gemm_workspace_size<c10::BFloat16>(int64_t, int64_t, int64_t);
 
 }  // namespace moe_ext::cpu

@@ -52,9 +52,9 @@ struct Epilogue {
 // possible.
 enum class Write { kReplace, kAdd, kStream };
 
-// Returns the workspace size in elements of a GEMM with m, n and k of at most `largest`.
+// Returns the workspace size in elements of a GEMM of at most these sizes.
 template <typename scalar_t>
-int64_t gemm_workspace_size(int64_t largest);
+int64_t gemm_workspace_size(int64_t m, int64_t n, int64_t k);
 
 // C = A B, or C += A B, where A is [m, k], B is [k, n], and C is [m, n] and contiguous. An element
 // of C depends bitwise only on its row of A and its column of B, not on m or n. `workspace` has
@@ -63,8 +63,11 @@ template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write, acc_t* c,
           acc_t* workspace, const Epilogue<b_t>& epilogue = {});
 
-// C = A B, summed in acc_t and rounded to scalar_t, for m, n and k of at least 1. `sums` has m * n
-// elements; they are used if the micro-kernels cannot round.
+// Returns the number of elements of `sums` that gemm_rounded needs for at most these sizes.
+int64_t rounded_sums_size(int64_t m, int64_t n);
+
+// C = A B, summed in acc_t and rounded to scalar_t, for m, n and k of at least 1. `sums` is used if
+// the micro-kernels cannot round.
 template <typename scalar_t, typename a_t, typename b_t, typename acc_t>
 void gemm_rounded(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
                   scalar_t* c, acc_t* sums, acc_t* workspace);

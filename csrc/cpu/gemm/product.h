@@ -117,10 +117,10 @@ class Product {
         few_rows_a(packed_b + packed_b_size(k)),
         packed_a(few_rows_a + few_rows_size(k)) {}
 
-  // Returns the workspace size of a GEMM with m, n and k of at most `largest`.
-  static int64_t workspace_size(int64_t largest) {
-    return tile_size() + row_space_size(largest) + packed_b_size(largest) + few_rows_size(largest) +
-           packed_a_size(largest, largest);
+  // Returns the workspace size of a GEMM of at most these sizes.
+  static int64_t workspace_size(int64_t m, int64_t n, int64_t k) {
+    return tile_size() + row_space_size(n) + packed_b_size(k) + few_rows_size(k) +
+           packed_a_size(m, k);
   }
 
   // Whether WriteOnce can compute C, in acc_t or rounded to scalar_t.
