@@ -208,6 +208,8 @@ class MoE(nn.Module):
             )
         self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
         self.sharding = _sharding(gate, process_group, parallel)
+        if self.sharding is not None and self.sharding.local_groups is not None:
+            getattr(gate, "_orig_mod", gate).keep_groups(self.sharding.local_groups)
         local = range(num_experts) if self.sharding is None else self.sharding.local_experts
         if experts is None:
             experts = FeedForwardExperts(
@@ -256,14 +258,7 @@ class MoE(nn.Module):
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 
-        ranks = None if self.sharding is None else self.sharding.balanced
-        routing = self.gate(tokens, ranks)
-        if not isinstance(routing, Routing):
-            kind = type(routing).__name__
-            raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
-        if self.casts_tokens:
-            tokens = tokens.to(next(self.experts.parameters()).dtype)
-        y, tokens_per_expert = self._mixture(tokens, routing)
+        y, routing, tokens_per_expert = self._route_and_mix(tokens)
         y = y.to(x.dtype)
 
         if mask is not None:
@@ -299,6 +294,29 @@ class MoE(nn.Module):
         y, aux = self.forward(x.values())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
+
+    def _route_and_mix(self, tokens: Tensor) -> tuple[Tensor, Routing, Tensor]:
+        """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
+        ranks = None if self.sharding is None else self.sharding.balanced
+        dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
+        if self.sharding is not None and self.sharding.group_exchange is not None:
+            return self.sharding.group_exchange(
+                tokens,
+                getattr(self.gate, "_orig_mod", self.gate),
+                self.experts,
+                ranks,
+                fused=self._experts_are_fused(),
+                recompute=self.recompute,
+                dtype=dtype,
+            )
+        routing = self.gate(tokens, ranks)
+        if not isinstance(routing, Routing):
+            kind = type(routing).__name__
+            raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
+        if dtype is not None:
+            tokens = tokens.to(dtype)
+        y, tokens_per_expert = self._mixture(tokens, routing)
+        return y, routing, tokens_per_expert
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output] of routed tokens, and tokens_per_expert [E]."""

@@ -4,7 +4,7 @@ A single layer needs only ``MoE(..., process_group=group)``. This package has th
 layer and the tools to train a model that contains it::
 
     init_process_group  initializes torch.distributed, also after a restart by torchrun
-    ExpertParallel      the options: balance, exchange, num_chunks, a mesh with replicas
+    ExpertParallel      the options: placement, balance, exchange, num_chunks, a mesh with replicas
     parallelize         averages the gradients of the dense parameters; keeps experts sharded
     clip_grad_norm_     clips by the norm of the gradients of all ranks
     GradScaler          skips a step on all ranks if the gradients of one rank overflow
@@ -19,6 +19,7 @@ Building blocks::
     ExpertPlacement     assigns experts to ranks
     ExpertSharding      the experts of a layer, sharded over ranks
     Exchange            sends tokens to the owners of their experts and returns the outputs
+    GroupExchange       the same for groups of a hierarchical mixture with their secondary gates
 """
 
 from importlib import import_module
@@ -39,8 +40,10 @@ __all__ = [  # noqa: F405
     "ExpertPlacement",
     "ExpertSharding",
     "GradScaler",
+    "GroupExchange",
     "Layout",
     "Loaded",
+    "Placement",
     "Ranks",
     "blocks",
     "clip_grad_norm_",

@@ -8,7 +8,14 @@ from moe_ext.distributed._state import full_state_dict, load_full_state_dict
 from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
+from moe_ext.distributed.groups import GroupExchange
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
-from moe_ext.distributed.sharding import Balance, ExpertParallel, ExpertSharding, Layout
+from moe_ext.distributed.sharding import (
+    Balance,
+    ExpertParallel,
+    ExpertSharding,
+    Layout,
+    Placement,
+)
 from moe_ext.distributed.torchrun import init_process_group

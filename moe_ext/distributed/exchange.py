@@ -23,7 +23,7 @@ from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.experts import Experts
 from moe_ext.gates import Routing
 
-__all__ = ["Exchange", "ExchangeUnit"]
+__all__ = ["Exchange", "ExchangeUnit", "Received"]
 
 ExchangeUnit = Literal["rows", "tokens"]
 _Reduction = Literal["mean", "sum"]
@@ -45,6 +45,33 @@ class _Copies(NamedTuple):
     token_offsets: Tensor | None
     num_copies: Tensor
     of_row: Tensor | None
+
+
+class Received(NamedTuple):
+    """Holds the tokens that a rank received for a chunk of its experts.
+
+    A slot is a (copy, expert) assignment. Slots are ordered by copy.
+
+    Attributes:
+        x: [N, D], the copies.
+        expert_index: [N, 1], or [S] with token_offsets. The expert of each slot, counted from the
+            first of the chunk.
+        gates: the gate of each slot, in the shape of expert_index.
+        token_offsets: [N + 1]; copy n has the slots token_offsets[n] to token_offsets[n + 1] - 1.
+            None: one slot for each copy.
+        values: [S, ...], the values of each slot.
+    """
+
+    x: Tensor
+    expert_index: Tensor
+    gates: Tensor
+    token_offsets: Tensor | None
+    values: Sequence[Tensor]
+
+
+# compute(chunk, received) returns the sum of the gated outputs of each copy, [N, d_output], and
+# values of each slot, [S, ...].
+_Compute = Callable[[int, Received], tuple[Tensor, Sequence[Tensor]]]
 
 
 class _Order(NamedTuple):
@@ -104,7 +131,8 @@ class Exchange:
         self.ranks = ranks
         self.unit = unit
         self.num_chunks = num_chunks
-        self.reduction = reduction
+        # The experts need the gradients of this multiple of the mean of the ranks' losses.
+        self.factor = size if reduction == "mean" else 1
         chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in range(size)]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
         self.chunk_sizes = [len(experts) for experts in chunks[ranks.rank]]
@@ -147,21 +175,68 @@ class Exchange:
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        parts: Sequence[Callable[..., Tensor]] = [experts]
+        if self.num_chunks > 1:
+            rule = "be 1 if the experts are replaced by a module without split(sizes)"
+            if not isinstance(experts, Experts):
+                raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
+            parts = experts.split(self.chunk_sizes)
+
+        def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
+            plan = ops.dispatch_plan(received.expert_index, self.chunk_sizes[chunk])
+            y = mixture(
+                parts[chunk],
+                received.x,
+                received.gates,
+                plan,
+                received.token_offsets,
+                fused=fused,
+                recompute=recompute,
+            )
+            return y, ()
+
         gates, expert_index, token_offsets = (
             routing.gates,
             routing.expert_index,
             routing.token_offsets,
         )
+        y, tokens_per_expert, _ = self.run(x, gates, expert_index, token_offsets, compute)
+        return y, tokens_per_expert
+
+    def run(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        expert_index: Tensor,
+        token_offsets: Tensor | None,
+        compute: _Compute,
+        values: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Sends the tokens to the owners of their experts, computes there and returns the sums.
+
+        Args:
+            x: [T, D], as in `__call__`.
+            gates, expert_index, token_offsets: see `Routing`.
+            compute: called for each chunk with the chunk's number and a `Received`. Returns the sum
+                of the gated outputs of each copy, and values of each slot.
+            values: [R, ...], more values of each slot that are sent with it. None: none, and
+                gates may stay on this rank.
+
+        Returns:
+            y [T, d_output]; tokens_per_expert [E] of this rank's tokens; the values of each slot
+            that compute returned, [R, ...].
+        """
         order = self._order_on(x.device)
         size, num_chunks = self.ranks.size, self.num_chunks
         num_local = sum(self.chunk_sizes)
         # From here to y, gradients are those that the experts need.
-        factor = size if self.reduction == "mean" else 1
-        x, gates = _scale_grad(x, factor), _scale_grad(gates, factor)
+        x, gates = scale_grad(x, self.factor), scale_grad(gates, self.factor)
 
         plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
         tokens_per_expert = plan.tokens_per_expert[order.position]
-        copies = self._copies(expert_index, token_offsets, plan, order)
+        one_slot = token_offsets is None and expert_index.shape[1] == 1
+        by_row = values is None and (self.unit == "rows" or one_slot)
+        copies = self._copies(by_row, expert_index, token_offsets, plan, order)
         numbers = AllToAll(
             torch.cat([tokens_per_expert, copies.num_copies])[order.message],
             self.ranks,
@@ -190,51 +265,44 @@ class Exchange:
 
         senders = [sender(rows, copies_out, copies_in)]
         if copies.of_row is not None:
-            row_gates = ops.dispatch(gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
-            senders += [
-                sender(row_gates, rows_out, rows_in),
-                sender(copies.of_row, rows_out, rows_in),
+            row_of_slot = plan.inverse.reshape(-1, 1)
+            of_rows = [
+                ops.dispatch(v, row_of_slot) for v in (gates.reshape(-1, 1), *(values or ()))
             ]
-        parts: Sequence[Callable[..., Tensor]] = [experts]
-        if num_chunks > 1:
-            rule = "be 1 if the experts are replaced by a module without split(sizes)"
-            if not isinstance(experts, Experts):
-                raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {num_chunks}")
-            parts = experts.split(self.chunk_sizes)
+            senders += [sender(v, rows_out, rows_in) for v in (copies.of_row, *of_rows)]
         # Send one chunk ahead. More transfers at once would share the link and delay the first.
         # The backward pass starts a transfer where forward waits, so the place of each wait matters
         # for both directions.
         coming = [send(0) for send in senders]
-        going: AllToAll | None = None
-        returned = []
+        going: list[AllToAll] = []
+        returned: list[list[Tensor]] = []
         for c, counts in enumerate(received_by_chunk):
             x_c, *slots = (transfer.wait() for transfer in coming)
             if c + 1 < num_chunks:
                 coming = [send(c + 1) for send in senders]
-            index, gates_c, offsets = _slots(counts, received[:, num_local + c], len(x_c), slots)
-            plan_c = ops.dispatch_plan(index, counts.shape[1])
-            y = mixture(
-                parts[c],
-                x_c,
-                gates_c,
-                plan_c,
-                offsets,
-                fused=fused,
-                recompute=recompute,
-            )
+            in_slots, by_copy = _slots(counts, received[:, num_local + c], x_c, slots)
+            y, of_slots = compute(c, in_slots)
+            back = [y]
+            if by_copy is not None:
+                back += [value.index_select(0, by_copy.inverse) for value in of_slots]
             if torch.is_grad_enabled() and (x.requires_grad or gates.requires_grad):
-                y.requires_grad_()  # for frozen experts too: all ranks must run backward together
-            if going is not None:
-                returned.append(going.wait())
-            going = AllToAll(y, self.ranks, copies_in[c], copies_out[c])
-        assert going is not None  # there is at least one chunk
-        y = going.wait()
-        if returned:
-            y = torch.cat([*returned, y])
+                for value in back:  # for frozen experts too: all ranks must run backward together
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            if going:
+                returned.append([transfer.wait() for transfer in going])
+            going = [AllToAll(y, self.ranks, copies_in[c], copies_out[c])]
+            going += [AllToAll(v, self.ranks, rows_in[c], rows_out[c]) for v in back[1:]]
+        returned.append([transfer.wait() for transfer in going])
+        y, *of_rows = (
+            returned[0] if num_chunks == 1 else map(torch.cat, zip(*returned, strict=True))
+        )
         if copies.of_row is not None:
             gates = torch.ones_like(copies.inverse, dtype=gates.dtype)
         y = ops.combine(y, gates, copies.inverse, copies.token_offsets)
-        return _scale_grad(y, 1 / factor), tokens_per_expert
+        of_slots = [value.index_select(0, plan.inverse.reshape(-1)) for value in of_rows]
+        y, *of_slots = (scale_grad(value, 1 / self.factor) for value in (y, *of_slots))
+        return y, tokens_per_expert, of_slots
 
     def _order_on(self, device: torch.device) -> _Order:
         if device not in self._order:
@@ -243,12 +311,13 @@ class Exchange:
 
     def _copies(
         self,
+        by_row: bool,
         expert_index: Tensor,
         token_offsets: Tensor | None,
         plan: ops.DispatchPlan,
         order: _Order,
     ) -> _Copies:
-        if self.unit == "rows" or (token_offsets is None and expert_index.shape[1] == 1):
+        if by_row:
             return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
         num_destinations = len(order.bounds) - 1
         num_tokens = len(expert_index) if token_offsets is None else len(token_offsets) - 1
@@ -272,30 +341,32 @@ class Exchange:
 
 
 def _slots(
-    counts: Tensor, num_copies: Tensor, total: int, slots: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the expert and the gate of each slot of the received copies, and the slot offsets.
+    counts: Tensor, num_copies: Tensor, x: Tensor, rows: list[Tensor]
+) -> tuple[Received, ops.DispatchPlan | None]:
+    """Orders received rows by copy; returns the slots and the plan that sorts rows into slots.
 
     Args:
         counts: [ranks, experts], the number of received rows from each rank for each expert.
         num_copies: [ranks], the number of received copies from each rank.
-        total: the sum of num_copies.
-        slots: the gates [R, 1] of the rows and the copy of each row, counted from the first of its
-            rank. Empty if each row has its own copy; then the gates stay on the token's rank.
+        x: [N, D], the received copies.
+        rows: the copy of each row, counted from the first of its rank, the gates [S, 1] of the rows
+            and more values of them. Empty if each row has its own copy; then the gates stay on the
+            token's rank and the plan is None.
     """
-    if not slots:
-        index = columns_of(counts, total)[:, None]
-        return index, torch.ones_like(index, dtype=torch.float32), None
-    gates, copy = slots
+    if not rows:
+        index = columns_of(counts, len(x))[:, None]
+        return Received(x, index, torch.ones_like(index, dtype=torch.float32), None, ()), None
+    copy, *values = rows
     index = columns_of(counts, len(copy))
     first = num_copies.cumsum(0) - num_copies
     copy = copy + first.repeat_interleave(counts.sum(1), output_size=len(copy))
-    by_copy = ops.dispatch_plan(copy, total)
-    gates = ops.dispatch(gates, by_copy.inverse[:, None])
-    return index[by_copy.permutation], gates[:, 0], by_copy.offsets
+    by_copy = ops.dispatch_plan(copy, len(x))
+    gates, *values = (ops.dispatch(value, by_copy.inverse[:, None]) for value in values)
+    index = index[by_copy.permutation]
+    return Received(x, index, gates[:, 0], by_copy.offsets, values), by_copy
 
 
-def _scale_grad(x: Tensor, factor: float) -> Tensor:
+def scale_grad(x: Tensor, factor: float) -> Tensor:
     """Returns x and multiplies its gradient by `factor` in the backward pass."""
     return _ScaleGrad.apply(x, factor)
 

@@ -10,14 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require, require_sizes
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
+from moe_ext.distributed.groups import GroupExchange
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.experts import Experts, ModuleExperts
 from moe_ext.gates import Gate
 
-__all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Layout"]
+__all__ = ["Balance", "ExpertParallel", "ExpertSharding", "Layout", "Placement"]
 
 Balance = Literal["global", "local"]
+Placement = Literal["experts", "groups"]
 
 
 class Layout(NamedTuple):
@@ -69,6 +71,10 @@ class ExpertParallel:
         exchange: the unit that is sent between ranks, "rows" or "tokens"; see `Exchange`.
         num_chunks: number of chunks of each rank's experts. Each chunk is computed while rows of
             other chunks are sent; see `Exchange`.
+        placement: what a rank owns. "experts": whole groups of experts; every rank has all gates.
+            "groups": whole groups with their secondary gates; see `GroupExchange`. Each token is
+            then sent once, for any `exchange`. None: "groups" for a `HierarchicalNoisyTopKGate`
+            with balance="global", else "experts".
 
     Raises:
         ValueError: an option is out of range.
@@ -79,17 +85,20 @@ class ExpertParallel:
     balance: Balance = "global"
     exchange: ExchangeUnit = "rows"
     num_chunks: int = 1
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.process_group, ProcessGroup | DeviceMesh | None):
             kind = type(self.process_group).__name__
             rule = "be a ProcessGroup, a DeviceMesh or None"
             raise TypeError(f"ExpertParallel: process_group must {rule}, got {kind}")
-        for name, names in (("balance", get_args(Balance)), ("exchange", get_args(ExchangeUnit))):
-            value = getattr(self, name)
-            require(
-                value in names, f"ExpertParallel: {name}", f"be one of {', '.join(names)}", value
-            )
+        for name, names in (
+            ("balance", get_args(Balance)),
+            ("exchange", get_args(ExchangeUnit)),
+            ("placement", (*get_args(Placement), None)),
+        ):
+            value, listed = getattr(self, name), ", ".join(map(str, names))
+            require(value in names, f"ExpertParallel: {name}", f"be one of {listed}", value)
         require_sizes("ExpertParallel", num_chunks=self.num_chunks)
 
 
@@ -105,10 +114,13 @@ class ExpertSharding:
         placement: the assignment of experts to ranks.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
-        exchange: sends tokens to their experts; None: this rank has all experts.
+        exchange: sends tokens to their experts; None: this rank has all experts, or has groups.
+        group_exchange: sends tokens to their groups; None: the placement is not "groups", or this
+            rank has all experts.
+        local_groups: the groups of this rank; None: the placement is not "groups".
 
     Raises:
-        ValueError: the gate does not support the balance option.
+        ValueError: the gate does not support the options.
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate) -> None:
@@ -130,9 +142,27 @@ class ExpertSharding:
             options.balance,
         )
         self.balanced = self.layout.world if several and not local else None
-        self.exchange = None
-        if ranks.size > 1:
+        self.exchange: Exchange | None = None
+        self.group_exchange: GroupExchange | None = None
+        self.local_groups: range | None = None
+        can_share = bool(gate.secondary_parameters)
+        by_groups = options.placement == "groups"
+        name = "ExpertParallel: placement"
+        rule = 'be "experts" for a gate without secondary gates that ranks can share'
+        require(can_share or not by_groups, name, rule, options.placement)
+        rule = 'be "experts" with balance="local"'
+        require(not (local and by_groups), name, rule, options.placement)
+        if options.placement is None:
+            by_groups = can_share and not local
+        if ranks.size == 1:
+            return
+        if not by_groups:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
+            return
+        size = gate.experts_per_group
+        groups = ExpertPlacement(gate.num_experts // size, ranks.size)
+        self.local_groups = groups.experts_of(ranks.rank)
+        self.group_exchange = GroupExchange(Exchange(groups, ranks, "tokens", options.num_chunks))
 
     def require_experts(self, experts: object) -> None:
         """Checks that the experts support the options of the layer, equally on all ranks.
@@ -140,9 +170,12 @@ class ExpertSharding:
         Raises:
             ValueError: a chunk of some rank would have no module, or the experts cannot be split.
         """
-        if self.exchange is None:
+        exchange = self.exchange
+        if self.group_exchange is not None:
+            exchange = self.group_exchange.exchange
+        if exchange is None:
             return
-        num_chunks = self.exchange.num_chunks
+        num_chunks = exchange.num_chunks
         if isinstance(experts, ModuleExperts | nn.ModuleList | Sequence):
             least = self.placement.num_ranks * num_chunks
             require(

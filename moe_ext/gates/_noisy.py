@@ -43,25 +43,35 @@ class NoisyGate(Gate):
         w_noise: Tensor,
         k: int,
         plan: ops.DispatchPlan | None = None,
+        token_offsets: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> tuple[Tensor, ops.TopKSelection]:
         """Returns the clean logits x · w_gate and the selection of the k largest noisy logits.
 
         In training mode, x · w_noise gives the standard deviation of the noise. A dispatch plan
-        assigns tokens to groups. The results then have one row for each (token, group) assignment,
-        and w_gate and w_noise have one matrix for each group.
+        assigns tokens to groups, with token_offsets as in `moe_ext.ops.dispatch`. The results then
+        have one row for each (token, group) assignment, and w_gate and w_noise have one matrix for
+        each group. Noise is in slot order, so that it does not depend on other tokens' groups; it
+        is drawn here if it is None.
         """
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             if plan is None:
                 return matmul(x, weight)
-            return ops.experts(x, [weight], offsets=plan.offsets, inverse=plan.inverse)
+            return ops.experts(
+                x,
+                [weight],
+                offsets=plan.offsets,
+                inverse=plan.inverse,
+                token_offsets=token_offsets,
+            )
 
         clean_logits = logits(x, w_gate, product)
-        raw_noise_stddev = noise = None
+        raw_noise_stddev = None
         if self.training:
-            raw_noise_stddev, noise = logits(x, w_noise, product), self.draw_noise(clean_logits)
+            raw_noise_stddev = logits(x, w_noise, product)
+            noise = self.draw_noise(clean_logits) if noise is None else noise
             if plan is not None:
-                # Noise is drawn in slot order: it does not depend on other tokens' groups.
                 noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
         kept = ops.noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, self.noise_epsilon)
         return clean_logits, kept

@@ -36,12 +36,13 @@ D = 6
 
 
 def sharing(process_group, options):
-    """Moves balance, exchange and num_chunks from the layer's options to `ExpertParallel`."""
+    """Moves the options of `ExpertParallel` out of the layer's options."""
+    names = {"balance", "exchange", "num_chunks", "placement"} & options.keys()
+    rest = {k: v for k, v in options.items() if k not in names}
     if process_group is None:
-        return options
-    names = {"balance", "exchange", "num_chunks"} & options.keys()
+        return rest
     parallel = ExpertParallel(process_group, **{name: options[name] for name in names})
-    return {k: v for k, v in options.items() if k not in names} | {"parallel": parallel}
+    return rest | {"parallel": parallel}
 
 
 def gated(gate, **options):
@@ -55,6 +56,8 @@ KINDS = {
     "softmax": lambda **options: MoE(D, 4, 4, gate=SoftmaxGate(D, 4), **options),
     "swiglu": lambda **options: MoE(D, 6, 2, activation="swiglu", bias=True, **options),
     "hierarchical": lambda **options: HierarchicalMoE(D, 3, 4, (2, 3), **options),
+    "one group each": lambda **options: HierarchicalMoE(D, 4, 2, (1, 2), **options),
+    "one expert each": lambda **options: HierarchicalMoE(D, 4, 1, (2, 1), **options),
     "balanced": lambda **options: gated(BalancedGate(D, 5, 2), **options),
     "hierarchical balanced": lambda **options: gated(
         HierarchicalBalancedGate(D, 3, 4, 2), **options
@@ -71,7 +74,11 @@ def layer_of(kind, process_group=None, **options):
     layer = layer.double()
     generator = torch.Generator().manual_seed(2)
     for name, param in layer.named_parameters():
-        if not name.startswith("experts."):
+        if name.endswith("_secondary"):
+            whole = param.new_empty(layer.gate.num_groups, *param.shape[1:])
+            torch.nn.init.normal_(whole, generator=generator)
+            param.data.copy_(whole[layer.gate.groups.start : layer.gate.groups.stop])
+        elif not name.startswith("experts."):
             torch.nn.init.normal_(param, generator=generator)
     return layer
 
@@ -87,7 +94,8 @@ def fix_noise(layer, counts, rank=None, levels=2):
 
     def draw_noise(like):
         call = next(calls)
-        per_token = 2 if call % levels == 1 else 1  # second level: one row per chosen group
+        k_of_levels = getattr(getattr(layer, "gate", None), "k_of_levels", (2,))
+        per_token = k_of_levels[0] if call % levels == 1 else 1  # second level: one row per group
         table = torch.Generator().manual_seed(call)
         noise = torch.randn(
             sum(counts) * per_token, like.shape[1], dtype=like.dtype, generator=table
@@ -120,9 +128,10 @@ def step_of_process(group, rank, kind, counts, options):
     loss.backward()
     size = dist.get_world_size(group)
     grads = {}
+    sharded = expert_parameters(layer)
     for name, param in layer.named_parameters():
         assert param.grad is not None, name
-        if not name.startswith("experts."):
+        if name not in sharded:
             dist.all_reduce(param.grad, group=group)
             param.grad /= size
         grads[name] = param.grad
@@ -135,7 +144,8 @@ def step_of_process(group, rank, kind, counts, options):
         "load": aux.load.detach(),
         "expert_index": aux.expert_index,
         "tokens_per_expert": aux.tokens_per_expert,
-        "experts": layer.sharding.local_experts,
+        "gates": aux.gates.detach(),
+        "bounds": {name: entry.bounds for name, entry in sharded.items()},
     }
 
 
@@ -152,32 +162,38 @@ def step_of_all(kind, counts, options):
 
 
 COUNTS = [[9], [5, 8], [4, 0, 6], [3, 7, 0, 5]]
+HOW = {
+    "rows": {"exchange": "rows", "placement": "experts"},
+    "tokens": {"exchange": "tokens", "placement": "experts"},
+    "groups": {"placement": "groups"},
+}
 
 
 @pytest.mark.equation("Sec. 3.1")
-@pytest.mark.parametrize("exchange", ["rows", "tokens"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_one_process(workers, kind, counts, num_chunks, exchange):
+def test_equals_one_process(workers, kind, counts, num_chunks, how):
     layer, x, y, aux = step_of_all(kind, counts, {})
-    options = {"exchange": exchange, "num_chunks": num_chunks}
+    if how == "groups" and not layer.gate.secondary_parameters:
+        pytest.skip("the gate has no secondary gates that ranks can share")
+    options = HOW[how] | {"num_chunks": num_chunks}
     parts = workers.run(len(counts), step_of_process, kind, counts, options)
-    same = assert_same_bits if exchange == "rows" else assert_exact
+    same = assert_same_bits if how == "rows" else assert_exact
     same(torch.cat([part["y"] for part in parts]), y)
     assert torch.equal(torch.cat([part["expert_index"] for part in parts]), aux.expert_index)
+    assert_exact(torch.cat([part["gates"] for part in parts]), aux.gates)
     assert torch.equal(sum(part["tokens_per_expert"] for part in parts), aux.tokens_per_expert)
     assert_exact(torch.cat([part["x"] for part in parts]) / len(counts), x.grad)
     for part in parts:
         assert_exact(part["loss"], aux.loss)
         assert_exact(part["importance"], aux.importance)
         assert_exact(part["load"], aux.load)
-        experts = part["experts"]
+        assert part["grads"].keys() == dict(layer.named_parameters()).keys()
         for name, param in layer.named_parameters():
-            expected = param.grad
-            if name.startswith("experts."):
-                expected = expected[experts.start : experts.stop]
-            assert_exact(part["grads"][name], expected)
+            first, last, _ = part["bounds"].get(name, (0, None, None))
+            assert_exact(part["grads"][name], param.grad[first:last])
 
 
 S = 4

@@ -86,11 +86,16 @@ def test_options_of_a_plan():
 
 def test_secondary_gates_with_their_groups():
     moe = {"num_groups": 4, "k": 2}  # 4 groups of 2; a secondary gate has 2 · 4 · 2 weights
-    everywhere = plan(config(moe), DEVICE, 4)
-    split = plan(config(moe), DEVICE, 4, split_gates=True)
+    everywhere = plan(config(moe), DEVICE, 4, placement="experts")
+    split = plan(config(moe), DEVICE, 4)
     assert everywhere.dense_parameters - split.dense_parameters == 4 * 16
     assert everywhere.parameter_bytes - split.parameter_bytes == 4 * 3 * 16
     assert everywhere.reduce_bytes - split.reduce_bytes == 2 * 3 / 4 * 4 * 64
+    # Each token has 2 of 4 groups, 3/4 of them remote: 18 pairs, each a copy of 4 + 4 numbers. In
+    # forward, a gate, an int64 index and 2 noises go, 2 gates and 2 int32 indices come back. In
+    # backward, the gradients of 1 + 2 gates.
+    assert split.exchange_bytes == 2 * 18 * 8 * 4 + 18 * (4 + 8 + 2 * 4 + 2 * 8) + 18 * 3 * 4
+    assert everywhere.exchange_bytes == 2 * 36 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -113,6 +118,9 @@ def test_exchange_bytes():
     assert exchange_bytes(10, 7, 3, 5, 2, "rows") == (10 * 8 * 2, 10 * 8 * 2)
     # Each row adds a float32 gate and an int64 index; backward adds the gradient of the gate.
     assert exchange_bytes(10, 7, 3, 5, 2, "tokens") == (7 * 8 * 2 + 120, 7 * 8 * 2 + 40)
+    # A secondary gate over 6 experts adds its noise, and 2 gates and indices on the way back.
+    grouped = exchange_bytes(10, 7, 3, 5, 2, "rows", secondary=(6, 2))
+    assert grouped == (7 * 8 * 2 + 120 + 10 * (24 + 16), 7 * 8 * 2 + 40 + 80)
 
 
 CONFIGS = {
@@ -171,9 +179,7 @@ def test_what_is_kept_is_about_what_autograd_keeps(num_groups, dropout):
 def test_a_trillion_parameters():
     """Sec. 3.1: the load of a device does not grow if experts are in proportion to devices."""
     base = read_config(ROOT / "configs/news/moe-131072-h.toml", ["data.tokens_per_batch=19531"])
-    small, large = (
-        plan(plan_cluster.grown(base, n), DEVICES["k40"], 128 * n, split_gates=True) for n in (1, 8)
-    )
+    small, large = (plan(plan_cluster.grown(base, n), DEVICES["k40"], 128 * n) for n in (1, 8))
     assert small.num_experts == 2**17  # 137 billion parameters (App. D)
     assert small.dense_parameters + small.expert_parameters == pytest.approx(137.7e9, rel=1e-3)
     assert large.dense_parameters + large.expert_parameters > 1.1e12
@@ -181,7 +187,7 @@ def test_a_trillion_parameters():
     assert large.exchange_bytes < 1.01 * small.exchange_bytes
     assert large.step_seconds(overlap=False) < 1.05 * small.step_seconds(overlap=False)
     # Replicated secondary gates would grow with the experts: 2 · 512 weights each.
-    copied = plan(plan_cluster.grown(base, 8), DEVICES["k40"], 1024)
+    copied = plan(plan_cluster.grown(base, 8), DEVICES["k40"], 1024, placement="experts")
     assert copied.dense_parameters - large.dense_parameters == 2 * 512 * 2**20
 
 

@@ -62,6 +62,27 @@ def test_the_plan_of_a_cluster_has_the_same_bytes(run, exchange):
     assert sent == 2 * planned
 
 
+@pytest.fixture(scope="module")
+def grouped_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    arguments = ["--processes", "2", "--chunks", "1", "--rounds", "2", "--warm-up", "0"]
+    arguments += ["--tokens", "6", "--experts", "8", "--group-size", "4", "--k", "2"]
+    assert (
+        distributed.main([*arguments, "--hidden", "8", "--width", "12", "--json", str(path)]) == 0
+    )
+    return {r["exchange"]: r["bytes"] for r in json.loads(path.read_text())["results"]}
+
+
+def test_bytes_of_a_hierarchical_layer(grouped_run):
+    """With k1 = 2, a token that leaves twice needs two rows, of its k1 · k2 = 4 otherwise."""
+    for found in grouped_run.values():
+        for each in (found or {}).values():
+            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+    groups, rows = grouped_run["groups"], grouped_run["rows"]
+    for name in ("forward", "backward"):
+        assert 0 < groups[name]["rows"] <= rows[name]["rows"] / 1.2
+
+
 def test_figures_of_a_run(run):
     for result in run:
         speed = 1e3 * 2 * TOKENS / result["step_ms"][1]

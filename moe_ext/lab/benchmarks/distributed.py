@@ -3,6 +3,7 @@
     python scripts/benchmarks/distributed.py                          # 1, 2, 4 ranks: 4 minutes
     python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200      # MB/s; Linux, root
     python scripts/benchmarks/distributed.py --processes 2 --bandwidth 200 --compute-ms 200
+    python scripts/benchmarks/distributed.py --group-size 16 --experts 64 --k 2    # hierarchical
     python scripts/benchmarks/distributed.py --json distributed.json --plot distributed.png
     torchrun --nproc-per-node 8 scripts/benchmarks/distributed.py --processes 1 8 --device cuda
 
@@ -14,9 +15,10 @@ number of rows at every world size (Sec. 3.1). The gate's gradients are not all-
 Bytes are what the layer passes to `all_to_all_single` for other ranks, summed over all ranks. The
 minimum for --exchanges rows is the number of (token, expert) assignments to other ranks times
 d_in + d_out elements, in forward and again in backward. The minimum for --exchanges tokens counts
-(token, rank) pairs instead, plus a gate and an index for each row, and the gate's gradient. The
-bytes of the row counts ("counts") and those passed to `all_reduce` ("losses") are listed
-separately.
+(token, rank) pairs instead, plus a gate and an index for each row, and the gate's gradient. With
+--group-size, the layer is hierarchical and a token uses k groups and k experts of each. Its
+exchange "groups" is ``ExpertParallel(placement="groups")``. The bytes of the row counts ("counts")
+and those passed to `all_reduce` ("losses") are listed separately.
 
 Rounds are interleaved, across world sizes too, and each step starts after a barrier. Each time is
 that of the slowest rank. Figures are medians over the rounds, with quartiles in brackets:
@@ -57,8 +59,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ext import Experts, MoE, MoEAux
-from moe_ext.distributed import AllToAll, Exchange, ExchangeUnit, ExpertSharding, Ranks
+from moe_ext import Experts, HierarchicalMoE, HierarchicalNoisyTopKGate, MoE, MoEAux
+from moe_ext.distributed import (
+    AllToAll,
+    Exchange,
+    ExchangeUnit,
+    ExpertParallel,
+    ExpertPlacement,
+    GroupExchange,
+    Placement,
+    Ranks,
+)
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, ratio
 from moe_ext.lab.benchmarks.memory import keep_freed_memory
 from moe_ext.lab.files import write_json
@@ -69,7 +80,8 @@ from moe_ext.lab.training.device import avoid_missing_amx
 from moe_ext.lab.training.report import markdown_table
 
 PASSES = ("forward", "backward")
-_EXCHANGES = list(get_args(ExchangeUnit))
+_UNITS = list(get_args(ExchangeUnit))
+_GROUPS = "groups"  # the exchange of placement="groups"
 
 
 class Key(NamedTuple):
@@ -89,12 +101,17 @@ class _Call(NamedTuple):
     sent: list[int]
     received: list[int]
 
-    @property
-    def kind(self) -> str:
-        """Returns "indices", "gates" or "rows"; the first call of a step sends the row counts."""
+    def kind(self, width: int) -> str:
+        """Returns "indices", "gates" or "rows"; the first call of a step sends the row counts.
+
+        Gates include the noise of gates.
+
+        Args:
+            width: the width of x and y.
+        """
         if not self.dtype.is_floating_point:
             return "indices"
-        return "gates" if self.shape == (1,) else "rows"
+        return "rows" if self.shape == (width,) else "gates"
 
     def leaving(self, rank: int) -> int:
         """Returns the bytes that `rank` sends to other ranks in this call."""
@@ -208,44 +225,63 @@ class _World:
         self.ranks = Ranks(group)
         size = self.ranks.size
         dtype, device = getattr(torch, args.dtype), torch.device(args.device)
-        self.layer = self.make(args, group).to(device, dtype)
+        self.layer = self.make(args, group, "experts").to(device, dtype)
         self.x = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
         self.x.requires_grad_()
         self.dy = torch.randn_like(self.x) / args.tokens
         self.functions: dict[Key, Callable[[], object]] = {}
         self.passes: dict[Key, dict[str, Bytes]] = {}
-        alone = self.make(args, None).to(device, dtype)
+        alone = self.make(args, None, "experts").to(device, dtype)
         self.functions[Key(size, "alone")] = lambda: self.step(alone)
         if size == 1:
             return
+        grouped = self.make(args, group, "groups") if _GROUPS in args.exchanges else self.layer
+        grouped = grouped.to(device, dtype)
         for exchange in args.exchanges:
+            layer = grouped if exchange == _GROUPS else self.layer
             for chunks in args.chunks:
                 key = Key(size, "step", exchange, chunks)
-                shared = Exchange(self.sharding.placement, self.ranks, exchange, chunks)
-                calls = self.count(key, shared)
-                self.functions[key] = partial(self.step, self.layer, shared)
+                shared = self.exchange_of(layer, exchange, chunks)
+                calls = self.count(key, layer, shared)
+                self.functions[key] = partial(self.step, layer, shared)
                 if chunks == 1:
                     self.add_transfers(size, exchange, *calls)
 
-    @property
-    def sharding(self) -> ExpertSharding:
-        assert self.layer.sharding is not None  # the layer has a process group
-        return self.layer.sharding
+    def exchange_of(self, layer: MoE, name: str, num_chunks: int) -> Exchange | GroupExchange:
+        """Makes the exchange of a layer that has a process group."""
+        sharding = layer.sharding
+        assert sharding is not None
+        if sharding.group_exchange is None:
+            return Exchange(sharding.placement, self.ranks, name, num_chunks)
+        groups = sharding.group_exchange.exchange.placement
+        return GroupExchange(Exchange(groups, self.ranks, "tokens", num_chunks))
 
     @staticmethod
-    def make(args: argparse.Namespace, group: dist.ProcessGroup | None) -> MoE:
+    def make(
+        args: argparse.Namespace, group: dist.ProcessGroup | None, placement: Placement
+    ) -> MoE:
         size = 1 if group is None else dist.get_world_size(group)
-        experts = args.experts * size
-        k = min(args.k, experts)
+        experts, b = args.experts * size, args.group_size
+        k = min(args.k, experts // max(b, 1), b or experts)
         options: dict[str, Any] = {"hidden_sizes": [args.hidden]}
         if args.compute_ms:
-            seconds_per_row = args.compute_ms / 1e3 / (args.tokens * k)
-            options = {"experts": _Resting(args.experts, seconds_per_row)}
-        return MoE(args.width, experts, k, process_group=group, **options)
+            rows = args.tokens * (k * k if b else k)
+            options = {"experts": _Resting(args.experts, args.compute_ms / 1e3 / rows)}
+        if group is not None:
+            options["parallel"] = ExpertParallel(group, placement=placement)
+        if b:
+            return HierarchicalMoE(args.width, experts // b, b, k, **options)
+        return MoE(args.width, experts, k, **options)
 
-    def forward(self, layer: MoE, exchange: Exchange | None = None) -> tuple[list[Tensor], MoEAux]:
+    def forward(
+        self, layer: MoE, exchange: Exchange | GroupExchange | None = None
+    ) -> tuple[list[Tensor], MoEAux]:
         if exchange is not None:
-            self.sharding.exchange = exchange
+            assert layer.sharding is not None  # the layer has a process group
+            if isinstance(exchange, GroupExchange):
+                layer.sharding.group_exchange = exchange
+            else:
+                layer.sharding.exchange = exchange
         y, aux = layer(self.x)
         return [y, aux.loss], aux
 
@@ -254,37 +290,50 @@ class _World:
         self.x.grad = None
         layer.zero_grad()
 
-    def step(self, layer: MoE, exchange: Exchange | None = None) -> None:
+    def step(self, layer: MoE, exchange: Exchange | GroupExchange | None = None) -> None:
         self.backward(layer, self.forward(layer, exchange)[0])
 
-    def count(self, key: Key, exchange: Exchange) -> tuple[list[_Call], list[_Call]]:
+    def count(
+        self, key: Key, layer: MoE, exchange: Exchange | GroupExchange
+    ) -> tuple[list[_Call], list[_Call]]:
         """Records the bytes of a step; returns the all_to_all_single calls of each pass."""
         calls: list[list[_Call]] = [[], []]
         sums: list[list[int]] = [[], []]
         with recorded(calls[0], sums[0]):
-            results, aux = self.forward(self.layer, exchange)
+            results, aux = self.forward(layer, exchange)
         with recorded(calls[1], sums[1]):
-            self.backward(self.layer, results)
+            self.backward(layer, results)
+        index, secondary = aux.expert_index, None
+        placement = layer.sharding.placement if layer.sharding else None
+        if isinstance(exchange, GroupExchange):
+            assert isinstance(layer.gate, HierarchicalNoisyTopKGate)
+            k2 = layer.gate.k_of_levels[1]
+            secondary = layer.gate.experts_per_group, k2
+            index = index[:, ::k2] // layer.gate.experts_per_group
+            placement = exchange.exchange.placement
+        assert placement is not None  # the layer has a process group
         least = exchange_bytes(
-            *self.leaving(aux.expert_index),
+            *self.leaving(index, placement),
             self.x.shape[1],
             results[0].shape[1],
             self.x.element_size(),
             key.exchange,
             aux.gates.element_size(),
+            secondary,
         )
         self.passes[key] = {}
         for name, called, summed, minimum in zip(PASSES, calls, sums, least, strict=True):
             found = Bytes(minimum=minimum, losses=sum(summed))
             for number, call in enumerate(called):
-                kind = "counts" if (name, number) == ("forward", 0) else call.kind
+                first = (name, number) == ("forward", 0)
+                kind = "counts" if first else call.kind(self.x.shape[1])
                 setattr(found, kind, getattr(found, kind) + call.leaving(self.ranks.rank))
             self.passes[key][name] = found
         return calls[0], calls[1]
 
-    def leaving(self, expert_index: Tensor) -> tuple[int, int]:
+    def leaving(self, expert_index: Tensor, placement: ExpertPlacement) -> tuple[int, int]:
         """Returns the numbers of rows and of (token, rank) pairs that leave this rank."""
-        placement, home = self.sharding.placement, self.ranks.rank
+        home = self.ranks.rank
         owners = [
             {placement.owner(e) for e in experts if placement.owner(e) != home}
             for experts in expert_index.tolist()
@@ -562,7 +611,18 @@ def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--processes", type=at_least(1), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--exchanges", nargs="+", choices=_EXCHANGES, default=_EXCHANGES)
+    parser.add_argument(
+        "--exchanges",
+        nargs="+",
+        choices=[*_UNITS, _GROUPS],
+        help="default: rows and tokens; with --group-size also groups",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=at_least(0),
+        default=0,
+        help="experts in a group of a hierarchical layer (0: a flat layer)",
+    )
     parser.add_argument(
         "--chunks",
         type=at_least(1),
@@ -597,6 +657,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
+    if args.exchanges is None:
+        args.exchanges = [*_UNITS, _GROUPS] if args.group_size else _UNITS
+    if args.group_size == 0 and _GROUPS in args.exchanges:
+        parser.error("--exchanges groups needs --group-size")
+    if args.group_size and args.experts % args.group_size:
+        parser.error(
+            f"--experts must be a multiple of --group-size = {args.group_size}, got {args.experts}"
+        )
     if not dist.is_torchelastic_launched():
         return launch(sys.argv[1:] if arguments is None else arguments, args)
 
@@ -614,7 +682,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title = (
             f"{environment()}; processors: {os.cpu_count()}, threads per rank: {args.threads}\n"
             f"T = {args.tokens} and E = {args.experts} per rank, k = {args.k}, D = {args.width}, "
-            f"F = {args.hidden}, {args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
+            f"F = {args.hidden}, "
+            + (f"groups of {args.group_size}, " if args.group_size else "")
+            + f"{args.dtype} on {args.device}, {args.rounds} rounds, link {link}"
             + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
         )
         print(title)

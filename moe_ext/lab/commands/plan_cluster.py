@@ -9,13 +9,13 @@ adds experts in proportion to devices, up to a trillion parameters (Sec. 3.1). M
 time for each device stay about the same:
 
     python scripts/plan_cluster.py configs/news/moe-131072-h.toml data.tokens_per_batch=19531 \\
-        --devices 128 256 512 1024 --device k40 --weak --split-gates
+        --devices 128 256 512 1024 --device k40 --weak
 
 Arguments after the configuration are overrides, as in train.py. data.tokens_per_batch is the number
 of tokens for each device. With --weak, the configuration's numbers of experts and groups are for
-the first value of --devices and grow in proportion to the devices. With --split-gates, each device
-holds the secondary gates of its own groups only, as in the paper. Without it, every device holds a
-replica of all secondary gates, as moe_ext does. With 1,024 devices, these replicas need more memory
+the first value of --devices and grow in proportion to the devices. In a hierarchical mixture, each
+device holds the secondary gates of its own groups, as in the paper. With --placement experts, every
+device holds a replica of all secondary gates. With 1,024 devices, these replicas need more memory
 than the rest of the model. A device is a preset, a set of values, or a preset with some values
 replaced. moe_ext/lab/training/cluster.py has the arithmetic and says which numbers are estimates.
 
@@ -34,7 +34,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args
 
-from moe_ext.distributed import ExchangeUnit
+from moe_ext.distributed import ExchangeUnit, Placement
 from moe_ext.lab.files import write_json
 from moe_ext.lab.training.cluster import DEVICES, Device, Plan, plan
 from moe_ext.lab.training.command import add_overrides, at_least, make_parser
@@ -146,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="what the all-to-all sends (%(default)s)",
     )
     parser.add_argument(
-        "--split-gates",
-        action="store_true",
-        help="each device holds the secondary gates of its own groups only",
+        "--placement",
+        choices=get_args(Placement),
+        help="what a device owns: experts, or groups with their gates (default: groups if any)",
     )
     parser.add_argument(
         "--weak", action="store_true", help="grow the experts in proportion to the devices"
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"--devices must be multiples of the first value with --weak, got {number}"
             )
         these = grown(config, number // args.devices[0]) if args.weak else config
-        options = {name: getattr(args, name) for name in ("exchange", "split_gates")}
+        options = {name: getattr(args, name) for name in ("exchange", "placement")}
         plans.append(plan(these, device, number, **options))
     values = ", ".join(f"{name} {value:.4g}" for name, value in asdict(device).items())
     print(f"{args.config}, device: {values}\n\n{table(plans, device)}")

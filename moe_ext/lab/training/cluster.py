@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_ext import FeedForwardExperts, MoE
 from moe_ext.checks import require, require_at_least
-from moe_ext.distributed import ExchangeUnit, ExpertPlacement
+from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
 from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
@@ -61,12 +61,17 @@ def exchange_bytes(
     itemsize: int,
     exchange: str,
     gate_itemsize: int = 4,
+    secondary: tuple[int, int] | None = None,
 ) -> tuple[float, float]:
     """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
 
     Forward sends x to the experts and y back; backward sends the gradients of x and y. With
     exchange="tokens", forward also sends the gates and an int64 index for each row, and backward
     sends the gradients of the gates.
+
+    With placement="groups", the same holds for groups in place of experts. Forward also sends the
+    noise of a secondary gate, and returns the gates and int32 indices of k2 experts. Backward sends
+    the gradients of these gates.
 
     Args:
         rows: number of (token, expert) assignments to experts on other ranks.
@@ -76,15 +81,20 @@ def exchange_bytes(
         itemsize: bytes of an element of x and y.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
         gate_itemsize: bytes of a gate.
+        secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
+            with placement="groups"; exchange has then no effect. None: placement="experts".
 
     Returns:
         The bytes in forward, and the bytes in backward.
     """
-    if exchange == "rows":
+    if exchange == "rows" and secondary is None:
         both = rows * (d_input + d_output) * itemsize
         return both, both
     both = copies * (d_input + d_output) * itemsize
-    return both + rows * (gate_itemsize + 8), both + rows * gate_itemsize
+    b, k2 = secondary or (0, 0)
+    forward = gate_itemsize + 8 + b * gate_itemsize + k2 * (gate_itemsize + 4)
+    backward = gate_itemsize + k2 * gate_itemsize
+    return both + rows * forward, both + rows * backward
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
@@ -187,7 +197,7 @@ def plan(
     num_devices: int,
     *,
     exchange: str = "rows",
-    split_gates: bool = False,
+    placement: Placement | None = None,
 ) -> Plan:
     """Computes the cost of a training step with the experts sharded over `num_devices` devices.
 
@@ -200,8 +210,7 @@ def plan(
         device: the peak rates of one device.
         num_devices: d, number of devices.
         exchange: "rows" or "tokens"; see ``moe_ext.distributed.exchange.Exchange``.
-        split_gates: whether the secondary gates of a hierarchical mixture are sharded with their
-            groups (Sec. 3.1). `HierarchicalMoE` has all gates on every rank.
+        placement: see ``moe_ext.distributed.ExpertParallel``.
 
     Raises:
         ValueError: exchange or num_devices is out of range, or the model has no "moe" layer, or it
@@ -231,12 +240,13 @@ def plan(
 
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
-    placement = ExpertPlacement(num_experts, num_devices, group)
-    share = max(placement.counts)
+    of_experts = ExpertPlacement(num_experts, num_devices, group)
+    by_groups = placement != "experts" and bool(layers[0].gate.secondary_parameters)
+    share = max(of_experts.counts)
     expert = sum(weight[0].numel() for weight in weights)
     gate_parameters = layers[0].gate.named_parameters()
     secondary = sum(p.numel() for name, p in gate_parameters if name.endswith("_secondary"))
-    beside = len(layers) * secondary // num_experts if split_gates else 0  # each expert's part
+    beside = len(layers) * secondary // num_experts if by_groups else 0  # each expert's part
     everything = sum(p.numel() for p in model.parameters())
     dense = everything - len(layers) * num_experts * expert - num_experts * beside
     local = dense + share * (len(layers) * expert + beside)
@@ -246,8 +256,16 @@ def plan(
     averages = 2 * local - _averages_saved(config, model, share)
 
     # Cost of each token; activations of experts are on the ranks of the experts.
-    rows, copies = leaving(placement, moe.k)
-    sent = exchange_bytes(rows, copies, d_input, d_output, row_itemsize, exchange)
+    if by_groups:
+        rows, copies = leaving(ExpertPlacement(moe.num_groups, num_devices), moe.k)
+        secondary = group, moe.k
+        exchange = "tokens"
+    else:
+        rows, copies = leaving(of_experts, moe.k)
+        secondary = None
+    sent = exchange_bytes(
+        rows, copies, d_input, d_output, row_itemsize, exchange, secondary=secondary
+    )
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
     kept = _kept_of_token(config, model, group, travelling)
     flops_of_token = training_flops(model).total
