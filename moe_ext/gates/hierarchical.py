@@ -174,7 +174,10 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         gates = ops.combine(kept.gates, primary_gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
         expert_index = kept.expert_index.index_select(0, plan.inverse.reshape(-1))
         expert_index = expert_index + group_index.reshape(-1, 1) * self.experts_per_group
-        load = self._load(clean_rows, kept, plan.offsets) if self.training else None
+        load = None
+        if self.training:
+            # A rank may have no groups.
+            load = self._load(clean_rows, kept, plan.offsets) if len(w_gate) else clean_rows[:0]
         return SecondarySelection(gates, expert_index, plan.tokens_per_expert, load)
 
     def routing(

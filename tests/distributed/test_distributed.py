@@ -77,7 +77,8 @@ def layer_of(kind, process_group=None, **options):
         if name.endswith("_secondary"):
             whole = param.new_empty(layer.gate.num_groups, *param.shape[1:])
             torch.nn.init.normal_(whole, generator=generator)
-            param.data.copy_(whole[layer.gate.groups.start : layer.gate.groups.stop])
+            first = getattr(layer.gate, "groups", range(len(whole))).start
+            param.data.copy_(whole[first : first + len(param)])
         elif not name.startswith("experts."):
             torch.nn.init.normal_(param, generator=generator)
     return layer
@@ -117,13 +118,22 @@ def rank_weight(rank):
     return 1 + rank / 2
 
 
-def step_of_process(group, rank, kind, counts, options):
+def step_of_process(group, rank, kind, counts, options, masked=False, mesh=False):
     """Returns y, aux and the gradients of one rank."""
-    layer = layer_of(kind, group, **options)
+    ranks = group
+    if mesh:
+        ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    layer = layer_of(kind, ranks, **options)
     fix_noise(layer, counts, rank)
     x, weight = (t.split(counts)[rank] for t in tokens_of(counts))
     x = x.clone().requires_grad_()
-    y, aux = layer(x)
+    if masked:  # a masked token after each token
+        mask = torch.tensor([True, False]).expand(len(x), 2)
+        y, aux = layer(torch.stack([x, torch.full_like(x, math.nan)], 1), mask)
+        assert y[:, 1].count_nonzero() == 0
+        y = y[:, 0]
+    else:
+        y, aux = layer(x)
     loss = rank_weight(rank) * ((y * weight).sum() + aux.loss)
     loss.backward()
     size = dist.get_world_size(group)
@@ -134,6 +144,10 @@ def step_of_process(group, rank, kind, counts, options):
         if name not in sharded:
             dist.all_reduce(param.grad, group=group)
             param.grad /= size
+        elif mesh:
+            replicas = sharded[name].layout.replicas
+            dist.all_reduce(param.grad, group=replicas.group)
+            param.grad /= replicas.size
         grads[name] = param.grad
     return {
         "y": y.detach(),
@@ -180,8 +194,29 @@ def test_equals_one_process(workers, kind, counts, num_chunks, how):
         pytest.skip("the gate has no secondary gates that ranks can share")
     options = HOW[how] | {"num_chunks": num_chunks}
     parts = workers.run(len(counts), step_of_process, kind, counts, options)
-    same = assert_same_bits if how == "rows" else assert_exact
-    same(torch.cat([part["y"] for part in parts]), y)
+    if how == "rows":
+        assert_same_bits(torch.cat([part["y"] for part in parts]), y)
+    assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+@pytest.mark.equation("Sec. 3.1")
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["", "recompute"])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "counts, mesh", [([5, 8], False), ([4, 0, 6], False), ([3, 7, 0, 5], True)]
+)
+def test_groups_equal_one_process(workers, counts, mesh, masked, num_chunks, options):
+    layer, x, y, aux = step_of_all("hierarchical", counts, options)
+    options = options | {"num_chunks": num_chunks, "placement": "groups"}
+    arguments = "hierarchical", counts, options, masked, mesh
+    parts = workers.run(len(counts), step_of_process, *arguments)
+    assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+def assert_equal_steps(parts, counts, layer, x, y, aux):
+    """Compares the steps of all ranks with the step of a single process."""
+    assert_exact(torch.cat([part["y"] for part in parts]), y)
     assert torch.equal(torch.cat([part["expert_index"] for part in parts]), aux.expert_index)
     assert_exact(torch.cat([part["gates"] for part in parts]), aux.gates)
     assert torch.equal(sum(part["tokens_per_expert"] for part in parts), aux.tokens_per_expert)
@@ -789,6 +824,31 @@ def under_autocast(group, rank, kind, dtype):
 def test_autocast_equals_one_process(workers, kind, dtype):
     expected = under_autocast(None, 0, kind, dtype)
     assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
+
+
+def groups_under_autocast(group, rank, expert_dtype):
+    options = {} if group is None else {"parallel": ExpertParallel(group, placement="groups")}
+    torch.manual_seed(4)
+    layer = HierarchicalMoE(D, 4, 3, 2, expert_dtype=expert_dtype, **options).eval()
+    for name, param in layer.gate.named_parameters():
+        whole = torch.randn(4, *param.shape[1:]) if param.dim() == 3 else torch.randn(param.shape)
+        first = layer.gate.groups.start if name.endswith("_secondary") else 0
+        param.data.copy_(whole[first : first + len(param)])
+    x = tokens_of([4, 5])[0].float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
+        y, aux = layer(x if group is None else x.split([4, 5])[rank])
+    return y.detach(), aux.expert_index
+
+
+@pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
+def test_groups_in_bfloat16_equal_one_process(workers, expert_dtype):
+    """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
+    y, expert_index = groups_under_autocast(None, 0, expert_dtype)
+    parts = workers.run(2, groups_under_autocast, expert_dtype)
+    assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
+    found = torch.cat([y for y, _ in parts])
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found, y, rtol=2 * eps, atol=2 * eps * float(y.abs().max()))
 
 
 def copies_of_the_experts(group, rank):
