@@ -22,6 +22,7 @@ from moe_ext.checks import (
     require_mask,
     require_sizes,
 )
+from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
@@ -209,7 +210,9 @@ class MoE(nn.Module):
         self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
         self.sharding = _sharding(gate, process_group, parallel)
         if self.sharding is not None and self.sharding.local_groups is not None:
-            getattr(gate, "_orig_mod", gate).keep_groups(self.sharding.local_groups)
+            of_groups = gate_of_groups(gate)
+            assert of_groups is not None  # ExpertSharding has checked the gate
+            of_groups.keep_groups(self.sharding.local_groups)
         local = range(num_experts) if self.sharding is None else self.sharding.local_experts
         if experts is None:
             experts = FeedForwardExperts(
@@ -299,10 +302,12 @@ class MoE(nn.Module):
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
-        if self.sharding is not None and self.sharding.group_exchange is not None:
-            return self.sharding.group_exchange(
+        of_groups = gate_of_groups(self.gate)
+        group_exchange = None if self.sharding is None else self.sharding.group_exchange
+        if of_groups is not None and group_exchange is not None:
+            return group_exchange(
                 tokens,
-                getattr(self.gate, "_orig_mod", self.gate),
+                of_groups,
                 self.experts,
                 ranks,
                 fused=self._experts_are_fused(),

@@ -45,6 +45,7 @@ __all__ = [  # noqa: F405
     "Loaded",
     "Placement",
     "Ranks",
+    "Received",
     "blocks",
     "clip_grad_norm_",
     "expert_parameters",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from moe_ext.checks import require
+from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed.sharding import Layout
 from moe_ext.experts import ModuleExperts
 from moe_ext.moe import MoE
@@ -65,14 +66,13 @@ def expert_state(model: nn.Module) -> dict[str, ExpertParameter]:
                 require(shape[:1] == (len(local),), f"model: {prefix}{name}", rule, shape)
                 whole_name, bounds = name, (local.start, local.stop, layer.num_experts)
             found[prefix + name] = ExpertParameter(prefix + whole_name, value, layout, bounds)
-        groups = layer.sharding.local_groups
-        if groups is None:
+        groups, gate = layer.sharding.local_groups, gate_of_groups(layer.gate)
+        if groups is None or gate is None:
             continue
         prefix = prefix.removesuffix("experts.") + "gate."
-        num_groups = layer.num_experts // layer.gate.experts_per_group
         for name, value in layer.gate.state_dict(keep_vars=True).items():
-            if name.rsplit(".")[-1] in layer.gate.secondary_parameters:
-                bounds = groups.start, groups.stop, num_groups
+            if name.rsplit(".")[-1] in gate.secondary_parameters:
+                bounds = groups.start, groups.stop, gate.num_groups
                 found[prefix + name] = ExpertParameter(prefix + name, value, layout, bounds)
     return found
 

@@ -1,7 +1,11 @@
-"""Finds the experts of rows that were received from several ranks."""
+"""Finds the experts of rows that were received from several ranks, and scales gradients."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
 def columns_of(counts: Tensor, total: int) -> Tensor:
@@ -13,3 +17,20 @@ def columns_of(counts: Tensor, total: int) -> Tensor:
     """
     column = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     return column.repeat_interleave(counts.flatten(), output_size=total)
+
+
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """Returns x and multiplies its gradient by `factor` in the backward pass."""
+    return _ScaleGrad.apply(x, factor)
+
+
+class _ScaleGrad(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

@@ -7,17 +7,15 @@ are never sent (Sec. 3.2).
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext.distributed._rows import columns_of
+from moe_ext.distributed._rows import columns_of, scale_grad
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.experts import Experts
@@ -364,20 +362,3 @@ def _slots(
     gates, *values = (ops.dispatch(value, by_copy.inverse[:, None]) for value in values)
     index = index[by_copy.permutation]
     return Received(x, index, gates[:, 0], by_copy.offsets, values), by_copy
-
-
-def scale_grad(x: Tensor, factor: float) -> Tensor:
-    """Returns x and multiplies its gradient by `factor` in the backward pass."""
-    return _ScaleGrad.apply(x, factor)
-
-
-class _ScaleGrad(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None

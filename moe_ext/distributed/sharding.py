@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require, require_sizes
+from moe_ext.distributed._groups import GroupExchange, gate_of_groups
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
-from moe_ext.distributed.groups import GroupExchange
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.experts import Experts, ModuleExperts
@@ -145,10 +145,10 @@ class ExpertSharding:
         self.exchange: Exchange | None = None
         self.group_exchange: GroupExchange | None = None
         self.local_groups: range | None = None
-        can_share = bool(gate.secondary_parameters)
+        can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
-        rule = 'be "experts" for a gate without secondary gates that ranks can share'
+        rule = f'be "experts" for {type(gate).__name__}, which ranks cannot share'
         require(can_share or not by_groups, name, rule, options.placement)
         rule = 'be "experts" with balance="local"'
         require(not (local and by_groups), name, rule, options.placement)

@@ -20,7 +20,11 @@ from moe_ext.gates.balanced import (
     rows_per_expert,
 )
 from moe_ext.gates.gate import Gate, Routing
-from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
+from moe_ext.gates.hierarchical import (
+    HierarchicalNoisyTopKGate,
+    SecondarySelection,
+    hierarchical_load,
+)
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
 from moe_ext.gates.softmax import SoftmaxGate, TopKGate
 
@@ -31,6 +35,7 @@ __all__ = [
     "HierarchicalNoisyTopKGate",
     "NoisyTopKGate",
     "Routing",
+    "SecondarySelection",
     "SoftmaxGate",
     "StrictlyBalancedGate",
     "TopKGate",

@@ -74,15 +74,12 @@ class Gate(nn.Module):
         routes_by_batch: whether a token's experts depend on the other tokens of the batch. With
             several ranks, `MoE` then requires ``balance="global"``; otherwise the ranks' gates
             would diverge.
-        secondary_parameters: the names of parameters with one row for each group of experts, which
-            ranks can share. Empty: every rank needs the whole gate.
 
     Raises:
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
     routes_by_batch: ClassVar[bool] = False
-    secondary_parameters: ClassVar[tuple[str, ...]] = ()
     experts_per_group: int = 1
     generator: torch.Generator | None = None
 

@@ -14,7 +14,7 @@ from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
 
-__all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
+__all__ = ["HierarchicalNoisyTopKGate", "SecondarySelection", "hierarchical_load"]
 
 
 class SecondarySelection(NamedTuple):
@@ -163,9 +163,10 @@ class HierarchicalNoisyTopKGate(NoisyGate):
             noise: [S, b], from `secondary_noise`; None: drawn here.
             local: which of the groups here take part; None: all.
         """
-        w_gate, w_noise = self.w_gate_secondary, self.w_noise_secondary
-        if local is not None:
-            w_gate, w_noise = w_gate[local], w_noise[local]
+        w_gate, w_noise = (
+            weight if local is None else weight[local]
+            for weight in (self.w_gate_secondary, self.w_noise_secondary)
+        )
         # The rows of X^(1), X^(2), …: one for each slot.
         plan = ops.dispatch_plan(group_index, len(w_gate))
         k2 = self.k_of_levels[1]

@@ -252,7 +252,8 @@ class _World:
         sharding = layer.sharding
         assert sharding is not None
         if sharding.group_exchange is None:
-            return Exchange(sharding.placement, self.ranks, name, num_chunks)
+            unit: ExchangeUnit = "tokens" if name == "tokens" else "rows"
+            return Exchange(sharding.placement, self.ranks, unit, num_chunks)
         groups = sharding.group_exchange.exchange.placement
         return GroupExchange(Exchange(groups, self.ranks, "tokens", num_chunks))
 

@@ -15,6 +15,7 @@ from torch import nn
 from moe_ext import FeedForwardExperts, MoE
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
+from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
@@ -241,7 +242,7 @@ def plan(
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
     of_experts = ExpertPlacement(num_experts, num_devices, group)
-    by_groups = placement != "experts" and bool(layers[0].gate.secondary_parameters)
+    by_groups = placement != "experts" and gate_of_groups(layers[0].gate) is not None
     share = max(of_experts.counts)
     expert = sum(weight[0].numel() for weight in weights)
     gate_parameters = layers[0].gate.named_parameters()
@@ -257,14 +258,18 @@ def plan(
 
     # Cost of each token; activations of experts are on the ranks of the experts.
     if by_groups:
-        rows, copies = leaving(ExpertPlacement(moe.num_groups, num_devices), moe.k)
-        secondary = group, moe.k
-        exchange = "tokens"
+        exchange, of_rows = "tokens", ExpertPlacement(moe.num_groups, num_devices)
     else:
-        rows, copies = leaving(of_experts, moe.k)
-        secondary = None
+        of_rows = of_experts
+    rows, copies = leaving(of_rows, moe.k)
     sent = exchange_bytes(
-        rows, copies, d_input, d_output, row_itemsize, exchange, secondary=secondary
+        rows,
+        copies,
+        d_input,
+        d_output,
+        row_itemsize,
+        exchange,
+        secondary=(group, moe.k) if by_groups else None,
     )
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
     kept = _kept_of_token(config, model, group, travelling)

@@ -3,18 +3,29 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext.distributed.exchange import Exchange, Received, scale_grad
+from moe_ext.distributed._rows import scale_grad
+from moe_ext.distributed.exchange import Exchange, Received
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.experts import Experts
 from moe_ext.gates import HierarchicalNoisyTopKGate, Routing
 from moe_ext.gates.hierarchical import SecondarySelection
 
-__all__ = ["GroupExchange"]
+__all__ = ["GroupExchange", "gate_of_groups"]
+
+
+def gate_of_groups(gate: nn.Module) -> HierarchicalNoisyTopKGate | None:
+    """Returns the gate without torch.compile's wrapper; None if ranks cannot share its groups."""
+    gate = getattr(gate, "_orig_mod", gate)
+    if not isinstance(gate, HierarchicalNoisyTopKGate):
+        return None
+    # `GroupExchange` does not call `forward`, which a subclass may have changed.
+    own = type(gate).forward is HierarchicalNoisyTopKGate.forward
+    return gate if own else None
 
 
 class GroupExchange:
@@ -73,9 +84,8 @@ class GroupExchange:
             first, size = sum(exchange.chunk_sizes[:chunk]), exchange.chunk_sizes[chunk]
             local = None if exchange.num_chunks == 1 else slice(first, first + size)
             x, group_index, gates, token_offsets, values = received
-            selected = gate.select_experts(
-                x, group_index, gates, token_offsets, *values, local=local
-            )
+            noise = values[0] if values else None
+            selected = gate.select_experts(x, group_index, gates, token_offsets, noise, local)
             if selected.load_of_group is not None:
                 loads.append(selected.load_of_group)
             assert token_offsets is not None  # because of `values`, tokens are sent once
