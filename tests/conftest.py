@@ -10,6 +10,7 @@ import emulated
 import pytest
 import torch
 from browser import chromium, prefer, resize
+from locks import locked
 from workers import Workers
 
 import moe_ext
@@ -95,10 +96,12 @@ def program():
         pytest.skip("needs cmake and ninja")
     source, build = ROOT / "examples" / "cpp", ROOT / "build" / "examples"
     prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix()}"
-    subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
+    with locked(build):
+        subprocess.run(["cmake", "-S", source, "-B", build, "-G", "Ninja", prefix], check=True)
 
     def path_of(name):
-        subprocess.run(["cmake", "--build", build, "--target", name], check=True)
+        with locked(build):
+            subprocess.run(["cmake", "--build", build, "--target", name], check=True)
         return build / name
 
     return path_of

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from locks import locked
 
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "emulation"
@@ -78,7 +79,8 @@ def operators():
     operators.library = library  # the operators exist as long as this object
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with mock.patch.dict(os.environ, PATH=path):  # ninja is installed next to this Python
+    # ninja is installed next to this Python.
+    with locked(BUILD), mock.patch.dict(os.environ, PATH=path):
         load(
             "moe_ext_emulated",
             [*write_sources(), str(EMULATION / "operators.cpp")],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import console, overflow, resize
+from locks import locked
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs"
@@ -21,10 +22,11 @@ def site():
         pytest.importorskip(package)
     index = SITE / "index.html"
     files = [file for place in SOURCES for file in ROOT.glob(place) if file.is_file()]
-    if not index.exists() or index.stat().st_mtime < max(f.stat().st_mtime for f in files):
-        command = [sys.executable, str(ROOT / "docs" / "build.py")]
-        built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert built.returncode == 0, built.stdout + built.stderr
+    with locked(SITE):
+        if not index.exists() or index.stat().st_mtime < max(f.stat().st_mtime for f in files):
+            command = [sys.executable, str(ROOT / "docs" / "build.py")]
+            built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+            assert built.returncode == 0, built.stdout + built.stderr
     return SITE
 
 
