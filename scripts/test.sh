@@ -18,6 +18,6 @@ PYTHON=$python bash scripts/check_clang.sh
 bash scripts/docs.sh
 
 say "tests"
-# A waiting OpenMP thread leaves its core to the other processes.
+# A waiting OpenMP thread leaves its core to the other test workers.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -6,7 +6,7 @@ import fcntl
 
 @contextlib.contextmanager
 def locked(folder):
-    """Waits until no other process is in this context for `folder`, which may not exist yet."""
+    """Waits while another test worker builds in `folder`, which may not exist yet."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases the lock

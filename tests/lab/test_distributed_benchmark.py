@@ -112,7 +112,7 @@ def test_figures_worked_by_hand(capsys):
         waited = {key: [0.5 * s for s in each] for key, each in of_rank.items()}
         counted = {name: distributed.Bytes(rows=rank + 1, counts=10) for name in distributed.PASSES}
         passes = {key: counted for key in of_rank if key.what == "step"}
-        everything.append(distributed.Found(of_rank, waited, passes))
+        everything.append(distributed.Found(of_rank, waited, passes, 1.0))
     single, one, two = distributed.results_of(everything, args)
     assert (single.processes, single.exchange, single.efficiency) == (1, "", 1.0)
     assert single.by_raw is single.hidden is None

@@ -43,6 +43,7 @@ This models an accelerator that computes while the processors send.
 import argparse
 import contextlib
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -225,7 +226,6 @@ class _World:
         self.ranks = Ranks(group)
         size = self.ranks.size
         dtype, device = getattr(torch, args.dtype), torch.device(args.device)
-        self.layer = self.make(args, group, "experts").to(device, dtype)
         self.x = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
         self.x.requires_grad_()
         self.dy = torch.randn_like(self.x) / args.tokens
@@ -235,10 +235,15 @@ class _World:
         self.functions[Key(size, "alone")] = lambda: self.step(alone)
         if size == 1:
             return
-        grouped = self.make(args, group, "groups") if _GROUPS in args.exchanges else self.layer
-        grouped = grouped.to(device, dtype)
-        for exchange in args.exchanges:
-            layer = grouped if exchange == _GROUPS else self.layer
+        placements: dict[str, Placement] = {
+            name: "groups" if name == _GROUPS else "experts" for name in args.exchanges
+        }
+        layers = {
+            placement: self.make(args, group, placement).to(device, dtype)
+            for placement in dict.fromkeys(placements.values())
+        }
+        for exchange, placement in placements.items():
+            layer = layers[placement]
             for chunks in args.chunks:
                 key = Key(size, "step", exchange, chunks)
                 shared = self.exchange_of(layer, exchange, chunks)
@@ -383,11 +388,15 @@ class _World:
 
 
 class Found(NamedTuple):
-    """The measurements of one rank: seconds and waiting seconds of each round, and bytes."""
+    """The measurements of one rank: seconds and waiting seconds of each round, bytes, and memory.
+
+    peak_mib is the largest resident set of the process (Linux), all layers included.
+    """
 
     seconds: dict[Key, list[float]]
     waited: dict[Key, list[float]]
     passes: dict[Key, dict[str, Bytes]]
+    peak_mib: float
 
 
 def measure(args: argparse.Namespace) -> list[Found]:
@@ -399,7 +408,7 @@ def measure(args: argparse.Namespace) -> list[Found]:
     torch.manual_seed(rank)
     waiting = _Waiting()
     keys: list[Key] = []
-    found = Found({}, {}, {})
+    found = Found({}, {}, {}, 0.0)
     functions: dict[Key, Callable[[], object]] = {}
     for number in args.processes:
         group = dist.new_group(range(number)) if number > 1 else None
@@ -426,6 +435,7 @@ def measure(args: argparse.Namespace) -> list[Found]:
             if number >= 0:
                 found.seconds.setdefault(key, []).append(time.perf_counter() - start)
                 found.waited.setdefault(key, []).append(waiting.seconds)
+    found = found._replace(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     everything: list[Any] = [None] * size
     dist.all_gather_object(everything, found)
     return everything
@@ -689,6 +699,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + (f", experts that sleep for {args.compute_ms:g} ms" if args.compute_ms else "")
         )
         print(title)
+        print(f"peak resident set of a rank: {max(f.peak_mib for f in everything):,.0f} MiB")
         print_results(results)
         if args.json:
             record = {

@@ -12,10 +12,9 @@ from typing import get_args
 import torch
 from torch import nn
 
-from moe_ext import FeedForwardExperts, MoE
+from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
-from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
@@ -242,7 +241,7 @@ def plan(
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
     of_experts = ExpertPlacement(num_experts, num_devices, group)
-    by_groups = placement != "experts" and gate_of_groups(layers[0].gate) is not None
+    by_groups = placement != "experts" and isinstance(layers[0].gate, HierarchicalNoisyTopKGate)
     share = max(of_experts.counts)
     expert = sum(weight[0].numel() for weight in weights)
     gate_parameters = layers[0].gate.named_parameters()
