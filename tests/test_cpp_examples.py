@@ -72,6 +72,7 @@ def weights_of(checkpoint):
     return {k.removeprefix("model."): v for k, v in values.items() if k.startswith("model.")}
 
 
+@pytest.mark.long
 def test_train_lm(program, text, tmp_path):
     train_lm = program("train_lm")
     names = {name.split(".")[-1]: value for name, value in OPTIONS.items()}

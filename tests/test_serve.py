@@ -46,6 +46,7 @@ def serve(program, *arguments, lines=()):
     )
 
 
+@pytest.mark.long
 def test_serve(program, exported, corpus, capsys):
     run, package = exported
     lines = (corpus / "test.txt").read_text().splitlines()

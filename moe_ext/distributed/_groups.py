@@ -116,8 +116,6 @@ class GroupExchange:
     def _load_of_all(self, gate: HierarchicalNoisyTopKGate, loads: Sequence[Tensor]) -> Tensor:
         """Returns the loads [a, b] of this rank's groups; the other rows are 0."""
         load = loads[0] if len(loads) == 1 else torch.cat([*loads])
-        if torch.is_grad_enabled():
-            load.requires_grad_()  # for ranks without groups: all ranks must run backward together
         here = gate.groups
         load = F.pad(load, (0, 0, here.start, gate.num_groups - here.stop))
         return scale_grad(load, 1 / self.exchange.factor)

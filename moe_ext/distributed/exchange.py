@@ -213,7 +213,7 @@ class Exchange:
         """Sends the tokens to the owners of their experts, computes there and returns the sums.
 
         Args:
-            x: [T, D], as in `__call__`.
+            x: [T, D]. ``x.requires_grad`` must agree on all ranks; otherwise backward deadlocks.
             gates, expert_index, token_offsets: see `Routing`.
             compute: called for each chunk with the chunk's number and a `Received`. Returns the sum
                 of the gated outputs of each copy, and values of each slot.

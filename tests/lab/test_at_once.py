@@ -83,6 +83,7 @@ def test_a_failed_process_reports_its_error():
     run_at_once([partial(operator.add, 1, 2)])
 
 
+@pytest.mark.long
 def test_signals_save_both_models_and_the_quickstart_continues(corpus, tmp_path):
     output = tmp_path / "q"
     command = [

@@ -419,6 +419,7 @@ def cache(tmp_path_factory):
         yield folder
 
 
+@pytest.mark.long
 def test_builtin_corpus_is_large_distinct_and_cached(cache):
     made = builtin.builtin_sentences()
     assert [f.suffix for f in (cache / "moe_ext").iterdir()] == [".txt"]

@@ -304,6 +304,7 @@ def test_a_process_that_stops_ends_the_others(config, tmp_path):
     assert run.end(60)[0] != 0
 
 
+@pytest.mark.long
 def test_sigterm_saves(config, tmp_path):
     config = replace(config, steps=1000)
     config.data = replace(config.data, encoded=str(tmp_path / "ids"), num_workers=1)
