@@ -13,7 +13,7 @@ from moe_ext.moe import MoE
 
 
 class ExpertParameter(NamedTuple):
-    """Describes a parameter of sharded experts.
+    """Describes a parameter of sharded experts, or of sharded secondary gates.
 
     Attributes:
         name: the name in the model of a single process, which has the experts of all ranks.
@@ -33,7 +33,8 @@ def expert_parameters(model: nn.Module) -> dict[str, ExpertParameter]:
     """Returns the sharded parameters of a model, by their name in `model`.
 
     Each parameter of `ModuleExperts` belongs to one expert. Parameters of `FeedForwardExperts` and
-    of custom `Experts` are shards of a larger tensor. On a single rank, the result is empty.
+    of custom `Experts` are shards of a larger tensor. So are the secondary gates with
+    ``placement="groups"``. On a single rank, the result is empty.
 
     Raises:
         ValueError: a parameter or buffer of custom experts does not have one row for each expert.
