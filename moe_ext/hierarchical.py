@@ -39,6 +39,10 @@ class HierarchicalMoE(MoE):
     The output is y_H = Σ_i Σ_j G_primary(x)_i · G_i(x)_j · E_ij(x). The layer has
     num_experts = a · b and k = k1 · k2. Expert E_ij has the index i · b + j, also in `MoEAux`.
 
+    With a process_group, each rank owns whole groups with their secondary gates (Sec. 3.1). A token
+    is sent once to each owner of its groups. Outputs agree with those of a single process to
+    rounding. See placement in `moe_ext.distributed.ExpertParallel`.
+
     Args:
         d_model: D, the width of x.
         num_groups: a, the number of groups.
