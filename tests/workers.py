@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 MAX_WORLD = 4
 TIMEOUT = timedelta(seconds=60)
+ANSWER_SECONDS = 120
 
 
 class NotConnected(AssertionError):
@@ -64,18 +65,19 @@ class Workers:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, world, function, *arguments):
+    def run(self, world, function, *arguments, seconds=ANSWER_SECONDS):
         """Calls function(group, rank, *arguments) on each rank; returns the results by rank.
 
+        It fails if no rank answers for this number of seconds.
         If one rank fails, the pool is terminated, because the other ranks may wait for it. The
         next run starts new processes.
         """
         try:
-            return self._run(world, function, *arguments)
+            return self._run(world, function, arguments, seconds)
         except NotConnected:  # Gloo sometimes loses a connection while it connects
-            return self._run(world, function, *arguments)
+            return self._run(world, function, arguments, seconds)
 
-    def _run(self, world, function, *arguments):
+    def _run(self, world, function, arguments, seconds):
         if not self._processes:
             self._start()
         pipes = self._pipes[:world]
@@ -86,7 +88,7 @@ class Workers:
         error = AssertionError
         missing = set(pipes)
         while missing:
-            ready = multiprocessing.connection.wait(missing, 2 * TIMEOUT.total_seconds())
+            ready = multiprocessing.connection.wait(missing, seconds)
             failure = "" if ready else "no answer"
             for pipe in ready:
                 rank = pipes.index(pipe)
