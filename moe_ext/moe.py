@@ -302,10 +302,10 @@ class MoE(nn.Module):
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
-        of_groups = gate_of_groups(self.gate)
-        group_exchange = None if self.sharding is None else self.sharding.group_exchange
-        if of_groups is not None and group_exchange is not None:
-            return group_exchange(
+        if self.sharding is not None and self.sharding.group_exchange is not None:
+            of_groups = gate_of_groups(self.gate)
+            assert of_groups is not None  # ExpertSharding has checked the gate
+            return self.sharding.group_exchange(
                 tokens,
                 of_groups,
                 self.experts,

@@ -114,10 +114,10 @@ class ExpertSharding:
         placement: the assignment of experts to ranks.
         local_experts: the indices of this rank's experts.
         balanced: the ranks that balance their tokens together; None: only this rank.
-        exchange: sends tokens to their experts; None: this rank has all experts, or has groups.
-        group_exchange: sends tokens to their groups; None: the placement is not "groups", or this
+        exchange: sends tokens to their experts, or to their groups with group_exchange; None: this
             rank has all experts.
-        local_groups: the groups of this rank; None: the placement is not "groups".
+        group_exchange: computes the mixture by groups; None: the placement is not "groups", or
+            this rank has all experts.
 
     Raises:
         ValueError: the gate does not support the options.
@@ -144,7 +144,6 @@ class ExpertSharding:
         self.balanced = self.layout.world if several and not local else None
         self.exchange: Exchange | None = None
         self.group_exchange: GroupExchange | None = None
-        self.local_groups: range | None = None
         can_share = gate_of_groups(gate) is not None
         by_groups = options.placement == "groups"
         name = "ExpertParallel: placement"
@@ -159,10 +158,17 @@ class ExpertSharding:
         if not by_groups:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
             return
-        size = gate.experts_per_group
-        groups = ExpertPlacement(gate.num_experts // size, ranks.size)
-        self.local_groups = groups.experts_of(ranks.rank)
-        self.group_exchange = GroupExchange(Exchange(groups, ranks, "tokens", options.num_chunks))
+        groups = ExpertPlacement(gate.num_experts // gate.experts_per_group, ranks.size)
+        self.exchange = Exchange(groups, ranks, "tokens", options.num_chunks)
+        self.group_exchange = GroupExchange(self.exchange)
+
+    @property
+    def local_groups(self) -> range | None:
+        """The groups of this rank; None without group_exchange."""
+        if self.group_exchange is None:
+            return None
+        exchange = self.group_exchange.exchange
+        return exchange.placement.experts_of(exchange.ranks.rank)
 
     def require_experts(self, experts: object) -> None:
         """Checks that the experts support the options of the layer, equally on all ranks.
@@ -170,12 +176,9 @@ class ExpertSharding:
         Raises:
             ValueError: a chunk of some rank would have no module, or the experts cannot be split.
         """
-        exchange = self.exchange
-        if self.group_exchange is not None:
-            exchange = self.group_exchange.exchange
-        if exchange is None:
+        if self.exchange is None:
             return
-        num_chunks = exchange.num_chunks
+        num_chunks = self.exchange.num_chunks
         if isinstance(experts, ModuleExperts | nn.ModuleList | Sequence):
             least = self.placement.num_ranks * num_chunks
             require(
