@@ -17,7 +17,16 @@ PYTHON=$python bash scripts/check_clang.sh
 
 bash scripts/docs.sh
 
-say "tests"
+say "C++ tests"
+cmake -S tests/cpp -B build/cpp -G Ninja -DMOE_EXT_PYTHON="$python" \
+  -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
+cmake --build build/cpp
+ctest --test-dir build/cpp --output-on-failure
+
+say "building the emulation of the CUDA kernels"
+"$python" tests/emulated.py
+
+say "Python tests"
 # A waiting OpenMP thread leaves its core to the other test workers.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -115,3 +115,7 @@ def kernels(major=8):
             yield
         finally:
             active = False
+
+
+if __name__ == "__main__":
+    operators()  # builds the kernels, before the tests

@@ -1,4 +1,7 @@
-"""moe_ext without Python: the library's symbols, its header of operators, CMake, and ctest."""
+"""moe_ext without Python: the library's symbols, its header of operators, and CMake.
+
+scripts/test.sh runs the C++ tests of tests/cpp.
+"""
 
 import ast
 import inspect
@@ -6,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -268,36 +270,3 @@ def test_find_package_without_torch_says_what_to_add(configure):
     assert "moe_ext: found no torch; add LibTorch's folder" in error
     assert "CMAKE_PREFIX_PATH" in error
     assert error.count("CMake Error") == 1
-
-
-# ctest
-
-
-def run(*command, **environment):
-    """Runs a command; its output is the message of a failure."""
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if 'provided by "GTest"' in result.stdout or "Could NOT find GTest" in result.stdout:
-        pytest.skip("needs GoogleTest")
-    assert result.returncode == 0, result.stdout[-20_000:]
-    return result.stdout
-
-
-@needs_cmake
-@pytest.mark.skipif(not shutil.which("ninja"), reason="needs ninja")
-def test_ctest():
-    """Configures, builds and runs tests/cpp in build/cpp."""
-    prefix = output_of(sys.executable, "-m", "moe_ext.info", "--cmake-prefix").strip()
-    run(
-        *("cmake", "-S", "tests/cpp", "-B", "build/cpp", "-G", "Ninja"),
-        *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DMOE_EXT_PYTHON={sys.executable}"),
-    )
-    run("cmake", "--build", "build/cpp")
-    printed = run("ctest", "--test-dir", "build/cpp", "--output-on-failure", OMP_NUM_THREADS="2")
-    assert "100% tests passed" in printed
