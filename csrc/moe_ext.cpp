@@ -67,6 +67,9 @@ TORCH_LIBRARY(moe_ext, m) {
   m.def("_dispatch_backward(Tensor grad_rows, Tensor inverse, Tensor? token_offsets) -> Tensor",
         tags);
 
+  // Uninitialized rows like those of x, for received rows. CPUs reuse the memory of freed ones.
+  m.def("_empty_rows(Tensor x, SymInt num_rows) -> Tensor", tags);
+
   // Eq. 1: y[t] = sum of gates[s] * expert_output[inverse[s]] over the slots s of token t
   m.def(
       "combine(Tensor expert_output, Tensor gates, Tensor inverse, Tensor? token_offsets) "

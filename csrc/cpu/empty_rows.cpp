@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace moe_ext::cpu {
@@ -154,4 +156,19 @@ void empty_cache() {}
 
 #endif
 
+namespace {
+
+at::Tensor empty_rows_like(const at::Tensor& x, c10::SymInt num_rows) {
+  auto sizes = x.sym_sizes().vec();
+  sizes.at(0) = std::move(num_rows);
+  if (!x.is_cpu()) return x.new_empty_symint(sizes);
+  return empty_rows(C10_AS_INTARRAYREF_SLOW(sizes), x.options());
+}
+
+}  // namespace
+
 }  // namespace moe_ext::cpu
+
+TORCH_LIBRARY_IMPL(moe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_empty_rows", &moe_ext::cpu::empty_rows_like);
+}

@@ -93,7 +93,8 @@ def test_the_table_is_complete():
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("moe_ext::")
     }
-    assert registered == set(ROWS)
+    # _empty_rows has no result to compare; see test_memory_of_received_rows.
+    assert registered == set(ROWS) | {"_empty_rows"}
     for row in TABLE.values():
         assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())
 
