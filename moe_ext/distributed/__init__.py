@@ -33,6 +33,7 @@ __all__ = [  # noqa: F405
     "Balance",
     "CheckpointError",
     "Checkpoints",
+    "ChunksOf",
     "Exchange",
     "ExchangeUnit",
     "ExpertParallel",

@@ -10,6 +10,7 @@ from moe_ext import ops
 from moe_ext._mixture import mixture
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, Received
+from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.experts import Experts
 from moe_ext.gates import HierarchicalNoisyTopKGate, Routing
@@ -43,12 +44,16 @@ class GroupExchange:
     The sums are rounded in another order than in a single process.
 
     Args:
-        exchange: sends tokens to the owners of their groups. Its unit is "tokens", and its
-            placement is that of groups.
+        groups: the assignment of groups to ranks.
+        ranks: the ranks that share the groups.
+        num_chunks: number of chunks of each rank's groups; see `Exchange`.
+
+    Attributes:
+        exchange: sends tokens to the owners of their groups.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, groups: ExpertPlacement, ranks: Ranks, num_chunks: int = 1) -> None:
+        self.exchange = Exchange(groups, ranks, "tokens", num_chunks, chunks_of="experts")
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ from moe_ext.distributed._parallelize import parallelize
 from moe_ext.distributed._parameters import ExpertParameter, expert_parameters
 from moe_ext.distributed._state import full_state_dict, load_full_state_dict
 from moe_ext.distributed.checkpoint import CheckpointError, Checkpoints, Loaded
-from moe_ext.distributed.exchange import Exchange, ExchangeUnit, Received
+from moe_ext.distributed.exchange import ChunksOf, Exchange, ExchangeUnit, Received
 from moe_ext.distributed.gradients import GradScaler, clip_grad_norm_
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import AllToAll, Ranks, blocks

@@ -21,8 +21,9 @@ from moe_ext.distributed.ranks import AllToAll, Ranks, blocks
 from moe_ext.experts import Experts
 from moe_ext.gates import Routing
 
-__all__ = ["Exchange", "ExchangeUnit", "Received"]
+__all__ = ["ChunksOf", "Exchange", "ExchangeUnit", "Received"]
 
+ChunksOf = Literal["experts", "tokens"]
 ExchangeUnit = Literal["rows", "tokens"]
 _Reduction = Literal["mean", "sum"]
 _HOST = torch.device("cpu")
@@ -73,14 +74,16 @@ _Compute = Callable[[int, Received], tuple[Tensor, Sequence[Tensor]]]
 
 
 class _Order(NamedTuple):
-    """Orders the experts by destination. A destination is a (chunk, rank) pair.
+    """Orders N numbered experts by destination. A destination is a (chunk, rank) pair.
+
+    N is E with chunks of experts. With chunks of tokens, an expert has a number in each chunk.
 
     Attributes:
-        position: [E], the position of each expert in this order.
-        bounds: [destinations + 1], the first position of each destination, and E.
-        destination: [E], the destination at each position.
-        message: indices of the counts to send to each rank. Indices below E are token counts of its
-            experts; E + d is the number of copies for destination d.
+        position: [N], the position of each number in this order.
+        bounds: [destinations + 1], the first position of each destination, and N.
+        destination: [N], the destination at each position.
+        message: indices of the counts to send to each rank. Indices below N are token counts of its
+            experts; N + d is the number of copies for destination d.
     """
 
     position: Tensor
@@ -99,8 +102,8 @@ class Exchange:
     4. return: an all-to-all sends the outputs back
     5. combine: sum the outputs of each token, weighted by its gates
 
-    With several chunks, each rank computes its experts in sequential chunks. The computation of one
-    chunk overlaps with the transfer of others.
+    With several chunks, each rank computes them in sequence. The computation of one chunk overlaps
+    with the transfer of others.
 
     Args:
         placement: the assignment of experts to ranks.
@@ -110,7 +113,10 @@ class Exchange:
             backward. "tokens" sends each token at most once to each rank, with its gates, and
             returns one weighted sum. Compared with "rows", it sends fewer bytes if k > 1 and saves
             no outputs for backward. Its summation order differs, so outputs agree to rounding.
-        num_chunks: number of chunks of each rank's experts, at least 1.
+        num_chunks: number of chunks, at least 1.
+        chunks_of: "experts": a chunk is a part of each rank's experts. "tokens": a chunk is a part
+            of each rank's tokens, so that no token is sent twice to a rank. The weight gradients
+            of the chunks are then summed, which rounds. None: "experts" for rows, else "tokens".
         reduction: "mean": expert gradients are those of the mean of the ranks' losses.
             DistributedDataParallel uses the same mean for the other parameters. "sum": those of
             the sum of the ranks' losses. The gradients of x and the gates are equal in both cases.
@@ -123,20 +129,27 @@ class Exchange:
         unit: ExchangeUnit = "rows",
         num_chunks: int = 1,
         reduction: _Reduction = "mean",
+        chunks_of: ChunksOf | None = None,
     ) -> None:
-        size = ranks.size
+        size, num_experts = ranks.size, placement.num_experts
         self.placement = placement
         self.ranks = ranks
         self.unit = unit
         self.num_chunks = num_chunks
+        self.chunks_of = chunks_of or ("experts" if unit == "rows" else "tokens")
         # The experts need the gradients of this multiple of the mean of the ranks' losses.
         self.factor = size if reduction == "mean" else 1
-        chunks = [blocks(placement.experts_of(rank), num_chunks) for rank in range(size)]
+        owned = [placement.experts_of(rank) for rank in range(size)]
+        if self.chunks_of == "experts":
+            chunks = [blocks(experts, num_chunks) for experts in owned]
+        else:  # chunk c has the numbers from c · E on
+            first_numbers = range(0, num_chunks * num_experts, num_experts)
+            chunks = [[range(i + e.start, i + e.stop) for i in first_numbers] for e in owned]
         destinations = [chunks[rank][c] for c in range(num_chunks) for rank in range(size)]
         self.chunk_sizes = [len(experts) for experts in chunks[ranks.rank]]
-        first = placement.num_experts
+        first = sum(map(len, destinations))
         message = [
-            [*placement.experts_of(rank), *range(first + rank, first + len(destinations), size)]
+            [*chain(*chunks[rank]), *range(first + rank, first + len(destinations), size)]
             for rank in range(size)
         ]
         self.message_sizes = [len(part) for part in message]
@@ -173,8 +186,8 @@ class Exchange:
         if fused and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Send the dtype of the GEMMs.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        parts: Sequence[Callable[..., Tensor]] = [experts]
-        if self.num_chunks > 1:
+        parts: Sequence[Callable[..., Tensor]] = [experts] * self.num_chunks
+        if self.num_chunks > 1 and self.chunks_of == "experts":
             rule = "be 1 if the experts are replaced by a module without split(sizes)"
             if not isinstance(experts, Experts):
                 raise ValueError(f"ExpertParallel: num_chunks must {rule}, got {self.num_chunks}")
@@ -230,13 +243,15 @@ class Exchange:
         # From here to y, gradients are those that the experts need.
         x, gates = scale_grad(x, self.factor), scale_grad(gates, self.factor)
 
-        plan = ops.dispatch_plan(order.position[expert_index], self.placement.num_experts)
-        tokens_per_expert = plan.tokens_per_expert[order.position]
+        number = self._number(expert_index, token_offsets)
+        plan = ops.dispatch_plan(order.position[number], len(order.position))
+        counts_out = plan.tokens_per_expert[order.position]
+        tokens_per_expert = counts_out.view(-1, self.placement.num_experts).sum(0)
         one_slot = token_offsets is None and expert_index.shape[1] == 1
         by_row = values is None and (self.unit == "rows" or one_slot)
-        copies = self._copies(by_row, expert_index, token_offsets, plan, order)
+        copies = self._copies(by_row, number, token_offsets, plan, order)
         numbers = AllToAll(
-            torch.cat([tokens_per_expert, copies.num_copies])[order.message],
+            torch.cat([counts_out, copies.num_copies])[order.message],
             self.ranks,
             self.message_sizes,
             [num_local + num_chunks] * size,
@@ -307,10 +322,19 @@ class Exchange:
             self._order[device] = _Order(*(value.to(device) for value in self._order[_HOST]))
         return self._order[device]
 
+    def _number(self, expert_index: Tensor, token_offsets: Tensor | None) -> Tensor:
+        """Returns the number of each slot's expert in the token's chunk; see `_Order`."""
+        if self.num_chunks == 1 or self.chunks_of == "experts":
+            return expert_index
+        num_tokens = len(expert_index) if token_offsets is None else len(token_offsets) - 1
+        token = ops.token_index(expert_index, token_offsets).view_as(expert_index)
+        chunk = token * self.num_chunks // max(num_tokens, 1)
+        return expert_index + chunk * self.placement.num_experts
+
     def _copies(
         self,
         by_row: bool,
-        expert_index: Tensor,
+        number: Tensor,
         token_offsets: Tensor | None,
         plan: ops.DispatchPlan,
         order: _Order,
@@ -318,18 +342,16 @@ class Exchange:
         if by_row:
             return _Copies(plan.inverse, token_offsets, plan.offsets[order.bounds].diff(), None)
         num_destinations = len(order.bounds) - 1
-        num_tokens = len(expert_index) if token_offsets is None else len(token_offsets) - 1
-        token = ops.token_index(expert_index, token_offsets)
-        destination = order.destination[order.position[expert_index]].reshape(-1)
-        needed = torch.zeros(
-            num_tokens, num_destinations, dtype=torch.bool, device=expert_index.device
-        )
+        num_tokens = len(number) if token_offsets is None else len(token_offsets) - 1
+        token = ops.token_index(number, token_offsets)
+        destination = order.destination[order.position[number]].reshape(-1)
+        needed = torch.zeros(num_tokens, num_destinations, dtype=torch.bool, device=number.device)
         needed[token, destination] = True
         # Copies are numbered by token, then destination, and sent sorted by destination.
-        number = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
+        copy = needed.flatten().cumsum(0).view_as(needed)[token, destination] - 1
         # nonzero synchronizes: the host needs the number of copies.
         by_destination = ops.dispatch_plan(needed.nonzero()[:, 1].contiguous(), num_destinations)
-        place = by_destination.inverse[number] - by_destination.offsets[destination]
+        place = by_destination.inverse[copy] - by_destination.offsets[destination]
         return _Copies(
             by_destination.inverse,
             F.pad(needed.sum(1).cumsum(0), (1, 0)),

@@ -58,6 +58,19 @@ class Ranks:
         dist.all_gather_into_tensor(gathered, values.flatten(), group=self.group)
         return gathered.view(self.size, *values.shape)
 
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Concatenates the rows [counts[rank], ...] of every rank, in rank order.
+
+        Args:
+            rows: [counts[self.rank], ...], the rows of this rank.
+            counts: the number of rows of each rank.
+        """
+        if self.size == 1:
+            return rows
+        # The sum over these copies in backward has the same order on every rank.
+        copies = rows.expand(self.size, *rows.shape).flatten(0, 1)
+        return AllToAll(copies, self, [len(rows)] * self.size, counts).wait()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Gathers the picklable value of each rank; returns all values in rank order."""
         if self.size == 1:
@@ -127,7 +140,7 @@ class AllToAll:
         if back:
             sent, received = received, sent
         rows = rows.contiguous()  # _under_way keeps it alive until the transfer ends
-        buffer = rows.new_empty(sum(received), *rows.shape[1:])
+        buffer = torch.ops.moe_ext._empty_rows(rows, sum(received))
         work = dist.all_to_all_single(
             buffer, rows, received, sent, group=self._group, async_op=True
         )

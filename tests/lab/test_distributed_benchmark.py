@@ -34,21 +34,22 @@ def test_bytes_that_the_layer_sends(run):
     ]  # fmt: skip
     for result in steps:
         forward, backward = result["bytes"]["forward"], result["bytes"]["backward"]
-        # Each token has 2 experts on the other rank: 2 rows, or one row for each chunk.
-        number = 2 if result["exchange"] == "rows" or result["chunks"] == 2 else 1
+        # Each token has 2 experts on the other rank: 2 rows, or one row for both.
+        chunks = result["chunks"]
+        number, counts = (2, 2 + chunks) if result["exchange"] == "rows" else (1, 3 * chunks)
         rows = 2 * TOKENS * number * 2 * WIDTH * 4
         assert forward["rows"] == backward["rows"] == rows
         gates = 2 * TOKENS * 2 * 4 if result["exchange"] == "tokens" else 0
         assert (forward["gates"], backward["gates"]) == (gates, gates)
         assert (forward["indices"], backward["indices"]) == (2 * gates, 0)
-        # The other rank receives an int64 count for each of its experts and chunks.
-        assert forward["counts"] == 2 * (2 + result["chunks"]) * 8
+        # The other rank receives an int64 count for each chunk and each expert; with chunks of
+        # tokens, for each expert in each chunk.
+        assert forward["counts"] == 2 * counts * 8
         assert backward["counts"] == 0
         # All-reduce of importance and load: 2 ranks, 2 vectors, 4 experts, 4 bytes.
         assert forward["losses"] == backward["losses"] == 2 * 2 * 4 * 4
-        if result["exchange"] == "rows" or result["chunks"] == 1:
-            for each in (forward, backward):
-                assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
+        for each in (forward, backward):
+            assert each["rows"] + each["gates"] + each["indices"] == each["minimum"]
 
 
 @pytest.mark.parametrize("exchange", ["rows", "tokens"])
