@@ -23,6 +23,7 @@ from moe_ext.checks import (
     require_sizes,
 )
 from moe_ext.distributed._groups import gate_of_groups
+from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
@@ -208,7 +209,8 @@ class MoE(nn.Module):
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
         self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
-        self.sharding = _sharding(gate, process_group, parallel)
+        parallel = parallel_options("MoE", process_group, parallel)
+        self.sharding = None if parallel is None else ExpertSharding(parallel, gate)
         if self.sharding is not None and self.sharding.local_groups is not None:
             of_groups = gate_of_groups(gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -378,22 +380,6 @@ def _checked_gate(gate: object, **sizes: int) -> Gate:
         given = getattr(inner, name)
         require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
     return cast(Gate, gate)
-
-
-def _sharding(
-    gate: Gate,
-    process_group: ProcessGroup | DeviceMesh | None,
-    parallel: ExpertParallel | None,
-) -> ExpertSharding | None:
-    if process_group is None and parallel is None:
-        return None
-    if process_group is not None:
-        require(parallel is None, "MoE: parallel", "be None when process_group is given", parallel)
-        parallel = ExpertParallel(process_group)
-    if not isinstance(parallel, ExpertParallel):
-        kind = type(parallel).__name__
-        raise TypeError(f"MoE: parallel must be an ExpertParallel, got {kind}")
-    return ExpertSharding(parallel, gate)
 
 
 def _checked_experts(experts: object, **sizes: int) -> Experts:

@@ -1,15 +1,17 @@
 """How the ranks of a process group share the experts of a layer (Sec. 3.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.checks import require, require_sizes
 from moe_ext.distributed._groups import GroupExchange, gate_of_groups
+from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, ExchangeUnit
 from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Ranks
@@ -69,8 +71,9 @@ class ExpertParallel:
             every rank balance its own tokens. A strictly balanced gate requires "global"; otherwise
             its thresholds would differ between ranks.
         exchange: the unit that is sent between ranks, "rows" or "tokens"; see `Exchange`.
-        num_chunks: number of chunks of each rank's experts. Each chunk is computed while rows of
-            other chunks are sent; see `Exchange`.
+        num_chunks: number of chunks of each rank's experts, of its groups, or with
+            exchange="tokens" of its tokens. Each chunk is computed while rows of other chunks are
+            sent; see `Exchange`.
         placement: what a rank owns. "experts": whole groups of experts; every rank has all gates.
             "groups": whole groups with their secondary gates; see `GroupExchange`. Each token is
             then sent once, for any `exchange`. None: "groups" for a `HierarchicalNoisyTopKGate`
@@ -124,11 +127,6 @@ class ExpertSharding:
     """
 
     def __init__(self, options: ExpertParallel, gate: Gate) -> None:
-        # Text for the repr. A layer can be copied; a process group cannot.
-        self._options = (
-            f"balance={options.balance!r}, exchange={options.exchange!r}, "
-            f"num_chunks={options.num_chunks}"
-        )
         self.layout = Layout.of(options.process_group)
         ranks = self.layout.expert_parallel
         self.placement = ExpertPlacement(gate.num_experts, ranks.size, gate.experts_per_group)
@@ -153,14 +151,19 @@ class ExpertSharding:
         require(not (local and by_groups), name, rule, options.placement)
         if options.placement is None:
             by_groups = can_share and not local
+        sends = f"exchange={options.exchange!r}"
+        if by_groups:
+            sends = 'placement="groups"'
+        # Text for the repr. A layer can be copied; a process group cannot.
+        self._options = f"balance={options.balance!r}, {sends}, num_chunks={options.num_chunks}"
         if ranks.size == 1:
             return
         if not by_groups:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
             return
         groups = ExpertPlacement(gate.num_experts // gate.experts_per_group, ranks.size)
-        self.exchange = Exchange(groups, ranks, "tokens", options.num_chunks)
-        self.group_exchange = GroupExchange(self.exchange)
+        self.group_exchange = GroupExchange(groups, ranks, options.num_chunks)
+        self.exchange = self.group_exchange.exchange
 
     @property
     def local_groups(self) -> range | None:
@@ -170,6 +173,23 @@ class ExpertSharding:
         exchange = self.group_exchange.exchange
         return exchange.placement.experts_of(exchange.ranks.rank)
 
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """Gathers the rows of all experts, [E, ...], from the rows of each rank's experts.
+
+        The gradient of values is that of the mean of the ranks' losses, like that of an exchange.
+        """
+        ranks = self.layout.expert_parallel
+        return ranks.gather_rows(scale_grad(values, 1 / ranks.size), self.placement.counts)
+
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """Within this context, the layer computes all experts here, from gathered parameters."""
+        exchange, self.exchange = self.exchange, None
+        try:
+            yield
+        finally:
+            self.exchange = exchange
+
     def require_experts(self, experts: object) -> None:
         """Checks that the experts support the options of the layer, equally on all ranks.
 
@@ -178,14 +198,17 @@ class ExpertSharding:
         """
         if self.exchange is None:
             return
-        num_chunks = self.exchange.num_chunks
+        of_tokens = self.exchange.chunks_of == "tokens"
+        num_chunks = 1 if of_tokens else self.exchange.num_chunks
         if isinstance(experts, ModuleExperts | nn.ModuleList | Sequence):
-            least = self.placement.num_ranks * num_chunks
+            placement = self.exchange.placement
+            unit = "expert" if self.group_exchange is None else "group"
             require(
-                min(self.placement.counts) >= num_chunks,
-                "MoE: num_experts",
-                f"be at least {least} (one expert for each chunk of each rank)",
-                self.placement.num_experts,
+                min(placement.counts) >= num_chunks,
+                f"MoE: num_{unit}s",
+                f"be at least {placement.num_ranks * num_chunks} (one {unit} for each chunk of "
+                "each rank)",
+                placement.num_experts,
             )
         elif isinstance(experts, Experts):
             require(

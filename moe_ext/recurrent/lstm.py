@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,15 +21,17 @@ from moe_ext.checks import (
     require_mask,
     require_sizes,
 )
+from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed.placement import ExpertPlacement
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.distributed.sharding import Layout
+from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding, Layout
 from moe_ext.experts import FeedForwardExperts
 from moe_ext.gates import Gate, hierarchical_load
 from moe_ext.losses import importance_loss, load_loss
 from moe_ext.moe import MoE, MoEAux
-from moe_ext.recurrent.bptt import unroll
+from moe_ext.recurrent.bptt import num_evaluations, unroll
 
-__all__ = ["MoELSTM", "MoELSTMCell", "lstm_state"]
+__all__ = ["MoELSTM", "MoELSTMCell", "exchanged_bytes", "lstm_state"]
 
 _Tensors = tuple[Tensor, ...]
 _State = tuple[Tensor, Tensor]
@@ -67,6 +71,8 @@ class MoELSTMCell(nn.Module):
         dropout: dropout probability of x_t. The state h has no dropout.
         gate: a `Gate` of width D + U. None: a NoisyTopKGate with noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
+        parallel: how ranks share the experts; see `MoE`. All ranks must then call the cell
+            together. None: this process has all experts.
 
     Attributes:
         moe: the `MoE` whose experts are the matrices.
@@ -87,6 +93,7 @@ class MoELSTMCell(nn.Module):
         gate: Gate | None = None,
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
+        parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         require_sizes("MoELSTMCell", d_input=d_input, d_hidden=d_hidden)
@@ -95,16 +102,24 @@ class MoELSTMCell(nn.Module):
         self.d_hidden = d_hidden
         self.dropout = dropout
         width = d_input + d_hidden
+        local = range(num_experts)
+        if parallel is not None:
+            ranks = Layout.of(parallel.process_group).expert_parallel
+            together = 1 if gate is None else gate.experts_per_group
+            local = ExpertPlacement(num_experts, ranks.size, together).experts_of(ranks.rank)
         self.moe = MoE(
             width,
             num_experts,
             k,
             gate=gate,
-            experts=FeedForwardExperts(num_experts, width, (), d_output=4 * d_hidden),
+            experts=FeedForwardExperts(
+                len(local), width, (), d_output=4 * d_hidden, first_expert=local.start
+            ),
             w_importance=0,
             w_load=0,
             noise_epsilon=noise_epsilon,
             generator=generator,
+            parallel=parallel,
         )
         self.bias = nn.Parameter(torch.empty(4 * d_hidden))
         self.reset_parameters()
@@ -171,9 +186,15 @@ class MoELSTM(nn.Module):
         memory_slots: number of saved states, including the initial one. None: save all activations.
         batch_first: whether the dimensions of x, mask and y begin with batch, sequence [B, S] or
             with sequence, batch [S, B].
-        process_group: the ranks that balance their sequences together. They must call the layer
-            together; a rank may have no sequences. Each rank has all experts. The gradients of all
-            parameters must be averaged over the ranks (`moe_ext.distributed.parallelize`).
+        process_group: the ranks that share the experts; a short form of
+            ``parallel=ExpertParallel(process_group)``.
+        parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. The
+            placement must be "experts" or None. All ranks must run forward and backward of the
+            layer together; the numbers of sequences and of time steps may differ between them.
+            Each time step of the longest rank exchanges rows. See `MoE` for the gradients.
+        gather_experts: whether each rank instead gathers the weights of all experts once for all
+            time steps, and sends their gradients back once. None: whichever sends fewer bytes for
+            a batch (`exchanged_bytes`). Has no effect on a single rank.
 
     Raises:
         ValueError, TypeError: an argument is invalid; see also `MoE`.
@@ -202,6 +223,8 @@ class MoELSTM(nn.Module):
         memory_slots: int | None = None,
         batch_first: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
+        parallel: ExpertParallel | None = None,
+        gather_experts: bool | None = None,
     ) -> None:
         super().__init__()
         require_at_least(0, "MoELSTM", w_importance=w_importance, w_load=w_load)
@@ -212,9 +235,17 @@ class MoELSTM(nn.Module):
         self.w_load = w_load
         self.memory_slots = memory_slots
         self.batch_first = batch_first
-        self.ranks: Ranks | None = None
-        if process_group is not None:
-            self.ranks = Layout.of(process_group).world
+        self.gather_experts = gather_experts
+        parallel = parallel_options("MoELSTM", process_group, parallel)
+        self.ranks: Ranks | None = None  # balance their sequences together
+        if parallel is not None:
+            rule = 'be "experts" or None'
+            placement = parallel.placement
+            require(placement in ("experts", None), "MoELSTM: parallel.placement", rule, placement)
+            if parallel.balance == "global":
+                self.ranks = Layout.of(parallel.process_group).world
+            # The losses are those of whole sequences, so a time step sums nothing over the ranks.
+            parallel = replace(parallel, balance="local")
         self.cell = MoELSTMCell(
             d_input,
             d_hidden,
@@ -224,6 +255,7 @@ class MoELSTM(nn.Module):
             gate=gate,
             noise_epsilon=noise_epsilon,
             generator=generator,
+            parallel=parallel,
         )
 
     def forward(
@@ -259,11 +291,17 @@ class MoELSTM(nn.Module):
             return tensor.transpose(0, 1) if self.batch_first else tensor
 
         inputs = [swap(tensor) for tensor in (x, mask) if tensor is not None]
-        batch_size = inputs[0].shape[1]
+        num_steps, batch_size = inputs[0].shape[:2]
         state = cell.initial_state(x, batch_size) if state is None else state
         _require_state("MoELSTM", state, (batch_size, cell.d_hidden))
 
         step = _CellStep(cell)
+        if cell.moe.sharding is not None and cell.moe.sharding.exchange is not None:
+            num_steps_of_all, gather = self._plan_exchange(cell.moe.sharding, step, inputs)
+            if gather:
+                step = _CellStep(cell, cell.moe.sharding)
+            elif num_steps < num_steps_of_all:
+                inputs = _lengthened(inputs, num_steps_of_all)
         outputs, (h, c) = unroll(
             step,
             step.tensors,
@@ -272,7 +310,7 @@ class MoELSTM(nn.Module):
             memory_slots=self.memory_slots,
             generators=step.generators,
         )
-        y, gates, expert_index = (swap(output) for output in outputs[:3])
+        y, gates, expert_index = (swap(output[:num_steps]) for output in outputs[:3])
         tokens_per_expert, *sums = (output.sum(0) for output in outputs[3:])
         if self.ranks is not None:
             sums = list(self.ranks.sum(*sums))
@@ -300,6 +338,27 @@ class MoELSTM(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def _plan_exchange(
+        self, sharding: ExpertSharding, step: _CellStep, inputs: Sequence[Tensor]
+    ) -> tuple[int, bool]:
+        """Returns the largest number of time steps of a rank, and whether to gather the experts.
+
+        All ranks call this together. inputs are x [S, B, D] and an optional mask [S, B].
+        """
+        x, *mask = inputs
+        num_rows = mask[0].count_nonzero() if mask else torch.tensor(len(x) * x.shape[1])
+        sizes = torch.stack([torch.tensor(len(x)), num_rows.cpu()]).to(x.device)
+        sizes_of_ranks = sharding.layout.expert_parallel.gather(sizes).tolist()
+        num_steps = max(steps for steps, _ in sizes_of_ranks)
+        if self.gather_experts is not None:
+            return num_steps, self.gather_experts
+        saved = (*step.tensors, x)
+        backward = torch.is_grad_enabled() and any(value.requires_grad for value in saved)
+        rows, weights = exchanged_bytes(
+            self, num_steps, sum(rows for _, rows in sizes_of_ranks), backward=backward
+        )
+        return num_steps, weights < rows
+
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         axes = "B, S" if self.batch_first else "S, B"
         time = 1 if self.batch_first else 0
@@ -313,13 +372,68 @@ class MoELSTM(nn.Module):
             require_mask("MoELSTM", mask, tuple(x.shape[:2]))
 
 
-class _CellStep:
-    """Wraps a cell as a function of its parameters and buffers, as `unroll` needs it."""
+def exchanged_bytes(
+    layer: MoELSTM, num_steps: int, num_rows: int, *, backward: bool = True
+) -> tuple[float, int]:
+    """Counts the bytes of experts that ranks send to each other for a batch of sequences.
 
-    def __init__(self, cell: MoELSTMCell) -> None:
+    The counts are summed over the ranks. They include no row counts, indices and gates. The number
+    of rows assumes that the gates choose all experts equally often.
+
+    Args:
+        layer: a layer whose experts are sharded over ranks.
+        num_steps: the number of time steps of the longest sequence.
+        num_rows: the number of real tokens of all ranks.
+        backward: whether a backward pass follows.
+
+    Returns:
+        The bytes of exchanging rows in each time step, recomputed steps included; and the bytes of
+        gathering the weights and returning their gradients.
+    """
+    moe = layer.cell.moe
+    assert moe.sharding is not None and moe.sharding.exchange is not None
+    size = moe.sharding.placement.num_ranks
+    weights = list(moe.experts.parameters())
+    itemsize = weights[0].itemsize
+    if torch.is_autocast_enabled(weights[0].device.type):
+        itemsize = torch.get_autocast_dtype(weights[0].device.type).itemsize
+    evaluations = num_steps
+    if backward and layer.memory_slots is not None:
+        evaluations = num_evaluations(num_steps, layer.memory_slots) + 1
+    passes = (evaluations + backward * num_steps) / num_steps
+    copies = moe.k if moe.sharding.exchange.unit == "rows" else min(moe.k, size)
+    width = layer.cell.d_input + 5 * layer.cell.d_hidden  # of [x, h] and of the gates i, f, j, o
+    rows = passes * num_rows * copies * (size - 1) / size * width * itemsize
+    of_expert = sum(weight.shape[1:].numel() * weight.itemsize for weight in weights)
+    return rows, (1 + backward) * (size - 1) * layer.num_experts * of_expert
+
+
+def _lengthened(inputs: Sequence[Tensor], num_steps: int) -> list[Tensor]:
+    """Appends masked-out time steps to x [S, B, D] and an optional mask [S, B]."""
+    x, *mask = inputs
+    real = mask[0] if mask else torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    more = num_steps - len(x)
+    return [F.pad(x, (0, 0, 0, 0, 0, more)), F.pad(real, (0, 0, 0, more))]
+
+
+class _CellStep:
+    """Wraps a cell as a function of its parameters and buffers, as `unroll` needs it.
+
+    Args:
+        cell: the cell.
+        gather: the sharding of its experts, to gather their weights once for all steps. None: the
+            cell uses its experts as they are.
+    """
+
+    def __init__(self, cell: MoELSTMCell, gather: ExpertSharding | None = None) -> None:
+        self.gather = gather
         tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
         self.cell = cell
         self.training = cell.training
+        if gather is not None:
+            for name in tensors:
+                if name.startswith("moe.experts."):
+                    tensors[name] = gather.gather_rows(tensors[name])
         self.names, self.tensors = tuple(tensors), tuple(tensors.values())
         own = [getattr(module, "generator", None) for module in cell.modules()]
         self.generators = [g for g in own if isinstance(g, torch.Generator)]
@@ -344,7 +458,8 @@ class _CellStep:
 
     def _call(self, tensors: _Tensors, x: Tensor, state: _Tensors) -> tuple[_Tensors, MoEAux]:
         named = dict(zip(self.names, tensors, strict=True))
-        state, aux = functional_call(self.cell, named, (x, state))
+        with nullcontext() if self.gather is None else self.gather.without_exchange():
+            state, aux = functional_call(self.cell, named, (x, state))
         require(
             aux.token_offsets is None,
             "MoELSTM: gate",

@@ -1,6 +1,7 @@
 """Experts sharded over ranks: the sharding does not change the result (Sec. 3)."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ from moe_ext.distributed import (
     expert_parameters,
     parallelize,
 )
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.lab.analysis import moe_ops
+from moe_ext.recurrent import exchanged_bytes, num_evaluations
 
 D = 6
 
@@ -234,16 +237,26 @@ def assert_equal_steps(parts, counts, layer, x, y, aux):
 S = 4
 
 
-def recurrent_layer(levels, process_group=None):
+def recurrent_layer(levels, process_group=None, **options):
     """Makes a recurrent layer; it is the same on every rank."""
     torch.manual_seed(1)
+    if process_group is not None:
+        names = {"balance", "exchange", "num_chunks"} & options.keys()
+        given = {name: options.pop(name) for name in names}
+        options["parallel"] = ExpertParallel(process_group, **given)
     if levels == 2:
-        gate = HierarchicalNoisyTopKGate(D + 3, 3, 2, (2, 1))
-        layer = MoELSTM(D, 3, 6, 2, gate=gate, process_group=process_group)
-    else:
-        layer = MoELSTM(D, 3, 6, 2, process_group=process_group)
-    for param in layer.double().parameters():
-        torch.nn.init.normal_(param)
+        options["gate"] = HierarchicalNoisyTopKGate(D + 3, 3, 2, (2, 1))
+    layer = MoELSTM(D, 3, 6, 2, **options).double()
+    generator = torch.Generator().manual_seed(2)
+    for name, param in layer.named_parameters():
+        whole, rows = param, slice(None)
+        if ".experts." in name:
+            whole = param.new_empty(6, *param.shape[1:])
+            sharding = layer.cell.moe.sharding
+            if sharding is not None:
+                rows = slice(sharding.local_experts.start, sharding.local_experts.stop)
+        values = torch.nn.init.normal_(torch.empty_like(whole), generator=generator)
+        param.data.copy_(values[rows])
     return layer
 
 
@@ -260,47 +273,168 @@ def recurrent_step(layer, x, lengths):
     num_steps = max(lengths.tolist(), default=1)
     mask = torch.arange(num_steps) < lengths[:, None]
     weight = torch.linspace(-1, 1, S * 3, dtype=torch.float64).view(S, 3)
-    y, _, aux = layer(x[:, :num_steps], mask=None if layer.training else mask)
-    return (y * weight[:num_steps]).sum((1, 2)), aux
+    y, (h, c), aux = layer(x[:, :num_steps], mask=None if layer.training else mask)
+    last = (h + 0.5 * c).sum(1)
+    return (y * weight[:num_steps]).sum((1, 2)) + last, aux
 
 
-def recurrent_step_of_process(group, rank, levels, counts, training):
-    layer = recurrent_layer(levels, group).train(training)
-    fix_noise(layer, counts, rank, levels)
+def recurrent_step_of_process(group, rank, levels, counts, training, options, mesh=False):
+    ranks = group
+    if mesh:
+        ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    layer = recurrent_layer(levels, ranks, **options).train(training)
+    if "memory_slots" not in options:
+        fix_noise(layer, counts, rank, levels)
     x, lengths = (whole.split(counts)[rank] for whole in sequences_of(counts, training))
+    x = x.clone().requires_grad_()
+    torch.manual_seed(rank)
     values, aux = recurrent_step(layer, x, lengths)
     (rank_weight(rank) * (values.sum() + aux.loss)).backward()
-    for param in layer.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, group=group)
-            param.grad /= len(counts)
-    return values.detach(), aux.loss.detach(), aux.load.detach(), grads_of(layer)
+    sharded = expert_parameters(layer)
+    for name, param in layer.named_parameters():
+        if param.grad is None:
+            continue
+        together = sharded[name].layout.replicas if name in sharded else Ranks(group)
+        if together.size > 1:
+            dist.all_reduce(param.grad, group=together.group)
+            param.grad /= together.size
+    bounds = {name: entry.bounds for name, entry in sharded.items()}
+    return {
+        "values": values.detach(),
+        "x": x.grad,
+        "loss": aux.loss.detach(),
+        "load": aux.load.detach(),
+        "gates": aux.gates.detach(),
+        "tokens_per_expert": aux.tokens_per_expert,
+        "grads": grads_of(layer),
+        "bounds": bounds,
+    }
 
 
 def grads_of(layer):
     return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
+RECURRENT = {
+    "by bytes": {},
+    "rows": {"gather_experts": False},
+    "tokens": {"gather_experts": False, "exchange": "tokens", "num_chunks": 2},
+    "gathered": {"gather_experts": True},
+}
+
+
 @pytest.mark.equation("Sec. 3.1")
+@pytest.mark.parametrize("how", RECURRENT)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("counts", [[5, 8], [4, 0, 6]], ids=len)
+@pytest.mark.parametrize(
+    "counts, mesh", [([5, 8], False), ([4, 0, 6], False), ([3, 7, 0, 5], True)]
+)
 @pytest.mark.parametrize("levels", [1, 2])
-def test_recurrent_mixture_equals_one_process(workers, levels, counts, training):
+def test_recurrent_mixture_equals_one_process(workers, levels, counts, mesh, training, how):
     """Importance and load cover all ranks, which may run different numbers of steps."""
     layer = recurrent_layer(levels).train(training)
     fix_noise(layer, counts, levels=levels)
-    values, aux = recurrent_step(layer, *sequences_of(counts, training))
+    x, lengths = sequences_of(counts, training)
+    x.requires_grad_()
+    values, aux = recurrent_step(layer, x, lengths)
     parts = enumerate(values.split(counts))
     losses = [rank_weight(rank) * (part.sum() + aux.loss) for rank, part in parts]
     (sum(losses) / len(counts)).backward()
-    results = workers.run(len(counts), recurrent_step_of_process, levels, counts, training)
-    assert_exact(torch.cat([result[0] for result in results]), values)
-    for _, loss, load, grads in results:
-        assert_exact(loss, aux.loss)
-        assert_exact(load, aux.load)
-        assert grads.keys() == grads_of(layer).keys()
+    arguments = levels, counts, training, RECURRENT[how], mesh
+    results = workers.run(len(counts), recurrent_step_of_process, *arguments)
+    assert_exact(torch.cat([result["values"] for result in results]), values)
+    assert_exact(torch.cat([result["gates"] for result in results]), aux.gates)
+    assert_exact(torch.cat([result["x"] for result in results]) / len(counts), x.grad)
+    assert torch.equal(
+        sum(result["tokens_per_expert"] for result in results), aux.tokens_per_expert
+    )
+    for result in results:
+        assert_exact(result["loss"], aux.loss)
+        assert_exact(result["load"], aux.load)
+        assert result["grads"].keys() == grads_of(layer).keys()
         for name, expected in grads_of(layer).items():
-            assert_exact(grads[name], expected)
+            first, last, _ = result["bounds"].get(name, (0, None, None))
+            assert_exact(result["grads"][name], expected[first:last])
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_recurrent_mixture_with_memory_slots(workers, gather):
+    """Recomputation runs the exchange again and draws the same noise."""
+    steps = [
+        workers.run(
+            3,
+            recurrent_step_of_process,
+            2,
+            [4, 0, 6],
+            True,
+            {"gather_experts": gather, "memory_slots": slots},
+        )
+        for slots in (None, 2)
+    ]
+    for plain, stored in zip(*steps, strict=True):
+        assert_same_bits(plain["values"], stored["values"])
+        for name, grad in plain["grads"].items():
+            assert_same_bits(stored["grads"][name], grad)
+
+
+def bytes_of_recurrent_step(group, rank, slots, gather):
+    """Returns the bytes of rows or weights that this rank sends, and those that are predicted."""
+    layer = MoELSTM(
+        D,
+        4,
+        2,
+        2,
+        gate=SoftmaxGate(D + 4, 2),  # each row goes to both ranks
+        process_group=group,
+        memory_slots=slots,
+        gather_experts=gather,
+    )
+    sent = []
+    all_to_all_single = dist.all_to_all_single
+
+    def note(output, rows, received, counts, **options):
+        if rows.is_floating_point():
+            sent.append((sum(counts) - counts[rank]) * rows[:1].nbytes)
+        return all_to_all_single(output, rows, received, counts, **options)
+
+    x = torch.randn(5, 7 - rank, D, requires_grad=True)
+    with patch.object(dist, "all_to_all_single", note):
+        y, _, aux = layer(x)
+        (y.sum() + aux.loss).backward()
+    return sum(sent), exchanged_bytes(layer, 7, 5 * 7 + 5 * 6)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_recurrent_bytes(workers, gather):
+    results = workers.run(2, bytes_of_recurrent_step, None, gather)
+    assert sum(sent for sent, _ in results) == results[0][1][gather]
+
+
+def test_recurrent_bytes_with_memory_slots(workers):
+    (first, predicted), (second, _) = workers.run(2, bytes_of_recurrent_step, 2, False)
+    # The prediction takes all time steps as equally long. Rank 1 has no rows in the last one, and
+    # recomputation visits the last one least often.
+    assert first + second == pytest.approx(predicted[0], rel=0.05)
+    assert predicted[0] == bytes_of_steps(7, 2)
+
+
+def bytes_of_steps(num_steps, slots):
+    rows, copies_to_others, width, itemsize = 65 / num_steps, 1, D + 4 + 16, 4
+    passes = num_evaluations(num_steps, slots) + 1 + num_steps
+    return passes * rows * copies_to_others * width * itemsize
+
+
+def test_recurrent_mixture_cannot_share_gates(workers):
+    assert (
+        workers.run(2, refused_placement)
+        == ["MoELSTM: parallel.placement must be \"experts\" or None, got 'groups'"] * 2
+    )
+
+
+def refused_placement(group, rank):
+    with pytest.raises(ValueError) as error:
+        MoELSTM(D, 3, 6, 2, parallel=ExpertParallel(group, placement="groups"))
+    return str(error.value)
 
 
 def opposite_sequences(group, rank):
@@ -353,6 +487,20 @@ def test_outputs_in_every_type(workers, kind, dtype, exchange):
     assert torch.equal(sum(part[1] for part in parts), tokens_per_expert)
     if kind != "spread":
         assert tokens_per_expert.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_memory_of_received_rows(dtype):
+    """A freed buffer of 8 MiB is used again; small buffers come from torch's allocator."""
+    x = torch.empty(3, 2, 1024, dtype=dtype)
+    number = 2**23 // (2048 * dtype.itemsize)
+    rows = torch.ops.moe_ext._empty_rows(x, number)
+    assert (rows.shape, rows.dtype, rows.is_contiguous()) == ((number, 2, 1024), dtype, True)
+    address = rows.data_ptr()
+    del rows
+    assert torch.ops.moe_ext._empty_rows(x, number).data_ptr() == address
+    assert torch.ops.moe_ext._empty_rows(x, 0).shape == (0, 2, 1024)
+    assert torch.ops.moe_ext._empty_rows(x.to("meta"), 5).shape == (5, 2, 1024)
 
 
 class TwoLayers(nn.Module):
@@ -620,6 +768,12 @@ def options_refused(group, rank):
             "MoE: num_experts .*8.*got 4",
         ),
         ({"experts": OfRows(1)}, {"num_chunks": 2}, ValueError, "ExpertParallel: num_chunks .*1"),
+        (
+            {"experts": [nn.Identity()], "gate": HierarchicalNoisyTopKGate(D, 4, 1, (2, 1))},
+            {"num_chunks": 2},
+            ValueError,
+            "MoE: num_groups .*8.*one group .*got 4",
+        ),
         (
             {"gate": BalancedGate(D, 4, 2)},
             {"balance": "local"},

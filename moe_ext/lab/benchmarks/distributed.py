@@ -260,7 +260,7 @@ class _World:
             unit: ExchangeUnit = "tokens" if name == "tokens" else "rows"
             return Exchange(sharding.placement, self.ranks, unit, num_chunks)
         groups = sharding.group_exchange.exchange.placement
-        return GroupExchange(Exchange(groups, self.ranks, "tokens", num_chunks))
+        return GroupExchange(groups, self.ranks, num_chunks)
 
     @staticmethod
     def make(
@@ -604,15 +604,25 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def launch(arguments: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs the benchmark under torchrun, with --bandwidth on a slow link; returns the status."""
+def launch(
+    module: str, arguments: Sequence[str], processes: int, threads: int, bandwidth: float
+) -> int:
+    """Runs a module under torchrun; returns the status.
+
+    Args:
+        module: the name of the module.
+        arguments: its command line.
+        processes: number of ranks.
+        threads: threads of each rank.
+        bandwidth: the limit of the link that the ranks share, in MB/s; 0: no limit.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "localhost", "--nproc-per-node", str(max(args.processes))]
-    command += ["--module", "moe_ext.lab.benchmarks.distributed", *arguments]
-    environ = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    if args.bandwidth:
+    command += ["--local-addr", "localhost", "--nproc-per-node", str(processes)]
+    command += ["--module", module, *arguments]
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    if bandwidth:
         # A token bucket limits the rate; its queue is large enough that no packet is dropped.
-        limit = f"rate {8 * args.bandwidth:.0f}mbit burst 256kb limit 1gb"
+        limit = f"rate {8 * bandwidth:.0f}mbit burst 256kb limit 1gb"
         set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
         command = ["unshare", "--net", "sh", "-c", f'{set_up} && exec "$@"', "sh", *command]
         environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -677,7 +687,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--experts must be a multiple of --group-size = {args.group_size}, got {args.experts}"
         )
     if not dist.is_torchelastic_launched():
-        return launch(sys.argv[1:] if arguments is None else arguments, args)
+        given = sys.argv[1:] if arguments is None else arguments
+        name = "moe_ext.lab.benchmarks.distributed"
+        return launch(name, given, max(args.processes), args.threads, args.bandwidth)
 
     torch.set_num_threads(args.threads)
     if args.dtype == "bfloat16":

@@ -106,8 +106,8 @@ class LanguageModel(WordModel):
     Args:
         config: options of the layers.
         vocab_size: V, number of classes of the softmax.
-        process_group: the ranks that share the experts of "moe" layers; see `MoE`. Every rank has
-            all experts of a "moe_lstm" layer; see `MoELSTM`.
+        process_group: the ranks that share the experts of "moe" and "moe_lstm" layers; see `MoE`
+            and `MoELSTM`.
         noise_generator: generator of the gates' noise; None is torch's default generator. With a
             separate generator, MoE and dense models of one seed get the same dropout masks.
         class_generator: CPU generator that samples classes for the softmax in training; None is
