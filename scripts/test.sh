@@ -18,7 +18,7 @@ PYTHON=$python bash scripts/check_clang.sh
 bash scripts/docs.sh
 
 say "C++ tests"
-cmake -S tests/cpp -B build/cpp -G Ninja -DMOE_EXT_PYTHON="$python" \
+cmake -S tests/cpp -B build/cpp -G Ninja -DMOE_EXT_PYTHON="$(command -v "$python" | xargs realpath -s)" \
   -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
 cmake --build build/cpp
 ctest --test-dir build/cpp --output-on-failure
