@@ -24,7 +24,7 @@ from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.logging import read_metrics
 
-_MODEL = [
+SMALL_MODEL = [
     "data.vocab_size=200", "data.tokens_per_batch=200", "model.d_model=16", "num_threads=1",
     "model.moe.num_experts=6", "model.moe.k=2", "model.moe.hidden_sizes=[16]", "timeout=60",
     "log.save_every=2", "log.eval_every=0", "log.eval_sentences=20", "log.log_every=1",
@@ -41,7 +41,7 @@ def start(
     command += ["--monitor-interval=0.1", str(root / "scripts" / "train.py")]
     command += [str(root / "configs" / "small" / "moe-32.toml"), f"output={output}"]
     return subprocess.Popen(
-        [*command, f"steps={steps}", *_MODEL],
+        [*command, f"steps={steps}", *SMALL_MODEL],
         stdout=subprocess.DEVNULL,
         stderr=(output.parent / f"{output.name}.log").open("w"),
         text=True,

@@ -31,8 +31,13 @@ def checkpoints_of(
     return Checkpoints(run / "checkpoints", process_group, keep=keep)
 
 
-def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
+def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> Loaded:
     """Loads the training state of a run's newest checkpoint, without a model.
+
+    Args:
+        checkpoints: the checkpoints of the run.
+        run: the folder of the run.
+        fallback: see `Checkpoints.load`.
 
     Raises:
         ConfigError: there is no checkpoint, or the checkpoint cannot be read.
@@ -42,7 +47,7 @@ def load_states(checkpoints: Checkpoints, run: Path) -> Loaded:
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
         )
     try:
-        return checkpoints.load()
+        return checkpoints.load(fallback=fallback)
     except CheckpointError as error:
         raise ConfigError(
             f"{error}; delete the checkpoint's folder to use the previous one"

@@ -190,8 +190,8 @@ class Trainer:
                 )
         self.device = torch.device(config.device)
 
-        self._newest = None if earlier is None else earlier.step  # the last checkpoint
-        self.step = self._newest or 0
+        self._newest = max(self._checkpoints.steps(), default=None)  # the last checkpoint
+        self.step = 0 if earlier is None else earlier.step
         torch.manual_seed(self._seed("weights"))
         self.noise_generator = torch.Generator(self.device).manual_seed(self._seed_here("noise"))
         self.class_generator = torch.Generator("cpu")
@@ -440,7 +440,7 @@ class Trainer:
             )
         if not self._checkpoints.steps():
             return None
-        earlier = load_states(self._checkpoints, folder)
+        earlier = load_states(self._checkpoints, folder, fallback=True)
         if earlier.step > config.steps:
             raise ConfigError(
                 f"steps must be at least {earlier.step}, the steps of the run in {folder}, "

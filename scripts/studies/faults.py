@@ -1,0 +1,14 @@
+"""Disturbs a training run on two nodes and checks that it continues correctly or ends clearly.
+
+Run this script with `--help` to see its arguments.
+"""
+
+import sys
+from pathlib import Path
+
+from moe_ext.lab.studies.faults import main
+from moe_ext.lab.training import exit_status
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    sys.exit(exit_status(lambda: main(root=root)))
