@@ -551,6 +551,20 @@ def test_a_checkpoint_that_does_not_read(table):
         load_run(folder / "nowhere")
 
 
+def test_a_run_continues_from_the_checkpoint_before_a_corrupted_one(table, tmp_path):
+    whole = train(merged(table))
+    options = {"output": str(tmp_path / "corrupted"), "log": {"save_every": 3}}
+    part = train(merged(table, steps=6, **options)).folder
+    (part / "checkpoints" / "step-00000006" / "state.pt").write_bytes(b"")
+    with pytest.warns(
+        UserWarning, match="state.pt is corrupted.*; loading .*step-00000003 instead"
+    ):
+        resumed = Trainer(merged(table, resume=True, **options))
+    assert resumed.step == 3
+    assert resumed.run()
+    assert_same_run(whole.folder, part)
+
+
 @pytest.mark.parametrize("module", ["tensorboard", "torch.utils.tensorboard"])
 def test_without_tensorboard_nothing_is_written(table, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
