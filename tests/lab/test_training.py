@@ -553,14 +553,14 @@ def test_a_checkpoint_that_does_not_read(table):
 
 def test_a_run_continues_from_the_checkpoint_before_a_corrupted_one(table, tmp_path):
     whole = train(merged(table))
-    options = {"output": str(tmp_path / "corrupted"), "log": {"save_every": 3}}
-    part = train(merged(table, steps=6, **options)).folder
-    (part / "checkpoints" / "step-00000006" / "state.pt").write_bytes(b"")
+    options = {"output": str(tmp_path / "corrupted"), "log": {"save_every": 4}}
+    part = train(merged(table, steps=8, **options)).folder
+    (part / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"")
     with pytest.warns(
-        UserWarning, match="state.pt is corrupted.*; loading .*step-00000003 instead"
+        UserWarning, match="state.pt is corrupted.*; loading .*step-00000004 instead"
     ):
         resumed = Trainer(merged(table, resume=True, **options))
-    assert resumed.step == 3
+    assert resumed.step == 4
     assert resumed.run()
     assert_same_run(whole.folder, part)
 
