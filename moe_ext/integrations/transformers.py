@@ -54,7 +54,7 @@ __all__ = [
     "experts_modules",
 ]
 
-TESTED_VERSIONS: tuple[str, ...] = ("5.23.0",)
+TESTED_VERSIONS: tuple[str, ...] = ("5.23.0", "5.24.0")
 """The versions of transformers that the tests ran with."""
 
 _KNOWN_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"}
