@@ -16,21 +16,19 @@ std::vector<Block> split_into_blocks(const at::Tensor& offsets, int64_t num_expe
   const int64_t each = num_rows / std::max<int64_t>(1, num_experts);
   std::vector<Block> blocks;
   blocks.reserve(num_experts + num_rows / kMaxBlockRows);
-  int64_t num_split = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t first = bound ? bound[expert] : expert * each;
     const int64_t count = bound ? bound[expert + 1] - first : each;
-    const int parts = static_cast<int>(std::max<int64_t>(1, at::ceil_div(count, kMaxBlockRows)));
-    const int64_t split_index = parts > 1 ? num_split++ : -1;
-    for (int part = 0; part < parts; ++part) {
-      const int64_t begin = part * count / parts;
-      const int64_t end = (part + 1) * count / parts;
+    const int num_blocks =
+        static_cast<int>(std::max<int64_t>(1, at::ceil_div(count, kMaxBlockRows)));
+    for (int index = 0; index < num_blocks; ++index) {
+      const int64_t begin = index * count / num_blocks;
+      const int64_t end = (index + 1) * count / num_blocks;
       blocks.push_back({.expert = expert,
                         .first_row = first + begin,
                         .num_rows = end - begin,
-                        .part = part,
-                        .last = part == parts - 1,
-                        .split_index = split_index});
+                        .index = index,
+                        .num_blocks = num_blocks});
     }
   }
   return blocks;

@@ -21,11 +21,12 @@
 #include <utility>
 #include <vector>
 
+#include "backward_schedule.h"
 #include "block_scheduler.h"
 #include "elementwise.h"
 #include "empty_rows.h"
 #include "gemm/gemm.h"
-#include "ordered_reduction.h"
+#include "parameter_gradients.h"
 #include "slots.h"
 #include "vectorize.h"
 #include "workspace.h"
@@ -80,9 +81,11 @@ class Experts {
     }
     for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
+    int64_t rows = 0;  // of an expert
     for (const Block& block : blocks_) {
       most_rows_ = std::max(most_rows_, block.num_rows);
-      num_split_experts_ = std::max(num_split_experts_, block.split_index + 1);
+      rows = block.index == 0 ? block.num_rows : rows + block.num_rows;
+      most_rows_of_expert_ = std::max(most_rows_of_expert_, rows);
     }
   }
 
@@ -97,7 +100,6 @@ class Experts {
   int64_t token_of(int64_t row) const { return token_of_[row]; }
   int64_t slot_of(int64_t row) const { return slot_of_[row]; }
   int64_t flops() const { return num_rows_ * flops_per_row_; }
-  int64_t num_split_experts() const { return num_split_experts_; }
   int64_t widest() const { return widest_; }
 
   // Workspace sizes: for a block's rows of `width` elements of T, and for the GEMMs.
@@ -108,9 +110,21 @@ class Experts {
   int64_t gemm_size(bool backward) const {
     int64_t size = gemm_workspace_size<scalar_t>(most_rows_, widest_, widest_);
     if (backward) {
-      size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_));
+      size = std::max(size, gemm_workspace_size<scalar_t>(widest_, widest_, most_rows_of_expert_));
     }
     return whole_lines(size);
+  }
+
+  // Takes memory for the gradients of the parameters; the GEMMs have theirs.
+  typename ParameterGradients<scalar_t>::Workspace parameters_workspace(acc_t* gemm,
+                                                                        acc_t*& workspace) const {
+    acc_t* sums = take<acc_t>(workspace, ParameterGradients<scalar_t>::sums_size(widest_));
+    return {.gemm = gemm, .sums = sums, .group = take<acc_t>(workspace, widest_)};
+  }
+
+  // The workspace size of parameters_workspace.
+  int64_t parameters_size() const {
+    return whole_lines(ParameterGradients<scalar_t>::sums_size(widest_)) + whole_lines(widest_);
   }
 
   // Returns whether the weights of a layer are stored as [columns, fan_in].
@@ -274,7 +288,7 @@ class Experts {
   std::vector<Block> blocks_;
   int64_t num_rows_ = 0;
   int64_t widest_ = 0, flops_per_row_ = 0;
-  int64_t most_rows_ = 0, num_split_experts_ = 0;
+  int64_t most_rows_ = 0, most_rows_of_expert_ = 0;  // of a block, of an expert
 };
 
 template <typename scalar_t>
@@ -295,12 +309,14 @@ void forward(const Experts<scalar_t>& experts, at::TensorList hidden, const Tens
   const bool saved = !hidden.empty();
   const int64_t wide_size =
       std::is_same_v<scalar_t, acc_t> ? 0 : experts.template rows_size<acc_t>(width);
-  for_each_block<acc_t>(
-      experts.blocks(), experts.flops(),
+  const auto& blocks = experts.blocks();
+  for_each_task<acc_t>(
+      static_cast<int64_t>(blocks.size()), /*may_wait=*/false, num_threads_for(experts.flops()),
       experts.places_size(saved, /*backward=*/false) +
           std::max(experts.hidden_size(/*has_z=*/saved), wide_size),
       rows.options().dtype(c10::CppTypeToScalarType<acc_t>::value),
-      [&](const Block& block, acc_t* workspace) {
+      [&](int64_t task, acc_t* workspace) {
+        const Block& block = blocks[task];
         if (block.num_rows == 0) return;
         const auto a = experts.places(block, hidden_data, /*backward=*/false, workspace);
         experts.compute_hidden(block, a, workspace);
@@ -327,9 +343,9 @@ struct Gradients {
   const scalar_t* const grad_out;       // gradient of y, or of the output rows without gates
   const acc_t* const gates;             // for each slot, or null
   acc_t* const grad_gates;
-  scalar_t* const grad_rows;                    // for the input rows, or null
-  const OrderedReduction<scalar_t> parameters;  // for the weights, then the biases
-  const int64_t first_learned;                  // the first layer with a gradient of parameters
+  scalar_t* const grad_rows;  // for the input rows, or null
+  const ParameterGradients<scalar_t>& parameters;
+  const int64_t first_learned;  // the first layer with a gradient of parameters
 };
 
 // The backward pass of a block, from the last layer to the first.
@@ -338,10 +354,13 @@ class BlockBackward {
  public:
   using acc_t = at::opmath_type<scalar_t>;
 
-  BlockBackward(const Gradients<scalar_t>& gradients, const Block& block, acc_t* workspace)
+  // `split` is the block's expert if that has several blocks, else null.
+  BlockBackward(const Gradients<scalar_t>& gradients, const Block& block, const SplitExpert* split,
+                acc_t* workspace)
       : gradients_(gradients),
         experts_(gradients.experts),
         block_(block),
+        split_(split),
         a_(experts_.places(block, gradients.hidden, /*backward=*/true, workspace)) {
     if (gradients.hidden.empty()) experts_.compute_hidden(block, a_, workspace);
     const Widths widths(gradients);
@@ -351,14 +370,13 @@ class BlockBackward {
     for (int parity : {0, 1}) grad_z_[parity] = rows(widths.grad_z[parity]);
     gate_ = rows(widths.gate);
     grad_gate_ = rows(widths.grad_gate);
-    bias_ = take<acc_t>(workspace, experts_.widest());
-    parameter_ = take<acc_t>(workspace, parameter_size(gradients));
+    for_parameters_ = experts_.parameters_workspace(a_.gemm_workspace, workspace);
   }
 
   static int64_t workspace_size(const Gradients<scalar_t>& gradients) {
     const auto& experts = gradients.experts;
     const Widths widths(gradients);
-    int64_t size = whole_lines(experts.widest()) + whole_lines(parameter_size(gradients));
+    int64_t size = experts.parameters_size();
     for (int64_t width : {widths.grad_out, widths.grad_a, widths.grad_z[0], widths.grad_z[1],
                           widths.gate, widths.grad_gate}) {
       size += experts.template rows_size<acc_t>(width);
@@ -376,11 +394,11 @@ class BlockBackward {
       const acc_t* grad_before = nullptr;
       if (needs_rest || needs_gates) {
         grad_before = input_gradient(l, grad_z);
-      } else if (needs_weight(l) && !has_input(l)) {
+      } else if (gradients_.parameters.needs_weight(l) && !has_input(l)) {
         activate_input(l);
       }
       if (needs_gates) gate_gradient();
-      parameter_gradients(l, grad_z);
+      gradients_.parameters.add(block_, split_, l, a_.input(l), grad_z, for_parameters_);
       if (!needs_rest) return;
       grad_z = grad_before;
     }
@@ -407,12 +425,6 @@ class BlockBackward {
       }
     }
   };
-
-  // The size of parameter_.
-  static int64_t parameter_size(const Gradients<scalar_t>& gradients) {
-    const int64_t widest = gradients.experts.widest(), size = gradients.parameters.space_size();
-    return kSame ? size : std::max({size, widest, rounded_sums_size(widest, widest)});
-  }
 
   bool has_gates() const { return gradients_.gates != nullptr; }
 
@@ -515,50 +527,10 @@ class BlockBackward {
     }
   }
 
-  bool needs_weight(int64_t l) const { return gradients_.parameters.needs(l); }
-  bool needs_bias(int64_t l) const {
-    return experts_.has_bias() && gradients_.parameters.needs(experts_.num_layers() + l);
-  }
-
-  void parameter_gradients(int64_t l, const acc_t* grad_z) const {
-    const int64_t n = block_.num_rows, fan_in = experts_.fan_in(l), columns = experts_.columns(l);
-    if (needs_weight(l)) {
-      const auto a = plain(a_.input(l), fan_in);
-      const auto dz = plain(grad_z, columns);
-      gradients_.parameters.add(block_, l, parameter_, [&](auto* target, Write write) {
-        if (experts_.is_transposed(l)) {
-          product(columns, fan_in, n, transpose(dz), a, write, target);
-        } else {
-          product(fan_in, columns, n, transpose(a), dz, write, target);
-        }
-      });
-    }
-    if (needs_bias(l)) {
-      const int64_t bias = experts_.num_layers() + l;
-      gradients_.parameters.add(block_, bias, parameter_, [&](auto* target, Write) {
-        if constexpr (std::is_same_v<decltype(target), acc_t*>) {
-          vectorized<SumOfRows>(grad_z, n, columns, bias_, target);
-        } else {
-          vectorized<SumOfRows>(grad_z, n, columns, bias_, parameter_);
-          vectorized<Convert>(static_cast<const acc_t*>(parameter_), columns, target);
-        }
-      });
-    }
-  }
-
-  template <typename a_t, typename b_t, typename target_t>
-  void product(int64_t m, int64_t n, int64_t k, Operand<a_t> a, Operand<b_t> b, Write write,
-               target_t* target) const {
-    if constexpr (std::is_same_v<target_t, acc_t>) {
-      gemm<scalar_t>(m, n, k, a, b, write, target, a_.gemm_workspace);
-    } else {
-      gemm_rounded<scalar_t>(m, n, k, a, b, write, target, parameter_, a_.gemm_workspace);
-    }
-  }
-
   const Gradients<scalar_t>& gradients_;
   const Experts<scalar_t>& experts_;
   const Block& block_;
+  const SplitExpert* split_;
   const int64_t last_ = experts_.num_layers() - 1;
   const typename Experts<scalar_t>::Activations a_;
   acc_t* grad_out_;   // dL/dy; gate_gradient multiplies it by the gates
@@ -566,8 +538,7 @@ class BlockBackward {
   acc_t* grad_z_[2];  // dL/dZ of a layer and of the layer before it
   acc_t* gate_;       // for each row
   acc_t* grad_gate_;  // kLanes partial sums for each row
-  acc_t* bias_;       // the sum of a group of rows
-  acc_t* parameter_;  // a block's contribution to a parameter's gradient, or sums to be rounded
+  typename ParameterGradients<scalar_t>::Workspace for_parameters_;
 };
 
 // Writes the gradients of the parameters and of the gates; returns the gradient of the input rows.
@@ -578,6 +549,14 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
   using acc_t = at::opmath_type<scalar_t>;
   const auto acc_options = grad.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   Tensor rows = empty_rows({needs_x ? experts.num_rows() : 0, experts.fan_in(0)}, grad.options());
+  std::vector<typename ParameterGradients<scalar_t>::Layer> layers;
+  for (int64_t l = 0; l < experts.num_layers(); ++l) {
+    layers.push_back({experts.fan_in(l), experts.columns(l), experts.is_transposed(l)});
+  }
+  ParameterGradients<scalar_t> parameters(grad_parameters, layers, experts.num_experts());
+  const int64_t flops = 2 * experts.flops(), num_threads = num_threads_for(flops);
+  BackwardSchedule schedule(experts.blocks(), parameters.num_parts(), num_threads);
+  parameters.reserve(schedule, acc_options);
   const Gradients<scalar_t> gradients{
       .experts = experts,
       .hidden = data_of<scalar_t>(hidden),
@@ -585,15 +564,23 @@ Tensor backward(const Experts<scalar_t>& experts, const Tensor& grad, const Tens
       .gates = gates.defined() ? gates.const_data_ptr<acc_t>() : nullptr,
       .grad_gates = grad_gates.mutable_data_ptr<acc_t>(),
       .grad_rows = needs_x ? rows.mutable_data_ptr<scalar_t>() : nullptr,
-      .parameters = OrderedReduction<scalar_t>(grad_parameters, experts.num_experts(),
-                                               experts.num_split_experts(), acc_options),
+      .parameters = parameters,
       .first_learned = first_learned};
-  for_each_block<acc_t>(experts.blocks(), 2 * experts.flops(),
-                        BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
-                        [&](const Block& block, acc_t* workspace) {
-                          if (block.num_rows == 0) return gradients.parameters.write_zeros(block);
-                          BlockBackward<scalar_t>(gradients, block, workspace).run();
-                        });
+  for_each_task<acc_t>(
+      schedule.num_tasks(), schedule.has_split_experts(), num_threads,
+      BlockBackward<scalar_t>::workspace_size(gradients), acc_options,
+      [&](int64_t task, acc_t* workspace) {
+        schedule.run(
+            task,
+            [&](const Block& block, const SplitExpert* split) {
+              if (block.num_rows == 0) return parameters.write_zeros(block);
+              BlockBackward<scalar_t>(gradients, block, split, workspace).run();
+            },
+            [&](const SplitExpert& split, int64_t part) {
+              acc_t* gemm = take<acc_t>(workspace, experts.gemm_size(/*backward=*/true));
+              parameters.compute_part(split, part, experts.parameters_workspace(gemm, workspace));
+            });
+      });
   return rows;
 }
 

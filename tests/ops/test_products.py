@@ -124,6 +124,27 @@ def draw_experts(T, E, k):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_with_several_blocks(dtype, threads):
+    """Their gradients are one sum over all blocks, computed in parts by any thread."""
+    counts = torch.tensor([700, 0, 1300, 3, 641, 650])
+    expert_index = torch.arange(6).repeat_interleave(counts)[:, None]
+    call = make_layer(expert_index, 6, (17, 700, 5), "swiglu", dtype)
+    dy = normal(int(counts.sum()), 5, dtype=dtype)
+    _, grads = evaluate(ROW, call, upstream=[dy])
+    _, plain = evaluate(ROW, call, ROW.plain, [dy])
+    _, exact = evaluate(ROW, moved(call, dtype=torch.float64), ROW.plain, [dy.double()])
+    for a, p, e in zip(grads, plain, exact, strict=True):
+        if dtype == torch.float64:
+            assert_exact(a, e)
+        else:
+            assert_as_accurate(a, p, e)
+    for number in (2, 3, 8):
+        threads(number)
+        for actual, expected in zip(evaluate(ROW, call, upstream=[dy])[1], grads, strict=True):
+            assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k, widths", [(1, (33, 257, 18)), (2, (48, 272, 32)), (3, (1, 15, 2))])
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_two_layers(dtype, k, widths, activation):

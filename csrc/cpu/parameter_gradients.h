@@ -1,0 +1,211 @@
+// The gradients of the experts' parameters: dW = A^T dZ, and db = the sum of the rows of dZ.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "backward_schedule.h"
+#include "elementwise.h"
+#include "empty_rows.h"
+#include "gemm/gemm.h"
+#include "vectorize.h"
+#include "workspace.h"
+
+namespace moe_ext::cpu {
+
+// Computes the gradients of an expert with one block from that block. The blocks of a split expert
+// save their rows first, so that each gradient is one sum over all rows: it needs no memory for the
+// sum of a block, and its bits do not depend on the threads.
+template <typename scalar_t>
+class ParameterGradients {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
+
+  struct Layer {
+    int64_t fan_in, columns;
+    bool transposed;  // whether dW is stored as [columns, fan_in]
+    int64_t num_rows() const { return transposed ? columns : fan_in; }
+  };
+
+  // A thread's workspace.
+  struct Workspace {
+    acc_t* gemm;
+    acc_t* sums;   // sums to be rounded, sums_size() elements
+    acc_t* group;  // the sum of a group of rows, as wide as a layer
+  };
+
+  // `gradients` are those of the layers' weights, then those of the biases. Each tensor has the
+  // experts in sequence in memory, or is empty if it is not needed.
+  ParameterGradients(at::TensorList gradients, std::vector<Layer> layers, int64_t num_experts)
+      : layers_(std::move(layers)) {
+    int64_t size = 0;
+    for (const at::Tensor& each : gradients) {
+      gradients_.push_back({.data = each.mutable_data_ptr<scalar_t>(),
+                            .size = each.numel() / std::max<int64_t>(1, num_experts)});
+      size += each.numel();
+    }
+    // Gradients that do not fit into the caches are not read again soon, so they bypass the caches.
+    constexpr int64_t kLarge = 8 << 20;
+    if (size * static_cast<int64_t>(sizeof(acc_t)) > kLarge) write_ = Write::kStream;
+    for (int64_t l = 0; l < num_layers(); ++l) {
+      const Layer& layer = layers_[l];
+      if (needs_weight(l)) {
+        const int64_t num_parts = at::ceil_div(layer.num_rows(), kRowsOfPart);
+        for (int64_t part = 0; part < num_parts; ++part) {
+          parts_.push_back({.layer = l,
+                            .begin = part * layer.num_rows() / num_parts,
+                            .end = (part + 1) * layer.num_rows() / num_parts});
+        }
+      }
+      if (needs_bias(l)) parts_.push_back({.layer = l, .begin = 0, .end = 0});
+      saved_a_.push_back(needs_weight(l) ? layer.fan_in : 0);
+      saved_dz_.push_back(needs_weight(l) || needs_bias(l) ? layer.columns : 0);
+    }
+  }
+
+  bool needs_weight(int64_t layer) const { return gradients_[layer].size > 0; }
+  bool needs_bias(int64_t layer) const {
+    return has_bias() && gradients_[num_layers() + layer].size > 0;
+  }
+
+  // The number of parts of the gradients of a split expert.
+  int64_t num_parts() const { return static_cast<int64_t>(parts_.size()); }
+
+  // The number of elements of Workspace::sums for the layers of this width.
+  static int64_t sums_size(int64_t widest) {
+    return kSame ? 0 : std::max(widest, rounded_sums_size(widest, widest));
+  }
+
+  // Takes memory for the rows of the split experts.
+  void reserve(const BackwardSchedule& schedule, const at::TensorOptions& acc_options) {
+    rows_per_slot_ = schedule.most_rows();
+    int64_t size = 0;
+    for (int64_t l = 0; l < num_layers(); ++l) {
+      size += whole_lines(rows_per_slot_ * saved_dz_[l]) +
+              space_of<scalar_t, acc_t>(rows_per_slot_ * saved_a_[l]);
+    }
+    slots_ = empty_rows({schedule.num_slots(), size}, acc_options);
+  }
+
+  // Computes the gradients of a layer from the rows of a block, a [R, fan_in] and dz [R, columns],
+  // or saves the rows for a split expert.
+  void add(const Block& block, const SplitExpert* split, int64_t layer, const scalar_t* a,
+           const acc_t* dz, const Workspace& workspace) const {
+    if (split == nullptr) {
+      const int64_t num_rows = block.num_rows;
+      if (needs_weight(layer)) {
+        weight(block.expert, {layer, 0, layers_[layer].num_rows()}, num_rows, a, dz, workspace);
+      }
+      if (needs_bias(layer)) bias(block.expert, layer, num_rows, dz, workspace);
+      return;
+    }
+    const auto [saved_a, saved_dz] = saved(*split, layer);
+    const int64_t row = block.first_row - split->first_row;
+    const int64_t width_a = saved_a_[layer], width_dz = saved_dz_[layer];
+    std::copy_n(a, block.num_rows * width_a, saved_a + row * width_a);
+    std::copy_n(dz, block.num_rows * width_dz, saved_dz + row * width_dz);
+  }
+
+  // Computes a part of the gradients of a split expert.
+  void compute_part(const SplitExpert& split, int64_t index, const Workspace& workspace) const {
+    const Part& part = parts_[index];
+    const auto [a, dz] = saved(split, part.layer);
+    if (part.end > part.begin) {
+      weight(split.expert, part, split.num_rows, a, dz, workspace);
+    } else {
+      bias(split.expert, part.layer, split.num_rows, dz, workspace);
+    }
+  }
+
+  // Writes the gradients of an expert without rows.
+  void write_zeros(const Block& block) const {
+    for (const auto& each : gradients_) {
+      std::fill_n(each.data + block.expert * each.size, each.size, scalar_t(0));
+    }
+  }
+
+ private:
+  static constexpr bool kSame = std::is_same_v<scalar_t, acc_t>;
+  // The maximum number of rows of dW in a part; it is large enough for the full GEMM rate.
+  static constexpr int64_t kRowsOfPart = 640;
+
+  struct Gradient {
+    scalar_t* data;
+    int64_t size;  // elements of one expert
+  };
+
+  // Rows of dW of a layer or, if begin = end, its db.
+  struct Part {
+    int64_t layer, begin, end;
+  };
+
+  int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
+  bool has_bias() const { return gradients_.size() > layers_.size(); }
+
+  // The rows of A and dZ that a split expert saves for a layer.
+  std::pair<scalar_t*, acc_t*> saved(const SplitExpert& split, int64_t layer) const {
+    acc_t* slot = slots_.mutable_data_ptr<acc_t>() + split.slot * slots_.size(1);
+    for (int64_t l = 0;; ++l) {
+      acc_t* dz = take<acc_t>(slot, rows_per_slot_ * saved_dz_[l]);
+      scalar_t* a = take<scalar_t>(slot, rows_per_slot_ * saved_a_[l]);
+      if (l == layer) return {a, dz};
+    }
+  }
+
+  void weight(int64_t expert, const Part& part, int64_t num_rows, const scalar_t* a,
+              const acc_t* dz, const Workspace& workspace) const {
+    const auto& [fan_in, columns, is_transposed] = layers_[part.layer];
+    const auto& gradient = gradients_[part.layer];
+    scalar_t* to = gradient.data + expert * gradient.size;
+    if (is_transposed) {
+      product(part, fan_in, num_rows, plain(dz, columns), plain(a, fan_in), to, workspace);
+    } else {
+      product(part, columns, num_rows, plain(a, fan_in), plain(dz, columns), to, workspace);
+    }
+  }
+
+  // Writes the rows of left^T right that are in the part.
+  template <typename left_t, typename right_t>
+  void product(const Part& part, int64_t n, int64_t num_rows, Operand<left_t> left,
+               Operand<right_t> right, scalar_t* to, const Workspace& workspace) const {
+    const int64_t m = part.end - part.begin;
+    left.data += part.begin;
+    to += part.begin * n;
+    if constexpr (kSame) {
+      gemm<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.gemm);
+    } else {
+      gemm_rounded<scalar_t>(m, n, num_rows, transpose(left), right, write_, to, workspace.sums,
+                             workspace.gemm);
+    }
+  }
+
+  void bias(int64_t expert, int64_t layer, int64_t num_rows, const acc_t* dz,
+            const Workspace& workspace) const {
+    const int64_t columns = layers_[layer].columns;
+    scalar_t* to = gradients_[num_layers() + layer].data + expert * columns;
+    if constexpr (kSame) {
+      vectorized<SumOfRows>(dz, num_rows, columns, workspace.group, to);
+    } else {
+      vectorized<SumOfRows>(dz, num_rows, columns, workspace.group, workspace.sums);
+      vectorized<Convert>(static_cast<const acc_t*>(workspace.sums), columns, to);
+    }
+  }
+
+  std::vector<Layer> layers_;
+  std::vector<Gradient> gradients_;
+  std::vector<Part> parts_;
+  Write write_ = Write::kReplace;
+  // The widths of the rows of A and dZ that a split expert saves for each layer.
+  std::vector<int64_t> saved_a_, saved_dz_;
+  int64_t rows_per_slot_ = 0;
+  at::Tensor slots_;  // [slots of the schedule, elements]
+};
+
+}  // namespace moe_ext::cpu
