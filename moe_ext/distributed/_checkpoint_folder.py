@@ -47,7 +47,8 @@ class CheckpointFolder:
         paths = sorted(self.path.glob("step-*"), reverse=True)
         found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
         latest = self.path / "latest"
-        match = STEP.fullmatch(latest.read_text().strip()) if latest.exists() else None
+        name = latest.read_text(errors="replace").strip() if latest.exists() else ""
+        match = STEP.fullmatch(name)
         last = int(match[1]) if match else math.inf
         return {step: found[step] for step in sorted(found) if step <= last}
 
@@ -109,7 +110,8 @@ def verify(folder: Path, share: int, shares: int) -> None:
         OSError: a file is missing or cannot be read.
         ValueError: a file is corrupted.
     """
-    lines = (folder / SUMS).read_text().splitlines()
+    # A corrupted byte may be invalid UTF-8. The sum or the name that contains it is then wrong too.
+    lines = (folder / SUMS).read_text(errors="replace").removesuffix("\n").split("\n")
     written = {".metadata", *(p.name for p in folder.iterdir() if p.suffix in (".distcp", ".pt"))}
     missing = written - {line.partition("  ")[2] for line in lines}
     if missing:

@@ -364,6 +364,25 @@ def test_sums_cut_short_are_noticed(tmp_path):
             checkpoints.load(model)
 
 
+def test_a_flipped_bit_in_the_sums_is_noticed(tmp_path):
+    """Also if the file is no longer UTF-8, or the bit is in a name or a line end."""
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model)
+    sums = tmp_path / "step-00000001" / "SHA256SUMS"
+    content = sums.read_bytes()
+    for position in range(len(content)):
+        for bit in (1, 32, 128):
+            flipped = bytearray(content)
+            flipped[position] ^= bit
+            sums.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match="is corrupted: it"):
+                checkpoints.load(model)
+    sums.write_bytes(content)
+    (tmp_path / "latest").write_bytes(b"\xb9")
+    assert checkpoints.load(model).step == 1
+
+
 def without_its_group(group, rank, folder):
     """Saves and loads sharded experts without their process group."""
     model, alone = Model(group), Checkpoints(folder / f"of-{rank}")

@@ -56,7 +56,7 @@ _TIMEOUT = 20
 # Seconds that a rank may take to end, in addition.
 _SLACK = 20
 # Seconds that the ranks may take until the first step.
-_START = 90
+_START = 300
 
 
 class Run:
@@ -258,10 +258,17 @@ def _eio(run: Run) -> set[int]:
     return set()
 
 
-def _bit(run: Run) -> set[int]:
-    run.kill()
+def _checkpoints(run: Run) -> list[Path]:
+    """Returns the folders of the checkpoints from the oldest to the newest."""
     folders = (run.output / "checkpoints").glob("step-*")
-    newest = max(folders, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-").split(".")[0]))
+
+
+def _bit(run: Run) -> set[int]:
+    # The run continues from the checkpoint before the corrupted one.
+    run.wait(lambda: len(_checkpoints(run)) > 1, _TIMEOUT)
+    run.kill()
+    newest = _checkpoints(run)[-1]
     files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size]
     path = run.draw.choice(sorted(files))
     content = bytearray(path.read_bytes())
