@@ -244,7 +244,9 @@ def _full(run: Run) -> set[int]:
 def _read_only(run: Run) -> set[int]:
     node, disk = run.draw.choice(run.nodes), str(run.disk)
     subprocess.run(node.command("mount", "--bind", disk, disk), check=True)
-    subprocess.run(node.command("mount", "-o", "remount,bind,ro", disk), check=True)
+    read_only = node.command("mount", "-o", "remount,bind,ro", disk)
+    # The mount is busy while a file is open for writing.
+    run.wait(lambda: subprocess.run(read_only, stderr=subprocess.DEVNULL).returncode == 0, _SLACK)
     _until_end(run)
     subprocess.run(node.command("umount", disk), check=True)
     return set()
