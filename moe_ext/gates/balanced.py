@@ -208,10 +208,9 @@ class StrictlyBalancedGate(Gate):
         agreements: Sequence[_Agreement],
         ranks: Ranks | None,
     ) -> Routing:
-        """Makes a `Routing` from gates, expert_index, token_offsets and the agreement of each level.
+        """Makes a `Routing`; the agreements of all levels give its loss and metrics.
 
-        The agreements give its loss and metrics. Importance, load, loss and metrics cover all
-        ranks.
+        Importance, load, loss and metrics cover all ranks.
         """
         slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
         parts = [

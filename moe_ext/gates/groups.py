@@ -26,7 +26,8 @@ class PrimarySelection(NamedTuple):
         gates: [T, k1], or [S] with token_offsets. G_primary(x)_i of each slot.
         group_index: int64, in the shape of gates. The group i of each slot.
         token_offsets: [T + 1] int64; token t has the slots token_offsets[t] to
-            token_offsets[t + 1] - 1. None: each token has k1 slots.
+            token_offsets[t + 1] - 1, in the order of their groups. None: each token has k1 slots,
+            in any order.
         values: tensors [S, ...] that the secondary gates need with each slot.
         details: what the gate needs in `HierarchicalGate.routing`.
     """
