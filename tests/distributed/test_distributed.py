@@ -836,6 +836,13 @@ class OfRows(Experts):
         self.weight = nn.Parameter(torch.ones(D, D))
 
 
+class OwnForward(HierarchicalBalancedGate):
+    """A gate that does more than its four steps."""
+
+    def forward(self, x, ranks=None):
+        return super().forward(2 * x, ranks)
+
+
 def options_refused(group, rank):
     for options, shared, error, words in (
         ({"experts": [nn.Identity()] * 4}, {}, ValueError, "MoE: experts.num_experts .*1.*got 4"),
@@ -858,6 +865,18 @@ def options_refused(group, rank):
             {"balance": "local"},
             ValueError,
             "ExpertParallel: balance must be \"global\" .*got 'local'",
+        ),
+        (
+            {"gate": OwnForward(D, 2, 2, (2, 1))},
+            {"placement": "groups"},
+            ValueError,
+            'ExpertParallel: placement must be "experts" for OwnForward, which ranks cannot share',
+        ),
+        (
+            {"gate": HierarchicalNoisyTopKGate(D, 2, 2, (2, 1))},
+            {"placement": "groups", "balance": "local"},
+            ValueError,
+            'ExpertParallel: placement must be "experts" with balance="local", got \'groups\'',
         ),
         ({"process_group": group}, {}, ValueError, "MoE: parallel must be None"),
     ):
@@ -1059,13 +1078,16 @@ def test_autocast_equals_one_process(workers, kind, dtype):
     assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
 
 
-def groups_under_autocast(group, rank, expert_dtype):
+def groups_under_autocast(group, rank, kind, expert_dtype):
     options = {} if group is None else {"parallel": ExpertParallel(group, placement="groups")}
     torch.manual_seed(4)
-    layer = HierarchicalMoE(D, 4, 3, 2, expert_dtype=expert_dtype, **options).eval()
+    gate = HierarchicalBalancedGate(D, 4, 3, 2) if kind == "balanced" else None
+    layer = HierarchicalMoE(D, 4, 3, 2, gate=gate, expert_dtype=expert_dtype, **options)
+    layer.train(kind == "balanced")
     for name, param in layer.gate.named_parameters():
-        whole = torch.randn(4, *param.shape[1:]) if param.dim() == 3 else torch.randn(param.shape)
-        first = layer.gate.groups.start if name.endswith("_secondary") else 0
+        of_groups = name.endswith("_secondary")
+        whole = torch.randn(4 if of_groups else len(param), *param.shape[1:])
+        first = layer.gate.groups.start if of_groups else 0
         param.data.copy_(whole[first : first + len(param)])
     x = tokens_of([4, 5])[0].float()
     with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
@@ -1073,11 +1095,12 @@ def groups_under_autocast(group, rank, expert_dtype):
     return y.detach(), aux.expert_index
 
 
+@pytest.mark.parametrize("kind", ["noisy", "balanced"])
 @pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
-def test_groups_in_bfloat16_equal_one_process(workers, expert_dtype):
+def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
     """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
-    y, expert_index = groups_under_autocast(None, 0, expert_dtype)
-    parts = workers.run(2, groups_under_autocast, expert_dtype)
+    y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
+    parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
     assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
     found = torch.cat([y for y, _ in parts])
     eps = torch.finfo(torch.bfloat16).eps
@@ -1106,6 +1129,7 @@ def made_without_memory(group, rank):
             MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),
             MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
             HierarchicalMoE(D, 3, 4, 2, process_group=group),
+            gated(HierarchicalBalancedGate(D, 3, 4, 2), process_group=group),
         ]
     x = tokens_of([4, 5])[0].float().split([4, 5])[rank]
     for layer in layers:
@@ -1117,7 +1141,8 @@ def made_without_memory(group, rank):
                 module.reset_parameters()
         y, aux = layer(x)
         assert y.isfinite().all() and aux.loss.isfinite()
-        assert not any(param.any() for param in layer.gate.parameters() if param.dim() == 2)
+        gate = layer.gate.named_parameters()
+        assert not any(param.any() for name, param in gate if name.startswith("w_"))
 
 
 def test_layers_made_on_the_meta_device(workers):
