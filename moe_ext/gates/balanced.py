@@ -441,12 +441,11 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         if not batches:
             return ()
         threshold, initialized = self.threshold_secondary, self.initialized_secondary
-        if self.training:
+        ranks = _several(ranks)
+        # Several ranks have already synchronized with the device, and may read the flag.
+        if self.training and (ranks is None or not initialized):
             mth_score = torch.cat([batch.mth_score for batch in batches])
-            if len(self.groups) == self.num_groups:
-                _initialize(threshold, initialized, mth_score)
-            elif not initialized:  # the exchange has synchronized with the device already
-                _initialize(threshold, initialized, mth_score, ranks)
+            _initialize(threshold, initialized, mth_score, ranks)
         parts = threshold.split([len(batch.mth_score) for batch in batches])
         agreements = [b.agreement(part) for b, part in zip(batches, parts, strict=True)]
         return tuple(torch.stack(column).sum(0) for column in zip(*agreements, strict=True))

@@ -69,6 +69,9 @@ KINDS = {
     "one balanced group each": lambda **options: gated(
         HierarchicalBalancedGate(D, 4, 3, (1, 2), detach_scores=False), **options
     ),
+    "a single balanced group": lambda **options: gated(
+        HierarchicalBalancedGate(D, 1, 4, (1, 2)), **options
+    ),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
 
@@ -213,7 +216,9 @@ def test_equals_one_process(workers, kind, counts, num_chunks, how):
 @pytest.mark.parametrize(
     "counts, mesh", [([5, 8], False), ([4, 0, 6], False), ([3, 7, 0, 5], True)]
 )
-@pytest.mark.parametrize("kind", ["hierarchical", "hierarchical balanced"])
+@pytest.mark.parametrize(
+    "kind", ["hierarchical", "hierarchical balanced", "a single balanced group"]
+)
 def test_groups_equal_one_process(workers, kind, counts, mesh, masked, num_chunks, options):
     layer, x, y, aux = step_of_all(kind, counts, options)
     options = options | {"num_chunks": num_chunks, "placement": "groups"}
