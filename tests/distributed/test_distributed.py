@@ -270,7 +270,7 @@ def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
     return found, here
 
 
-@pytest.mark.equation("App. F")
+@pytest.mark.equation("App. B", "App. F")
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     "counts, num_chunks, mesh",
