@@ -12,10 +12,10 @@ inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_
   constexpr auto op = "batchwise_topm";
   check_dim(op, "scores", scores, 3);
   check_floating(op, "scores", scores);
-  const auto all = num_experts.value_or(scores.sym_size(2));
-  TORCH_CHECK_VALUE(first_expert >= 0 && first_expert <= all - scores.sym_size(2), op,
-                    ": first_expert must be between 0 and num_experts - scores.size(2) = ",
-                    all - scores.sym_size(2), ", got ", first_expert);
+  TORCH_CHECK_VALUE(first_expert >= 0, op, ": first_expert must be at least 0, got ", first_expert);
+  TORCH_CHECK_VALUE(!num_experts || *num_experts >= scores.sym_size(2), op,
+                    ": num_experts must be at least scores.size(2) = ", scores.sym_size(2),
+                    ", got ", *num_experts);
 }
 
 // Only the CPU and CUDA kernels check m: in the Meta kernel, m and the number of rows may be

@@ -34,8 +34,9 @@ TORCH_LIBRARY(moe_ext, m) {
       tags);
 
   // App. F, M_batchwise(X, m): for each of G batches, the m rows with the largest scores in each
-  // column. Shapes: scores [G, N, E]; row_index [G, E, m], ascending; mth_score [G, E]. The columns
-  // may be a shard of the num_experts experts, starting at first_expert.
+  // column. Shapes: scores [G, N, E]; row_index [G, E, m], ascending; mth_score [G, E]. The batches
+  // and columns may be a shard of batches of num_experts experts. Its first column then has the
+  // number first_expert.
   m.def(
       "batchwise_topm(Tensor scores, SymInt m, SymInt first_expert=0, SymInt? num_experts=None) "
       "-> (Tensor row_index, Tensor mth_score)",

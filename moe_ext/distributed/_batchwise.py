@@ -10,8 +10,8 @@ from moe_ext.ops._balanced_gating import rows_per_expert
 
 
 def mask_over_ranks(
-    scores: Tensor, k: int, group_sizes: Tensor, ranks: Ranks
-) -> tuple[Tensor, Tensor | None]:
+    scores: Tensor, k: int, group_sizes: Tensor, first_group: int, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
     """Selects the m rows of each group with the largest scores for each expert, over all ranks.
 
     This is M_batchwise (Appendix F). Each rank selects the rows of some experts.
@@ -21,17 +21,19 @@ def mask_over_ranks(
         k: mean number of experts per row.
         group_sizes: [G], this rank's number of rows in each group. Summed over the ranks, all
             groups have the same size.
+        first_group: the number of the first of these groups. Ties depend on it.
         ranks: the ranks that call this function together.
 
     Returns:
         mask [R, E] bool for this rank's rows, and mth_score [G, E] as in
-        `moe_ext.ops.batchwise_topm`. mth_score is None if no rank has a row.
+        `moe_ext.ops.batchwise_topm`.
     """
     (num_rows, num_experts), num_groups = scores.shape, len(group_sizes)
     sizes = ranks.gather(group_sizes)
     rows_of = sizes.sum(1).tolist()
     if sum(rows_of) == 0:
-        return torch.zeros_like(scores, dtype=torch.bool), None
+        mth_score = scores.new_full((num_groups, num_experts), torch.inf)
+        return torch.zeros_like(scores, dtype=torch.bool), mth_score
     columns = [len(block) for block in blocks(range(num_experts), ranks.size)]
     mine, first = columns[ranks.rank], sum(columns[: ranks.rank])
     num_sent = [num_rows * number for number in columns]
@@ -43,7 +45,8 @@ def mask_over_ranks(
     plan = ops.dispatch_plan(columns_of(sizes, len(received)), num_groups)
     by_group = received[plan.permutation].view(num_groups, sum(rows_of) // num_groups, mine)
     m = rows_per_expert(k, by_group.shape[1], num_experts)
-    row_index, mth_score = ops.batchwise_topm(by_group, m, first, num_experts)
+    first_expert = first_group * num_experts + first
+    row_index, mth_score = ops.batchwise_topm(by_group, m, first_expert, num_experts)
     mask = torch.zeros_like(by_group, dtype=torch.bool).scatter(1, row_index.mT, True)
     back = mask.view_as(received)[plan.inverse].reshape(-1)
     parts = AllToAll(back, ranks, num_received, num_sent).wait().split(num_sent)

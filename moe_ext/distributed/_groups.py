@@ -1,6 +1,7 @@
 """Sharding of whole secondary mixtures (Sec. 3.1): each rank has groups with their gates."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,25 +9,40 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
+from moe_ext._ragged import select_segments
 from moe_ext.distributed._rows import scale_grad
 from moe_ext.distributed.exchange import Exchange, Received
 from moe_ext.distributed.placement import ExpertPlacement
-from moe_ext.distributed.ranks import Ranks
+from moe_ext.distributed.ranks import AllToAll, Ranks
 from moe_ext.experts import Experts
-from moe_ext.gates import HierarchicalNoisyTopKGate, Routing
-from moe_ext.gates.hierarchical import SecondarySelection
+from moe_ext.gates import HierarchicalGate, PrimarySelection, Routing, SecondarySelection
 
 __all__ = ["GroupExchange", "gate_of_groups"]
 
 
-def gate_of_groups(gate: nn.Module) -> HierarchicalNoisyTopKGate | None:
+def gate_of_groups(gate: nn.Module) -> HierarchicalGate | None:
     """Returns the gate without torch.compile's wrapper; None if ranks cannot share its groups."""
     gate = getattr(gate, "_orig_mod", gate)
-    if not isinstance(gate, HierarchicalNoisyTopKGate):
+    if not isinstance(gate, HierarchicalGate):
         return None
     # `GroupExchange` does not call `forward`, which a subclass may have changed.
-    own = type(gate).forward is HierarchicalNoisyTopKGate.forward
-    return gate if own else None
+    return gate if type(gate).forward is HierarchicalGate.forward else None
+
+
+class _Decisions(NamedTuple):
+    """Holds the secondary decisions of a chunk's groups, if their number varies between slots.
+
+    Attributes:
+        gates: [R], see `SecondarySelection`.
+        expert_in_group: [R] int32, see `SecondarySelection`.
+        slot_offsets: [S + 1] int64, see `SecondarySelection`.
+        num_slots: [ranks] int64, the number of slots from each rank. Slots are sorted by rank.
+    """
+
+    gates: Tensor
+    expert_in_group: Tensor
+    slot_offsets: Tensor
+    num_slots: Tensor
 
 
 class GroupExchange:
@@ -34,11 +50,11 @@ class GroupExchange:
 
     Each secondary mixture, a secondary gate and its experts, is on one rank.
 
-    1. the primary gate selects k1 groups of each token, on the token's rank
+    1. the primary gate selects the groups of each token, on the token's rank
     2. an all-to-all sends each token once to each owner of its groups, with its primary gates and
        the noise of its secondary gates
     3. the secondary gates and the experts of each owner compute a gated sum of each token
-    4. an all-to-all returns the sums; two small ones return the secondary decisions
+    4. an all-to-all returns the sums; small ones return the secondary decisions
     5. combine: add the sums of each token
 
     The sums are rounded in another order than in a single process.
@@ -47,18 +63,26 @@ class GroupExchange:
         groups: the assignment of groups to ranks.
         ranks: the ranks that share the groups.
         num_chunks: number of chunks of each rank's groups; see `Exchange`.
+        replicas: the ranks that have the same groups; None: only this rank.
 
     Attributes:
         exchange: sends tokens to the owners of their groups.
     """
 
-    def __init__(self, groups: ExpertPlacement, ranks: Ranks, num_chunks: int = 1) -> None:
+    def __init__(
+        self,
+        groups: ExpertPlacement,
+        ranks: Ranks,
+        num_chunks: int = 1,
+        replicas: Ranks | None = None,
+    ) -> None:
         self.exchange = Exchange(groups, ranks, "tokens", num_chunks, chunks_of="experts")
+        self.replicas = replicas
 
     def __call__(
         self,
         x: Tensor,
-        gate: HierarchicalNoisyTopKGate,
+        gate: HierarchicalGate,
         experts: Experts,
         ranks: Ranks | None,
         *,
@@ -81,46 +105,87 @@ class GroupExchange:
         parts: Sequence[Callable[..., Tensor]] = [experts]
         if exchange.num_chunks > 1:
             parts = experts.split([size * b for size in exchange.chunk_sizes])
-        clean_logits, primary = gate.select_groups(x)
-        noise = gate.secondary_noise(clean_logits)
-        loads = []
+        primary = gate.select_groups(x, ranks)
+        details: list[Any] = []
+        ragged: list[_Decisions] = []
 
         def compute(chunk: int, received: Received) -> tuple[Tensor, Sequence[Tensor]]:
             first, size = sum(exchange.chunk_sizes[:chunk]), exchange.chunk_sizes[chunk]
             local = None if exchange.num_chunks == 1 else slice(first, first + size)
-            x, group_index, gates, token_offsets, values = received
-            noise = values[0] if values else None
-            selected = gate.select_experts(x, group_index, gates, token_offsets, noise, local)
-            if selected.load_of_group is not None:
-                loads.append(selected.load_of_group)
-            assert token_offsets is not None  # because of `values`, tokens are sent once
+            x, group_index, gates, slots_of_token, values, num_slots = received
+            slots = PrimarySelection(gates, group_index, slots_of_token, tuple(values))
+            selected = gate.select_experts(x, slots, local, self.replicas)
+            details.append(selected.details)
+            assert slots_of_token is not None  # because of `values`, tokens are sent once
+            if selected.slot_offsets is None:
+                token_offsets = slots_of_token * k2
+            else:
+                token_offsets = selected.slot_offsets.index_select(0, slots_of_token)
+            expert_index = selected.expert_index(group_index, b)
             y = mixture(
                 parts[chunk],
                 x if dtype is None else x.to(dtype),
                 selected.gates.reshape(-1),
-                ops.dispatch_plan(selected.expert_index.reshape(-1), size * b),
-                token_offsets * k2,
+                ops.dispatch_plan(expert_index.reshape(-1), size * b),
+                token_offsets,
                 fused=fused,
                 recompute=recompute,
             )
-            expert_in_group = selected.expert_index - group_index[:, None] * b
-            return y, (selected.gates, expert_in_group.to(torch.int32))
+            decisions = selected.gates, selected.expert_in_group.to(torch.int32)
+            if selected.slot_offsets is None:
+                return y, decisions
+            ragged.append(_Decisions(*decisions, selected.slot_offsets, num_slots))
+            return y, (selected.slot_offsets.diff().to(torch.int32),)
 
-        values = () if noise is None else (noise,)
-        group_index = primary.expert_index
-        y, group_size, (gates, expert_in_group) = exchange.run(
-            x, primary.gates, group_index, None, compute, values
+        y, _, of_slots = exchange.run(
+            x, primary.gates, primary.group_index, primary.token_offsets, compute, primary.values
         )
-        expert_index = group_index.reshape(-1, 1) * b + expert_in_group
-        load = self._load_of_all(gate, loads) if loads else None
-        secondary = SecondarySelection(gates, expert_index, group_size, load)
-        routing = gate.routing(clean_logits, primary, secondary, ranks)
+        if ragged:
+            (sizes,) = of_slots
+            secondary = self._return(primary, sizes, ragged)
+        else:
+            gates, expert_in_group = of_slots
+            secondary = SecondarySelection(gates, expert_in_group)
+        statistics = tuple(
+            scale_grad(value, 1 / exchange.factor) for value in gate.statistics(details, ranks)
+        )
+        routing = gate.routing(primary, secondary, statistics, ranks)
         plan = ops.dispatch_plan(routing.expert_index, gate.num_experts)
         return y, routing, plan.tokens_per_expert
 
-    def _load_of_all(self, gate: HierarchicalNoisyTopKGate, loads: Sequence[Tensor]) -> Tensor:
-        """Returns the loads [a, b] of this rank's groups; the other rows are 0."""
-        load = loads[0] if len(loads) == 1 else torch.cat([*loads])
-        here = gate.groups
-        load = F.pad(load, (0, 0, here.start, gate.num_groups - here.stop))
-        return scale_grad(load, 1 / self.exchange.factor)
+    def _return(
+        self, primary: PrimarySelection, sizes: Tensor, decisions: Sequence[_Decisions]
+    ) -> SecondarySelection:
+        """Returns the decisions to the ranks of the tokens.
+
+        Args:
+            primary: the slots of this rank's tokens. The groups of a token are in ascending order.
+            sizes: [S], the number of experts of each slot.
+            decisions: the decisions of each chunk of this rank's groups.
+        """
+        exchange, ranks = self.exchange, self.exchange.ranks
+        # Sort the slots by destination: each owner has its slots in the same order.
+        destination = exchange.destination(primary.group_index, primary.token_offsets)
+        plan = ops.dispatch_plan(destination, len(decisions) * ranks.size)
+        offsets = F.pad(sizes.index_select(0, plan.permutation).cumsum(0), (1, 0))
+        sent = [
+            chunk.slot_offsets[F.pad(chunk.num_slots.cumsum(0), (1, 0))].diff()
+            for chunk in decisions
+        ]
+        # The host synchronizes to read these counts, each [chunks, ranks].
+        counts = torch.stack([torch.cat(sent), offsets[plan.offsets].diff()])
+        num_sent, num_received = counts.view(2, len(decisions), ranks.size).tolist()
+        transfers = [
+            [
+                AllToAll(value, ranks, num_sent[c], num_received[c])
+                for value in (chunk.gates, chunk.expert_in_group)
+            ]
+            for c, chunk in enumerate(decisions)
+        ]
+        gates, expert_in_group = (
+            torch.cat([transfer.wait() for transfer in column])
+            for column in zip(*transfers, strict=True)
+        )
+        slot_offsets, source = select_segments(offsets, plan.inverse, len(gates))
+        gates = scale_grad(gates.index_select(0, source), 1 / exchange.factor)
+        return SecondarySelection(gates, expert_in_group.index_select(0, source), slot_offsets)

@@ -69,10 +69,11 @@ def parallelize(
         elif mesh.ndim == 2:
             mesh = mesh._flatten()
         # The first forward pass writes the thresholds in place, which FSDP would lose.
-        thresholds = split_parameters(model).thresholds
+        sharded = {entry.param for entry in experts.values()}
+        thresholds = [p for p in split_parameters(model).thresholds if p not in sharded]
         for param in thresholds:
             _average(param, world)
-        whole = {*thresholds, *(entry.param for entry in experts.values())}
+        whole = {*thresholds, *sharded}
         _start_from_the_first(model, world)
         fully_shard(model, mesh=mesh, ignored_params=whole)
         return model

@@ -59,6 +59,7 @@ class Received(NamedTuple):
         token_offsets: [N + 1]; copy n has the slots token_offsets[n] to token_offsets[n + 1] - 1.
             None: one slot for each copy.
         values: [S, ...], the values of each slot.
+        num_slots: [ranks], the number of slots from each rank. Slots are sorted by rank.
     """
 
     x: Tensor
@@ -66,6 +67,7 @@ class Received(NamedTuple):
     gates: Tensor
     token_offsets: Tensor | None
     values: Sequence[Tensor]
+    num_slots: Tensor
 
 
 # compute(chunk, received) returns the sum of the gated outputs of each copy, [N, d_output], and
@@ -90,6 +92,10 @@ class _Order(NamedTuple):
     bounds: Tensor
     destination: Tensor
     message: Tensor
+
+    def destination_of(self, number: Tensor) -> Tensor:
+        """Returns the destination of each number, in one dimension."""
+        return self.destination[self.position[number]].reshape(-1)
 
 
 class Exchange:
@@ -317,6 +323,11 @@ class Exchange:
         y, *of_slots = (scale_grad(value, 1 / self.factor) for value in (y, *of_slots))
         return y, tokens_per_expert, of_slots
 
+    def destination(self, expert_index: Tensor, token_offsets: Tensor | None) -> Tensor:
+        """Returns the destination [R] of each slot: chunk · ranks + rank. See `Routing`."""
+        number = self._number(expert_index, token_offsets)
+        return self._order_on(number.device).destination_of(number)
+
     def _order_on(self, device: torch.device) -> _Order:
         if device not in self._order:
             self._order[device] = _Order(*(value.to(device) for value in self._order[_HOST]))
@@ -344,7 +355,7 @@ class Exchange:
         num_destinations = len(order.bounds) - 1
         num_tokens = len(number) if token_offsets is None else len(token_offsets) - 1
         token = ops.token_index(number, token_offsets)
-        destination = order.destination[order.position[number]].reshape(-1)
+        destination = order.destination_of(number)
         needed = torch.zeros(num_tokens, num_destinations, dtype=torch.bool, device=number.device)
         needed[token, destination] = True
         # Copies are numbered by token, then destination, and sent sorted by destination.
@@ -375,12 +386,13 @@ def _slots(
     """
     if not rows:
         index = columns_of(counts, len(x))[:, None]
-        return Received(x, index, torch.ones_like(index, dtype=torch.float32), None, ()), None
+        gates = torch.ones_like(index, dtype=torch.float32)
+        return Received(x, index, gates, None, (), num_copies), None
     copy, *values = rows
     index = columns_of(counts, len(copy))
-    first = num_copies.cumsum(0) - num_copies
-    copy = copy + first.repeat_interleave(counts.sum(1), output_size=len(copy))
+    first, num_slots = num_copies.cumsum(0) - num_copies, counts.sum(1)
+    copy = copy + first.repeat_interleave(num_slots, output_size=len(copy))
     by_copy = ops.dispatch_plan(copy, len(x))
     gates, *values = (ops.dispatch(value, by_copy.inverse[:, None]) for value in values)
     index = index[by_copy.permutation]
-    return Received(x, index, gates[:, 0], by_copy.offsets, values), by_copy
+    return Received(x, index, gates[:, 0], by_copy.offsets, values, num_slots), by_copy

@@ -76,8 +76,8 @@ class ExpertParallel:
             sent; see `Exchange`.
         placement: what a rank owns. "experts": whole groups of experts; every rank has all gates.
             "groups": whole groups with their secondary gates; see `GroupExchange`. Each token is
-            then sent once, for any `exchange`. None: "groups" for a `HierarchicalNoisyTopKGate`
-            with balance="global", else "experts".
+            then sent once, for any `exchange`. None: "groups" for a `HierarchicalGate` with
+            balance="global", else "experts".
 
     Raises:
         ValueError: an option is out of range.
@@ -162,7 +162,8 @@ class ExpertSharding:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
             return
         groups = ExpertPlacement(gate.num_experts // gate.experts_per_group, ranks.size)
-        self.group_exchange = GroupExchange(groups, ranks, options.num_chunks)
+        replicas = self.layout.replicas
+        self.group_exchange = GroupExchange(groups, ranks, options.num_chunks, replicas)
         self.exchange = self.group_exchange.exchange
 
     @property

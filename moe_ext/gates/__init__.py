@@ -3,6 +3,7 @@
 Contents, with the paper's equation or section::
 
     Gate, Routing                the interface between a gate and `MoE`
+    HierarchicalGate             the interface of gates on two levels         App. B
     SoftmaxGate                  every expert for every token                 Eq. 2
     TopKGate                     the k experts with the largest logits        App. F
     NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
@@ -20,11 +21,8 @@ from moe_ext.gates.balanced import (
     rows_per_expert,
 )
 from moe_ext.gates.gate import Gate, Routing
-from moe_ext.gates.hierarchical import (
-    HierarchicalNoisyTopKGate,
-    SecondarySelection,
-    hierarchical_load,
-)
+from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
+from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
 from moe_ext.gates.softmax import SoftmaxGate, TopKGate
 
@@ -32,8 +30,10 @@ __all__ = [
     "BalancedGate",
     "Gate",
     "HierarchicalBalancedGate",
+    "HierarchicalGate",
     "HierarchicalNoisyTopKGate",
     "NoisyTopKGate",
+    "PrimarySelection",
     "Routing",
     "SecondarySelection",
     "SoftmaxGate",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext import ops
-from moe_ext.checks import require_k_of_levels
+from moe_ext._ragged import select_segments
 from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import logits, widened, zero_
+from moe_ext.gates._logits import logits, zero_
 from moe_ext.gates.gate import Gate, Routing
+from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.losses import batchwise_loss
 from moe_ext.ops._balanced_gating import rows_per_expert
 
@@ -43,18 +44,46 @@ class _Agreement(NamedTuple):
     num_selected: Tensor
 
 
+class _Batch(NamedTuple):
+    """Holds a batchwise mask and the scores that it selects, in B blocks of N rows.
+
+    Attributes:
+        scores: [B, N, E].
+        mask: [B, N, E] bool.
+        mth_score: [G, E], the lowest selected score of each expert in each group of rows.
+        group: [B] int64, the group of each block; None: block g is group g.
+    """
+
+    scores: Tensor
+    mask: Tensor
+    mth_score: Tensor
+    group: Tensor | None = None
+
+    def agreement(self, threshold: Tensor) -> _Agreement:
+        """Compares scores > threshold with the mask; threshold is [G · E]."""
+        threshold = threshold.to(self.scores.dtype).view(self.mth_score.shape)
+        if self.group is not None:
+            threshold = threshold.index_select(0, self.group)
+        passes = self.scores > threshold.unsqueeze(-2)
+        return _Agreement(
+            batchwise_loss(self.scores, threshold, self.mask),
+            (passes != self.mask).count_nonzero(),
+            passes.count_nonzero() + self.mask.count_nonzero(),
+        )
+
+
 class _Mask(NamedTuple):
     """Holds a mask over N rows and E experts as a list of (row, expert) pairs.
 
     Attributes:
         expert_index: [R] int64, the selected experts, sorted by row, then by expert.
         row_offsets: [N + 1] int64; row n has the entries row_offsets[n] to row_offsets[n + 1] - 1.
-        agreement: how the threshold and batchwise masks compare; None for a threshold mask.
+        batch: the mask with its scores; None for a threshold mask.
     """
 
     expert_index: Tensor
     row_offsets: Tensor
-    agreement: _Agreement | None = None
+    batch: _Batch | None = None
 
 
 def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
@@ -75,25 +104,23 @@ def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
 
 
-def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
-    """Compares the batchwise mask with scores > threshold; shapes as in `batchwise_loss`."""
-    passes = scores > threshold.unsqueeze(-2)
-    return _Agreement(
-        batchwise_loss(scores, threshold, mask),
-        (passes != mask).count_nonzero(),
-        passes.count_nonzero() + mask.count_nonzero(),
-    )
-
-
 @torch.no_grad()
-def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> None:
+def _initialize(
+    threshold: Tensor, initialized: Tensor, mth_score: Tensor, ranks: Ranks | None = None
+) -> None:
     """Sets threshold just below mth_score in the first batch where all these scores are finite.
+
+    With ranks, the scores of all of them must be finite; each has other thresholds.
+
 
     The threshold and batchwise masks then agree on this batch. The margin of 16 eps covers
     rounding: on CUDA, the GEMM of evaluation mode may round differently. Later batches write the
     old threshold again, because reading the flag `initialized` on the host would synchronize.
     """
     finite = mth_score.isfinite().all()
+    if ranks is not None:
+        (failed,) = ranks.sum((~finite).to(mth_score.dtype))
+        finite = failed == 0
     start = mth_score * (1 - 16 * torch.finfo(mth_score.dtype).eps)
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
     threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
@@ -104,10 +131,13 @@ class StrictlyBalancedGate(Gate):
     """Implements the batchwise mask and the thresholds of both strictly balanced gates.
 
     Attributes:
+        threshold: [E] parameter, the threshold of each expert, or [a] of each group.
         batchwise: whether to select by the batchwise mask in evaluation mode too.
     """
 
     routes_by_batch: ClassVar[bool] = True
+    threshold: Tensor
+    initialized: Tensor
 
     def __init__(self, d_model: int, num_experts: int, k: int, detach_scores: bool) -> None:
         super().__init__(d_model, num_experts, k)
@@ -129,61 +159,60 @@ class StrictlyBalancedGate(Gate):
         self,
         scores: Tensor,
         k: int,
-        threshold: Tensor,
-        initialized: Tensor,
         ranks: Ranks | None,
         group_sizes: Tensor | None = None,
+        first_group: int = 0,
     ) -> _Mask:
         """Computes M_batchwise(X, m) for scores [R, E] of G equally large groups of rows.
 
-        A row has k experts on average. In training mode, the first batch sets threshold and the
-        flag `initialized`. With several ranks, group_sizes [G] is the number of this rank's rows in
-        each group; None means a single group.
+        A row has k experts on average. group_sizes [G] is the number of this rank's rows in each
+        group; None means a single group. Ties depend on first_group, the number of the first one.
         """
         num_rows, num_experts = scores.shape
-        num_groups = threshold.numel() // num_experts
+        num_groups = 1 if group_sizes is None else len(group_sizes)
         if ranks is not None:
             if group_sizes is None:
                 group_sizes = torch.tensor([num_rows], device=scores.device)
-            mask, mth_score = mask_over_ranks(scores.detach(), k, group_sizes, ranks)
-            if self.training and mth_score is not None:
-                _initialize(threshold, initialized, mth_score)
+            mask, mth_score = mask_over_ranks(scores.detach(), k, group_sizes, first_group, ranks)
             group = torch.repeat_interleave(group_sizes, output_size=num_rows)
-            bound = threshold.to(scores.dtype).view(num_groups, num_experts).index_select(0, group)
-            agreement = _agreement(scores.unsqueeze(1), bound, mask.unsqueeze(1))
-            return _Mask(*_experts_of_rows(mask), agreement)
+            batch = _Batch(scores.unsqueeze(1), mask.unsqueeze(1), mth_score, group)
+            return _Mask(*_experts_of_rows(mask), batch)
 
-        num_rows //= num_groups
+        num_rows //= max(num_groups, 1)
         scores = scores.view(num_groups, num_rows, num_experts)
         m = rows_per_expert(k, num_rows, num_experts)
-        row_index, mth_score = ops.batchwise_topm(scores.detach(), m)
-        if self.training:
-            _initialize(threshold, initialized, mth_score)
+        first_expert = first_group * num_experts
+        row_index, mth_score = ops.batchwise_topm(scores.detach(), m, first_expert, num_experts)
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
-        bound = threshold.to(scores.dtype).view(num_groups, num_experts)
-        agreement = _agreement(scores, bound, mask)
         # row_index lists the rows of each expert. The counting sort of dispatch_plan turns it into
         # the experts of each row. An entry has the position (g·E + e)·m + i.
         first_row = num_rows * torch.arange(num_groups, device=scores.device)
         row = row_index + first_row[:, None, None]
         plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
         expert_index = plan.permutation // max(m, 1) % num_experts
-        return _Mask(expert_index, plan.offsets, agreement)
+        return _Mask(expert_index, plan.offsets, _Batch(scores, mask, mth_score))
+
+    def _agreement(self, mask: _Mask) -> _Agreement | None:
+        """Compares the masks of `threshold`, which the first batch in training mode sets."""
+        if mask.batch is None:
+            return None
+        if self.training:
+            _initialize(self.threshold, self.initialized, mask.batch.mth_score)
+        return mask.batch.agreement(self.threshold)
 
     def _routing(
         self,
         gates: Tensor,
         expert_index: Tensor,
         token_offsets: Tensor,
-        masks: list[_Mask],
+        agreements: Sequence[_Agreement],
         ranks: Ranks | None,
     ) -> Routing:
-        """Makes a `Routing` from gates, expert_index, token_offsets and the mask of each level.
+        """Makes a `Routing`; the agreements of all levels give its loss and metrics.
 
-        The masks give its loss and metrics. Importance, load, loss and metrics cover all ranks.
+        Importance, load, loss and metrics cover all ranks.
         """
         slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
-        agreements = [mask.agreement for mask in masks if mask.agreement is not None]
         parts = [
             ops.importance(*slots, self.num_experts),
             ops.importance(torch.ones_like(slots[0]), slots[1], self.num_experts),
@@ -261,8 +290,6 @@ class BalancedGate(StrictlyBalancedGate):
         ValueError: a size is below 1, or k is not between 1 and num_experts.
     """
 
-    initialized: Tensor
-
     def __init__(
         self, d_model: int, num_experts: int, k: int, *, detach_scores: bool = True
     ) -> None:
@@ -280,14 +307,16 @@ class BalancedGate(StrictlyBalancedGate):
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
-            mask = self._by_batch(scores, self.k, self.threshold, self.initialized, ranks)
+            mask = self._by_batch(scores, self.k, ranks)
         else:
             mask = _by_threshold(scores, self.threshold)
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
-        return self._routing(gates, mask.expert_index, mask.row_offsets, [mask], ranks)
+        agreement = self._agreement(mask)
+        agreements = [] if agreement is None else [agreement]
+        return self._routing(gates, mask.expert_index, mask.row_offsets, agreements, ranks)
 
 
-class HierarchicalBalancedGate(StrictlyBalancedGate):
+class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
     """Applies strictly balanced gating on two levels: a groups of b experts each (App. B, F).
 
     Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
@@ -320,7 +349,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         ValueError: a size is below 1, k1 is not between 1 and a, or k2 not between 1 and b.
     """
 
-    initialized: Tensor
+    secondary_parameters: ClassVar[tuple[str, ...]] = ("w_gate_secondary", "threshold_secondary")
     initialized_secondary: Tensor
 
     def __init__(
@@ -332,12 +361,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         *,
         detach_scores: bool = True,
     ) -> None:
-        name = type(self).__name__
-        k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
-        super().__init__(d_model, num_groups * experts_per_group, k1 * k2, detach_scores)
-        self.num_groups = num_groups
-        self.experts_per_group = experts_per_group
-        self.k_of_levels = k1, k2
+        super().__init__(d_model, num_groups, experts_per_group, k, detach_scores)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
         self.threshold = nn.Parameter(torch.zeros(num_groups))
         self.register_buffer("initialized", torch.tensor(False))
@@ -345,27 +369,35 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         self.threshold_secondary = nn.Parameter(torch.zeros(num_groups, experts_per_group))
         self.register_buffer("initialized_secondary", torch.tensor(False))
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D]; the experts of each token are in index order.
+    def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
+        """Selects the groups of each token, in order of their number.
 
-        See `Gate.forward` for ranks.
+        See `HierarchicalGate.select_groups`.
+        """
+        gate_logits = self.logits(x, self.w_gate)
+        scores = self._scores(gate_logits)
+        if self.training or self.batchwise:
+            mask = self._by_batch(scores, self.k_of_levels[0], _several(ranks))
+        else:
+            mask = _by_threshold(scores, self.threshold)
+        gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
+        details = self._agreement(mask)
+        return PrimarySelection(gates, mask.expert_index, mask.row_offsets, details=details)
+
+    def select_experts(
+        self, x: Tensor, primary: PrimarySelection, local: slice | None, ranks: Ranks | None
+    ) -> SecondarySelection:
+        """Selects the experts of each slot, in order of their number.
+
+        See `HierarchicalGate.select_experts`.
         """
         ranks = _several(ranks)
-        a, b = self.num_groups, self.experts_per_group
-        k1, k2 = self.k_of_levels
+        groups = self.groups if local is None else self.groups[local]
+        w_gate, threshold = (self._rows_of(name, local) for name in self.secondary_parameters)
         batchwise = self.training or self.batchwise
-        x = widened(x)
-        primary_logits = self.logits(x, self.w_gate)
-        scores = self._scores(primary_logits)
-        if batchwise:
-            groups = self._by_batch(scores, k1, self.threshold, self.initialized, ranks)
-        else:
-            groups = _by_threshold(scores, self.threshold)
-
-        # The rows of X^(1), X^(2), …: one for each slot (token, chosen group).
-        plan = ops.dispatch_plan(groups.expert_index, a)
-
-        equal = batchwise and ranks is None
+        # The rows of X^(1), X^(2), …: one for each slot.
+        plan = ops.dispatch_plan(primary.group_index, len(groups))
+        equal = batchwise and ranks is None and len(groups) > 0
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return ops.experts(
@@ -373,46 +405,67 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
                 [weight],
                 offsets=None if equal else plan.offsets,
                 inverse=plan.inverse,
-                token_offsets=groups.row_offsets,
+                token_offsets=primary.token_offsets,
             )
 
-        secondary_logits = logits(x, self.w_gate_secondary, product)
-        scores = self._scores(secondary_logits)
+        gate_logits = logits(x, w_gate, product)
+        scores = self._scores(gate_logits)
         if batchwise:
-            experts = self._by_batch(
-                scores,
-                k2,
-                self.threshold_secondary,
-                self.initialized_secondary,
-                ranks,
-                plan.tokens_per_expert,
-            )
+            sizes = plan.tokens_per_expert
+            mask = self._by_batch(scores, self.k_of_levels[1], ranks, sizes, groups.start)
         else:
             # torch.export bounds the number of selected experts by b times the bound on the rows.
             # The product must not overflow int64.
-            torch._check(groups.expert_index.shape[0] < 2**40)
-            group = groups.expert_index.index_select(0, plan.permutation)
-            experts = _by_threshold(scores, self.threshold_secondary.index_select(0, group))
+            torch._check(primary.group_index.shape[0] < 2**40)
+            group = primary.group_index.index_select(0, plan.permutation)
+            mask = _by_threshold(scores, threshold.index_select(0, group))
 
-        primary_gates = ops.selected_softmax(
-            primary_logits, groups.expert_index, groups.row_offsets
-        )
-        secondary_gates = ops.selected_softmax(
-            secondary_logits, experts.expert_index, experts.row_offsets
-        )
+        gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
         # Reorder from rows to slots; each slot has the experts of its row.
-        first = experts.row_offsets[:-1].index_select(0, plan.inverse)
-        num_experts = experts.row_offsets.diff().index_select(0, plan.inverse)
-        slot_offsets = F.pad(num_experts.cumsum(0), (1, 0))
-        slot = torch.repeat_interleave(num_experts, output_size=secondary_gates.shape[0])
-        place = torch.arange(slot.shape[0], device=x.device)
-        source = place + (first - slot_offsets[:-1]).index_select(0, slot)
-        primary_gates = ops.dispatch(primary_gates.unsqueeze(1), place, slot_offsets).squeeze(1)
-        gates = primary_gates * secondary_gates.index_select(0, source)
-        expert_index = groups.expert_index.index_select(0, slot) * b
-        expert_index = expert_index + experts.expert_index.index_select(0, source)
-        token_offsets = slot_offsets.index_select(0, groups.row_offsets)
-        return self._routing(gates, expert_index, token_offsets, [groups, experts], ranks)
+        slot_offsets, source = select_segments(mask.row_offsets, plan.inverse, gates.shape[0])
+        place = torch.arange(source.shape[0], device=x.device)
+        primary_gates = ops.dispatch(primary.gates.unsqueeze(1), place, slot_offsets).squeeze(1)
+        return SecondarySelection(
+            primary_gates * gates.index_select(0, source),
+            mask.expert_index.index_select(0, source),
+            slot_offsets,
+            mask.batch,
+        )
+
+    def statistics(self, details: Sequence[Any], ranks: Ranks | None) -> tuple[Tensor, ...]:
+        """Returns how the masks of the secondary gates agree; empty for threshold masks.
+
+        The first batch in training mode sets the thresholds. See `HierarchicalGate.statistics`.
+        """
+        batches: list[_Batch] = [batch for batch in details if batch is not None]
+        if not batches:
+            return ()
+        threshold, initialized = self.threshold_secondary, self.initialized_secondary
+        ranks = _several(ranks)
+        # Several ranks have already synchronized with the device, and may read the flag.
+        if self.training and (ranks is None or not initialized):
+            mth_score = torch.cat([batch.mth_score for batch in batches])
+            _initialize(threshold, initialized, mth_score, ranks)
+        parts = threshold.split([len(batch.mth_score) for batch in batches])
+        agreements = [b.agreement(part) for b, part in zip(batches, parts, strict=True)]
+        return tuple(torch.stack(column).sum(0) for column in zip(*agreements, strict=True))
+
+    def routing(
+        self,
+        primary: PrimarySelection,
+        secondary: SecondarySelection,
+        statistics: tuple[Tensor, ...],
+        ranks: Ranks | None,
+    ) -> Routing:
+        """Makes the `Routing` of both levels. See `HierarchicalGate.routing`."""
+        assert primary.token_offsets is not None
+        assert secondary.slot_offsets is not None
+        expert_index = secondary.expert_index(primary.group_index, self.experts_per_group)
+        token_offsets = secondary.slot_offsets.index_select(0, primary.token_offsets)
+        agreements = [primary.details, _Agreement(*statistics)] if statistics else []
+        return self._routing(
+            secondary.gates, expert_index, token_offsets, agreements, _several(ranks)
+        )
 
     def extra_repr(self) -> str:
         return (

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require_k_of_levels
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
+from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 
-__all__ = ["HierarchicalNoisyTopKGate", "SecondarySelection", "hierarchical_load"]
-
-
-class SecondarySelection(NamedTuple):
-    """Holds the decision of secondary gates for S slots. A slot is a (token, chosen group) pair.
-
-    Attributes:
-        gates: [S, k2], G_primary(x)_i · G_i(x)_j.
-        expert_index: [S, k2] int64, i · b + j.
-        group_size: [a] int64, ``|X^(i)|``, the number of tokens of each group.
-        load_of_group: [a, b], Load_i(X^(i)) of each group; None in evaluation mode.
-    """
-
-    gates: Tensor
-    expert_index: Tensor
-    group_size: Tensor
-    load_of_group: Tensor | None
+__all__ = ["HierarchicalNoisyTopKGate", "hierarchical_load"]
 
 
 def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -> Tensor:
@@ -48,7 +33,7 @@ def hierarchical_load(load: Tensor, load_of_group: Tensor, group_size: Tensor) -
     return (load / group_size.clamp_min(1)).unsqueeze(1).mul(load_of_group).reshape(-1)
 
 
-class HierarchicalNoisyTopKGate(NoisyGate):
+class HierarchicalNoisyTopKGate(HierarchicalGate, NoisyGate):
     """Selects k1 of a groups, then k2 of the b experts in each, with noise (Appendix B).
 
     Expert i · b + j is expert j of group i. Its gate is G_H(x)_ij = G_primary(x)_i · G_i(x)_j. Each
@@ -78,7 +63,6 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         w_noise: [D, a] parameter of the primary gate's noise.
         w_gate_secondary: [a, D, b] parameter of the secondary gates.
         w_noise_secondary: [a, D, b] parameter of the secondary gates' noise.
-        groups: the groups whose secondary gates are here, all without `keep_groups`.
 
     Raises:
         ValueError: a size is below 1, k1 is not between 1 and a, k2 is not between 1 and b, or
@@ -98,123 +82,83 @@ class HierarchicalNoisyTopKGate(NoisyGate):
         detach_threshold: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        name = type(self).__name__
-        k1, k2 = require_k_of_levels(name, k, d_model, num_groups, experts_per_group)
-        num_experts = num_groups * experts_per_group
-        super().__init__(d_model, num_experts, k1 * k2, noise_epsilon, detach_threshold, generator)
-        self.num_groups = num_groups
-        self.experts_per_group = experts_per_group
-        self.k_of_levels = k1, k2
-        self.groups = range(num_groups)
+        noise = noise_epsilon, detach_threshold, generator
+        super().__init__(d_model, num_groups, experts_per_group, k, *noise)
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_groups))
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_groups))
         secondary = num_groups, d_model, experts_per_group
         self.w_gate_secondary = nn.Parameter(torch.zeros(secondary))
         self.w_noise_secondary = nn.Parameter(torch.zeros(secondary))
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
-        """Routes x [T, D] to k1 · k2 experts per token.
+    def select_groups(self, x: Tensor, ranks: Ranks | None) -> PrimarySelection:
+        """Selects k1 groups; draws the noise [T · k1, b] of the secondary gates in training mode.
 
-        The experts of a token are in order of decreasing noisy logit of the group, then of the
-        expert. See `Gate.forward` for ranks.
+        The groups of a token are in order of decreasing noisy logit.
         """
-        if len(self.groups) < self.num_groups:
-            raise RuntimeError(
-                "HierarchicalNoisyTopKGate: forward needs the secondary gates of all groups, got "
-                f"{self.groups}"
-            )
-        x = widened(x)
-        clean_logits, primary = self.select_groups(x)
-        secondary = self.select_experts(x, primary.expert_index, primary.gates)
-        return self.routing(clean_logits, primary, secondary, ranks)
-
-    def select_groups(self, x: Tensor) -> tuple[Tensor, ops.TopKSelection]:
-        """Returns the clean logits [T, a] of the primary gate and its selection of k1 groups."""
-        return self._select(widened(x), self.w_gate, self.w_noise, self.k_of_levels[0])
-
-    def secondary_noise(self, clean_logits: Tensor) -> Tensor | None:
-        """Draws the noise of the secondary gates, [T · k1, b]; None in evaluation mode.
-
-        Args:
-            clean_logits: [T, a], from `select_groups`.
-        """
-        if not self.training:
-            return None
-        num_slots = len(clean_logits) * self.k_of_levels[0]
-        return self.draw_noise(clean_logits.new_empty(num_slots, self.experts_per_group))
+        k1 = self.k_of_levels[0]
+        clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, k1)
+        values: tuple[Tensor, ...] = ()
+        if self.training:
+            like = clean_logits.new_empty(len(clean_logits) * k1, self.experts_per_group)
+            values = (self.draw_noise(like),)
+        details = clean_logits, kept
+        return PrimarySelection(kept.gates, kept.expert_index, None, values, details)
 
     def select_experts(
-        self,
-        x: Tensor,
-        group_index: Tensor,
-        primary_gates: Tensor,
-        token_offsets: Tensor | None = None,
-        noise: Tensor | None = None,
-        local: slice | None = None,
+        self, x: Tensor, primary: PrimarySelection, local: slice | None, ranks: Ranks | None
     ) -> SecondarySelection:
-        """Selects the k2 experts of each slot (token, chosen group).
+        """Selects k2 experts of each slot, in order of decreasing noisy logit.
 
-        Args:
-            x: [T, D].
-            group_index: [T, K] int64, or [S] with token_offsets. The group of each slot, counted
-                from the first of `local`.
-            primary_gates: the primary gate of each slot, in the shape of group_index.
-            token_offsets: see `Routing`.
-            noise: [S, b], from `secondary_noise`; None: drawn here.
-            local: which of the groups here take part; None: all.
+        See `HierarchicalGate.select_experts`.
         """
-        w_gate, w_noise = (
-            weight if local is None else weight[local]
-            for weight in (self.w_gate_secondary, self.w_noise_secondary)
-        )
+        w_gate, w_noise = (self._rows_of(name, local) for name in self.secondary_parameters)
         # The rows of X^(1), X^(2), …: one for each slot.
-        plan = ops.dispatch_plan(group_index, len(w_gate))
+        plan = ops.dispatch_plan(primary.group_index, len(w_gate))
         k2 = self.k_of_levels[1]
-        clean_rows, kept = self._select(widened(x), w_gate, w_noise, k2, plan, token_offsets, noise)
+        noise = primary.values[0] if primary.values else None
+        clean_rows, kept = self._select(
+            widened(x), w_gate, w_noise, k2, plan, primary.token_offsets, noise
+        )
         # combine multiplies the secondary gates of each row by its primary gate.
-        gates = ops.combine(kept.gates, primary_gates.reshape(-1, 1), plan.inverse.reshape(-1, 1))
-        expert_index = kept.expert_index.index_select(0, plan.inverse.reshape(-1))
-        expert_index = expert_index + group_index.reshape(-1, 1) * self.experts_per_group
-        load = None
-        if self.training:
-            # A rank may have no groups.
-            load = self._load(clean_rows, kept, plan.offsets) if len(w_gate) else clean_rows[:0]
-        return SecondarySelection(gates, expert_index, plan.tokens_per_expert, load)
+        inverse = plan.inverse.reshape(-1, 1)
+        gates = ops.combine(kept.gates, primary.gates.reshape(-1, 1), inverse)
+        expert_in_group = kept.expert_index.index_select(0, plan.inverse.reshape(-1))
+        if not self.training:
+            return SecondarySelection(gates, expert_in_group)
+        # A rank may have no groups.
+        load = self._load(clean_rows, kept, plan.offsets) if len(w_gate) else clean_rows[:0]
+        details = load, plan.tokens_per_expert.to(load.dtype)
+        return SecondarySelection(gates, expert_in_group, None, details)
+
+    def statistics(self, details: Sequence[Any], ranks: Ranks | None) -> tuple[Tensor, ...]:
+        """Returns Load_i(X^(i)) [a, b] and ``|X^(i)|`` [a] in training mode.
+
+        See `HierarchicalGate.statistics`.
+        """
+        if not self.training:
+            return ()
+        return tuple(map(self._of_all_groups, zip(*details, strict=True)))
 
     def routing(
         self,
-        clean_logits: Tensor,
-        primary: ops.TopKSelection,
+        primary: PrimarySelection,
         secondary: SecondarySelection,
+        statistics: tuple[Tensor, ...],
         ranks: Ranks | None,
     ) -> Routing:
-        """Makes the `Routing` of both levels. See `Gate.forward` for ranks."""
-        gates, expert_index = (
-            secondary.gates.view(-1, self.k),
-            secondary.expert_index.view(-1, self.k),
-        )
-        if secondary.load_of_group is None:
+        """Makes the `Routing` of both levels. See `HierarchicalGate.routing`."""
+        gates = secondary.gates.view(-1, self.k)
+        expert_index = secondary.expert_index(primary.group_index, self.experts_per_group)
+        expert_index = expert_index.view(-1, self.k)
+        if not statistics:
             return self.make_routing(gates, expert_index, ranks=ranks)
-        load = self._load(clean_logits, primary)
+        load = self._load(*primary.details)
         if self.experts_per_group == 1:
             return self.make_routing(gates, expert_index, load=load, ranks=ranks)
-        sums = (
-            ops.importance(gates, expert_index, self.num_experts),
-            load,
-            secondary.load_of_group,
-            secondary.group_size.to(load.dtype),
-        )
+        sums = ops.importance(gates, expert_index, self.num_experts), load, *statistics
         importance, *factors = sums if ranks is None else ranks.sum(*sums)
         load = hierarchical_load(*factors)
         return Routing(gates, expert_index, importance, load, load_factors=tuple(factors))
-
-    def keep_groups(self, groups: range) -> None:
-        """Keeps the secondary gates of these groups only; the other ranks have the others."""
-        for name in self.secondary_parameters:
-            whole = getattr(self, name)
-            part = whole.detach()[groups.start : groups.stop].clone()
-            setattr(self, name, nn.Parameter(part, whole.requires_grad))
-        self.groups = groups
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Draws noise in the shape of `like`; returns zeros for a single group or expert."""

@@ -45,8 +45,9 @@ def batchwise_topm(
     Args:
         scores: [G, N, E], G batches of N rows; or [N, E], then the results have no dimension G.
         m: rows for each expert, 0 <= m <= N.
-        first_expert: index of the expert in column 0, if scores has only some of the experts.
-        num_experts: the total number of experts; None: E. Ties break as if scores had all experts.
+        first_expert: the number of column 0 in batch 0, if scores has only some of the batches or
+            experts. Ties then break as if scores had all of them.
+        num_experts: the number of experts of a batch; None: E.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or value.

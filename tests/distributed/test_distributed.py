@@ -32,6 +32,7 @@ from moe_ext.distributed import (
     parallelize,
 )
 from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates import HierarchicalGate
 from moe_ext.lab.analysis import moe_ops
 from moe_ext.recurrent import exchanged_bytes, num_evaluations
 
@@ -64,6 +65,12 @@ KINDS = {
     "balanced": lambda **options: gated(BalancedGate(D, 5, 2), **options),
     "hierarchical balanced": lambda **options: gated(
         HierarchicalBalancedGate(D, 3, 4, 2), **options
+    ),
+    "one balanced group each": lambda **options: gated(
+        HierarchicalBalancedGate(D, 4, 3, (1, 2), detach_scores=False), **options
+    ),
+    "a single balanced group": lambda **options: gated(
+        HierarchicalBalancedGate(D, 1, 4, (1, 2)), **options
     ),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
@@ -193,7 +200,7 @@ HOW = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_process(workers, kind, counts, num_chunks, how):
     layer, x, y, aux = step_of_all(kind, counts, {})
-    if how == "groups" and not isinstance(layer.gate, HierarchicalNoisyTopKGate):
+    if how == "groups" and not isinstance(layer.gate, HierarchicalGate):
         pytest.skip("the gate has no secondary gates that ranks can share")
     options = HOW[how] | {"num_chunks": num_chunks}
     parts = workers.run(len(counts), step_of_process, kind, counts, options)
@@ -209,12 +216,84 @@ def test_equals_one_process(workers, kind, counts, num_chunks, how):
 @pytest.mark.parametrize(
     "counts, mesh", [([5, 8], False), ([4, 0, 6], False), ([3, 7, 0, 5], True)]
 )
-def test_groups_equal_one_process(workers, counts, mesh, masked, num_chunks, options):
-    layer, x, y, aux = step_of_all("hierarchical", counts, options)
+@pytest.mark.parametrize(
+    "kind", ["hierarchical", "hierarchical balanced", "a single balanced group"]
+)
+def test_groups_equal_one_process(workers, kind, counts, mesh, masked, num_chunks, options):
+    layer, x, y, aux = step_of_all(kind, counts, options)
     options = options | {"num_chunks": num_chunks, "placement": "groups"}
-    arguments = "hierarchical", counts, options, masked, mesh
+    arguments = kind, counts, options, masked, mesh
     parts = workers.run(len(counts), step_of_process, *arguments)
     assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
+    """Returns the results of several passes of a balanced layer, and its thresholds.
+
+    The secondary gate of the last group gives NaN in the first pass, so that no group may start.
+    """
+    ranks = group
+    if mesh:
+        ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
+    options = {} if group is None else {"num_chunks": num_chunks, "placement": "groups"}
+    layer = layer_of("hierarchical balanced", ranks, **options)
+    gate, x = layer.gate, tokens_of(counts)[0]
+    if group is not None:
+        x = x.split(counts)[rank]
+    here = slice(gate.groups.start, gate.groups.stop)
+    whole = torch.zeros(gate.num_groups, D, gate.experts_per_group, dtype=torch.float64)
+    if not ties:
+        torch.nn.init.normal_(whole, generator=torch.Generator().manual_seed(7))
+    else:
+        torch.nn.init.zeros_(gate.w_gate)
+    broken = whole.clone()
+    broken[-1] = math.nan
+    torch.nn.init.zeros_(gate.threshold_secondary)
+    moved = torch.randn(whole.shape[::2], generator=torch.Generator().manual_seed(8)) * 0.05
+
+    found = []
+    for name in ("broken", "start", "moved", "batchwise", "thresholds", "no tokens"):
+        gate.w_gate_secondary.data.copy_((broken if name == "broken" else whole)[here])
+        if name == "moved":
+            gate.threshold_secondary.data.add_(moved[here])
+        layer.train(name not in ("batchwise", "thresholds"))
+        gate.batchwise = name == "batchwise"
+        y, aux = layer(x if name != "no tokens" else x[:0])
+        of_tokens = y.detach(), aux.gates.detach(), aux.expert_index, aux.token_offsets.diff()
+        metrics = [
+            aux.gate_metrics.get(key) for key in ("share_without_expert", "mask_disagreement")
+        ]
+        of_all = [aux.loss, aux.importance, aux.load, *metrics]
+        of_all = [value.detach().double() for value in of_all if value is not None]
+        state = gate.threshold_secondary.detach().clone(), bool(gate.initialized_secondary)
+        found.append((of_tokens, of_all, *state))
+    return found, here
+
+
+@pytest.mark.equation("App. B", "App. F")
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "counts, num_chunks, mesh",
+    [([5, 8], 1, False), ([4, 0, 6], 2, False), ([0, 0, 5, 6], 1, False), ([3, 7, 0, 5], 2, True)],
+)
+def test_balanced_groups_equal_one_process(workers, counts, num_chunks, mesh, ties):
+    """Masks and thresholds of the secondary gates cover the tokens of all ranks."""
+    expected, _ = balanced_steps(None, 0, counts, 1, False, ties)
+    assert [started for *_, started in expected] == [False] + 5 * [True]
+    parts = workers.run(len(counts), balanced_steps, counts, num_chunks, mesh, ties)
+    for step, (of_tokens, of_all, threshold, started) in enumerate(expected):
+        found = [passes[step] for passes, _ in parts]
+        y, gates, *decisions = map(torch.cat, zip(*(part[0] for part in found), strict=True))
+        assert_exact(y, of_tokens[0], nan=True)
+        assert_exact(gates, of_tokens[1], nan=True)
+        for decision, wanted in zip(decisions, of_tokens[2:], strict=True):
+            assert torch.equal(decision, wanted)
+        for (_, values, threshold_here, started_here), (_, here) in zip(found, parts, strict=True):
+            for value, wanted in zip(values, of_all, strict=True):
+                assert_exact(value, wanted, nan=True)
+            assert_exact(threshold_here, threshold[here])
+            assert started_here == started
+    assert ties or expected[4][0][3].unique().numel() > 2  # thresholds select differently many
 
 
 def assert_equal_steps(parts, counts, layer, x, y, aux):
@@ -503,8 +582,8 @@ def test_memory_of_received_rows(dtype):
     assert torch.ops.moe_ext._empty_rows(x.to("meta"), 5).shape == (5, 2, 1024)
 
 
-class TwoLayers(nn.Module):
-    """Two MoE layers between dense layers; the MoE layers may be sharded in different ways."""
+class ThreeLayers(nn.Module):
+    """A dense layer and three MoE layers, which may be sharded in different ways."""
 
     def __init__(self, first=None, second=None, recompute=False):
         super().__init__()
@@ -525,12 +604,17 @@ class TwoLayers(nn.Module):
             recompute=recompute,
         )
         nn.init.normal_(self.second.gate.w_gate, std=0.3)
+        gate = HierarchicalBalancedGate(D, 3, 2, (2, 1))
+        nn.init.normal_(gate.w_gate, std=0.3)
+        nn.init.normal_(gate.w_gate_secondary, std=0.3)
+        self.third = gated(gate, process_group=second, recompute=recompute)
         self.double()
 
     def forward(self, x):
         h, first = self.first(self.dense(x))
         y, second = self.second(x + torch.tanh(h))
-        return y, first.loss + second.loss
+        z, third = self.third(y)
+        return y + z, first.loss + second.loss + third.loss
 
 
 def batches_of(counts, steps):
@@ -549,10 +633,10 @@ def optimizer_of(name, model):
 def train_process(group, rank, counts, optimizer, steps, layout, options):
     if layout == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shares"))
-        model = TwoLayers(group, mesh, **options)  # the second layer's experts are replicated
+        model = ThreeLayers(group, mesh, **options)  # the last layers' experts are replicated
         wrapped = parallelize(model, mesh)
     else:
-        model = TwoLayers(group, group, **options)
+        model = ThreeLayers(group, group, **options)
         wrapped = parallelize(model, group, dense=layout)
     optimizer = optimizer_of(optimizer, model)
     norms = []
@@ -581,7 +665,7 @@ def train_process(group, rank, counts, optimizer, steps, layout, options):
 )
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["", "recompute"])
 def test_training_equals_one_process(workers, layout, counts, optimizer, steps, options):
-    model = TwoLayers()
+    model = ThreeLayers()
     of_all = optimizer_of(optimizer, model)
     norms = []
     for batch in batches_of(counts, steps):
@@ -757,6 +841,13 @@ class OfRows(Experts):
         self.weight = nn.Parameter(torch.ones(D, D))
 
 
+class OwnForward(HierarchicalBalancedGate):
+    """A gate that does more than its four steps."""
+
+    def forward(self, x, ranks=None):
+        return super().forward(2 * x, ranks)
+
+
 def options_refused(group, rank):
     for options, shared, error, words in (
         ({"experts": [nn.Identity()] * 4}, {}, ValueError, "MoE: experts.num_experts .*1.*got 4"),
@@ -779,6 +870,18 @@ def options_refused(group, rank):
             {"balance": "local"},
             ValueError,
             "ExpertParallel: balance must be \"global\" .*got 'local'",
+        ),
+        (
+            {"gate": OwnForward(D, 2, 2, (2, 1))},
+            {"placement": "groups"},
+            ValueError,
+            'ExpertParallel: placement must be "experts" for OwnForward, which ranks cannot share',
+        ),
+        (
+            {"gate": HierarchicalNoisyTopKGate(D, 2, 2, (2, 1))},
+            {"placement": "groups", "balance": "local"},
+            ValueError,
+            'ExpertParallel: placement must be "experts" with balance="local", got \'groups\'',
         ),
         ({"process_group": group}, {}, ValueError, "MoE: parallel must be None"),
     ):
@@ -980,13 +1083,16 @@ def test_autocast_equals_one_process(workers, kind, dtype):
     assert_same_bits(torch.cat(workers.run(2, under_autocast, kind, dtype)), expected)
 
 
-def groups_under_autocast(group, rank, expert_dtype):
+def groups_under_autocast(group, rank, kind, expert_dtype):
     options = {} if group is None else {"parallel": ExpertParallel(group, placement="groups")}
     torch.manual_seed(4)
-    layer = HierarchicalMoE(D, 4, 3, 2, expert_dtype=expert_dtype, **options).eval()
+    gate = HierarchicalBalancedGate(D, 4, 3, 2) if kind == "balanced" else None
+    layer = HierarchicalMoE(D, 4, 3, 2, gate=gate, expert_dtype=expert_dtype, **options)
+    layer.train(kind == "balanced")
     for name, param in layer.gate.named_parameters():
-        whole = torch.randn(4, *param.shape[1:]) if param.dim() == 3 else torch.randn(param.shape)
-        first = layer.gate.groups.start if name.endswith("_secondary") else 0
+        of_groups = name.endswith("_secondary")
+        whole = torch.randn(4 if of_groups else len(param), *param.shape[1:])
+        first = layer.gate.groups.start if of_groups else 0
         param.data.copy_(whole[first : first + len(param)])
     x = tokens_of([4, 5])[0].float()
     with torch.autocast("cpu", torch.bfloat16, enabled=expert_dtype is None):
@@ -994,11 +1100,12 @@ def groups_under_autocast(group, rank, expert_dtype):
     return y.detach(), aux.expert_index
 
 
+@pytest.mark.parametrize("kind", ["noisy", "balanced"])
 @pytest.mark.parametrize("expert_dtype", [None, torch.bfloat16])
-def test_groups_in_bfloat16_equal_one_process(workers, expert_dtype):
+def test_groups_in_bfloat16_equal_one_process(workers, kind, expert_dtype):
     """The gates see tokens in float32; the sum of each rank is rounded to bfloat16."""
-    y, expert_index = groups_under_autocast(None, 0, expert_dtype)
-    parts = workers.run(2, groups_under_autocast, expert_dtype)
+    y, expert_index = groups_under_autocast(None, 0, kind, expert_dtype)
+    parts = workers.run(2, groups_under_autocast, kind, expert_dtype)
     assert torch.equal(torch.cat([index for _, index in parts]), expert_index)
     found = torch.cat([y for y, _ in parts])
     eps = torch.finfo(torch.bfloat16).eps
@@ -1027,6 +1134,7 @@ def made_without_memory(group, rank):
             MoE(D, 5, 2, parallel=ExpertParallel(group, exchange="tokens", num_chunks=2)),
             MoE(D, 5, 2, gate=BalancedGate(D, 5, 2), w_load=0.0, process_group=group),
             HierarchicalMoE(D, 3, 4, 2, process_group=group),
+            gated(HierarchicalBalancedGate(D, 3, 4, 2), process_group=group),
         ]
     x = tokens_of([4, 5])[0].float().split([4, 5])[rank]
     for layer in layers:
@@ -1038,7 +1146,8 @@ def made_without_memory(group, rank):
                 module.reset_parameters()
         y, aux = layer(x)
         assert y.isfinite().all() and aux.loss.isfinite()
-        assert not any(param.any() for param in layer.gate.parameters() if param.dim() == 2)
+        gate = layer.gate.named_parameters()
+        assert not any(param.any() for name, param in gate if name.startswith("w_"))
 
 
 def test_layers_made_on_the_meta_device(workers):

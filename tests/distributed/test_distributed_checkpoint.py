@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext.distributed.checkpoint
-from moe_ext import Experts, HierarchicalMoE, MoE, TopKGate
+from moe_ext import Experts, HierarchicalBalancedGate, HierarchicalMoE, MoE, TopKGate
 from moe_ext.distributed import (
     CheckpointError,
     Checkpoints,
@@ -75,6 +75,9 @@ class Model(nn.Module):
         self.flat = self._layer(num_experts, group, **options)
         self.few = self._layer(2, group, hidden_sizes=(3,))
         self.groups = HierarchicalMoE(D, 3, 2, 2, hidden_sizes=(3,), process_group=group)
+        self.balanced_groups = self._layer(
+            6, group, gate=HierarchicalBalancedGate(D, 3, 2, (2, 1)), hidden_sizes=(3,)
+        )
         modules = [Expert(hidden) for hidden in range(3, 3 + num_experts)]
         mine = range(num_experts) if group is None else self.flat.sharding.local_experts
         self.modules_layer = self._layer(
@@ -90,14 +93,16 @@ class Model(nn.Module):
                 nn.init.normal_(param)
             param.requires_grad_("noise" not in name)
         self.double().eval()  # evaluation mode: no noise
+        self.balanced_groups.train()  # trains its thresholds
 
-    def _layer(self, num_experts, group, **options):
-        gate = TopKGate(D, num_experts, 2)
+    def _layer(self, num_experts, group, gate=None, **options):
+        gate = gate or TopKGate(D, num_experts, 2)
         return MoE(D, num_experts, 2, gate=gate, w_load=0.0, process_group=group, **options)
 
     def forward(self, x):
         x, loss = self.dense(x), 0
-        for layer in (self.flat, self.few, self.groups, self.modules_layer, self.stacked):
+        groups = self.groups, self.balanced_groups
+        for layer in (self.flat, self.few, *groups, self.modules_layer, self.stacked):
             y, aux = layer(x)
             x, loss = x + y, loss + aux.loss
         return x, loss

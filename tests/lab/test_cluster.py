@@ -5,16 +5,26 @@ import itertools
 import json
 import math
 import pathlib
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from moe_ext import HierarchicalBalancedGate, MoE, ops
 from moe_ext.distributed import ExpertPlacement
 from moe_ext.lab.benchmarks.memory import saved_bytes
 from moe_ext.lab.commands import plan_cluster
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models import LanguageModel
-from moe_ext.lab.training.cluster import DEVICES, Device, exchange_bytes, leaving, plan
+from moe_ext.lab.training.cluster import (
+    DEVICES,
+    Device,
+    exchange_bytes,
+    leaving,
+    mask_bytes,
+    plan,
+)
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
 from moe_ext.lab.training.loop import make_optimizers
 
@@ -96,6 +106,63 @@ def test_secondary_gates_with_their_groups():
     # backward, the gradients of 1 + 2 gates.
     assert split.exchange_bytes == 2 * 18 * 8 * 4 + 18 * (4 + 8 + 2 * 4 + 2 * 8) + 18 * 3 * 4
     assert everywhere.exchange_bytes == 2 * 36 * 8 * 4
+
+
+def test_balanced_gates_with_their_groups():
+    moe = {"num_groups": 4, "k": 2, "gate": "balanced", "w_load": 0}
+    everywhere = plan(config(moe), DEVICE, 4, placement="experts")
+    split = plan(config(moe), DEVICE, 4)
+    # A secondary gate has 4 · 2 weights and 2 thresholds.
+    assert everywhere.dense_parameters - split.dense_parameters == 4 * 10
+    # 18 pairs as above. A gate and an int64 index go; an int32 number, 2 gates and 2 int32 indices
+    # come back. Of the scores, 3/4 are remote, each a float32 number; a byte comes back.
+    masks = 12 * 3 / 4 * 5
+    sent = 2 * 18 * 8 * 4 + 18 * (4 + 8 + 4 + 2 * 8) + 18 * 3 * 4
+    assert split.exchange_bytes == sent + masks * 4
+    assert everywhere.exchange_bytes == 2 * 36 * 8 * 4 + masks * (4 + 2 * 2)
+
+
+def bytes_of_balanced_step(group, rank):
+    """Returns the bytes of each pass, and the remote slots, copies and experts of this rank."""
+    gate = HierarchicalBalancedGate(4, 5, 3, (2, 1))
+    for weight in (gate.w_gate, gate.w_gate_secondary):
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(2))
+    layer = MoE(4, 15, 2, gate=gate, w_load=0.0, process_group=group)
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    forward, backward = [], []
+
+    def noting(sent):
+        all_to_all_single = dist.all_to_all_single
+
+        def note(output, rows, received, counts, **options):
+            sent.append((sum(counts) - counts[rank]) * rows[:1].nbytes)
+            return all_to_all_single(output, rows, received, counts, **options)
+
+        return patch.object(dist, "all_to_all_single", note)
+
+    with noting(forward):
+        y, aux = layer(x)
+    with noting(backward):
+        (y.sum() + aux.loss).backward()
+    del forward[2]  # the numbers of rows, after the scores and the mask
+    primary = gate.select_groups(x, layer.sharding.balanced)
+    owner = layer.sharding.group_exchange.exchange.placement.owner
+    token = ops.token_index(primary.group_index, primary.token_offsets).tolist()
+    owners = [owner(group_index) for group_index in primary.group_index.tolist()]
+    slots = sum(there != rank for there in owners)
+    copies = len({pair for pair in zip(token, owners, strict=True) if pair[1] != rank})
+    experts = sum(owner(expert // 3) != rank for expert in aux.expert_index.tolist())
+    return sum(forward), sum(backward), slots, copies, experts
+
+
+def test_bytes_of_balanced_groups(workers):
+    """The predicted bytes of both ranks equal those that are sent."""
+    steps = workers.run(2, bytes_of_balanced_step)
+    forward, backward, slots, copies, experts = map(sum, zip(*steps, strict=True))
+    k2 = experts / slots
+    sent = exchange_bytes(slots, copies, 4, 4, 4, "tokens", secondary=(3, k2), balanced=True)
+    assert forward == pytest.approx(sent[0] + mask_bytes(2 * 7 * 5, 2))
+    assert backward == pytest.approx(sent[1])
 
 
 @pytest.mark.parametrize(

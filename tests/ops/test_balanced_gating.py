@@ -43,7 +43,21 @@ def test_columns_are_numbered_over_the_batches(device):
     scores = torch.zeros(3, 20, 4, device=device)
     assert not torch.equal(*ops.batchwise_topm(scores, 5).row_index[:2])
     flat = ops.batchwise_topm(torch.zeros(20, 12, device=device), 5).row_index
-    assert_same_bits(ops.batchwise_topm(scores, 5).row_index.flatten(0, 1), flat)
+    whole = ops.batchwise_topm(scores, 5).row_index
+    assert_same_bits(whole.flatten(0, 1), flat)
+    for first_batch, first_column in ((1, 0), (0, 2), (1, 2)):
+        part = scores[first_batch:, :, first_column:]
+        number = first_batch * 4 + first_column
+        rows = ops.batchwise_topm(part, 5, first_expert=number, num_experts=4).row_index
+        assert_same_bits(rows, whole[first_batch:, first_column:])
+
+
+def test_numbers_of_columns_out_of_range(device):
+    scores = torch.zeros(3, 20, 4, device=device)
+    with pytest.raises(ValueError, match="batchwise_topm: first_expert must be at least 0, got -1"):
+        ops.batchwise_topm(scores, 5, first_expert=-1)
+    with pytest.raises(ValueError, match="num_experts must be at least .* = 4, got 3"):
+        ops.batchwise_topm(scores, 5, num_experts=3)
 
 
 # selected_softmax

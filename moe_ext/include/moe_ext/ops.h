@@ -98,8 +98,10 @@ struct BatchwiseTopM {
 //
 //   scores: [G, N, E], G batches of N rows.
 //   m: rows for each expert, 0 <= m <= N.
-//   first_expert: index of the expert in column 0, if scores has only some of the experts.
-//   num_experts: the total number of experts; absent: E. Ties break as if scores had all experts.
+//   first_expert: the number of column 0 in batch 0, if scores has only some of the batches or
+//     experts. Expert e of batch g has the number g * num_experts + e.
+//   num_experts: the number of experts of a batch; absent: E. Ties break as if scores had all of
+//     them.
 MOE_EXT_API BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert = 0,
                                          std::optional<int64_t> num_experts = std::nullopt);
 

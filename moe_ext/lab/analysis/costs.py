@@ -6,14 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from moe_ext import (
-    FeedForwardExperts,
-    HierarchicalBalancedGate,
-    HierarchicalNoisyTopKGate,
-    MoE,
-    MoELSTM,
-)
+from moe_ext import FeedForwardExperts, MoE, MoELSTM
 from moe_ext.checks import require
+from moe_ext.gates import HierarchicalGate
 from moe_ext.lab.models import AnyModel, LanguageModel, TranslationModel
 from moe_ext.lab.models.translation import AttentionLSTM
 
@@ -121,7 +116,7 @@ def moe_ops(layer: MoE) -> MoEOps:
     # Only the matrices w_*: thresholds need no multiplications.
     matrices = {name: p.numel() for name, p in gate.named_parameters() if name.startswith("w_")}
     ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
-    if isinstance(gate, HierarchicalNoisyTopKGate | HierarchicalBalancedGate):
+    if isinstance(gate, HierarchicalGate):
         ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
     return MoEOps(ops, _weights(layer.experts.parameters()) * layer.k // layer.num_experts)
 

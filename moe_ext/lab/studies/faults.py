@@ -45,7 +45,9 @@ from moe_ext.lab.progress import progress
 from moe_ext.lab.studies._nodes import Link, Node
 from moe_ext.lab.studies.restarts import SMALL_MODEL, losses
 from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.text import load_text
 
 _LIBRARIES = {  # that the ranks preload for a fault
     "clock": "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1",
@@ -83,6 +85,10 @@ class Run:
         self.output = self.disk / "run"
         self._root, self._folder, self._names = root, folder, names
         self._port = 29500
+        self._config = root / "configs" / "small" / "moe-32.toml"
+        self._overrides = [*SMALL_MODEL, f"timeout={_TIMEOUT}", f"data.encoded={folder / 'text'}"]
+        # The ranks then only read the files of the corpus, which may take minutes to make.
+        load_text(read_config(self._config, self._overrides, Config).data)
         size = "size=16m"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.disk)], check=True)
         first, second = Node("10.77.0.1", "10.77.0.2"), Node("10.77.0.2", "10.77.0.1")
@@ -94,7 +100,7 @@ class Run:
         """Starts both ranks; they resume the run if it has begun."""
         self._port += 1  # the old port may still be in use
         begun = (self.output / "config.toml").is_file()
-        arguments = [f"output={self.output}", f"steps={steps}", *SMALL_MODEL, f"timeout={_TIMEOUT}"]
+        arguments = [f"output={self.output}", f"steps={steps}", *self._overrides]
         self.ranks = []
         for rank, node in enumerate(self.nodes):
             self.clock(rank).write_text("+0")
@@ -105,7 +111,7 @@ class Run:
                 "TORCHELASTIC_RESTART_COUNT": str(int(begun)),
             }  # fmt: skip
             command = [sys.executable, str(self._root / "scripts" / "train.py")]
-            command += [str(self._root / "configs" / "small" / "moe-32.toml"), *arguments]
+            command += [str(self._config), *arguments]
             libraries = [path for name, path in _LIBRARIES.items() if name in self._names]
             environ |= {
                 "LD_PRELOAD": ":".join(libraries), "FIU_CTRL_FIFO": str(self._control(rank)),

@@ -12,9 +12,10 @@ from typing import get_args
 import torch
 from torch import nn
 
-from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
+from moe_ext import FeedForwardExperts, MoE
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed import ExchangeUnit, ExpertPlacement, Placement
+from moe_ext.gates import HierarchicalGate, StrictlyBalancedGate
 from moe_ext.lab.analysis.costs import training_flops
 from moe_ext.lab.benchmarks.roofline import Work, limit
 from moe_ext.lab.models import LanguageModel
@@ -61,7 +62,8 @@ def exchange_bytes(
     itemsize: int,
     exchange: str,
     gate_itemsize: int = 4,
-    secondary: tuple[int, int] | None = None,
+    secondary: tuple[int, float] | None = None,
+    balanced: bool = False,
 ) -> tuple[float, float]:
     """Counts the bytes that a layer sends to other ranks in forward and in backward (Sec. 3.2).
 
@@ -71,7 +73,8 @@ def exchange_bytes(
 
     With placement="groups", the same holds for groups in place of experts. Forward also sends the
     noise of a secondary gate, and returns the gates and int32 indices of k2 experts. Backward sends
-    the gradients of these gates.
+    the gradients of these gates. A strictly balanced gate has no noise. It returns the number of
+    experts of each row as int32.
 
     Args:
         rows: number of (token, expert) assignments to experts on other ranks.
@@ -83,6 +86,7 @@ def exchange_bytes(
         gate_itemsize: bytes of a gate.
         secondary: (b, k2), the experts of a group and those of a chosen group that a token uses,
             with placement="groups"; exchange has then no effect. None: placement="experts".
+        balanced: whether the gate with `secondary` is strictly balanced; k2 is then a mean.
 
     Returns:
         The bytes in forward, and the bytes in backward.
@@ -92,9 +96,23 @@ def exchange_bytes(
         return both, both
     both = copies * (d_input + d_output) * itemsize
     b, k2 = secondary or (0, 0)
-    forward = gate_itemsize + 8 + b * gate_itemsize + k2 * (gate_itemsize + 4)
+    forward = gate_itemsize + 8 + (4 if balanced else b * gate_itemsize) + k2 * (gate_itemsize + 4)
     backward = gate_itemsize + k2 * gate_itemsize
     return both + rows * forward, both + rows * backward
+
+
+def mask_bytes(scores: float, num_devices: int, itemsize: int = 4) -> float:
+    """Counts the bytes that a device sends for the batchwise masks of strictly balanced gates.
+
+    Each device selects the rows of some experts. It receives the scores of all rows for these
+    experts, and returns one byte for each.
+
+    Args:
+        scores: number of the device's scores.
+        num_devices: number of devices.
+        itemsize: bytes of a score.
+    """
+    return scores * (itemsize + 1) * (1 - 1 / num_devices)
 
 
 def leaving(placement: ExpertPlacement, k: int) -> tuple[float, float]:
@@ -132,7 +150,8 @@ class Plan:
         gradient_bytes: bytes of the gradients on a device.
         optimizer_bytes: bytes of the optimizer state on a device.
         activation_bytes: estimated bytes of the activations saved for backward of one batch.
-        exchange_bytes: bytes that a device sends in a step for its experts, forward and backward.
+        exchange_bytes: bytes that a device sends in a step for its experts and for batchwise masks,
+            forward and backward.
         reduce_bytes: bytes that a device sends in the ring all-reduce of the dense gradients:
             2 (d - 1) / d of the size of the gradients.
         flops: floating-point operations of a device in a step.
@@ -241,7 +260,8 @@ def plan(
     # Numbers of parameters and of elements of the optimizer state.
     group = num_experts // moe.num_groups if moe.num_groups else 1
     of_experts = ExpertPlacement(num_experts, num_devices, group)
-    by_groups = placement != "experts" and isinstance(layers[0].gate, HierarchicalNoisyTopKGate)
+    by_groups = placement != "experts" and isinstance(layers[0].gate, HierarchicalGate)
+    balanced = isinstance(layers[0].gate, StrictlyBalancedGate)
     share = max(of_experts.counts)
     expert = sum(weight[0].numel() for weight in weights)
     gate_parameters = layers[0].gate.named_parameters()
@@ -269,7 +289,12 @@ def plan(
         row_itemsize,
         exchange,
         secondary=(group, moe.k) if by_groups else None,
+        balanced=balanced and by_groups,
     )
+    masked = 0.0
+    if balanced:
+        of_secondary = moe.k * group if moe.num_groups and not by_groups else 0
+        masked = mask_bytes((moe.num_groups or num_experts) + of_secondary, num_devices)
     travelling = k * (d_input + (d_output if exchange == "rows" else 0)) if num_devices > 1 else 0
     kept = _kept_of_token(config, model, group, travelling)
     flops_of_token = training_flops(model).total
@@ -280,7 +305,7 @@ def plan(
     flops = float(flops_of_token * tokens)
     activation_bytes = itemsize * kept * batch
     bytes_moved = batches * (3 * local_bytes + 2 * activation_bytes)
-    exchanged = len(layers) * sum(sent) * tokens
+    exchanged = len(layers) * (sum(sent) + masked) * tokens
     reduced = 2 * (1 - 1 / num_devices) * dense_bytes
     return Plan(
         num_devices=num_devices,
