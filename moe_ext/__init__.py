@@ -35,6 +35,7 @@ from moe_ext.gates import (  # noqa: E402
     TopKGate,
     balanced_gates,
     batchwise_masks,
+    update_selection_bias,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
 from moe_ext.losses import batchwise_loss, cv_squared, importance_loss, load_loss  # noqa: E402
@@ -68,6 +69,7 @@ __all__ = [
     "importance_loss",
     "load_loss",
     "ops",
+    "update_selection_bias",
 ]
 
 
