@@ -46,8 +46,8 @@ def topk_routing(
     "sqrt_softplus"           sqrt(log(1 + exp(l_i)))
     ========================  ==========================================================
 
-    The softmax before the top k is score="softmax" without renormalize. The softmax after the top k,
-    over the chosen logits, is score="softmax" with renormalize.
+    The softmax before the top k is score="softmax" without renormalize. The softmax after the top
+    k, over the chosen logits, is score="softmax" with renormalize.
 
     The chosen experts have the largest s_i + bias_i. The bias balances the experts without a
     gradient and does not enter the gates (arXiv:2408.15664).
