@@ -11,6 +11,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     ops          the operators                                        moe_ext/ops/
     optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
     distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/
     info         build configuration and a self-test                  moe_ext/info.py
     lab          the paper's models, training, studies                moe_ext/lab/
