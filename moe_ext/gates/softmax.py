@@ -227,11 +227,10 @@ def update_selection_bias(model: nn.Module, process_group: ProcessGroup | None =
 
     Args:
         model: a module with such gates.
-        process_group: the ranks whose counts are summed. It is needed if ranks have different
-            tokens and the layers do not sum over them already: without a process_group of their
-            own, with balance="local", or with a mesh of replicas. If layers sum over a part of
-            these ranks, all counts grow by the same factor, which does not change the update. None:
-            only this rank.
+        process_group: the ranks whose counts are summed; None: only this rank. Pass all ranks that
+            train, unless every layer with such a gate has the same ranks as its process_group and
+            balance="global". If a layer has summed over some ranks already, all counts grow by the
+            same factor, which does not change the update.
 
     Raises:
         ValueError: the model has no gate with a selection bias.
