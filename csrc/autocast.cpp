@@ -32,6 +32,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> noisy_topk_gating(
 }
 
 template <c10::DeviceType device>
+std::tuple<Tensor, Tensor> topk_routing(const Tensor& logits, c10::SymInt k,
+                                        const OptionalTensor& bias, std::string_view score,
+                                        bool renormalize, double scale, c10::SymInt num_groups,
+                                        c10::SymInt groups_per_token, c10::SymInt group_score_k) {
+  const BelowAutocast<device> guard;
+  static const auto op = find_operator<decltype(topk_routing<device>)>("moe_ext::topk_routing");
+  return op.call(cached_cast(at::kFloat, logits, device), std::move(k),
+                 cached_cast(at::kFloat, bias, device), score, renormalize, scale,
+                 std::move(num_groups), std::move(groups_per_token), std::move(group_score_k));
+}
+
+template <c10::DeviceType device>
 Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
             const Tensor& expert_index, const OptionalTensor& group_offsets) {
   const BelowAutocast<device> guard;
@@ -59,6 +71,7 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
 template <c10::DeviceType device>
 void register_for(torch::Library& m) {
   m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
+  m.impl("topk_routing", &topk_routing<device>);
   m.impl("load", &load<device>);
   m.impl("experts", &experts_of<experts<device>>);
 }

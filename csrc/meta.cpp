@@ -11,6 +11,7 @@
 #include "gating.h"
 #include "importance.h"
 #include "load.h"
+#include "topk_routing.h"
 
 namespace moe_ext {
 namespace {
@@ -32,6 +33,23 @@ std::tuple<Tensor, Tensor> noisy_topk_gating_backward_meta(
                                    expert_index, threshold_index, clean_logits, raw_noise_stddev,
                                    noise);
   return noisy_topk_gating_gradients(empty, clean_logits, noise);
+}
+
+std::tuple<Tensor, Tensor> topk_routing_meta(const Tensor& logits, c10::SymInt k,
+                                             const OptionalTensor& bias, std::string_view score,
+                                             bool renormalize, double scale, c10::SymInt num_groups,
+                                             c10::SymInt groups_per_token,
+                                             c10::SymInt group_score_k) {
+  check_topk_routing(logits, k, bias, {score, renormalize, scale},
+                     {num_groups, groups_per_token, group_score_k});
+  return topk_routing_outputs(empty, logits, k);
+}
+
+Tensor topk_routing_backward_meta(const Tensor& grad_gates, const Tensor& logits,
+                                  const Tensor& expert_index, std::string_view score,
+                                  bool renormalize, double scale) {
+  check_topk_routing_backward(grad_gates, logits, expert_index, {score, renormalize, scale});
+  return empty_of(empty, logits);
 }
 
 Tensor load_meta(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,
@@ -132,6 +150,8 @@ void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& 
 TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("noisy_topk_gating", &moe_ext::noisy_topk_gating_meta);
   m.impl("_noisy_topk_gating_backward", &moe_ext::noisy_topk_gating_backward_meta);
+  m.impl("topk_routing", &moe_ext::topk_routing_meta);
+  m.impl("_topk_routing_backward", &moe_ext::topk_routing_backward_meta);
   m.impl("load", &moe_ext::load_meta);
   m.impl("_load_backward", &moe_ext::load_backward_meta);
   m.impl("batchwise_topm", &moe_ext::batchwise_topm_meta);

@@ -22,6 +22,25 @@ TORCH_LIBRARY(moe_ext, m) {
       "Tensor clean_logits, Tensor? raw_noise_stddev, Tensor? noise) -> (Tensor, Tensor)",
       tags);
 
+  // The routers of later models, whose gates are
+  //   g_i = scale s_i, or with renormalize g_i = scale s_i / sum_j s_j over the chosen experts j,
+  // with scores s = score(logits). Selects the k experts with the largest s + bias in the
+  // groups_per_token groups with the largest scores. A group's score is the sum of its
+  // group_score_k largest s + bias.
+  m.def(
+      "topk_routing(Tensor logits, SymInt k, Tensor? bias=None, str score='softmax', "
+      "bool renormalize=True, float scale=1.0, SymInt num_groups=1, SymInt groups_per_token=1, "
+      "SymInt group_score_k=2) -> (Tensor gates, Tensor expert_index)",
+      tags);
+  m.def(
+      "_topk_routing_backward(Tensor grad_gates, Tensor logits, Tensor expert_index, str score, "
+      "bool renormalize, float scale) -> Tensor",
+      tags);
+
+  // counts <- counts + load, unless a backward pass is running: then the call is a recomputation of
+  // one that has been counted.
+  m.def("_count_tokens_(Tensor(a!) counts, Tensor load) -> ()", tags);
+
   // App. A: Load(X)_i = sum_x Phi((clean_i - kth_excluding(H, k, i)) / noise_stddev_i). App. B:
   // with group_offsets [G + 1], the result is Load_i(X^(i)) for each group i of rows.
   m.def(

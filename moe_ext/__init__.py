@@ -11,6 +11,7 @@ Each line names a part of the package, the paper's section or equation, and the 
     ops          the operators                                        moe_ext/ops/
     optim        factored Adam and Adagrad, schedules    App. D       moe_ext/optim/
     distributed  experts sharded over ranks              Sec. 3       moe_ext/distributed/
+    presets      the layers of known models                           moe_ext/presets.py
     integrations models of other libraries                           moe_ext/integrations/
     info         build configuration and a self-test                  moe_ext/info.py
     lab          the paper's models, training, studies                moe_ext/lab/
@@ -35,6 +36,7 @@ from moe_ext.gates import (  # noqa: E402
     TopKGate,
     balanced_gates,
     batchwise_masks,
+    update_selection_bias,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
 from moe_ext.losses import batchwise_loss, cv_squared, importance_loss, load_loss  # noqa: E402
@@ -68,6 +70,7 @@ __all__ = [
     "importance_loss",
     "load_loss",
     "ops",
+    "update_selection_bias",
 ]
 
 

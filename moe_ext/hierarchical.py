@@ -23,6 +23,7 @@ class _Options(TypedDict, total=False):
 
     hidden_sizes: Sequence[int] | None
     activation: Activation
+    activation_args: Sequence[float] | None
     bias: bool
     experts: Experts | Sequence[nn.Module] | None
     recompute: bool

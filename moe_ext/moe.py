@@ -110,11 +110,12 @@ class MoE(nn.Module):
         num_experts: E, the number of experts.
         k: experts per token.
         hidden_sizes: widths of the hidden layers of each expert. None: (4 · d_model,).
-        activation, bias: see `FeedForwardExperts`.
+        activation, activation_args, bias: see `FeedForwardExperts`.
         gate: a `Gate`. None: a NoisyTopKGate with noise_epsilon and generator.
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
-            FeedForwardExperts with hidden_sizes, activation, bias and expert_dtype. With several
-            ranks, pass only this rank's experts (`moe_ext.distributed.ExpertPlacement`).
+            FeedForwardExperts with hidden_sizes, activation, activation_args, bias and
+            expert_dtype. With several ranks, pass only this rank's experts
+            (`moe_ext.distributed.ExpertPlacement`).
         recompute: whether to recompute the experts in the backward pass instead of saving their
             activations. Costs one extra GEMM for each hidden layer. Results are bitwise identical
             to recompute=False. Custom experts update running statistics, such as those of
@@ -173,6 +174,7 @@ class MoE(nn.Module):
         *,
         hidden_sizes: Sequence[int] | None = None,
         activation: ops.Activation = "relu",
+        activation_args: Sequence[float] | None = None,
         bias: bool = False,
         gate: Gate | None = None,
         experts: Experts | Sequence[nn.Module] | None = None,
@@ -191,8 +193,8 @@ class MoE(nn.Module):
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
-        own = hidden_sizes is not None or activation != "relu" or bias or expert_dtype is not None
-        if experts is not None and own:
+        own = hidden_sizes is not None or activation != "relu" or activation_args is not None
+        if experts is not None and (own or bias or expert_dtype is not None):
             raise ValueError(
                 "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
                 "experts are given"
@@ -222,6 +224,7 @@ class MoE(nn.Module):
                 d_model,
                 (4 * d_model,) if hidden_sizes is None else hidden_sizes,
                 activation=activation,
+                activation_args=activation_args,
                 bias=bias,
                 dtype=expert_dtype,
                 first_expert=local.start,

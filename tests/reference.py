@@ -462,6 +462,58 @@ def HierarchicalBalancedMoE(
     return Y, G_X, Importance_H(G_primary_X, G_secondary_X), L
 
 
+# Routers of later models. s are the scores of one token, b is the selection bias.
+
+
+def scores(logits, score):
+    """softmax; sigmoid (DeepSeek-V3, arXiv:2412.19437); sqrt(softplus)."""
+    if score == "softmax":
+        return Softmax(logits)
+    if score == "sigmoid":
+        return torch.stack([1 / (1 + torch.exp(-v)) for v in logits])
+    return torch.stack([torch.sqrt(Softplus(v)) for v in logits])
+
+
+def best_groups(biased, num_groups, per_token, score_k):
+    """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): the groups of one token.
+
+    A group's score is the sum of its score_k largest biased scores, where NaN counts as -inf.
+    """
+    size = len(biased) // num_groups
+    of_groups = []
+    for g in range(num_groups):
+        group = [
+            -math.inf if math.isnan(v) else float(v) for v in biased[g * size : (g + 1) * size]
+        ]
+        of_groups.append(sum(group[i] for i in top_k(group, score_k)))
+    return sorted(top_k(of_groups, per_token))
+
+
+def route(logits, k, b, score, num_groups, per_token, score_k):
+    """The k experts of one token: the largest s + b (arXiv:2408.15664) in its best groups.
+
+    The logits have the order of the scores; without bias and groups, they are compared.
+    """
+    biased = logits if b is None and num_groups == 1 else scores(logits, score).detach()
+    biased = biased if b is None else biased + b
+    candidates = list(range(len(logits)))
+    if num_groups > 1:
+        size = len(logits) // num_groups
+        chosen = best_groups(biased, num_groups, per_token, score_k)
+        candidates = [g * size + i for g in chosen for i in range(size)]
+    return [candidates[i] for i in top_k([biased[i] for i in candidates], k)]
+
+
+def gates_of(logits, chosen, score, renormalize, scale):
+    """The gates of the chosen experts of one token: the bias does not enter them."""
+    s = scores(logits, score)[chosen]
+    if score == "softmax" and renormalize:  # does not underflow
+        s = Softmax(logits[chosen])
+    elif renormalize:
+        s = s / (sum(s) + 1e-20)
+    return scale * s
+
+
 # Appendix D: optimizers of the experts. w is one matrix and g its gradient; the functions return
 # the new w and the new state.
 

@@ -81,7 +81,7 @@ TYPES = {
     "str": "std::string_view",
     "float[]?": "at::ArrayRef<double>",
 }
-VALUES = {"std::nullopt": None, "{}": None, "false": False}
+VALUES = {"std::nullopt": None, "{}": None, "false": False, "true": True}
 
 
 def parsed(argument):

@@ -24,6 +24,7 @@ PUBLIC = {
     *(f"moe_ext.{name}" for name in ("losses", "ops", "optim", "recurrent")),
     "moe_ext.distributed.files",
     "moe_ext.integrations.transformers",
+    "moe_ext.presets",
 }
 
 

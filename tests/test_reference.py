@@ -529,6 +529,28 @@ def test_thresholds_alone_are_trained_by_l_batchwise():
     assert torch.autograd.grad(G_X.square().sum(), T, allow_unused=True) == (None,)
 
 
+@pytest.mark.equation("2412.19437", "2405.04434", "2408.15664")
+def test_routers_of_later_models():
+    """Scores 0.5, 0.75, 0.25, 0.2 in the groups of experts {0, 1} and {2, 3}."""
+    logits = torch.logit(vec(0.5, 0.75, 0.25, 0.2))
+    torch.testing.assert_close(ref.scores(logits, "sigmoid"), vec(0.5, 0.75, 0.25, 0.2))
+    assert float(ref.scores(vec(0.0), "sqrt_softplus")[0]) == pytest.approx(math.log(2) ** 0.5)
+    b = vec(0, 0, 1, 0.4)
+    assert ref.route(logits, 2, None, "sigmoid", 1, 1, 2) == [1, 0]
+    assert ref.route(logits, 2, b, "sigmoid", 1, 1, 2) == [2, 1]
+    # The sums of biased scores are 1.25 and 1.85, the largest are 0.75 and 1.25.
+    assert ref.route(logits, 2, b, "sigmoid", 2, 1, 2) == [2, 3]
+    assert ref.best_groups(vec(0.9, 0.1, 0.6, 0.5), 2, 1, 1) == [0]
+    assert ref.best_groups(vec(0.9, 0.1, 0.6, 0.5), 2, 1, 2) == [1]
+    assert ref.best_groups(vec(math.nan, 9, 0.6, 0.5), 2, 1, 2) == [1]
+    gates = ref.gates_of(logits, [2, 1], "sigmoid", True, 2.5)
+    torch.testing.assert_close(gates, vec(0.625, 1.875))
+    gates = ref.gates_of(vec(0, math.log(2), math.log(5)), [2, 1], "softmax", False, 1.0)
+    torch.testing.assert_close(gates, vec(0.625, 0.25))
+    gates = ref.gates_of(vec(0, math.log(2), math.log(5)), [2, 1], "softmax", True, 1.0)
+    torch.testing.assert_close(gates, vec(5 / 7, 2 / 7))
+
+
 @pytest.mark.equation("App. F")
 def test_balanced_moe_of_no_rows():
     X, W_g, T = torch.zeros(0, 3).double(), torch.zeros(3, 4).double(), torch.zeros(4).double()

@@ -9,9 +9,9 @@
 
 #include "../gating.h"
 #include "../math/gating.h"
-#include "../math/order.h"
 #include "../math/softplus.h"
 #include "launch.cuh"
+#include "select.cuh"
 
 namespace moe_ext::cuda {
 namespace {
@@ -32,7 +32,6 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
                               int64_t* expert_index, acc_t* threshold, int64_t* threshold_index,
                               acc_t* noise_stddev) {
   using key_t = decltype(math::order_key(acc_t()));
-  constexpr unsigned kNone = std::numeric_limits<unsigned>::max();
   extern __shared__ __align__(16) unsigned char shared_space[];
   const unsigned lane = threadIdx.x % kWarp;
   const unsigned warp = threadIdx.x / kWarp;
@@ -65,18 +64,10 @@ __global__ void gating_kernel(const scalar_t* __restrict__ clean_logits,
   unsigned last_index = 0;
   key_t last_key = std::numeric_limits<key_t>::max();  // above the keys of all numbers
   for (int64_t rank = 0; rank <= k && rank < num_experts; ++rank) {
-    key_t best_key = std::numeric_limits<key_t>::min();
-    unsigned best_index = kNone;
-    for (unsigned i = lane; i < num_experts; i += kWarp) {
-      const key_t key = kKeysInShared ? keys[i] : math::order_key(noisy_logit(i));
-      const bool comes_after = key < last_key || (key == last_key && i > last_index);
-      if (comes_after && (key > best_key || best_index == kNone)) {
-        best_key = key;
-        best_index = i;
-      }
-    }
-    last_key = warp_max(best_key);
-    last_index = __reduce_min_sync(kAllLanes, best_key == last_key ? best_index : kNone);
+    find_next(
+        0, num_experts,
+        [&](unsigned i) { return kKeysInShared ? keys[i] : math::order_key(noisy_logit(i)); },
+        [](unsigned) { return true; }, last_key, last_index);
     if (rank < k && lane == 0) chosen[rank] = last_index;
     if (rank == k - 1) kth = last_index;
   }

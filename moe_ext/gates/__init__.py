@@ -5,7 +5,7 @@ Contents, with the paper's equation or section::
     Gate, Routing                the interface between a gate and `MoE`
     HierarchicalGate             the interface of gates on two levels         App. B
     SoftmaxGate                  every expert for every token                 Eq. 2
-    TopKGate                     the k experts with the largest logits        App. F
+    TopKGate                     the k experts with the largest scores        App. F
     NoisyTopKGate                noise before the selection, smooth load      Eqs. 3-5, App. A
     HierarchicalNoisyTopKGate    selects groups, then experts within them     App. B
     BalancedGate                 every expert gets the same number of tokens  App. F
@@ -24,7 +24,7 @@ from moe_ext.gates.gate import Gate, Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
-from moe_ext.gates.softmax import SoftmaxGate, TopKGate
+from moe_ext.gates.softmax import SoftmaxGate, TopKGate, update_selection_bias
 
 __all__ = [
     "BalancedGate",
@@ -43,4 +43,5 @@ __all__ = [
     "batchwise_masks",
     "hierarchical_load",
     "rows_per_expert",
+    "update_selection_bias",
 ]

@@ -24,6 +24,7 @@ from moe_ext.ops._experts import (
 from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
 from moe_ext.ops._importance import importance
 from moe_ext.ops._load import load
+from moe_ext.ops._topk_routing import Score, TopKRouting, topk_routing
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,6 +33,8 @@ __all__ = [
     "Activation",
     "BatchwiseTopM",
     "DispatchPlan",
+    "Score",
+    "TopKRouting",
     "TopKSelection",
     "accumulation_dtype",
     "batchwise_topm",
@@ -44,4 +47,5 @@ __all__ = [
     "noisy_topk_gating",
     "selected_softmax",
     "token_index",
+    "topk_routing",
 ]

@@ -26,6 +26,15 @@ inline const std::map<std::string, Operator> operators = {
        return {kept.gates, kept.expert_index, kept.threshold, kept.threshold_index,
                kept.noise_stddev};
      }},
+    {"topk_routing",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto routing = ops::topk_routing(
+           a["logits"], a.number<int64_t>("k"), a.find("bias"),
+           a.find("score") ? a.text("score") : "softmax", a.number<bool>("renormalize", true),
+           a.number("scale", 1.0), a.number<int64_t>("num_groups", 1),
+           a.number<int64_t>("groups_per_token", 1), a.number<int64_t>("group_score_k", 2));
+       return {routing.gates, routing.expert_index};
+     }},
     {"load",
      [](const Tree& a) -> std::vector<Tensor> {
        const auto threshold = a["threshold"];

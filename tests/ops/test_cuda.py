@@ -74,6 +74,24 @@ def test_gating_and_plan_have_the_bits_of_the_cpu(gpu, num_experts, k):
         assert torch.equal(a.cpu(), e)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("E, groups", [(256, (8, 4, 2)), (66, (1, 1, 1)), (5000, (10, 3, 2))])
+def test_routing_has_the_bits_of_the_cpu(gpu, E, groups, renormalize, score):
+    inputs = [draw(100, E), draw(E) / 10]
+    options = score, renormalize, 2.5, *groups
+    expected = torch.ops.moe_ext.topk_routing(inputs[0], 8, inputs[1], *options)
+    upstream = draw(100, 8)
+    backward = torch.ops.moe_ext._topk_routing_backward
+    expected += (backward(upstream, inputs[0], expected[1], *options[:3]),)
+    with gpu.kernels():
+        logits, bias, grad = gpu.copy([*inputs, upstream])
+        actual = torch.ops.moe_ext.topk_routing(logits, 8, bias, *options)
+        actual += (backward(grad, logits, actual[1], *options[:3]),)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.cpu(), e)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_balanced_selection_is_that_of_the_cpu(gpu, dtype):
     scores = draw(3, 900, 20, dtype=dtype)

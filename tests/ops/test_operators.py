@@ -93,8 +93,9 @@ def test_the_table_is_complete():
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("moe_ext::")
     }
-    # _empty_rows has no result to compare; see test_memory_of_received_rows.
-    assert registered == set(ROWS) | {"_empty_rows"}
+    # _empty_rows has no result to compare; see test_memory_of_received_rows. The result of
+    # _count_tokens_ depends on whether a backward pass runs; see layer/test_selection_bias.py.
+    assert registered == set(ROWS) | {"_empty_rows", "_count_tokens_"}
     for row in TABLE.values():
         assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())
 

@@ -62,6 +62,40 @@ MOE_EXT_API TopKSelection noisy_topk_gating(const Tensor& clean_logits,
                                             const OptionalTensor& noise, int64_t k,
                                             double noise_epsilon = 1e-2);
 
+// The result of topk_routing.
+struct TopKRouting {
+  Tensor gates;         // [T, K], in order of decreasing biased score
+  Tensor expert_index;  // [T, K] int64, the expert of each gate
+};
+
+// Selects k experts for each token by their scores, and computes their gates. With the scores
+// s = score(logits), the gates of the chosen experts are
+//
+//   g_i = scale * s_i                        without renormalize
+//   g_i = scale * s_i / sum_j s_j            with renormalize; j runs over the chosen experts
+//
+// The chosen experts have the largest s + bias. The bias does not enter the gates (arXiv
+// 2408.15664). With groups of consecutive experts, a token selects in its groups_per_token best
+// groups only (arXiv 2405.04434). A group's score is the sum of its group_score_k largest s + bias.
+//
+// The lower index wins a tie. NaN ranks below every number. gates are differentiable with respect
+// to logits. They are float32 for half-precision inputs.
+//
+//   logits: [T, E].
+//   k: experts per token.
+//   bias: [E], in the dtype of the gates; absent: no bias.
+//   score: "softmax", "sigmoid" or "sqrt_softplus".
+//   renormalize: whether the gates of a token sum to scale.
+//   scale: a factor of the gates.
+//   num_groups: a divisor of E.
+//   groups_per_token: groups in which a token selects.
+//   group_score_k: experts that count for the score of a group; no effect with a single group.
+MOE_EXT_API TopKRouting topk_routing(const Tensor& logits, int64_t k,
+                                     const OptionalTensor& bias = std::nullopt,
+                                     std::string_view score = "softmax", bool renormalize = true,
+                                     double scale = 1.0, int64_t num_groups = 1,
+                                     int64_t groups_per_token = 1, int64_t group_score_k = 2);
+
 // Estimates the number of tokens of each expert, Load(X)_i = sum_x P(x, i) (Appendix A). P(x, i) is
 // the probability that expert i is in the top k when only its own noise is redrawn:
 //

@@ -77,6 +77,39 @@ def _gating_and_load(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     return ours, plain
 
 
+def _routing(T: int, E: int, k: int) -> tuple[Callable, Callable]:
+    """Returns the router of DeepSeek-V3 as an operator and in torch, with backward.
+
+    A token selects in 4 of 8 groups, by sigmoid scores with a selection bias.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, E, generator=generator, requires_grad=True)
+    bias = torch.randn(E, generator=generator) / 100
+    upstream = torch.randn(T, k, generator=generator)
+    num_groups, groups_per_token, scale = 8, 4, 2.5
+
+    def ours() -> None:
+        gates, _ = ops.topk_routing(
+            logits, k, bias, "sigmoid", True, scale, num_groups, groups_per_token
+        )
+        torch.autograd.grad(gates, [logits], upstream)
+
+    def plain() -> None:
+        scores = logits.sigmoid()
+        with torch.no_grad():
+            biased = (scores + bias).view(T, num_groups, -1)
+            of_groups = biased.topk(2, dim=-1).values.sum(-1)
+            chosen = of_groups.topk(groups_per_token, dim=-1, sorted=False).indices
+            kept = torch.zeros_like(of_groups).scatter_(1, chosen, 1).bool()
+            biased = biased.masked_fill(~kept[..., None], float("-inf")).view(T, E)
+            index = biased.topk(k, dim=-1, sorted=False).indices
+        gates = scores.gather(1, index)
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20) * scale
+        torch.autograd.grad(gates, [logits], upstream)
+
+    return ours, plain
+
+
 def _batchwise_mask(T: int, E: int, k: int) -> tuple[Callable, Callable]:
     """Returns two functions for the top m = k·T/E rows of each column of softmax gates."""
     generator = torch.Generator().manual_seed(0)
@@ -166,6 +199,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--tokens", type=at_least(1), default=4096)
     parser.add_argument("--experts", type=at_least(1), default=256)
     parser.add_argument("--k", type=at_least(1), default=4)
+    parser.add_argument("--routing-k", type=at_least(1), default=8)
     parser.add_argument("--width", type=at_least(1), default=512)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
@@ -176,9 +210,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
+        routing = _routing(T, E, args.routing_k)
         moved, plain, fresh_copy, warm_copy = _dispatch_and_combine(T, E, k, D)
         for operation, ours, peer, name in (
             ("gating + load, fwd + bwd", *_gating_and_load(T, E, k), "plain torch"),
+            (f"routing, k = {args.routing_k}, fwd + bwd", *routing, "plain torch"),
             ("batchwise mask", *_batchwise_mask(T, E, k), "topk(dim=0)"),
             ("dispatch plan", *plan(T, E, k), "argsort + bincount"),
             ("dispatch + combine, fwd + bwd", moved, plain, "index_select + index_add"),

@@ -1,0 +1,63 @@
+#include <string_view>
+
+#include "function.h"
+
+namespace moe_ext::autograd {
+namespace {
+
+using Outputs = std::tuple<Tensor, Tensor>;
+
+// gates are differentiable in logits. The bias only takes part in the selection, which has no
+// gradient.
+struct TopKRouting : torch::autograd::Function<TopKRouting> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const c10::SymInt& k,
+                               const OptionalTensor& bias, std::string_view score, bool renormalize,
+                               double scale, const c10::SymInt& num_groups,
+                               const c10::SymInt& groups_per_token,
+                               const c10::SymInt& group_score_k) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        find_operator<Outputs(const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view,
+                              bool, double, c10::SymInt, c10::SymInt, c10::SymInt)>(
+            "moe_ext::topk_routing");
+    const auto [gates, expert_index] = op.call(logits, k, bias, score, renormalize, scale,
+                                               num_groups, groups_per_token, group_score_k);
+    ctx->save_for_backward({logits, expert_index});
+    ctx->saved_data["score"] = std::string(score);
+    ctx->saved_data["renormalize"] = renormalize;
+    ctx->saved_data["scale"] = scale;
+    return {gates, expert_index};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    static const auto op =
+        find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, bool,
+                             double)>("moe_ext::_topk_routing_backward");
+    const auto grad_logits =
+        op.call(grads[0], saved[0], saved[1], ctx->saved_data["score"].toStringRef(),
+                ctx->saved_data["renormalize"].toBool(), ctx->saved_data["scale"].toDouble());
+    variable_list gradients(9);
+    gradients[0] = grad_logits;
+    return gradients;
+  }
+};
+
+Outputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& bias,
+                     std::string_view score, bool renormalize, double scale, c10::SymInt num_groups,
+                     c10::SymInt groups_per_token, c10::SymInt group_score_k) {
+  const auto out = TopKRouting::apply(logits, std::move(k), bias, score, renormalize, scale,
+                                      std::move(num_groups), std::move(groups_per_token),
+                                      std::move(group_score_k));
+  return {out[0], out[1]};
+}
+
+}  // namespace
+}  // namespace moe_ext::autograd
+
+TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
+  m.impl("topk_routing", &moe_ext::autograd::topk_routing);
+  m.impl("_topk_routing_backward", moe_ext::autograd::no_second_derivative());
+}

@@ -1,0 +1,257 @@
+// Scores, group-limited selection and gates of the top k on CUDA; one warp per token.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "../topk_routing.h"
+#include "launch.cuh"
+#include "select.cuh"
+
+namespace moe_ext::cuda {
+namespace {
+
+constexpr int64_t kSharedBytes = 48 << 10;   // per block, for the keys of its tokens
+constexpr int64_t kMostKeyBytes = 16 << 10;  // per token; more would allow too few warps
+
+// The shift and the denominator of the softmax over all logits of a row; see cpu/topk_routing.cpp.
+template <typename acc_t>
+struct Total {
+  acc_t shift = 0;
+  acc_t denominator = 1;
+};
+
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ Total<acc_t> softmax_total(const scalar_t* logits, unsigned size) {
+  const unsigned lane = threadIdx.x % kWarp;
+  acc_t shift = -std::numeric_limits<acc_t>::infinity();
+  for (unsigned i = lane; i < size; i += kWarp) {
+    const acc_t logit = static_cast<acc_t>(logits[i]);
+    shift = logit > shift ? logit : shift;
+  }
+  shift = warp_max(shift);
+  acc_t sum = 0;
+  for (unsigned i = lane; i < size; i += kWarp) {
+    sum += math::SoftmaxScore::value(static_cast<acc_t>(logits[i]), shift);
+  }
+  return {shift, warp_sum(sum)};
+}
+
+// Returns the shift and the denominator of the gates of the chosen logits; `total` is that of all
+// logits.
+template <typename Score, typename scalar_t, typename acc_t>
+__device__ __forceinline__ Total<acc_t> total_of_chosen(const scalar_t* logits,
+                                                        const int64_t* chosen, int64_t k,
+                                                        bool renormalize, Total<acc_t> total) {
+  if (!renormalize) return total;
+  if (Score::kSoftmax) {
+    total.shift = static_cast<acc_t>(logits[chosen[0]]);
+    for (int64_t j = 1; j < k; ++j) {
+      const acc_t logit = static_cast<acc_t>(logits[chosen[j]]);
+      total.shift = logit > total.shift ? logit : total.shift;
+    }
+  }
+  total.denominator = math::renormalizer<Score>(sum_in_order<acc_t>(k, [&](int64_t j) {
+    return Score::value(static_cast<acc_t>(logits[chosen[j]]), total.shift);
+  }));
+  return total;
+}
+
+// The keys of a token's experts, then those of its groups, are in shared memory or, for long rows,
+// in the workspace.
+template <typename Score, typename scalar_t, typename acc_t, typename key_t>
+__global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
+                               const acc_t* __restrict__ bias, int64_t num_tokens,
+                               unsigned num_experts, int64_t k, bool renormalize, acc_t scale,
+                               unsigned num_groups, int64_t groups_per_token, int64_t score_k,
+                               key_t* workspace, acc_t* gates, int64_t* expert_index) {
+  extern __shared__ __align__(16) unsigned char shared_space[];
+  const unsigned lane = threadIdx.x % kWarp;
+  const unsigned warp = threadIdx.x / kWarp;
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + warp;
+  if (token >= num_tokens) return;  // uniform over the warp
+
+  const bool grouped = num_groups > 1;
+  const int64_t row_keys = num_experts + (grouped ? num_groups : 0);
+  key_t* keys = workspace != nullptr ? workspace + token * row_keys
+                                     : reinterpret_cast<key_t*>(shared_space) + warp * row_keys;
+  const scalar_t* logits = all_logits + token * num_experts;
+  int64_t* chosen = expert_index + token * k;
+
+  // Scores ascend with the logits, which do not round to ties.
+  const bool by_score = grouped || bias != nullptr;
+  Total<acc_t> total;
+  if (Score::kSoftmax && (by_score || !renormalize)) {
+    total = softmax_total<scalar_t, acc_t>(logits, num_experts);
+  }
+  for (unsigned i = lane; i < num_experts; i += kWarp) {
+    acc_t value = static_cast<acc_t>(logits[i]);
+    if (by_score) value = Score::value(value, total.shift) / total.denominator;
+    keys[i] = math::order_key(bias == nullptr ? value : value + bias[i]);
+  }
+  __syncwarp();
+
+  constexpr key_t kAbove = std::numeric_limits<key_t>::max();  // the keys of all numbers
+  const auto key_of = [&](unsigned i) { return keys[i]; };
+  const auto any = [](unsigned) { return true; };
+  const unsigned group_size = num_experts / num_groups;
+  const key_t* group_keys = keys + num_experts;
+  key_t group_key = kAbove;  // the key and the index of the last group that is chosen
+  unsigned group_index = 0;
+  if (grouped) {
+    for (unsigned g = 0; g < num_groups; ++g) {
+      key_t key = kAbove;
+      unsigned index = 0;
+      acc_t sum = 0;
+      for (int64_t j = 0; j < score_k; ++j) {
+        find_next(g * group_size, (g + 1) * group_size, key_of, any, key, index);
+        const acc_t value = math::number_of_key(key);
+        sum += value == value ? value : -std::numeric_limits<acc_t>::infinity();
+      }
+      if (lane == 0) keys[num_experts + g] = math::order_key(sum);
+    }
+    __syncwarp();
+    for (int64_t j = 0; j < groups_per_token; ++j) {
+      find_next(
+          0, num_groups, [&](unsigned g) { return group_keys[g]; }, any, group_key, group_index);
+    }
+  }
+  const auto in_chosen_group = [&](unsigned i) {
+    if (!grouped) return true;
+    const unsigned g = i / group_size;
+    return group_keys[g] > group_key || (group_keys[g] == group_key && g <= group_index);
+  };
+  key_t last_key = kAbove;
+  unsigned last_index = 0;
+  for (int64_t j = 0; j < k; ++j) {
+    find_next(0, num_experts, key_of, in_chosen_group, last_key, last_index);
+    if (lane == 0) chosen[j] = last_index;
+  }
+  __syncwarp();  // makes the indices visible to all lanes
+
+  const Total<acc_t> of_gates =
+      total_of_chosen<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, total);
+  for (int64_t j = lane; j < k; j += kWarp) {
+    const acc_t weight = Score::value(static_cast<acc_t>(logits[chosen[j]]), of_gates.shift);
+    gates[token * k + j] = weight / of_gates.denominator * scale;
+  }
+}
+
+std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
+                                             const OptionalTensor& bias, std::string_view score,
+                                             bool renormalize, double scale, int64_t num_groups,
+                                             int64_t groups_per_token, int64_t group_score_k) {
+  check_topk_routing(logits, k, bias, {score, renormalize, scale},
+                     {num_groups, groups_per_token, group_score_k});
+  const int64_t num_tokens = logits.size(0);
+  const int64_t num_experts = logits.size(1);
+  check_countable("topk_routing", "logits", num_experts);
+  const c10::cuda::OptionalCUDAGuard guard(logits.device());
+  const auto outputs = topk_routing_outputs(empty, logits, k);
+  const auto& [gates, expert_index] = outputs;
+  const Tensor input = logits.contiguous();
+  const Tensor added = bias ? bias->contiguous() : Tensor();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        using key_t = decltype(math::order_key(acc_t()));
+        const int64_t row_keys = num_experts + (num_groups > 1 ? num_groups : 0);
+        const int64_t key_bytes = row_keys * static_cast<int64_t>(sizeof(key_t));
+        const bool in_shared = key_bytes <= kMostKeyBytes;
+        const int64_t most_warps = kThreads / kWarp;
+        const int64_t num_warps =
+            in_shared ? std::min(most_warps, kSharedBytes / key_bytes) : most_warps;
+        Tensor workspace;
+        if (!in_shared) {
+          workspace = empty(logits, {num_tokens, row_keys}, c10::CppTypeToScalarType<key_t>::value);
+        }
+        math::with_score(score, [&](auto function) {
+          launch(routing_kernel<decltype(function), scalar_t, acc_t, key_t>,
+                 grid(ceil_div(num_tokens, num_warps)), static_cast<int>(num_warps * kWarp),
+                 in_shared ? num_warps * key_bytes : 0, input.const_data_ptr<scalar_t>(),
+                 bias ? added.const_data_ptr<acc_t>() : nullptr, num_tokens, num_experts, k,
+                 renormalize, static_cast<acc_t>(scale), num_groups, groups_per_token,
+                 group_score_k, in_shared ? nullptr : workspace.mutable_data_ptr<key_t>(),
+                 gates.mutable_data_ptr<acc_t>(), expert_index.mutable_data_ptr<int64_t>());
+        });
+      });
+  return outputs;
+}
+
+// One warp per token; the experts of a token are distinct.
+template <typename Score, typename scalar_t, typename acc_t>
+__global__ void routing_backward_kernel(const acc_t* __restrict__ grad_gates,
+                                        const scalar_t* __restrict__ all_logits,
+                                        const int64_t* __restrict__ expert_index,
+                                        int64_t num_tokens, unsigned num_experts, int64_t k,
+                                        bool renormalize, acc_t scale, scalar_t* grad_logits) {
+  const unsigned lane = threadIdx.x % kWarp;
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  if (token >= num_tokens) return;  // uniform over the warp
+
+  const scalar_t* logits = all_logits + token * num_experts;
+  const int64_t* chosen = expert_index + token * k;
+  const acc_t* grad_gate = grad_gates + token * k;
+  scalar_t* grad = grad_logits + token * num_experts;
+  const bool over_all = Score::kSoftmax && !renormalize;
+  Total<acc_t> total;
+  if (over_all) total = softmax_total<scalar_t, acc_t>(logits, num_experts);
+  total = total_of_chosen<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, total);
+  const auto logit = [&](int64_t i) { return static_cast<acc_t>(logits[i]); };
+  acc_t mean = 0;
+  if (Score::kSoftmax || renormalize) {
+    mean = sum_in_order<acc_t>(k, [&](int64_t j) {
+      const acc_t weight = Score::value(logit(chosen[j]), total.shift);
+      return weight / total.denominator * (scale * grad_gate[j]);
+    });
+  }
+  for (unsigned i = lane; i < num_experts; i += kWarp) {
+    acc_t other = 0;
+    if (over_all) {
+      const acc_t weight = Score::value(logit(i), total.shift);
+      other = math::score_gradient(acc_t(0), mean, weight, total.denominator);
+    }
+    grad[i] = static_cast<scalar_t>(other);
+  }
+  __syncwarp();
+  for (int64_t j = lane; j < k; j += kWarp) {
+    const acc_t weight = Score::value(logit(chosen[j]), total.shift);
+    grad[chosen[j]] = static_cast<scalar_t>(math::score_gradient(
+        scale * grad_gate[j], mean, Score::slope(logit(chosen[j]), weight), total.denominator));
+  }
+}
+
+Tensor topk_routing_backward_cuda(const Tensor& grad_gates, const Tensor& logits,
+                                  const Tensor& expert_index, std::string_view score,
+                                  bool renormalize, double scale) {
+  check_topk_routing_backward(grad_gates, logits, expert_index, {score, renormalize, scale});
+  const c10::cuda::OptionalCUDAGuard guard(logits.device());
+  const auto grad_logits = empty_of(empty, logits);
+  const Tensor upstream = grad_gates.contiguous();
+  const Tensor input = logits.contiguous();
+  const Tensor chosen = contiguous_index(expert_index);
+  const int64_t num_tokens = logits.size(0);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, logits.scalar_type(), "topk_routing_backward", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        math::with_score(score, [&](auto function) {
+          launch(routing_backward_kernel<decltype(function), scalar_t, acc_t>,
+                 grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0,
+                 upstream.const_data_ptr<acc_t>(), input.const_data_ptr<scalar_t>(),
+                 chosen.const_data_ptr<int64_t>(), num_tokens, logits.size(1), chosen.size(1),
+                 renormalize, static_cast<acc_t>(scale), grad_logits.mutable_data_ptr<scalar_t>());
+        });
+      });
+  return grad_logits;
+}
+
+}  // namespace
+}  // namespace moe_ext::cuda
+
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("topk_routing", &moe_ext::cuda::topk_routing_cuda);
+  m.impl("_topk_routing_backward", &moe_ext::cuda::topk_routing_backward_cuda);
+}

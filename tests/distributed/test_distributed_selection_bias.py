@@ -1,0 +1,140 @@
+"""Selection biases do not depend on ranks, micro-batches or recomputation (arXiv:2408.15664)."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from assertions import assert_exact, assert_same_bits
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoE, TopKGate, update_selection_bias
+from moe_ext.distributed import ExpertParallel, expert_parameters
+
+D, E, K, T, STEPS = 6, 8, 2, 18, 3
+pytestmark = pytest.mark.equation("2408.15664")
+
+RECOMPUTED = {
+    "no": lambda function, x: function(x),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
+
+
+def make_layer(group=None, balance="global"):
+    torch.manual_seed(1)
+    gate = TopKGate(
+        D, E, K, score="sigmoid", num_groups=4, groups_per_token=2, bias_update_rate=0.01
+    )
+    parallel = None if group is None else ExpertParallel(group, balance=balance)
+    layer = MoE(
+        D, E, K, gate=gate, hidden_sizes=(7,), w_importance=0.1, w_load=0, parallel=parallel
+    )
+    layer = layer.double()
+    draw = torch.Generator().manual_seed(2)
+    sharded = expert_parameters(layer)
+    for name, param in layer.named_parameters():
+        first, last, _ = sharded[name].bounds if name in sharded else (0, len(param), None)
+        whole = param.new_empty(E if name in sharded else len(param), *param.shape[1:])
+        param.data.copy_(torch.nn.init.normal_(whole, std=0.5, generator=draw)[first:last])
+    return layer
+
+
+def train(group, rank, accumulation, recompute, balance="global", summed=None):
+    """Trains three steps; returns the biases and counts of each step, losses and last gradients."""
+    size = 1 if group is None else dist.get_world_size(group)
+    layer = make_layer(group, balance)
+    sharded = expert_parameters(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(3)
+    found = {"counts": [], "biases": [], "losses": []}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(T, D, dtype=torch.float64, generator=draw) + 0.5
+        weight = torch.randn(T, D, dtype=torch.float64, generator=draw)
+        losses = 0
+        for batch in zip(x.chunk(accumulation), weight.chunk(accumulation), strict=True):
+            part, w = (whole.chunk(size)[rank] for whole in batch)
+
+            def loss_of(part, w=w):
+                y, aux = layer(part)
+                return size * (y * w).sum() + aux.loss
+
+            loss = RECOMPUTED[recompute](loss_of, part.clone().requires_grad_())
+            loss.backward()
+            losses = losses + loss.detach()
+        for name, param in layer.named_parameters():
+            if name not in sharded and size > 1:
+                dist.all_reduce(param.grad, group=group)
+                param.grad /= size
+        if size > 1:
+            dist.all_reduce(losses, group=group)
+        found["losses"].append(losses / size)
+        optimizer.step()
+        found["counts"].append(layer.gate.tokens_since_update.clone())
+        update_selection_bias(layer, group if balance == "local" else None)
+        found["biases"].append(layer.gate.selection_bias.clone())
+    grads = {name: param.grad for name, param in layer.named_parameters()}
+    bounds = {name: entry.bounds[:2] for name, entry in sharded.items()}
+    return found, grads, bounds
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_one_process_without_recomputation(workers, size, accumulation, recompute):
+    expected, expected_grads, _ = train(None, 0, accumulation, "no")
+    # Before the first step the weights are the same, so the micro-batches do not matter either.
+    at_once = train(None, 0, 1, "no")[0]
+    assert expected["counts"][0].tolist() == at_once["counts"][0].tolist()
+    assert expected["counts"][0].sum() == T * K and expected["biases"][-1].count_nonzero()
+    for found, grads, bounds in workers.run(size, train, accumulation, recompute):
+        for actual, right in zip(found["counts"], expected["counts"], strict=True):
+            assert actual.tolist() == right.tolist()
+        for name in ("biases", "losses"):
+            assert_exact(torch.stack(found[name]), torch.stack(expected[name]))
+        for name, grad in grads.items():
+            first, last = bounds.get(name, (0, None))
+            assert_exact(grad, expected_grads[name][first:last])
+
+
+def test_ranks_with_their_own_balance_sum_at_the_update(workers):
+    """The counts are then those of each rank; the biases stay equal on all ranks."""
+    (first, *_), (second, *_) = workers.run(2, train, 3, "not reentrant", "local")
+    assert (first["counts"][0] + second["counts"][0]).sum() == T * K
+    assert first["counts"][0].tolist() != second["counts"][0].tolist()
+    for a, b in zip(first["biases"], second["biases"], strict=True):
+        assert_same_bits(a, b)
+    right = train(None, 0, 3, "no")[0]
+    total = first["counts"][0] + second["counts"][0]
+    assert total.tolist() == right["counts"][0].tolist()
+    assert_exact(first["biases"][0], right["biases"][0])
+
+
+def replicated(group, rank):
+    """Trains two micro-batches under DistributedDataParallel, which broadcasts the buffers."""
+    layer = make_layer()
+    model = DistributedDataParallel(layer, process_group=group)
+    for part in all_tokens().chunk(4)[rank::2]:
+        y, aux = model(part)
+        (y.sum() + aux.loss).backward()
+    counts = layer.gate.tokens_since_update.clone()
+    update_selection_bias(model, group)
+    return counts, layer.gate.selection_bias
+
+
+def all_tokens():
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(16, D, dtype=torch.float64, generator=draw)
+
+
+def test_replicas_of_the_whole_layer(workers):
+    layer = make_layer()
+    layer(all_tokens())
+    right = layer.gate.tokens_since_update.clone()
+    update_selection_bias(layer)
+    parts = workers.run(2, replicated)
+    assert sum(counts for counts, _ in parts).tolist() == right.tolist()
+    for _, bias in parts:
+        assert_same_bits(bias, layer.gate.selection_bias)

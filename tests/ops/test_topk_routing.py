@@ -1,0 +1,109 @@
+"""ops.topk_routing: scores, selection bias, groups, gates, and what happens at the edges."""
+
+import math
+
+import pytest
+import reference as ref
+import torch
+from assertions import assert_exact, assert_same_bits
+from operators import SCORES
+
+from moe_ext import ops
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.equation("2408.15664", "2412.19437", "2405.04434"),
+]
+
+
+def test_by_hand(device):
+    """Scores 1/2, 3/4, 1/4, 1/5; the bias brings expert 2 in and does not enter the gates."""
+    options = dict(dtype=torch.float64, device=device)
+    logits = torch.tensor([[0, math.log(3), -math.log(3), -math.log(4)]], **options)
+    bias = torch.tensor([0, 0, 1, 0], **options)
+    gates, index = ops.topk_routing(logits, 2, bias, "sigmoid", scale=2)
+    assert index.tolist() == [[2, 1]]
+    assert_exact(gates, torch.tensor([[0.5, 1.5]]).double())
+    gates, _ = ops.topk_routing(logits, 2, bias, "sigmoid", False, scale=2.0)
+    assert_exact(gates, torch.tensor([[0.5, 1.5]]).double())
+
+
+@pytest.mark.parametrize(
+    "score_k, chosen",
+    [
+        pytest.param(1, [0, 5], id="the largest, as in DeepSeek-V2"),
+        pytest.param(2, [2, 3], id="the sum of two, as in DeepSeek-V3"),
+    ],
+)
+def test_groups_by_hand(device, score_k, chosen):
+    """Of the groups [0.9, 0.1], [0.6, 0.5] and [0.1, 0.8], a token selects in one or in two."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.1, 0.8]], dtype=torch.float64, device=device)
+    k, per_token = len(chosen), 2 if score_k == 1 else 1
+    _, index = ops.topk_routing(
+        scores.logit(), k, None, "sigmoid", True, 1.0, 3, per_token, score_k
+    )
+    assert index.tolist() == [chosen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("groups", [(1, 1, 2), (4, 2, 1), (8, 3, 2), (3, 2, 5), (12, 5, 2)])
+def test_ties_go_to_the_lower_index(device, groups, score, dtype):
+    """Both ties of groups and ties of experts; more groups than a vector has lanes."""
+    logits = torch.randint(0, 2, (60, 24)).to(dtype)
+    logits[0] = 0
+    _, index = ops.topk_routing(logits.to(device), 5, None, score, True, 1.0, *groups)
+    wide = logits.double()
+    assert index.tolist() == [ref.route(row, 5, None, score, *groups) for row in wide]
+    assert index[0].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("groups", [(1, 1, 2), (4, 2, 2), (4, 3, 1)])
+def test_any_logits_select_distinct_experts(device, groups, biased, score):
+    """NaN ranks last, and a group's score takes NaN for -inf; infinities and NaNs in any place."""
+    values = torch.tensor([math.nan, math.inf, -math.inf, 0, 1, -1], dtype=torch.float64)
+    logits = values[torch.randint(6, (300, 12))]
+    logits[0], logits[1], logits[2] = math.nan, -math.inf, math.inf
+    bias = torch.linspace(-0.3, 0.3, 12).double() if biased else None
+    moved = None if bias is None else bias.to(device)
+    _, index = ops.topk_routing(logits.to(device), 5, moved, score, True, 1.0, *groups)
+    assert all(len(set(row)) == 5 for row in index.tolist())
+    assert index.min() >= 0 and index.max() < 12
+    assert index.tolist() == [ref.route(row, 5, bias, score, *groups) for row in logits]
+
+
+def test_saturated_scores_do_not_tie(device):
+    """In float32 the sigmoids of 20, 30 and 40 are all 1; without bias, the logits decide."""
+    logits = torch.tensor([[20.0, 30, 40, 0]], device=device)
+    assert ops.topk_routing(logits, 2, None, "sigmoid").expert_index.tolist() == [[2, 1]]
+    logits = torch.tensor([[-2000.0, -1000, 0]], device=device)
+    gates, index = ops.topk_routing(logits, 2)
+    assert index.tolist() == [[2, 1]] and gates.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_underflowed_scores(device, score):
+    """Gates are 0 and not 0 / 0; the gradients are finite."""
+    logits = torch.full((2, 4), -1000.0, device=device).requires_grad_()
+    gates = ops.topk_routing(logits, 2, None, score).gates
+    assert gates.tolist() == [[0, 0]] * 2
+    gates.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("E, k", [(5, 1), (64, 8), (257, 17), (1000, 70)])
+def test_without_options_it_is_the_gating_without_noise(device, E, k):
+    logits = torch.randn(50, E, device=device)
+    gates, index = ops.topk_routing(logits, k)
+    expected = ops.noisy_topk_gating(logits, None, None, k)
+    assert_same_bits(gates, expected.gates)
+    assert_same_bits(index, expected.expert_index)
+
+
+def test_the_bias_gets_no_gradient(device):
+    logits = torch.randn(5, 6, device=device).requires_grad_()
+    bias = torch.randn(6, device=device).requires_grad_()
+    ops.topk_routing(logits, 2, bias, "sigmoid").gates.sum().backward()
+    assert bias.grad is None and logits.grad is not None
