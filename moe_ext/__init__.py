@@ -37,7 +37,15 @@ from moe_ext.gates import (  # noqa: E402
     batchwise_masks,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
-from moe_ext.losses import batchwise_loss, cv_squared, importance_loss, load_loss  # noqa: E402
+from moe_ext.losses import (  # noqa: E402
+    RouterLoss,
+    SwitchLoss,
+    ZLoss,
+    batchwise_loss,
+    cv_squared,
+    importance_loss,
+    load_loss,
+)
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
 
@@ -57,9 +65,12 @@ __all__ = [
     "MoELSTMCell",
     "ModuleExperts",
     "NoisyTopKGate",
+    "RouterLoss",
     "Routing",
     "SoftmaxGate",
+    "SwitchLoss",
     "TopKGate",
+    "ZLoss",
     "balanced_gates",
     "batchwise_loss",
     "batchwise_masks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
@@ -24,10 +26,16 @@ from moe_ext.checks import (
 )
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
-from moe_ext.losses import cv_squared, importance_loss, load_loss
+from moe_ext.losses import (
+    RouterLoss,
+    cv_squared,
+    importance_loss,
+    load_loss,
+)
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -36,13 +44,14 @@ class MoEAux(NamedTuple):
     """Holds the losses, statistics and routing decision that a MoE layer returns with y.
 
     Shapes: T tokens that are not masked out, E experts, K experts per token, R (token, expert)
-    assignments. With a process_group and balance="global", loss, importance, load, load_factors and
-    gate_metrics cover the tokens of all ranks. The other attributes cover this rank's tokens.
+    assignments. With a process_group and balance="global", loss, importance, load, load_factors,
+    gate_metrics and losses cover the tokens of all ranks. The other attributes cover this rank's
+    tokens.
 
     Attributes:
-        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the gate's own loss.
-            CV is the coefficient of variation. Add this loss, summed over all MoE layers, to the
-            task loss (mean per token, in nats).
+        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the weighted `losses` +
+            the gate's own loss. CV is the coefficient of variation. Add this loss, summed over all
+            MoE layers, to the task loss (mean per token, in nats).
         importance: [E], the sum of the gates of each expert (Eq. 6).
         load: [E], the smooth estimate of the number of tokens per expert (Appendix A).
         gates: [T, K], or [R] with token_offsets.
@@ -52,6 +61,7 @@ class MoEAux(NamedTuple):
             token_offsets[t + 1] - 1. None: each token has K gates.
         gate_metrics: scalars that the gate reports, by name.
         load_factors: the factors of load for a hierarchical gate, else None; see `Routing`.
+        losses: the unweighted value of each `RouterLoss` of the layer, by name.
     """
 
     loss: Tensor
@@ -63,21 +73,24 @@ class MoEAux(NamedTuple):
     token_offsets: Tensor | None = None
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
     load_factors: tuple[Tensor, ...] | None = None
+    losses: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
     def metrics(self) -> dict[str, float]:
         """Returns the balance metrics of the paper's Table 6 as Python numbers.
 
         The keys are cv_importance, cv_load and max_over_mean_load. The key cv_tokens is the CV of
-        tokens_per_expert. The entries of gate_metrics follow. The call synchronizes with the GPU.
+        tokens_per_expert. The entries of gate_metrics and losses follow. The call synchronizes with
+        the GPU.
         """
         with torch.no_grad():
             load = self.load.double()
+            more = self.gate_metrics | self.losses
             return {
                 "cv_importance": cv_squared(self.importance.double()).sqrt().item(),
                 "cv_load": cv_squared(load).sqrt().item(),
                 "max_over_mean_load": (load.max() / load.mean().clamp_min(1e-30)).item(),
                 "cv_tokens": cv_squared(self.tokens_per_expert.double()).sqrt().item(),
-            } | {name: value.item() for name, value in self.gate_metrics.items()}
+            } | {name: value.item() for name, value in more.items()}
 
 
 # torch.export needs this to save a layer.
@@ -123,7 +136,10 @@ class MoE(nn.Module):
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
             experts, unless autocast is on.
-        w_importance, w_load: weights of the importance loss and of the load loss.
+        w_importance, w_load: weights of the importance loss and of the load loss. None: 0.1, or 0
+            with losses.
+        losses: losses in place of the paper's, or in addition to them, such as
+            ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
@@ -132,14 +148,15 @@ class MoE(nn.Module):
 
     Attributes:
         gate: the gate module.
+        losses: the constructor argument, as a tuple.
         experts: the experts of this rank.
         sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
             without process_group and parallel.
 
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
-            differs from the sizes of gate or experts.
-        TypeError: gate, experts or parallel has the wrong type.
+            differs from the sizes of gate or experts. Or two losses have the same name.
+        TypeError: gate, experts, losses or parallel has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -178,8 +195,9 @@ class MoE(nn.Module):
         experts: Experts | Sequence[nn.Module] | None = None,
         recompute: bool = False,
         expert_dtype: torch.dtype | None = None,
-        w_importance: float = 0.1,
-        w_load: float = 0.1,
+        w_importance: float | None = None,
+        w_load: float | None = None,
+        losses: Sequence[RouterLoss] = (),
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
@@ -202,8 +220,10 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens = expert_dtype is not None
-        self.w_importance = w_importance
-        self.w_load = w_load
+        self.losses = _checked_losses(losses)
+        of_paper = 0.0 if losses else 0.1
+        self.w_importance = of_paper if w_importance is None else w_importance
+        self.w_load = of_paper if w_load is None else w_load
         if gate is None:
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
@@ -251,6 +271,18 @@ class MoE(nn.Module):
         """
         if x.is_nested:
             return self._jagged(x, mask)
+        return self._forward(x, mask)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _forward(
+        self, x: Tensor, mask: Tensor | None = None, sequence_offsets: Tensor | None = None
+    ) -> tuple[Tensor, MoEAux]:
+        """Implements `forward` without nested tensors.
+
+        sequence_offsets: see `RouterLoss.sums`; None: that of the dimension before the last of x.
+        """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
@@ -272,6 +304,16 @@ class MoE(nn.Module):
         loss = loss + load_loss(routing.load, self.w_load)
         if routing.loss is not None:
             loss = loss + routing.loss
+        values = {}
+        if self.losses:
+            if sequence_offsets is None:
+                sequence_offsets = _sequence_offsets(x, mask)
+            ranks = None if self.sharding is None else self.sharding.balanced
+            values = _router_losses(
+                self.losses, routing, tokens_per_expert, sequence_offsets, ranks
+            )
+            for each in self.losses:
+                loss = loss + each.weight * values[each.name]
         aux = MoEAux(
             loss,
             routing.importance,
@@ -282,12 +324,10 @@ class MoE(nn.Module):
             routing.token_offsets,
             dict(routing.metrics),
             routing.load_factors,
+            {name: value.detach() for name, value in values.items()},
         )
         # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
-
-    if TYPE_CHECKING:
-        __call__ = forward
 
     def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
         """Applies the layer to the values [ΣT, D] of the nested tensor x; mask must be None."""
@@ -296,7 +336,7 @@ class MoE(nn.Module):
         rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
-        y, aux = self.forward(x.values())
+        y, aux = self._forward(x.values(), sequence_offsets=x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
@@ -361,6 +401,8 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
+        if self.losses:
+            shown["losses"] = list(self.losses)
         if self.sharding is not None:
             shown["sharding"] = self.sharding
         return ", ".join(f"{name}={value}" for name, value in shown.items())
@@ -382,6 +424,16 @@ def _checked_gate(gate: object, **sizes: int) -> Gate:
     return cast(Gate, gate)
 
 
+def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
+    for loss in losses:
+        if not isinstance(loss, RouterLoss):
+            kind = type(loss).__name__
+            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    names = [loss.name for loss in losses]
+    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
+    return tuple(losses)
+
+
 def _checked_experts(experts: object, **sizes: int) -> Experts:
     if isinstance(experts, nn.ModuleList | Sequence):
         experts = ModuleExperts(experts)
@@ -396,3 +448,38 @@ def _checked_experts(experts: object, **sizes: int) -> Experts:
         rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
         require(given in (None, expected), f"MoE: experts.{name}", rule, given)
     return cast(Experts, experts)
+
+
+def _router_losses(
+    losses: Sequence[RouterLoss],
+    routing: Routing,
+    tokens_per_expert: Tensor,
+    sequence_offsets: Tensor,
+    ranks: Ranks | None,
+) -> dict[str, Tensor]:
+    """Computes the unweighted losses by name, over the tokens of all ranks.
+
+    See `RouterLoss.sums` for the arguments. ranks: the ranks that balance together; None: only this
+    rank.
+    """
+    parts = [loss.sums(routing, tokens_per_expert, sequence_offsets) for loss in losses]
+    sums = iter([tensor for part in parts for tensor in part])
+    if ranks is not None:
+        sums = iter(ranks.sum(*sums))
+    return {
+        loss.name: loss.value(*(next(sums) for _ in part))
+        for loss, part in zip(losses, parts, strict=True)
+    }
+
+
+def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens.
+
+    mask: [..., T] bool, True at real tokens; None: all tokens are real.
+    """
+    *leading, length = x.shape[:-1] or (1,)
+    num_sequences = math.prod(leading)
+    if mask is None:
+        return torch.arange(num_sequences + 1, device=x.device) * length
+    num_tokens = mask.reshape(num_sequences, length).sum(1)
+    return F.pad(num_tokens.cumsum(0), (1, 0))

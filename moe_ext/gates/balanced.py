@@ -284,7 +284,8 @@ class BalancedGate(StrictlyBalancedGate):
         else:
             mask = _by_threshold(scores, self.threshold)
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
-        return self._routing(gates, mask.expert_index, mask.row_offsets, [mask], ranks)
+        routing = self._routing(gates, mask.expert_index, mask.row_offsets, [mask], ranks)
+        return routing._replace(logits=gate_logits)
 
 
 class HierarchicalBalancedGate(StrictlyBalancedGate):

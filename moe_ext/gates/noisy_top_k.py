@@ -64,4 +64,6 @@ class NoisyTopKGate(NoisyGate):
         """
         clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, self.k)
         load = self._load(clean_logits, kept) if self.training else None
-        return self.make_routing(kept.gates, kept.expert_index, load=load, ranks=ranks)
+        return self.make_routing(
+            kept.gates, kept.expert_index, load=load, ranks=ranks, logits=clean_logits
+        )

@@ -37,9 +37,10 @@ class SoftmaxGate(Gate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D] to all E experts, in index order; see `Gate.forward` for ranks."""
-        gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
+        logits = self.logits(x, self.w_gate)
+        gates = torch.softmax(logits, dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
-        return self.make_routing(gates, expert_index, ranks=ranks)
+        return self.make_routing(gates, expert_index, ranks=ranks, logits=logits)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
@@ -82,5 +83,6 @@ class TopKGate(Gate):
 
         See `Gate.forward` for ranks.
         """
-        kept = ops.noisy_topk_gating(self.logits(x, self.w_gate), None, None, self.k)
-        return self.make_routing(kept.gates, kept.expert_index, ranks=ranks)
+        logits = self.logits(x, self.w_gate)
+        kept = ops.noisy_topk_gating(logits, None, None, self.k)
+        return self.make_routing(kept.gates, kept.expert_index, ranks=ranks, logits=logits)
