@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -251,7 +252,9 @@ class MoE(nn.Module):
         self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
         self._fused = self.experts.fused
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
+    ) -> tuple[Tensor, MoEAux]:
         """Maps x [..., D] to y [..., d_output].
 
         Args:
@@ -260,24 +263,35 @@ class MoE(nn.Module):
             mask: [...] bool, True at real tokens. Masked-out tokens never reach the gate, the
                 experts or the losses; their outputs are 0. On CUDA, a mask makes the host
                 synchronize with the device to count the tokens.
+            expert_index: [..., K] int64 or int32, the experts of each token, from an earlier
+                forward pass or an inference engine. `MoEAux.expert_index`, which has only real
+                tokens, is also accepted. Gates, losses and gradients are those of the gate's
+                current parameters. With equal inputs, parameters and noise, outputs are bitwise
+                identical to those of the earlier pass. The K experts of a token must differ.
+                `TopKGate` and `NoisyTopKGate` support it. None: the gate selects the experts.
 
         Returns:
             y, in the dtype and layout of x, and a `MoEAux`.
 
         Raises:
-            ValueError: x or mask has the wrong shape, or x is nested and mask is given.
-            TypeError: x is not floating point, mask is not bool, or the gate does not return a
-                `Routing`.
+            ValueError: x, mask or expert_index has the wrong shape, x is nested and mask is given,
+                or the gate cannot use expert_index. On the CPU, also if its values are invalid.
+            TypeError: x is not floating point, mask is not bool, expert_index is not integer, or
+                the gate does not return a `Routing`.
         """
         if x.is_nested:
-            return self._jagged(x, mask)
-        return self._forward(x, mask)
+            return self._jagged(x, mask, expert_index)
+        return self._forward(x, mask, expert_index)
 
     if TYPE_CHECKING:
         __call__ = forward
 
     def _forward(
-        self, x: Tensor, mask: Tensor | None = None, sequence_offsets: Tensor | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        expert_index: Tensor | None,
+        sequence_offsets: Tensor | None = None,
     ) -> tuple[Tensor, MoEAux]:
         """Implements `forward` without nested tensors.
 
@@ -295,7 +309,13 @@ class MoE(nn.Module):
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 
-        y, routing, tokens_per_expert = self._route_and_mix(tokens)
+        if expert_index is not None:
+            if mask is not None and expert_index.shape[:-1] == mask.shape:
+                expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
+                expert_index = expert_index.index_select(0, position)
+            expert_index = self._checked_index(expert_index, tokens)
+
+        y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
 
         if mask is not None:
@@ -329,18 +349,50 @@ class MoE(nn.Module):
         # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
-    def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
+    def _jagged(
+        self, x: Any, mask: Tensor | None, expert_index: Tensor | None
+    ) -> tuple[Tensor, MoEAux]:
         """Applies the layer to the values [ΣT, D] of the nested tensor x; mask must be None."""
         if mask is not None:
             raise ValueError(f"MoE: mask must be None if x is nested, got {tuple(mask.shape)}")
         rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
-        y, aux = self._forward(x.values(), sequence_offsets=x.offsets())
+        y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
-    def _route_and_mix(self, tokens: Tensor) -> tuple[Tensor, Routing, Tensor]:
+    def _checked_index(self, expert_index: Tensor, tokens: Tensor) -> Tensor:
+        """Checks the given experts of tokens [T, D] and returns them as int64 [T, K]."""
+        name, num_tokens = "MoE: expert_index", tokens.shape[0]
+        inner = getattr(self.gate, "_orig_mod", self.gate)
+        replays = "expert_index" in inspect.signature(inner.forward).parameters
+        rule = f"be None for {type(inner).__name__}, whose forward does not take it"
+        require(replays, name, rule, tuple(expert_index.shape))
+        if expert_index.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
+        shape = tuple(expert_index.shape)
+        rule = f"have shape [..., k = {self.k}] with one row for each token of x"
+        require(len(shape) > 0 and shape[-1] == self.k, name, rule, shape)
+        expert_index = expert_index.reshape(-1, self.k).long()
+        if torch.compiler.is_compiling():
+            torch._check(expert_index.shape[0] == num_tokens)
+            return expert_index
+        require(expert_index.shape[0] == num_tokens, name, rule, shape)
+        # A check on CUDA would make the host synchronize with the device.
+        if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
+            low, high = expert_index.min().item(), expert_index.max().item()
+            rule = f"be at least 0 and below num_experts = {self.num_experts}"
+            require(low >= 0 and high < self.num_experts, name, rule, low if low < 0 else high)
+            same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
+            if same.any():
+                rule = "have different experts for each token"
+                require(False, name, rule, expert_index[same][0].tolist())
+        return expert_index
+
+    def _route_and_mix(
+        self, tokens: Tensor, expert_index: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
@@ -356,7 +408,11 @@ class MoE(nn.Module):
                 recompute=self.recompute,
                 dtype=dtype,
             )
-        routing = self.gate(tokens, ranks)
+        if expert_index is None:
+            routing = self.gate(tokens, ranks)
+        else:
+            replays: Any = self.gate
+            routing = replays(tokens, ranks, expert_index=expert_index)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")

@@ -116,6 +116,10 @@ class Gate(nn.Module):
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
 
+        A gate whose forward has a third argument ``expert_index=None`` can replay a routing
+        decision: with expert_index [T, K] int64, it must route each token to the given experts. The
+        gates are those of the current parameters. `MoE.forward` then accepts expert_index too.
+
         Args:
             x: [T, D]; T may be 0.
             ranks: the ranks that balance their tokens together. Importance, load, loss and metrics

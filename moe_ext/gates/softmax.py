@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import zero_
+from moe_ext.gates._logits import only_given, zero_
 from moe_ext.gates.gate import Gate, Routing
 
 __all__ = ["SoftmaxGate", "TopKGate"]
@@ -78,11 +78,13 @@ class TopKGate(Gate):
         """Reinitializes W_g with random values."""
         nn.init.normal_(self.w_gate, std=0.1 * len(self.w_gate) ** -0.5)
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None
+    ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing logit.
 
-        See `Gate.forward` for ranks.
+        See `Gate.forward` for ranks and expert_index.
         """
         logits = self.logits(x, self.w_gate)
-        kept = ops.noisy_topk_gating(logits, None, None, self.k)
+        kept = ops.noisy_topk_gating(only_given(logits, expert_index), None, None, self.k)
         return self.make_routing(kept.gates, kept.expert_index, ranks=ranks, logits=logits)

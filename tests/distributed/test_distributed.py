@@ -281,6 +281,54 @@ def test_losses_equal_one_process(workers, counts, masked, recompute):
     assert_exact(torch.cat([part[3] for part in parts]), x)
 
 
+def replay_of_process(group, rank, kind, counts, masked, options):
+    """Returns y, aux.loss and the gradients with given experts, in random order."""
+    layer = layer_of(kind, group, losses=[SwitchLoss(0.3), ZLoss(0.1)], **options)
+    fix_noise(layer, counts, rank)
+    x, weight = tokens_of(counts)
+    scores = torch.rand(len(x), layer.num_experts, generator=torch.Generator().manual_seed(6))
+    index = scores.argsort(1)[:, : layer.k]
+    if rank is not None:
+        x, weight, index = (whole.split(counts)[rank] for whole in (x, weight, index))
+    x = x.clone().requires_grad_()
+    if masked:  # a masked token after each token
+        mask = torch.tensor([True, False]).expand(len(x), 2)
+        padded = torch.stack([index, torch.zeros_like(index)], 1)
+        y, aux = layer(torch.stack([x, x], 1), mask, expert_index=padded)
+        y = y[:, 0]
+    else:
+        y, aux = layer(x, expert_index=index)
+    parts = 1 if group is None else len(counts)
+    ((y * weight).sum() * parts + aux.loss).backward()
+    sharded = expert_parameters(layer)
+    for name, param in layer.named_parameters():
+        if group is not None and name not in sharded:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= parts
+    bounds = {name: entry.bounds for name, entry in sharded.items()}
+    assert torch.equal(aux.expert_index.sort(1).values, index.sort(1).values)
+    return y.detach(), aux.loss.detach(), grads_of(layer), bounds
+
+
+@pytest.mark.parametrize("how", ["rows", "tokens"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=len)
+@pytest.mark.parametrize("kind", ["flat", "topk"])
+def test_replay_equals_one_process(workers, kind, counts, masked, recompute, how):
+    options = {"recompute": recompute}
+    y, loss, grads, _ = replay_of_process(None, None, kind, counts, masked, options)
+    options |= HOW[how]
+    results = workers.run(len(counts), replay_of_process, kind, counts, masked, options)
+    assert_exact(torch.cat([result[0] for result in results]), y)
+    for _, found, actual, bounds in results:
+        assert_exact(found, loss)
+        assert actual.keys() == grads.keys()
+        for name, expected in grads.items():
+            first, last, _ = bounds.get(name, (0, None, None))
+            assert_exact(actual[name], expected[first:last])
+
+
 def local_losses(group, rank):
     """Returns the losses of ranks whose tokens all go to one expert, with balance="local"."""
     losses = [SwitchLoss(1.0), SwitchLoss(1.0, per_sequence=True)]
