@@ -3,8 +3,9 @@
 Each line names a part of the package, the paper's section or equation, and the file::
 
     gates        select k experts for each token         Sec. 2.1     moe_ext/gates/
-    losses       importance loss, load loss, CV²         Sec. 4, A    moe_ext/losses.py
+    losses       importance loss, load loss, CV², ...    Sec. 4, A    moe_ext/losses.py
     experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
+                 an expert that processes all tokens                  moe_ext/shared.py
     MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
                  with a two-level gate                   App. B       moe_ext/hierarchical.py
     MoELSTM      an LSTM with a MoE as its weight matrix Sec. 3.1     moe_ext/recurrent/
@@ -48,6 +49,7 @@ from moe_ext.losses import (  # noqa: E402
 )
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
+from moe_ext.shared import SharedExpert  # noqa: E402
 
 __version__ = _build.version()
 
@@ -67,6 +69,7 @@ __all__ = [
     "NoisyTopKGate",
     "RouterLoss",
     "Routing",
+    "SharedExpert",
     "SoftmaxGate",
     "SwitchLoss",
     "TopKGate",

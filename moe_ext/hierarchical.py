@@ -26,6 +26,7 @@ class _Options(TypedDict, total=False):
     activation: Activation
     bias: bool
     experts: Experts | Sequence[nn.Module] | None
+    shared_expert: nn.Module | None
     recompute: bool
     expert_dtype: torch.dtype | None
     w_importance: float | None

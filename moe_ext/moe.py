@@ -129,6 +129,9 @@ class MoE(nn.Module):
         experts: an `Experts`, or a sequence of arbitrary modules, one for each expert. None:
             FeedForwardExperts with hidden_sizes, activation, bias and expert_dtype. With several
             ranks, pass only this rank's experts (`moe_ext.distributed.ExpertPlacement`).
+        shared_expert: a module from [T, D] to [T, d_output] that processes every token, such as a
+            `SharedExpert`. Its output is added to y. It gets the tokens that the experts get, also
+            their dtype. Every rank has a replica of it. None: no shared expert.
         recompute: whether to recompute the experts in the backward pass instead of saving their
             activations. Costs one extra GEMM for each hidden layer. Results are bitwise identical
             to recompute=False. Custom experts update running statistics, such as those of
@@ -151,13 +154,14 @@ class MoE(nn.Module):
         gate: the gate module.
         losses: the constructor argument, as a tuple.
         experts: the experts of this rank.
+        shared_expert: the constructor argument.
         sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
             without process_group and parallel.
 
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
             differs from the sizes of gate or experts. Or two losses have the same name.
-        TypeError: gate, experts, losses or parallel has the wrong type.
+        TypeError: gate, experts, shared_expert, losses or parallel has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -194,6 +198,7 @@ class MoE(nn.Module):
         bias: bool = False,
         gate: Gate | None = None,
         experts: Experts | Sequence[nn.Module] | None = None,
+        shared_expert: nn.Module | None = None,
         recompute: bool = False,
         expert_dtype: torch.dtype | None = None,
         w_importance: float | None = None,
@@ -251,6 +256,10 @@ class MoE(nn.Module):
             self.sharding.require_experts(experts)
         self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
         self._fused = self.experts.fused
+        if not isinstance(shared_expert, nn.Module | None):
+            kind = type(shared_expert).__name__
+            raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+        self.shared_expert = shared_expert
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
@@ -317,6 +326,8 @@ class MoE(nn.Module):
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
+        if self.shared_expert is not None:
+            y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
@@ -395,7 +406,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Routing, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
         ranks = None if self.sharding is None else self.sharding.balanced
-        dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
+        dtype = self._dtype_of_experts()
         if self.sharding is not None and self.sharding.group_exchange is not None:
             of_groups = gate_of_groups(self.gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -443,6 +454,19 @@ class MoE(nn.Module):
             recompute=self.recompute,
         )
         return y, plan.tokens_per_expert
+
+    def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
+        """Returns the output [T, d_output] of the shared expert."""
+        assert self.shared_expert is not None
+        dtype = self._dtype_of_experts()
+        y = self.shared_expert(tokens if dtype is None else tokens.to(dtype))
+        rule = f"return [T, d_output = {d_output}]"
+        require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
+        return y
+
+    def _dtype_of_experts(self) -> torch.dtype | None:
+        """Returns the dtype to which tokens are cast for the experts; None: no cast."""
+        return next(self.experts.parameters()).dtype if self.casts_tokens else None
 
     def _experts_are_fused(self) -> bool:
         # An adapter may replace the experts by a module with only their forward.

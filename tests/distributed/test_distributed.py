@@ -20,6 +20,7 @@ from moe_ext import (
     HierarchicalNoisyTopKGate,
     MoE,
     MoELSTM,
+    SharedExpert,
     SoftmaxGate,
     SwitchLoss,
     TopKGate,
@@ -72,6 +73,9 @@ KINDS = {
     ),
     "balanced losses": lambda **options: gated(
         BalancedGate(D, 5, 2), losses=[SwitchLoss(0.3), ZLoss(0.2)], **options
+    ),
+    "shared": lambda **options: MoE(
+        D, 5, 2, shared_expert=SharedExpert(D, [4], gated=True), **options
     ),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
@@ -194,7 +198,7 @@ HOW = {
 }
 
 
-@pytest.mark.equation("Sec. 3.1")
+@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
