@@ -27,6 +27,7 @@ from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import (  # noqa: E402
     BalancedGate,
+    ExpertChoiceGate,
     Gate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
@@ -55,6 +56,7 @@ __version__ = _build.version()
 
 __all__ = [
     "BalancedGate",
+    "ExpertChoiceGate",
     "Experts",
     "FeedForwardExperts",
     "Gate",

@@ -407,6 +407,13 @@ def L_batchwise(X, T, m, priority=None):
     return L
 
 
+def expert_choice_gates(X, W_g, k):
+    """Zhou et al. 2022 (arXiv 2202.09368), Eq. 1: the scores of each expert's top m rows."""
+    G_sigma_X = torch.stack([G_sigma(x, W_g) for x in X])
+    m = rows_per_expert(k, len(X), W_g.shape[1])
+    return G_sigma_X * M_batchwise(G_sigma_X, m)
+
+
 def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
     """App. F for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
 

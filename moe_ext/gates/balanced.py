@@ -62,17 +62,31 @@ def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
 
     NaN scores are selected too: otherwise NaN rows would silently get the output 0.
     """
-    return _Mask(*_experts_of_rows(~(scores <= threshold)))
+    return _Mask(*experts_of_rows(~(scores <= threshold)))
 
 
-def _several(ranks: Ranks | None) -> Ranks | None:
+def several(ranks: Ranks | None) -> Ranks | None:
     """Returns None if ranks is a single rank, else ranks."""
     return None if ranks is None or ranks.size == 1 else ranks
 
 
-def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+def experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Returns expert_index and row_offsets of `_Mask` for a bool mask [N, E]."""
     return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
+
+
+def experts_of_selected(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns expert_index and row_offsets of `_Mask` for the rows of each expert.
+
+    row_index: [G, E, m], from `ops.batchwise_topm`; each of the G groups has num_rows rows.
+    """
+    num_groups, num_experts, m = row_index.shape
+    first_row = num_rows * torch.arange(num_groups, device=row_index.device)
+    row = row_index + first_row[:, None, None]
+    # The counting sort of dispatch_plan turns the rows of each expert into the experts of each row.
+    # An entry has the position (g·E + e)·m + i.
+    plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
+    return plan.permutation // max(m, 1) % num_experts, plan.offsets
 
 
 def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
@@ -98,6 +112,49 @@ def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> No
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
     threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
     initialized.logical_or_(finite)
+
+
+def routing_of_slots(
+    num_experts: int,
+    gates: Tensor,
+    expert_index: Tensor,
+    token_offsets: Tensor,
+    masks: list[_Mask],
+    ranks: Ranks | None,
+) -> Routing:
+    """Makes the `Routing` of gates [R] from expert_index, token_offsets and each level's mask.
+
+    The masks give its loss and metrics. Importance, load, loss and metrics cover all ranks.
+    """
+    slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
+    agreements = [mask.agreement for mask in masks if mask.agreement is not None]
+    parts = [
+        ops.importance(*slots, num_experts),
+        ops.importance(torch.ones_like(slots[0]), slots[1], num_experts),
+        gates.new_full((), token_offsets.shape[0] - 1),
+        (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
+    ]
+    for column in zip(*agreements, strict=True):
+        parts.append(torch.stack(column).sum(0).to(gates.dtype))
+    sums = parts if ranks is None else ranks.sum(*parts)
+    importance, load, num_tokens, num_without, *agreement = sums
+    num_tokens = num_tokens.clamp_min(1)
+    metrics = {"share_without_expert": num_without / num_tokens}
+    loss = None
+    if agreements:
+        total = _Agreement(*agreement)
+        loss = total.loss / num_tokens
+        metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
+    return Routing(
+        gates,
+        expert_index,
+        importance,
+        load,
+        token_offsets,
+        equal_load=len(agreements) > 0 and ranks is None,
+        loss=loss,
+        metrics=metrics,
+    )
 
 
 class StrictlyBalancedGate(Gate):
@@ -151,7 +208,7 @@ class StrictlyBalancedGate(Gate):
             group = torch.repeat_interleave(group_sizes, output_size=num_rows)
             bound = threshold.to(scores.dtype).view(num_groups, num_experts).index_select(0, group)
             agreement = _agreement(scores.unsqueeze(1), bound, mask.unsqueeze(1))
-            return _Mask(*_experts_of_rows(mask), agreement)
+            return _Mask(*experts_of_rows(mask), agreement)
 
         num_rows //= num_groups
         scores = scores.view(num_groups, num_rows, num_experts)
@@ -162,55 +219,7 @@ class StrictlyBalancedGate(Gate):
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
         bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         agreement = _agreement(scores, bound, mask)
-        # row_index lists the rows of each expert. The counting sort of dispatch_plan turns it into
-        # the experts of each row. An entry has the position (g·E + e)·m + i.
-        first_row = num_rows * torch.arange(num_groups, device=scores.device)
-        row = row_index + first_row[:, None, None]
-        plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
-        expert_index = plan.permutation // max(m, 1) % num_experts
-        return _Mask(expert_index, plan.offsets, agreement)
-
-    def _routing(
-        self,
-        gates: Tensor,
-        expert_index: Tensor,
-        token_offsets: Tensor,
-        masks: list[_Mask],
-        ranks: Ranks | None,
-    ) -> Routing:
-        """Makes a `Routing` from gates, expert_index, token_offsets and the mask of each level.
-
-        The masks give its loss and metrics. Importance, load, loss and metrics cover all ranks.
-        """
-        slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
-        agreements = [mask.agreement for mask in masks if mask.agreement is not None]
-        parts = [
-            ops.importance(*slots, self.num_experts),
-            ops.importance(torch.ones_like(slots[0]), slots[1], self.num_experts),
-            gates.new_full((), token_offsets.shape[0] - 1),
-            (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
-        ]
-        for column in zip(*agreements, strict=True):
-            parts.append(torch.stack(column).sum(0).to(gates.dtype))
-        sums = parts if ranks is None else ranks.sum(*parts)
-        importance, load, num_tokens, num_without, *agreement = sums
-        num_tokens = num_tokens.clamp_min(1)
-        metrics = {"share_without_expert": num_without / num_tokens}
-        loss = None
-        if agreements:
-            total = _Agreement(*agreement)
-            loss = total.loss / num_tokens
-            metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
-        return Routing(
-            gates,
-            expert_index,
-            importance,
-            load,
-            token_offsets,
-            equal_load=len(agreements) > 0 and ranks is None,
-            loss=loss,
-            metrics=metrics,
-        )
+        return _Mask(*experts_of_selected(row_index, num_rows), agreement)
 
 
 class BalancedGate(StrictlyBalancedGate):
@@ -276,7 +285,7 @@ class BalancedGate(StrictlyBalancedGate):
 
         See `Gate.forward` for ranks.
         """
-        ranks = _several(ranks)
+        ranks = several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
@@ -284,7 +293,9 @@ class BalancedGate(StrictlyBalancedGate):
         else:
             mask = _by_threshold(scores, self.threshold)
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
-        routing = self._routing(gates, mask.expert_index, mask.row_offsets, [mask], ranks)
+        routing = routing_of_slots(
+            self.num_experts, gates, mask.expert_index, mask.row_offsets, [mask], ranks
+        )
         return routing._replace(logits=gate_logits)
 
 
@@ -351,7 +362,7 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
 
         See `Gate.forward` for ranks.
         """
-        ranks = _several(ranks)
+        ranks = several(ranks)
         a, b = self.num_groups, self.experts_per_group
         k1, k2 = self.k_of_levels
         batchwise = self.training or self.batchwise
@@ -413,7 +424,9 @@ class HierarchicalBalancedGate(StrictlyBalancedGate):
         expert_index = groups.expert_index.index_select(0, slot) * b
         expert_index = expert_index + experts.expert_index.index_select(0, source)
         token_offsets = slot_offsets.index_select(0, groups.row_offsets)
-        return self._routing(gates, expert_index, token_offsets, [groups, experts], ranks)
+        return routing_of_slots(
+            self.num_experts, gates, expert_index, token_offsets, [groups, experts], ranks
+        )
 
     def extra_repr(self) -> str:
         return (

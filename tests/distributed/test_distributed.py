@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_ext import (
     BalancedGate,
+    ExpertChoiceGate,
     Experts,
     Gate,
     HierarchicalBalancedGate,
@@ -77,6 +78,7 @@ KINDS = {
     "shared": lambda **options: MoE(
         D, 5, 2, shared_expert=SharedExpert(D, [4], gated=True), **options
     ),
+    "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
 
@@ -198,7 +200,7 @@ HOW = {
 }
 
 
-@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066")
+@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
