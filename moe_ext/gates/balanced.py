@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ from moe_ext.checks import require_k_of_levels
 from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits, widened, zero_
+from moe_ext.gates._slots import (
+    Agreement,
+    Mask,
+    experts_of_rows,
+    experts_of_selected,
+    routing_of_slots,
+    several,
+)
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.losses import batchwise_loss
 from moe_ext.ops._balanced_gating import rows_per_expert
@@ -29,70 +37,18 @@ __all__ = [
 ]
 
 
-class _Agreement(NamedTuple):
-    """Compares the threshold mask with the batchwise mask.
-
-    Attributes:
-        loss: L_batchwise.
-        num_differing: number of (token, expert) pairs that only one of the masks selects.
-        num_selected: number of pairs in one mask plus number of pairs in the other mask.
-    """
-
-    loss: Tensor
-    num_differing: Tensor
-    num_selected: Tensor
-
-
-class _Mask(NamedTuple):
-    """Holds a mask over N rows and E experts as a list of (row, expert) pairs.
-
-    Attributes:
-        expert_index: [R] int64, the selected experts, sorted by row, then by expert.
-        row_offsets: [N + 1] int64; row n has the entries row_offsets[n] to row_offsets[n + 1] - 1.
-        agreement: how the threshold and batchwise masks compare; None for a threshold mask.
-    """
-
-    expert_index: Tensor
-    row_offsets: Tensor
-    agreement: _Agreement | None = None
-
-
-def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
+def _by_threshold(scores: Tensor, threshold: Tensor) -> Mask:
     """Selects the experts with scores [N, E] above the threshold; synchronizes with the device.
 
     NaN scores are selected too: otherwise NaN rows would silently get the output 0.
     """
-    return _Mask(*experts_of_rows(~(scores <= threshold)))
+    return Mask(*experts_of_rows(~(scores <= threshold)))
 
 
-def several(ranks: Ranks | None) -> Ranks | None:
-    """Returns None if ranks is a single rank, else ranks."""
-    return None if ranks is None or ranks.size == 1 else ranks
-
-
-def experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns expert_index and row_offsets of `_Mask` for a bool mask [N, E]."""
-    return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
-
-
-def experts_of_selected(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns expert_index and row_offsets of `_Mask` for the rows of each expert.
-
-    row_index: [G, E, m], from `ops.batchwise_topm`; each of the G groups has num_rows rows.
-    """
-    num_groups, num_experts, m = row_index.shape
-    first_row = num_rows * torch.arange(num_groups, device=row_index.device)
-    row = row_index + first_row[:, None, None]
-    # The counting sort of dispatch_plan turns the rows of each expert into the experts of each row.
-    # An entry has the position (g·E + e)·m + i.
-    plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
-    return plan.permutation // max(m, 1) % num_experts, plan.offsets
-
-
-def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> _Agreement:
+def _agreement(scores: Tensor, threshold: Tensor, mask: Tensor) -> Agreement:
     """Compares the batchwise mask with scores > threshold; shapes as in `batchwise_loss`."""
     passes = scores > threshold.unsqueeze(-2)
-    return _Agreement(
+    return Agreement(
         batchwise_loss(scores, threshold, mask),
         (passes != mask).count_nonzero(),
         passes.count_nonzero() + mask.count_nonzero(),
@@ -112,49 +68,6 @@ def _initialize(threshold: Tensor, initialized: Tensor, mth_score: Tensor) -> No
     start = torch.nextafter(start, torch.full_like(start, -torch.inf))  # lowers a score of 0 too
     threshold.copy_(torch.where(initialized | ~finite, threshold, start.view_as(threshold)))
     initialized.logical_or_(finite)
-
-
-def routing_of_slots(
-    num_experts: int,
-    gates: Tensor,
-    expert_index: Tensor,
-    token_offsets: Tensor,
-    masks: list[_Mask],
-    ranks: Ranks | None,
-) -> Routing:
-    """Makes the `Routing` of gates [R] from expert_index, token_offsets and each level's mask.
-
-    The masks give its loss and metrics. Importance, load, loss and metrics cover all ranks.
-    """
-    slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
-    agreements = [mask.agreement for mask in masks if mask.agreement is not None]
-    parts = [
-        ops.importance(*slots, num_experts),
-        ops.importance(torch.ones_like(slots[0]), slots[1], num_experts),
-        gates.new_full((), token_offsets.shape[0] - 1),
-        (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
-    ]
-    for column in zip(*agreements, strict=True):
-        parts.append(torch.stack(column).sum(0).to(gates.dtype))
-    sums = parts if ranks is None else ranks.sum(*parts)
-    importance, load, num_tokens, num_without, *agreement = sums
-    num_tokens = num_tokens.clamp_min(1)
-    metrics = {"share_without_expert": num_without / num_tokens}
-    loss = None
-    if agreements:
-        total = _Agreement(*agreement)
-        loss = total.loss / num_tokens
-        metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
-    return Routing(
-        gates,
-        expert_index,
-        importance,
-        load,
-        token_offsets,
-        equal_load=len(agreements) > 0 and ranks is None,
-        loss=loss,
-        metrics=metrics,
-    )
 
 
 class StrictlyBalancedGate(Gate):
@@ -190,7 +103,7 @@ class StrictlyBalancedGate(Gate):
         initialized: Tensor,
         ranks: Ranks | None,
         group_sizes: Tensor | None = None,
-    ) -> _Mask:
+    ) -> Mask:
         """Computes M_batchwise(X, m) for scores [R, E] of G equally large groups of rows.
 
         A row has k experts on average. In training mode, the first batch sets threshold and the
@@ -208,7 +121,7 @@ class StrictlyBalancedGate(Gate):
             group = torch.repeat_interleave(group_sizes, output_size=num_rows)
             bound = threshold.to(scores.dtype).view(num_groups, num_experts).index_select(0, group)
             agreement = _agreement(scores.unsqueeze(1), bound, mask.unsqueeze(1))
-            return _Mask(*experts_of_rows(mask), agreement)
+            return Mask(*experts_of_rows(mask), agreement)
 
         num_rows //= num_groups
         scores = scores.view(num_groups, num_rows, num_experts)
@@ -219,7 +132,7 @@ class StrictlyBalancedGate(Gate):
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
         bound = threshold.to(scores.dtype).view(num_groups, num_experts)
         agreement = _agreement(scores, bound, mask)
-        return _Mask(*experts_of_selected(row_index, num_rows), agreement)
+        return Mask(*experts_of_selected(row_index, num_rows), agreement)
 
 
 class BalancedGate(StrictlyBalancedGate):

@@ -11,7 +11,7 @@ from moe_ext import ops
 from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import zero_
-from moe_ext.gates.balanced import (
+from moe_ext.gates._slots import (
     experts_of_rows,
     experts_of_selected,
     routing_of_slots,
