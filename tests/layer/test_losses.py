@@ -263,6 +263,20 @@ def test_transformers_loss_is_k_times_ours(masked):
     assert float(aux.losses["switch_loss"]) == pytest.approx(float(theirs) / K, rel=1e-6)
 
 
+def test_accumulated_losses():
+    """Micro-batches of equal size give the z-loss and the loss of each sequence of the batch."""
+    layer = layer_with(SwitchLoss(0.3, per_sequence=True), ZLoss(0.2))
+    x = torch.randn(6, 4, D, dtype=torch.float64)
+    whole = layer(x)[1].loss
+    parts = sum(layer(part)[1].loss for part in x.chunk(3)) / 3
+    assert_exact(parts.detach(), whole.detach())
+    expected, actual = (torch.autograd.grad(v, layer.gate.w_gate)[0] for v in (whole, parts))
+    assert_exact(actual, expected)
+    of_batch = layer_with(SwitchLoss(0.3))
+    of_parts = sum(of_batch(part)[1].loss for part in x.chunk(3)) / 3
+    assert abs(of_parts - of_batch(x)[1].loss) > 1e-4
+
+
 def test_losses_add_to_those_of_the_paper():
     x = torch.randn(9, D, dtype=torch.float64)
     layer = layer_with(SwitchLoss(0.3), ZLoss(0.0), w_importance=0.2)
