@@ -3,8 +3,9 @@
 Each line names a part of the package, the paper's section or equation, and the file::
 
     gates        select k experts for each token         Sec. 2.1     moe_ext/gates/
-    losses       importance loss, load loss, CV²         Sec. 4, A    moe_ext/losses.py
+    losses       importance loss, load loss, CV², ...    Sec. 4, A    moe_ext/losses.py
     experts      feed-forward networks or any modules    Sec. 3.2     moe_ext/experts.py
+                 an expert that processes all tokens                  moe_ext/shared.py
     MoE          gate, dispatch, experts, combine        Eq. 1        moe_ext/moe.py
                  with a two-level gate                   App. B       moe_ext/hierarchical.py
     MoELSTM      an LSTM with a MoE as its weight matrix Sec. 3.1     moe_ext/recurrent/
@@ -27,6 +28,7 @@ from moe_ext._C import empty_cache  # noqa: E402
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts  # noqa: E402
 from moe_ext.gates import (  # noqa: E402
     BalancedGate,
+    ExpertChoiceGate,
     Gate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
@@ -39,14 +41,24 @@ from moe_ext.gates import (  # noqa: E402
     update_selection_bias,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
-from moe_ext.losses import batchwise_loss, cv_squared, importance_loss, load_loss  # noqa: E402
+from moe_ext.losses import (  # noqa: E402
+    RouterLoss,
+    SwitchLoss,
+    ZLoss,
+    batchwise_loss,
+    cv_squared,
+    importance_loss,
+    load_loss,
+)
 from moe_ext.moe import MoE, MoEAux  # noqa: E402
 from moe_ext.recurrent import MoELSTM, MoELSTMCell  # noqa: E402
+from moe_ext.shared import SharedExpert  # noqa: E402
 
 __version__ = _build.version()
 
 __all__ = [
     "BalancedGate",
+    "ExpertChoiceGate",
     "Experts",
     "FeedForwardExperts",
     "Gate",
@@ -59,9 +71,13 @@ __all__ = [
     "MoELSTMCell",
     "ModuleExperts",
     "NoisyTopKGate",
+    "RouterLoss",
     "Routing",
+    "SharedExpert",
     "SoftmaxGate",
+    "SwitchLoss",
     "TopKGate",
+    "ZLoss",
     "balanced_gates",
     "batchwise_loss",
     "batchwise_masks",

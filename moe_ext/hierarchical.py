@@ -12,6 +12,7 @@ from moe_ext.checks import require_k_of_levels
 from moe_ext.distributed.sharding import ExpertParallel
 from moe_ext.experts import Experts
 from moe_ext.gates import Gate, HierarchicalNoisyTopKGate
+from moe_ext.losses import RouterLoss
 from moe_ext.moe import MoE
 from moe_ext.ops import Activation
 
@@ -26,10 +27,12 @@ class _Options(TypedDict, total=False):
     activation_args: Sequence[float] | None
     bias: bool
     experts: Experts | Sequence[nn.Module] | None
+    shared_expert: nn.Module | None
     recompute: bool
     expert_dtype: torch.dtype | None
-    w_importance: float
-    w_load: float
+    w_importance: float | None
+    w_load: float | None
+    losses: Sequence[RouterLoss]
     process_group: ProcessGroup | DeviceMesh | None
     parallel: ExpertParallel | None
 

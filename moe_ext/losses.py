@@ -1,12 +1,24 @@
-"""The balancing losses (Section 4, Appendix A) and the threshold loss (Appendix F)."""
+"""The losses of the paper (Section 4, Appendices A and F) and of later routers."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require, require_shape
+from moe_ext import ops
+from moe_ext.checks import require, require_at_least, require_shape
+from moe_ext.gates.gate import Routing
 from moe_ext.ops import accumulation_dtype
 
-__all__ = ["batchwise_loss", "cv_squared", "importance_loss", "load_loss"]
+__all__ = [
+    "RouterLoss",
+    "SwitchLoss",
+    "ZLoss",
+    "batchwise_loss",
+    "cv_squared",
+    "importance_loss",
+    "load_loss",
+]
 
 
 def cv_squared(values: Tensor) -> Tensor:
@@ -79,3 +91,182 @@ def _weighted(values: Tensor, weight: float) -> Tensor:
     if weight == 0:
         return values.new_zeros((), dtype=accumulation_dtype(values))
     return weight * cv_squared(values)
+
+
+class RouterLoss:
+    """Defines a loss of the routing decisions, for ``MoE(losses=[...])``.
+
+    A loss is a function of sums over tokens or sequences. `MoE` sums the sums of all its losses
+    over the ranks, with one all-reduce. So the loss is that of the whole batch on any number of
+    ranks. The whole batch is the tokens of one forward pass on all ranks that balance together; see
+    balance in `moe_ext.distributed.ExpertParallel`. With gradient accumulation, each micro-batch is
+    such a batch. Derive a custom loss from this class and define `sums` and `value`:
+
+        >>> class EntropyLoss(RouterLoss):
+        ...     name = "router_entropy"
+        ...
+        ...     def sums(self, routing, tokens_per_expert, sequence_offsets):
+        ...         p = routing.probabilities()
+        ...         return -torch.special.xlogy(p, p).sum(), p.new_tensor(len(p))
+        ...
+        ...     def value(self, entropy, num_tokens):
+        ...         return entropy / num_tokens.clamp_min(1)
+
+    Args:
+        weight: the scale of the loss in `MoEAux.loss`, at least 0.
+
+    Attributes:
+        weight: the constructor argument. It may change between steps.
+        name: the key of the unweighted loss in `MoEAux.losses`. It differs between the losses of a
+            layer.
+
+    Raises:
+        ValueError: weight is negative.
+    """
+
+    name: str
+
+    def __init__(self, weight: float) -> None:
+        require_at_least(0, type(self).__name__, weight=weight)
+        self.weight = weight
+
+    def sums(
+        self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Computes the sums over this rank's tokens that the loss depends on.
+
+        Args:
+            routing: the routing decision for T tokens.
+            tokens_per_expert: [E] int64, the number of this rank's tokens for each expert.
+            sequence_offsets: [S + 1] int64; sequence s has the tokens sequence_offsets[s] to
+                sequence_offsets[s + 1] - 1.
+
+        Returns:
+            Tensors in the dtype of routing.logits, with the same shapes on every rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define sums")
+
+    def value(self, *sums: Tensor) -> Tensor:
+        """Computes the unweighted loss, a scalar, from `sums`, summed over the ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must define value")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.weight})"
+
+
+class SwitchLoss(RouterLoss):
+    """Computes E · Σ_i f_i P_i (Fedus et al. 2021, arXiv 2101.03961, Eqs. 4-6).
+
+    The sums run over the T tokens of the batch, with k experts for each token::
+
+        f_i = (number of tokens of expert i) / (k · T)        P_i = 1/T Σ_t p_i(x_t)
+        p(x) = softmax(logits), or scores / Σ_j scores_j for a gate with `Routing.scores`
+
+    f sums to 1 for any k, so the loss is 1 for uniform routing and at most E / k. The paper has
+    k = 1. If k differs between tokens, k · T is the number of (token, expert) assignments. Only P
+    has a gradient. For a noisy gate, f counts the noisy selection, and P has no noise.
+
+    By default, f and P cover the whole batch; see `RouterLoss`. This is the loss of the global
+    batch of Qiu et al. 2025 (arXiv 2501.11873) without gradient accumulation. With
+    ``balance="local"``, f and P cover each rank's tokens.
+
+    With per_sequence, f and P cover a single sequence, and the loss is the mean over the sequences
+    with at least one token. This is the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, Eqs.
+    17-20). A sequence is the dimension before the last of x [..., T, D], without masked-out tokens,
+    or a row of a nested tensor. An x [T, D] is one sequence. A sequence must not be divided between
+    ranks.
+
+    ``load_balancing_loss_func`` of transformers differs: it does not divide by k, and it averages f
+    and P over all layers before their product.
+
+    Args:
+        weight: the scale of the loss in `MoEAux.loss`. The paper uses 0.01.
+        per_sequence: whether to compute the loss of each sequence.
+
+    Attributes:
+        name: "switch_loss"; with per_sequence "switch_loss_per_sequence".
+
+    Raises:
+        ValueError: weight is negative; or in the forward pass, the gate returns no logits.
+    """
+
+    def __init__(self, weight: float, *, per_sequence: bool = False) -> None:
+        super().__init__(weight)
+        self.per_sequence = per_sequence
+        self.name = "switch_loss_per_sequence" if per_sequence else "switch_loss"
+
+    def sums(
+        self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
+    ) -> tuple[Tensor, ...]:
+        p = routing.probabilities()
+        if not self.per_sequence:
+            return tokens_per_expert.to(p.dtype), p.sum(0), torch.ones_like(p[:, 0]).sum()
+        num_tokens = sequence_offsets.diff()
+        counts = _sum_of_sequences(_chosen(routing, p), sequence_offsets)
+        losses = _switch_loss(counts, _sum_of_sequences(p, sequence_offsets), num_tokens)
+        return losses.sum(), num_tokens.count_nonzero().to(p.dtype)
+
+    def value(self, *sums: Tensor) -> Tensor:
+        if not self.per_sequence:
+            return _switch_loss(*sums)
+        total, num_sequences = sums
+        return total / num_sequences.clamp_min(1)
+
+    def __repr__(self) -> str:
+        more = ", per_sequence=True" if self.per_sequence else ""
+        return f"{type(self).__name__}({self.weight}{more})"
+
+
+class ZLoss(RouterLoss):
+    """Computes 1/T Σ_t (log Σ_i exp(logits_ti))² (Zoph et al. 2022, arXiv 2202.08906, Eq. 5).
+
+    The loss keeps logits small, so that their softmax rounds less. T counts the tokens of the whole
+    batch; see `RouterLoss`. For a noisy gate, the logits are without noise.
+
+    Args:
+        weight: the scale of the loss in `MoEAux.loss`. The paper uses 0.001.
+
+    Raises:
+        ValueError: weight is negative; or in the forward pass, the gate returns no logits.
+    """
+
+    name = "z_loss"
+
+    def sums(
+        self, routing: Routing, tokens_per_expert: Tensor, sequence_offsets: Tensor
+    ) -> tuple[Tensor, ...]:
+        require(routing.logits is not None, "ZLoss: logits", "be set by the gate", routing.logits)
+        assert routing.logits is not None
+        # torch.compile does not support torch.logsumexp for the number of tokens of a mask.
+        highest = routing.logits.detach().amax(-1, keepdim=True)
+        log_sum = (routing.logits - highest).exp().sum(-1).log() + highest.squeeze(-1)
+        squares = log_sum.square()
+        return squares.sum(), torch.ones_like(squares).sum()
+
+    def value(self, *sums: Tensor) -> Tensor:
+        squares, num_tokens = sums
+        return squares / num_tokens.clamp_min(1)
+
+
+def _switch_loss(counts: Tensor, probabilities: Tensor, num_tokens: Tensor) -> Tensor:
+    """Computes E · Σ_i f_i P_i from sums over tokens, [..., E], and numbers of tokens [...]."""
+    f = counts / counts.sum(-1, keepdim=True).clamp_min(1)
+    p = probabilities / num_tokens.unsqueeze(-1).clamp_min(1)
+    return counts.shape[-1] * (f * p).sum(-1)
+
+
+def _chosen(routing: Routing, like: Tensor) -> Tensor:
+    """Returns a matrix like `like` [T, E]: 1 for the chosen experts of each token, else 0."""
+    chosen = torch.zeros_like(like, requires_grad=False)
+    if routing.token_offsets is None:
+        return chosen.scatter(1, routing.expert_index, 1)
+    num_slots = len(routing.expert_index)
+    token = torch.repeat_interleave(routing.token_offsets.diff(), output_size=num_slots)
+    return chosen.index_put((token, routing.expert_index), chosen.new_ones(()))
+
+
+def _sum_of_sequences(values: Tensor, sequence_offsets: Tensor) -> Tensor:
+    """Sums values [T, E] over the tokens of each sequence, [S, E], in a fixed order."""
+    ones = values.new_ones(values.shape[:1])
+    rows = torch.arange(values.shape[0], device=values.device)
+    return ops.combine(values, ones, rows, sequence_offsets)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
@@ -24,10 +27,16 @@ from moe_ext.checks import (
 )
 from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
+from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
-from moe_ext.losses import cv_squared, importance_loss, load_loss
+from moe_ext.losses import (
+    RouterLoss,
+    cv_squared,
+    importance_loss,
+    load_loss,
+)
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -36,13 +45,14 @@ class MoEAux(NamedTuple):
     """Holds the losses, statistics and routing decision that a MoE layer returns with y.
 
     Shapes: T tokens that are not masked out, E experts, K experts per token, R (token, expert)
-    assignments. With a process_group and balance="global", loss, importance, load, load_factors and
-    gate_metrics cover the tokens of all ranks. The other attributes cover this rank's tokens.
+    assignments. With a process_group and balance="global", loss, importance, load, load_factors,
+    gate_metrics and losses cover the tokens of all ranks. The other attributes cover this rank's
+    tokens.
 
     Attributes:
-        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the gate's own loss.
-            CV is the coefficient of variation. Add this loss, summed over all MoE layers, to the
-            task loss (mean per token, in nats).
+        loss: scalar, w_importance · CV(importance)² + w_load · CV(load)² + the weighted `losses` +
+            the gate's own loss. CV is the coefficient of variation. Add this loss, summed over all
+            MoE layers, to the task loss (mean per token, in nats).
         importance: [E], the sum of the gates of each expert (Eq. 6).
         load: [E], the smooth estimate of the number of tokens per expert (Appendix A).
         gates: [T, K], or [R] with token_offsets.
@@ -52,6 +62,7 @@ class MoEAux(NamedTuple):
             token_offsets[t + 1] - 1. None: each token has K gates.
         gate_metrics: scalars that the gate reports, by name.
         load_factors: the factors of load for a hierarchical gate, else None; see `Routing`.
+        losses: the unweighted value of each `RouterLoss` of the layer, by name.
     """
 
     loss: Tensor
@@ -63,21 +74,24 @@ class MoEAux(NamedTuple):
     token_offsets: Tensor | None = None
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
     load_factors: tuple[Tensor, ...] | None = None
+    losses: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
     def metrics(self) -> dict[str, float]:
         """Returns the balance metrics of the paper's Table 6 as Python numbers.
 
         The keys are cv_importance, cv_load and max_over_mean_load. The key cv_tokens is the CV of
-        tokens_per_expert. The entries of gate_metrics follow. The call synchronizes with the GPU.
+        tokens_per_expert. The entries of gate_metrics and losses follow. The call synchronizes with
+        the GPU.
         """
         with torch.no_grad():
             load = self.load.double()
+            more = self.gate_metrics | self.losses
             return {
                 "cv_importance": cv_squared(self.importance.double()).sqrt().item(),
                 "cv_load": cv_squared(load).sqrt().item(),
                 "max_over_mean_load": (load.max() / load.mean().clamp_min(1e-30)).item(),
                 "cv_tokens": cv_squared(self.tokens_per_expert.double()).sqrt().item(),
-            } | {name: value.item() for name, value in self.gate_metrics.items()}
+            } | {name: value.item() for name, value in more.items()}
 
 
 # torch.export needs this to save a layer.
@@ -116,6 +130,9 @@ class MoE(nn.Module):
             FeedForwardExperts with hidden_sizes, activation, activation_args, bias and
             expert_dtype. With several ranks, pass only this rank's experts
             (`moe_ext.distributed.ExpertPlacement`).
+        shared_expert: a module from [T, D] to [T, d_output] that processes every token, such as a
+            `SharedExpert`. Its output is added to y. It gets the tokens that the experts get, also
+            their dtype. Every rank has a replica of it. None: no shared expert.
         recompute: whether to recompute the experts in the backward pass instead of saving their
             activations. Costs one extra GEMM for each hidden layer. Results are bitwise identical
             to recompute=False. Custom experts update running statistics, such as those of
@@ -124,7 +141,10 @@ class MoE(nn.Module):
             the gate; y has the dtype of x. After ``layer.to(dtype)``, tokens are cast to the new
             dtype. None: torch's default dtype without a cast. Then x must have the dtype of the
             experts, unless autocast is on.
-        w_importance, w_load: weights of the importance loss and of the load loss.
+        w_importance, w_load: weights of the importance loss and of the load loss. None: 0.1, or 0
+            with losses.
+        losses: losses in place of the paper's, or in addition to them, such as
+            ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
@@ -133,14 +153,16 @@ class MoE(nn.Module):
 
     Attributes:
         gate: the gate module.
+        losses: the constructor argument, as a tuple.
         experts: the experts of this rank.
+        shared_expert: the constructor argument.
         sharding: the assignment of experts to ranks, a `moe_ext.distributed.ExpertSharding`; None
             without process_group and parallel.
 
     Raises:
         ValueError: an argument is out of range, has no effect because gate or experts are given, or
-            differs from the sizes of gate or experts.
-        TypeError: gate, experts or parallel has the wrong type.
+            differs from the sizes of gate or experts. Or two losses have the same name.
+        TypeError: gate, experts, shared_expert, losses or parallel has the wrong type.
 
     Example:
         >>> layer = MoE(d_model=512, num_experts=32, k=4, hidden_sizes=[1024])
@@ -178,10 +200,12 @@ class MoE(nn.Module):
         bias: bool = False,
         gate: Gate | None = None,
         experts: Experts | Sequence[nn.Module] | None = None,
+        shared_expert: nn.Module | None = None,
         recompute: bool = False,
         expert_dtype: torch.dtype | None = None,
-        w_importance: float = 0.1,
-        w_load: float = 0.1,
+        w_importance: float | None = None,
+        w_load: float | None = None,
+        losses: Sequence[RouterLoss] = (),
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
@@ -204,8 +228,10 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens = expert_dtype is not None
-        self.w_importance = w_importance
-        self.w_load = w_load
+        self.losses = _checked_losses(losses)
+        of_paper = 0.0 if losses else 0.1
+        self.w_importance = of_paper if w_importance is None else w_importance
+        self.w_load = of_paper if w_load is None else w_load
         if gate is None:
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
@@ -233,8 +259,14 @@ class MoE(nn.Module):
             self.sharding.require_experts(experts)
         self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
         self._fused = self.experts.fused
+        if not isinstance(shared_expert, nn.Module | None):
+            kind = type(shared_expert).__name__
+            raise TypeError(f"MoE: shared_expert must be a module or None, got {kind}")
+        self.shared_expert = shared_expert
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, MoEAux]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, expert_index: Tensor | None = None
+    ) -> tuple[Tensor, MoEAux]:
         """Maps x [..., D] to y [..., d_output].
 
         Args:
@@ -243,17 +275,41 @@ class MoE(nn.Module):
             mask: [...] bool, True at real tokens. Masked-out tokens never reach the gate, the
                 experts or the losses; their outputs are 0. On CUDA, a mask makes the host
                 synchronize with the device to count the tokens.
+            expert_index: [..., K] int64 or int32, the experts of each token, from an earlier
+                forward pass or an inference engine. `MoEAux.expert_index`, which has only real
+                tokens, is also accepted. Gates, losses and gradients are those of the gate's
+                current parameters. With equal inputs, parameters and noise, outputs are bitwise
+                identical to those of the earlier pass. With a selection bias, or a softmax without
+                renormalize, they agree to rounding. The K experts of a token must differ.
+                `TopKGate` and `NoisyTopKGate` support it. None: the gate selects the experts.
 
         Returns:
             y, in the dtype and layout of x, and a `MoEAux`.
 
         Raises:
-            ValueError: x or mask has the wrong shape, or x is nested and mask is given.
-            TypeError: x is not floating point, mask is not bool, or the gate does not return a
-                `Routing`.
+            ValueError: x, mask or expert_index has the wrong shape, x is nested and mask is given,
+                or the gate cannot use expert_index. On the CPU, also if its values are invalid.
+            TypeError: x is not floating point, mask is not bool, expert_index is not integer, or
+                the gate does not return a `Routing`.
         """
         if x.is_nested:
-            return self._jagged(x, mask)
+            return self._jagged(x, mask, expert_index)
+        return self._forward(x, mask, expert_index)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        expert_index: Tensor | None,
+        sequence_offsets: Tensor | None = None,
+    ) -> tuple[Tensor, MoEAux]:
+        """Implements `forward` without nested tensors.
+
+        sequence_offsets: see `RouterLoss.sums`; None: that of the dimension before the last of x.
+        """
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"MoE: x must have a last dimension of d_model = {self.d_model}, "
@@ -266,8 +322,16 @@ class MoE(nn.Module):
             position = mask.reshape(-1).nonzero().squeeze(1)
             tokens = tokens.index_select(0, position)
 
-        y, routing, tokens_per_expert = self._route_and_mix(tokens)
+        if expert_index is not None:
+            if mask is not None and expert_index.shape[:-1] == mask.shape:
+                expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
+                expert_index = expert_index.index_select(0, position)
+            expert_index = self._checked_index(expert_index, tokens)
+
+        y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
+        if self.shared_expert is not None:
+            y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
@@ -275,6 +339,16 @@ class MoE(nn.Module):
         loss = loss + load_loss(routing.load, self.w_load)
         if routing.loss is not None:
             loss = loss + routing.loss
+        values = {}
+        if self.losses:
+            if sequence_offsets is None:
+                sequence_offsets = _sequence_offsets(x, mask)
+            ranks = None if self.sharding is None else self.sharding.balanced
+            values = _router_losses(
+                self.losses, routing, tokens_per_expert, sequence_offsets, ranks
+            )
+            for each in self.losses:
+                loss = loss + each.weight * values[each.name]
         aux = MoEAux(
             loss,
             routing.importance,
@@ -285,28 +359,58 @@ class MoE(nn.Module):
             routing.token_offsets,
             dict(routing.metrics),
             routing.load_factors,
+            {name: value.detach() for name, value in values.items()},
         )
         # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
-    if TYPE_CHECKING:
-        __call__ = forward
-
-    def _jagged(self, x: Any, mask: Tensor | None) -> tuple[Tensor, MoEAux]:
+    def _jagged(
+        self, x: Any, mask: Tensor | None, expert_index: Tensor | None
+    ) -> tuple[Tensor, MoEAux]:
         """Applies the layer to the values [ΣT, D] of the nested tensor x; mask must be None."""
         if mask is not None:
             raise ValueError(f"MoE: mask must be None if x is nested, got {tuple(mask.shape)}")
         rule = "be a nested tensor [B, j, D] in the jagged layout without gaps"
         jagged = x.layout == torch.jagged and x.dim() == 3 and x._ragged_idx == 1
         require(jagged and x.lengths() is None, "MoE: x", rule, f"{x.layout}, {x.dim()} dimensions")
-        y, aux = self.forward(x.values())
+        y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
-    def _route_and_mix(self, tokens: Tensor) -> tuple[Tensor, Routing, Tensor]:
+    def _checked_index(self, expert_index: Tensor, tokens: Tensor) -> Tensor:
+        """Checks the given experts of tokens [T, D] and returns them as int64 [T, K]."""
+        name, num_tokens = "MoE: expert_index", tokens.shape[0]
+        inner = getattr(self.gate, "_orig_mod", self.gate)
+        replays = "expert_index" in inspect.signature(inner.forward).parameters
+        rule = f"be None for {type(inner).__name__}, whose forward does not take it"
+        require(replays, name, rule, tuple(expert_index.shape))
+        if expert_index.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
+        shape = tuple(expert_index.shape)
+        rule = f"have shape [..., k = {self.k}] with one row for each token of x"
+        require(len(shape) > 0 and shape[-1] == self.k, name, rule, shape)
+        expert_index = expert_index.reshape(-1, self.k).long()
+        if torch.compiler.is_compiling():
+            torch._check(expert_index.shape[0] == num_tokens)
+            return expert_index
+        require(expert_index.shape[0] == num_tokens, name, rule, shape)
+        # A check on CUDA would make the host synchronize with the device.
+        if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
+            low, high = expert_index.min().item(), expert_index.max().item()
+            rule = f"be at least 0 and below num_experts = {self.num_experts}"
+            require(low >= 0 and high < self.num_experts, name, rule, low if low < 0 else high)
+            same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
+            if same.any():
+                rule = "have different experts for each token"
+                require(False, name, rule, expert_index[same][0].tolist())
+        return expert_index
+
+    def _route_and_mix(
+        self, tokens: Tensor, expert_index: Tensor | None
+    ) -> tuple[Tensor, Routing, Tensor]:
         """Returns Σ_i G(x)_i E_i(x) [T, d_output], the routing and tokens_per_expert [E]."""
         ranks = None if self.sharding is None else self.sharding.balanced
-        dtype = next(self.experts.parameters()).dtype if self.casts_tokens else None
+        dtype = self._dtype_of_experts()
         if self.sharding is not None and self.sharding.group_exchange is not None:
             of_groups = gate_of_groups(self.gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -319,7 +423,11 @@ class MoE(nn.Module):
                 recompute=self.recompute,
                 dtype=dtype,
             )
-        routing = self.gate(tokens, ranks)
+        if expert_index is None:
+            routing = self.gate(tokens, ranks)
+        else:
+            replays: Any = self.gate
+            routing = replays(tokens, ranks, expert_index=expert_index)
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
@@ -351,6 +459,19 @@ class MoE(nn.Module):
         )
         return y, plan.tokens_per_expert
 
+    def _shared(self, tokens: Tensor, d_output: int) -> Tensor:
+        """Returns the output [T, d_output] of the shared expert."""
+        assert self.shared_expert is not None
+        dtype = self._dtype_of_experts()
+        y = self.shared_expert(tokens if dtype is None else tokens.to(dtype))
+        rule = f"return [T, d_output = {d_output}]"
+        require(y.dim() == 2 and y.shape[1] == d_output, "MoE: shared_expert", rule, [*y.shape])
+        return y
+
+    def _dtype_of_experts(self) -> torch.dtype | None:
+        """Returns the dtype to which tokens are cast for the experts; None: no cast."""
+        return next(self.experts.parameters()).dtype if self.casts_tokens else None
+
     def _experts_are_fused(self) -> bool:
         # An adapter may replace the experts by a module with only their forward.
         return getattr(self.experts, "fused", self._fused)
@@ -364,6 +485,8 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
+        if self.losses:
+            shown["losses"] = list(self.losses)
         if self.sharding is not None:
             shown["sharding"] = self.sharding
         return ", ".join(f"{name}={value}" for name, value in shown.items())
@@ -385,6 +508,16 @@ def _checked_gate(gate: object, **sizes: int) -> Gate:
     return cast(Gate, gate)
 
 
+def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
+    for loss in losses:
+        if not isinstance(loss, RouterLoss):
+            kind = type(loss).__name__
+            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    names = [loss.name for loss in losses]
+    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
+    return tuple(losses)
+
+
 def _checked_experts(experts: object, **sizes: int) -> Experts:
     if isinstance(experts, nn.ModuleList | Sequence):
         experts = ModuleExperts(experts)
@@ -399,3 +532,38 @@ def _checked_experts(experts: object, **sizes: int) -> Experts:
         rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
         require(given in (None, expected), f"MoE: experts.{name}", rule, given)
     return cast(Experts, experts)
+
+
+def _router_losses(
+    losses: Sequence[RouterLoss],
+    routing: Routing,
+    tokens_per_expert: Tensor,
+    sequence_offsets: Tensor,
+    ranks: Ranks | None,
+) -> dict[str, Tensor]:
+    """Computes the unweighted losses by name, over the tokens of all ranks.
+
+    See `RouterLoss.sums` for the arguments. ranks: the ranks that balance together; None: only this
+    rank.
+    """
+    parts = [loss.sums(routing, tokens_per_expert, sequence_offsets) for loss in losses]
+    sums = iter([tensor for part in parts for tensor in part])
+    if ranks is not None:
+        sums = iter(ranks.sum(*sums))
+    return {
+        loss.name: loss.value(*(next(sums) for _ in part))
+        for loss, part in zip(losses, parts, strict=True)
+    }
+
+
+def _sequence_offsets(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens.
+
+    mask: [..., T] bool, True at real tokens; None: all tokens are real.
+    """
+    *leading, length = x.shape[:-1] or (1,)
+    num_sequences = math.prod(leading)
+    if mask is None:
+        return torch.arange(num_sequences + 1, device=x.device) * length
+    num_tokens = mask.reshape(num_sequences, length).sum(1)
+    return F.pad(num_tokens.cumsum(0), (1, 0))

@@ -119,6 +119,26 @@ def L_load(load, w_load):
     return w_load * CV_squared(load)
 
 
+def L_switch(P_X, chosen):
+    """Fedus et al. 2021 (arXiv 2101.03961), Eqs. 4-6: n · sum of f_i P_i over the experts.
+
+    P_X[t] are the probabilities of row t, chosen[t] its experts. f is a share of the assignments.
+    """
+    n, T = len(P_X[0]), len(P_X)
+    k_T = sum(len(experts) for experts in chosen)
+    loss = 0
+    for i in range(n):
+        f_i = sum(i in experts for experts in chosen) / k_T
+        P_i = sum(p[i] for p in P_X) / T
+        loss = loss + f_i * P_i
+    return n * loss
+
+
+def L_z(logits):
+    """Zoph et al. 2022 (arXiv 2202.08906), Eq. 5: the mean of log(sum of exp)² over the rows."""
+    return sum(torch.log(sum(torch.exp(v_i) for v_i in v)) ** 2 for v in logits) / len(logits)
+
+
 def dispatch(expert_index, n):
     """Sec. 3.1: the batch of each expert, as (token, slot) pairs in token order."""
     batches = [[] for _ in range(n)]
@@ -385,6 +405,13 @@ def L_batchwise(X, T, m, priority=None):
         for i in range(X.shape[1]):
             L = L + (threshold[j, i] - batchwise[j, i]) * (X[j, i] - T[i])
     return L
+
+
+def expert_choice_gates(X, W_g, k):
+    """Zhou et al. 2022 (arXiv 2202.09368), Eq. 1: the scores of each expert's top m rows."""
+    G_sigma_X = torch.stack([G_sigma(x, W_g) for x in X])
+    m = rows_per_expert(k, len(X), W_g.shape[1])
+    return G_sigma_X * M_batchwise(G_sigma_X, m)
 
 
 def balanced_gates(X, W_g, k, T=None, priority=None, training=True):

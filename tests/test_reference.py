@@ -809,3 +809,29 @@ def test_attention_by_hand():
     p, context = ref.attend(ref.A, X, y, U, W, V)
     torch.testing.assert_close(p, vec(3, 1) / 4, rtol=1e-15, atol=0)
     torch.testing.assert_close(context, 0.75 * X[0], rtol=1e-15, atol=0)
+
+
+@pytest.mark.equation("arXiv 2101.03961")
+def test_switch_loss():
+    """f = (2/4, 1/4, 1/4) and P = (0.4, 0.4, 0.2) for two rows with two of three experts."""
+    P_X = [vec(0.5, 0.3, 0.2), vec(0.3, 0.5, 0.2)]
+    assert float(ref.L_switch(P_X, [[0, 1], [2, 0]])) == pytest.approx(1.05, rel=1e-15)
+    assert float(ref.L_switch([vec(0.25, 0.75)], [[1]])) == 1.5
+    assert float(ref.L_switch([vec(0.5, 0.5)] * 2, [[1], [1]])) == 1
+
+
+@pytest.mark.equation("arXiv 2202.08906")
+def test_z_loss():
+    logits = [vec(0.0, 0.0), vec(math.log(3), 0.0)]
+    expected = (math.log(2) ** 2 + math.log(4) ** 2) / 2
+    assert float(ref.L_z(logits)) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.equation("arXiv 2202.09368")
+def test_expert_choice():
+    """Each of two experts takes one of two rows: the row with its largest softmax."""
+    X, W_g = torch.eye(2).double(), torch.stack([vec(math.log(3), 0.0), vec(0.0, 0.0)])
+    assert ref.expert_choice_gates(X, W_g, 1).tolist() == [
+        [pytest.approx(0.75), 0],
+        [0, pytest.approx(0.5)],
+    ]

@@ -10,6 +10,7 @@ Contents, with the paper's equation or section::
     HierarchicalNoisyTopKGate    selects groups, then experts within them     App. B
     BalancedGate                 every expert gets the same number of tokens  App. F
     HierarchicalBalancedGate     balanced gating on two levels                App. B, F
+    ExpertChoiceGate             each expert selects its tokens               arXiv 2202.09368
 """
 
 from moe_ext.gates.balanced import (
@@ -20,6 +21,7 @@ from moe_ext.gates.balanced import (
     batchwise_masks,
     rows_per_expert,
 )
+from moe_ext.gates.expert_choice import ExpertChoiceGate
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
@@ -28,6 +30,7 @@ from moe_ext.gates.softmax import SoftmaxGate, TopKGate, update_selection_bias
 
 __all__ = [
     "BalancedGate",
+    "ExpertChoiceGate",
     "Gate",
     "HierarchicalBalancedGate",
     "HierarchicalGate",

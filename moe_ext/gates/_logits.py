@@ -38,6 +38,18 @@ def logits(
         return product(x.to(wide), weight.to(wide))
 
 
+def only_given(logits: Tensor, expert_index: Tensor | None) -> Tensor:
+    """Sets the logits [T, E] of experts that are not in expert_index [T, K] to -inf.
+
+    A top-k selection then selects exactly the given experts, with unchanged gates. None: returns
+    logits.
+    """
+    if expert_index is None:
+        return logits
+    given = torch.zeros_like(logits, dtype=torch.bool).scatter(1, expert_index, True)
+    return torch.where(given, logits, -torch.inf)
+
+
 @torch.no_grad()
 def zero_(gate: nn.Module) -> None:
     """Sets all parameters and buffers of a gate to zero."""

@@ -48,6 +48,22 @@ class NoisyGate(Gate):
     ) -> tuple[Tensor, ops.TopKSelection]:
         """Returns the clean logits x · w_gate and the selection of the k largest noisy logits.
 
+        See `_noisy_logits` for the other arguments.
+        """
+        terms = self._noisy_logits(x, w_gate, w_noise, plan, token_offsets, noise)
+        return terms[0], ops.noisy_topk_gating(*terms, k, self.noise_epsilon)
+
+    def _noisy_logits(
+        self,
+        x: Tensor,
+        w_gate: Tensor,
+        w_noise: Tensor,
+        plan: ops.DispatchPlan | None = None,
+        token_offsets: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns clean_logits, raw_noise_stddev and noise of `moe_ext.ops.noisy_topk_gating`.
+
         In training mode, x · w_noise gives the standard deviation of the noise. A dispatch plan
         assigns tokens to groups, with token_offsets as in `moe_ext.ops.dispatch`. The results then
         have one row for each (token, group) assignment, and w_gate and w_noise have one matrix for
@@ -73,8 +89,7 @@ class NoisyGate(Gate):
             noise = self.draw_noise(clean_logits) if noise is None else noise
             if plan is not None:
                 noise = ops.dispatch(noise, plan.inverse.reshape(-1, 1))
-        kept = ops.noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k, self.noise_epsilon)
-        return clean_logits, kept
+        return clean_logits, raw_noise_stddev, noise
 
     def _load(
         self, clean_logits: Tensor, kept: ops.TopKSelection, group_offsets: Tensor | None = None

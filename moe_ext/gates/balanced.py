@@ -8,13 +8,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._ragged import select_segments
 from moe_ext.distributed._batchwise import mask_over_ranks
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits, zero_
+from moe_ext.gates._slots import (
+    Agreement,
+    experts_of_rows,
+    experts_of_selected,
+    routing_of_slots,
+    several,
+)
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.losses import batchwise_loss
@@ -28,20 +34,6 @@ __all__ = [
     "batchwise_masks",
     "rows_per_expert",
 ]
-
-
-class _Agreement(NamedTuple):
-    """Compares the threshold mask with the batchwise mask.
-
-    Attributes:
-        loss: L_batchwise.
-        num_differing: number of (token, expert) pairs that only one of the masks selects.
-        num_selected: number of pairs in one mask plus number of pairs in the other mask.
-    """
-
-    loss: Tensor
-    num_differing: Tensor
-    num_selected: Tensor
 
 
 class _Batch(NamedTuple):
@@ -59,13 +51,13 @@ class _Batch(NamedTuple):
     mth_score: Tensor
     group: Tensor | None = None
 
-    def agreement(self, threshold: Tensor) -> _Agreement:
+    def agreement(self, threshold: Tensor) -> Agreement:
         """Compares scores > threshold with the mask; threshold is [G · E]."""
         threshold = threshold.to(self.scores.dtype).view(self.mth_score.shape)
         if self.group is not None:
             threshold = threshold.index_select(0, self.group)
         passes = self.scores > threshold.unsqueeze(-2)
-        return _Agreement(
+        return Agreement(
             batchwise_loss(self.scores, threshold, self.mask),
             (passes != self.mask).count_nonzero(),
             passes.count_nonzero() + self.mask.count_nonzero(),
@@ -91,17 +83,7 @@ def _by_threshold(scores: Tensor, threshold: Tensor) -> _Mask:
 
     NaN scores are selected too: otherwise NaN rows would silently get the output 0.
     """
-    return _Mask(*_experts_of_rows(~(scores <= threshold)))
-
-
-def _several(ranks: Ranks | None) -> Ranks | None:
-    """Returns None if ranks is a single rank, else ranks."""
-    return None if ranks is None or ranks.size == 1 else ranks
-
-
-def _experts_of_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns expert_index and row_offsets of `_Mask` for a bool mask [N, E]."""
-    return mask.nonzero()[:, 1].contiguous(), F.pad(mask.sum(1).cumsum(0), (1, 0))
+    return _Mask(*experts_of_rows(~(scores <= threshold)))
 
 
 @torch.no_grad()
@@ -176,7 +158,7 @@ class StrictlyBalancedGate(Gate):
             mask, mth_score = mask_over_ranks(scores.detach(), k, group_sizes, first_group, ranks)
             group = torch.repeat_interleave(group_sizes, output_size=num_rows)
             batch = _Batch(scores.unsqueeze(1), mask.unsqueeze(1), mth_score, group)
-            return _Mask(*_experts_of_rows(mask), batch)
+            return _Mask(*experts_of_rows(mask), batch)
 
         num_rows //= max(num_groups, 1)
         scores = scores.view(num_groups, num_rows, num_experts)
@@ -184,62 +166,16 @@ class StrictlyBalancedGate(Gate):
         first_expert = first_group * num_experts
         row_index, mth_score = ops.batchwise_topm(scores.detach(), m, first_expert, num_experts)
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, row_index.mT, True)
-        # row_index lists the rows of each expert. The counting sort of dispatch_plan turns it into
-        # the experts of each row. An entry has the position (g·E + e)·m + i.
-        first_row = num_rows * torch.arange(num_groups, device=scores.device)
-        row = row_index + first_row[:, None, None]
-        plan = ops.dispatch_plan(row.view(-1), num_groups * num_rows)
-        expert_index = plan.permutation // max(m, 1) % num_experts
-        return _Mask(expert_index, plan.offsets, _Batch(scores, mask, mth_score))
+        selected = experts_of_selected(row_index, num_rows)
+        return _Mask(*selected, _Batch(scores, mask, mth_score))
 
-    def _agreement(self, mask: _Mask) -> _Agreement | None:
+    def _agreement(self, mask: _Mask) -> Agreement | None:
         """Compares the masks of `threshold`, which the first batch in training mode sets."""
         if mask.batch is None:
             return None
         if self.training:
             _initialize(self.threshold, self.initialized, mask.batch.mth_score)
         return mask.batch.agreement(self.threshold)
-
-    def _routing(
-        self,
-        gates: Tensor,
-        expert_index: Tensor,
-        token_offsets: Tensor,
-        agreements: Sequence[_Agreement],
-        ranks: Ranks | None,
-    ) -> Routing:
-        """Makes a `Routing`; the agreements of all levels give its loss and metrics.
-
-        Importance, load, loss and metrics cover all ranks.
-        """
-        slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
-        parts = [
-            ops.importance(*slots, self.num_experts),
-            ops.importance(torch.ones_like(slots[0]), slots[1], self.num_experts),
-            gates.new_full((), token_offsets.shape[0] - 1),
-            (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
-        ]
-        for column in zip(*agreements, strict=True):
-            parts.append(torch.stack(column).sum(0).to(gates.dtype))
-        sums = parts if ranks is None else ranks.sum(*parts)
-        importance, load, num_tokens, num_without, *agreement = sums
-        num_tokens = num_tokens.clamp_min(1)
-        metrics = {"share_without_expert": num_without / num_tokens}
-        loss = None
-        if agreements:
-            total = _Agreement(*agreement)
-            loss = total.loss / num_tokens
-            metrics["mask_disagreement"] = total.num_differing / total.num_selected.clamp_min(1)
-        return Routing(
-            gates,
-            expert_index,
-            importance,
-            load,
-            token_offsets,
-            equal_load=len(agreements) > 0 and ranks is None,
-            loss=loss,
-            metrics=metrics,
-        )
 
 
 class BalancedGate(StrictlyBalancedGate):
@@ -303,7 +239,7 @@ class BalancedGate(StrictlyBalancedGate):
 
         See `Gate.forward` for ranks.
         """
-        ranks = _several(ranks)
+        ranks = several(ranks)
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
@@ -313,7 +249,9 @@ class BalancedGate(StrictlyBalancedGate):
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
         agreement = self._agreement(mask)
         agreements = [] if agreement is None else [agreement]
-        return self._routing(gates, mask.expert_index, mask.row_offsets, agreements, ranks)
+        slots = gates, mask.expert_index, mask.row_offsets
+        routing = routing_of_slots(self.num_experts, *slots, agreements, ranks)
+        return routing._replace(logits=gate_logits)
 
 
 class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
@@ -377,7 +315,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         gate_logits = self.logits(x, self.w_gate)
         scores = self._scores(gate_logits)
         if self.training or self.batchwise:
-            mask = self._by_batch(scores, self.k_of_levels[0], _several(ranks))
+            mask = self._by_batch(scores, self.k_of_levels[0], several(ranks))
         else:
             mask = _by_threshold(scores, self.threshold)
         gates = ops.selected_softmax(gate_logits, mask.expert_index, mask.row_offsets)
@@ -391,7 +329,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
 
         See `HierarchicalGate.select_experts`.
         """
-        ranks = _several(ranks)
+        ranks = several(ranks)
         groups = self.groups if local is None else self.groups[local]
         w_gate, threshold = (self._rows_of(name, local) for name in self.secondary_parameters)
         batchwise = self.training or self.batchwise
@@ -441,7 +379,7 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         if not batches:
             return ()
         threshold, initialized = self.threshold_secondary, self.initialized_secondary
-        ranks = _several(ranks)
+        ranks = several(ranks)
         # Several ranks have already synchronized with the device, and may read the flag.
         if self.training and (ranks is None or not initialized):
             mth_score = torch.cat([batch.mth_score for batch in batches])
@@ -462,10 +400,9 @@ class HierarchicalBalancedGate(HierarchicalGate, StrictlyBalancedGate):
         assert secondary.slot_offsets is not None
         expert_index = secondary.expert_index(primary.group_index, self.experts_per_group)
         token_offsets = secondary.slot_offsets.index_select(0, primary.token_offsets)
-        agreements = [primary.details, _Agreement(*statistics)] if statistics else []
-        return self._routing(
-            secondary.gates, expert_index, token_offsets, agreements, _several(ranks)
-        )
+        agreements = [primary.details, Agreement(*statistics)] if statistics else []
+        slots = secondary.gates, expert_index, token_offsets
+        return routing_of_slots(self.num_experts, *slots, agreements, several(ranks))
 
     def extra_repr(self) -> str:
         return (

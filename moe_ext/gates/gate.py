@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.checks import require_k, require_sizes
+from moe_ext.checks import require, require_k, require_sizes
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates._logits import logits
 
@@ -34,6 +34,10 @@ class Routing(NamedTuple):
         load_factors: Load_primary(X) [a], Load_i(X^(i)) [a, b] and ``|X^(i)|`` [a] of a groups with
             b experts each. Only a hierarchical noisy gate sets these factors of load, because each
             factor is a sum over tokens and load is not.
+        logits: [T, E], the router's logits x·W_g, without noise, in at least float32. Losses such
+            as `ZLoss` need them. None: the gate does not compute a logit for every expert.
+        scores: [T, E], non-negative scores of the experts, if these are not softmax(logits). See
+            `probabilities`.
     """
 
     gates: Tensor
@@ -45,6 +49,23 @@ class Routing(NamedTuple):
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
     load_factors: tuple[Tensor, ...] | None = None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+    def probabilities(self) -> Tensor:
+        """Computes p(x) [T, E]: softmax(logits), or with scores, scores / Σ_j scores_j.
+
+        A token whose scores are all 0 has probabilities of 0.
+
+        Raises:
+            ValueError: logits and scores are None.
+        """
+        if self.scores is None:
+            require(self.logits is not None, "Routing: logits", "be set by the gate", None)
+            assert self.logits is not None
+            return torch.softmax(self.logits, dim=-1)
+        total = self.scores.sum(-1, keepdim=True)
+        return self.scores / torch.where(total > 0, total, 1)
 
 
 class Gate(nn.Module):
@@ -95,6 +116,10 @@ class Gate(nn.Module):
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes the tokens x [T, D].
 
+        A gate whose forward has a third argument ``expert_index=None`` can replay a routing
+        decision: with expert_index [T, K] int64, it must route each token to the given experts. The
+        gates are those of the current parameters. `MoE.forward` then accepts expert_index too.
+
         Args:
             x: [T, D]; T may be 0.
             ranks: the ranks that balance their tokens together. Importance, load, loss and metrics
@@ -137,6 +162,8 @@ class Gate(nn.Module):
         *,
         load: Tensor | None = None,
         ranks: Ranks | None = None,
+        logits: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> Routing:
         """Makes a `Routing` from gates [T, K]; sums importance and load over the ranks.
 
@@ -145,13 +172,14 @@ class Gate(nn.Module):
             expert_index: [T, K] int64, the expert of each gate.
             load: [E], the load of this rank's tokens; None: the number of routed tokens.
             ranks: the ranks to sum over; see `forward`.
+            logits, scores: see `Routing`.
         """
         if load is None:
             load = ops.importance(torch.ones_like(gates), expert_index, self.num_experts)
         importance = ops.importance(gates, expert_index, self.num_experts)
         if ranks is not None:
             importance, load = ranks.sum(importance, load)
-        return Routing(gates, expert_index, importance, load)
+        return Routing(gates, expert_index, importance, load, logits=logits, scores=scores)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}, k={self.k}"

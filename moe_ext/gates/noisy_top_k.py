@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_ext import ops
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import widened
+from moe_ext.gates._logits import only_given, widened
 from moe_ext.gates._noisy import NoisyGate
 from moe_ext.gates.gate import Routing
 
@@ -57,11 +58,23 @@ class NoisyTopKGate(NoisyGate):
         self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
         self.w_noise = nn.Parameter(torch.zeros(d_model, num_experts))
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None
+    ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing (noisy) logit.
 
-        See `Gate.forward` for ranks.
+        With expert_index, the load in training mode is that of the gate's own selection. See
+        `Gate.forward` for ranks and expert_index.
         """
-        clean_logits, kept = self._select(widened(x), self.w_gate, self.w_noise, self.k)
-        load = self._load(clean_logits, kept) if self.training else None
-        return self.make_routing(kept.gates, kept.expert_index, load=load, ranks=ranks)
+        clean_logits, raw, noise = self._noisy_logits(widened(x), self.w_gate, self.w_noise)
+        settings = raw, noise, self.k, self.noise_epsilon
+        kept = ops.noisy_topk_gating(only_given(clean_logits, expert_index), *settings)
+        load = None
+        if self.training:
+            own = kept
+            if expert_index is not None:
+                own = ops.noisy_topk_gating(clean_logits, *settings)
+            load = self._load(clean_logits, own)
+        return self.make_routing(
+            kept.gates, kept.expert_index, load=load, ranks=ranks, logits=clean_logits
+        )

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import zero_
+from moe_ext.gates._logits import only_given, zero_
 from moe_ext.gates.gate import Gate, Routing
 
 __all__ = ["SoftmaxGate", "TopKGate", "update_selection_bias"]
@@ -42,9 +42,10 @@ class SoftmaxGate(Gate):
 
     def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
         """Routes x [T, D] to all E experts, in index order; see `Gate.forward` for ranks."""
-        gates = torch.softmax(self.logits(x, self.w_gate), dim=-1)
+        logits = self.logits(x, self.w_gate)
+        gates = torch.softmax(logits, dim=-1)
         expert_index = torch.arange(self.num_experts, device=x.device).expand(x.shape[0], -1)
-        return self.make_routing(gates, expert_index, ranks=ranks)
+        return self.make_routing(gates, expert_index, ranks=ranks, logits=logits)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
@@ -146,15 +147,23 @@ class TopKGate(Gate):
             if value is not None:
                 value.zero_()
 
-    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, ranks: Ranks | None = None, expert_index: Tensor | None = None
+    ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing biased score.
 
-        See `Gate.forward` for ranks.
+        See `Gate.forward` for ranks and expert_index.
         """
         logits = self.logits(x, self.w_gate)
         if self.b_gate is not None:
             logits = logits + self.b_gate.to(logits.dtype)
-        routing = self.make_routing(*self._route(logits, self.selection_bias), ranks=ranks)
+        if expert_index is None:
+            selected = self._route(logits, self.selection_bias)
+        else:
+            selected = self._given(logits, expert_index)
+        score = _SCORES.get(self.score)
+        scores = None if score is None else score(logits)
+        routing = self.make_routing(*selected, ranks=ranks, logits=logits, scores=scores)
         if self.training and self.tokens_since_update is not None:
             torch.ops.moe_ext._count_tokens_(self.tokens_since_update, routing.load)
         return routing
@@ -171,6 +180,15 @@ class TopKGate(Gate):
             self.groups_per_token,
             self.group_score_k,
         )
+
+    def _given(self, logits: Tensor, expert_index: Tensor) -> ops.TopKRouting:
+        """Computes the gates of given experts [T, K], in order of decreasing logit."""
+        given = only_given(logits, expert_index)
+        kept = ops.topk_routing(given, self.k, None, self.score, self.renormalize, self.scale)
+        if self.score == "softmax" and not self.renormalize:
+            gates = torch.softmax(logits, dim=-1).gather(1, kept.expert_index) * self.scale
+            return kept._replace(gates=gates)
+        return kept
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKGate:
         """Moves the counts too, and keeps the selection bias in at least float32.
@@ -199,6 +217,11 @@ class TopKGate(Gate):
         return shown + (", logit_bias=True" if self.b_gate is not None else "")
 
 
+# The scores that are not a softmax.
+_SCORES: dict[ops.Score, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: nn.functional.softplus(logits).sqrt(),
+}
 _OPTIONS = (
     "score",
     "renormalize",

@@ -228,7 +228,8 @@ LAYERS: dict[str, Maker] = {
 def call(module: nn.Module, inputs: Tensors) -> Tensors:
     """Names the results of a module."""
     if isinstance(module, Gate):
-        result: Routing = module(inputs["x"])
+        # The C++ modules have no `RouterLoss`, so that their Routing has no logits.
+        result: Routing = module(inputs["x"])._replace(logits=None)
         return named_with_graph(result._asdict())
     if isinstance(module, FeedForwardExperts):
         return dict(y=module(inputs["x"], inputs["offsets"]))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_ext import (
     BalancedGate,
+    ExpertChoiceGate,
     Experts,
     Gate,
     HierarchicalBalancedGate,
@@ -20,8 +21,11 @@ from moe_ext import (
     HierarchicalNoisyTopKGate,
     MoE,
     MoELSTM,
+    SharedExpert,
     SoftmaxGate,
+    SwitchLoss,
     TopKGate,
+    ZLoss,
 )
 from moe_ext.distributed import (
     ExpertParallel,
@@ -87,6 +91,16 @@ KINDS = {
     "a single balanced group": lambda **options: gated(
         HierarchicalBalancedGate(D, 1, 4, (1, 2)), **options
     ),
+    "losses": lambda **options: MoE(
+        D, 5, 2, w_load=0.1, losses=[SwitchLoss(0.3), ZLoss(0.2)], **options
+    ),
+    "balanced losses": lambda **options: gated(
+        BalancedGate(D, 5, 2), losses=[SwitchLoss(0.3), ZLoss(0.2)], **options
+    ),
+    "shared": lambda **options: MoE(
+        D, 5, 2, shared_expert=SharedExpert(D, [4], gated=True), **options
+    ),
+    "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
 
@@ -208,7 +222,7 @@ HOW = {
 }
 
 
-@pytest.mark.equation("Sec. 3.1")
+@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
@@ -326,6 +340,110 @@ def assert_equal_steps(parts, counts, layer, x, y, aux):
         for name, param in layer.named_parameters():
             first, last, _ = part["bounds"].get(name, (0, None, None))
             assert_exact(part["grads"][name], param.grad[first:last])
+
+
+def losses_of_process(group, rank, counts, masked, options):
+    """Returns aux.losses and the gradients of aux.loss; a rank has counts[rank] sequences."""
+    losses = [SwitchLoss(0.3), SwitchLoss(0.2, per_sequence=True), ZLoss(0.1)]
+    layer = layer_of("topk", group, losses=losses, **options)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(counts), 7, D, dtype=torch.float64, generator=generator)
+    mask = torch.rand(x.shape[:2], generator=generator) < 0.7
+    mask[0] = False  # a sequence without real tokens
+    if rank is not None:
+        x, mask = (whole.split(counts)[rank] for whole in (x, mask))
+    x.requires_grad_()
+    y, aux = layer(x, mask if masked else None)
+    (y.sum() * 0 + aux.loss).backward()  # all ranks run the backward pass of the exchange
+    w_gate = layer.gate.w_gate.grad
+    if group is not None:
+        dist.all_reduce(w_gate, group=group)
+        w_gate /= len(counts)
+    x_grad = x.grad if group is None else x.grad / len(counts)
+    return dict(aux.losses), aux.loss.detach(), w_gate, x_grad
+
+
+@pytest.mark.equation("arXiv 2101.03961", "arXiv 2202.08906", "arXiv 2412.19437")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("counts", [[4], [3, 2], [3, 0, 4]], ids=len)
+def test_losses_equal_one_process(workers, counts, masked, recompute):
+    """The losses of the batch and of each sequence, with their gradients."""
+    options = {"recompute": recompute}
+    values, loss, w_gate, x = losses_of_process(None, None, counts, masked, options)
+    parts = workers.run(len(counts), losses_of_process, counts, masked, options)
+    for part in parts:
+        assert part[0].keys() == values.keys()
+        for name, value in values.items():
+            assert_exact(part[0][name], value)
+        assert_exact(part[1], loss)
+        assert_exact(part[2], w_gate)
+    assert_exact(torch.cat([part[3] for part in parts]), x)
+
+
+def replay_of_process(group, rank, kind, counts, masked, options):
+    """Returns y, aux.loss and the gradients with given experts, in random order."""
+    layer = layer_of(kind, group, losses=[SwitchLoss(0.3), ZLoss(0.1)], **options)
+    fix_noise(layer, counts, rank)
+    x, weight = tokens_of(counts)
+    scores = torch.rand(len(x), layer.num_experts, generator=torch.Generator().manual_seed(6))
+    index = scores.argsort(1)[:, : layer.k]
+    if rank is not None:
+        x, weight, index = (whole.split(counts)[rank] for whole in (x, weight, index))
+    x = x.clone().requires_grad_()
+    if masked:  # a masked token after each token
+        mask = torch.tensor([True, False]).expand(len(x), 2)
+        padded = torch.stack([index, torch.zeros_like(index)], 1)
+        y, aux = layer(torch.stack([x, x], 1), mask, expert_index=padded)
+        y = y[:, 0]
+    else:
+        y, aux = layer(x, expert_index=index)
+    parts = 1 if group is None else len(counts)
+    ((y * weight).sum() * parts + aux.loss).backward()
+    sharded = expert_parameters(layer)
+    for name, param in layer.named_parameters():
+        if group is not None and name not in sharded:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= parts
+    bounds = {name: entry.bounds for name, entry in sharded.items()}
+    assert torch.equal(aux.expert_index.sort(1).values, index.sort(1).values)
+    return y.detach(), aux.loss.detach(), grads_of(layer), bounds
+
+
+@pytest.mark.parametrize("how", ["rows", "tokens"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("counts", COUNTS[:3], ids=len)
+@pytest.mark.parametrize("kind", ["flat", "topk"])
+def test_replay_equals_one_process(workers, kind, counts, masked, recompute, how):
+    options = {"recompute": recompute}
+    y, loss, grads, _ = replay_of_process(None, None, kind, counts, masked, options)
+    options |= HOW[how]
+    results = workers.run(len(counts), replay_of_process, kind, counts, masked, options)
+    assert_exact(torch.cat([result[0] for result in results]), y)
+    for _, found, actual, bounds in results:
+        assert_exact(found, loss)
+        assert actual.keys() == grads.keys()
+        for name, expected in grads.items():
+            first, last, _ = bounds.get(name, (0, None, None))
+            assert_exact(actual[name], expected[first:last])
+
+
+def local_losses(group, rank):
+    """Returns the losses of ranks whose tokens all go to one expert, with balance="local"."""
+    losses = [SwitchLoss(1.0), SwitchLoss(1.0, per_sequence=True)]
+    parallel = ExpertParallel(group, balance="local" if rank is not None else "global")
+    layer = MoE(1, 2, 1, gate=TopKGate(1, 2, 1), losses=losses, parallel=parallel)
+    layer.gate.w_gate.data[0] = torch.tensor([9.0, -9.0])
+    sign = torch.tensor([1.0, -1.0])[:, None, None] if rank is None else 1.0 - 2 * rank
+    _, aux = layer(sign * torch.ones(2 if rank is None else 1, 3, 1))
+    return [round(value.item(), 5) for value in aux.losses.values()]
+
+
+def test_local_losses_are_of_each_rank(workers):
+    """Two ranks in opposite imbalance are balanced together; each sequence is not."""
+    assert local_losses(None, None) == [1, 2]
+    assert workers.run(2, local_losses) == [[2, 2]] * 2
 
 
 S = 4

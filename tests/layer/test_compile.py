@@ -6,7 +6,7 @@ import pytest
 import torch
 from assertions import assert_same_bits, tensors_of
 
-from moe_ext import BalancedGate, MoE, MoEAux, MoELSTM
+from moe_ext import BalancedGate, MoE, MoEAux, MoELSTM, SwitchLoss, TopKGate, ZLoss
 
 D, E = 6, 5
 
@@ -69,6 +69,22 @@ def test_inductor_equals_eager(device):
     actual = results(compiled, layer, torch.randn(7, D, device=device))
     assert all(a.isfinite().all() for a in actual)
     assert float(actual[2].sum()) == pytest.approx(7, rel=1e-5)  # importance: the gates sum to 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_losses_compile(device, masked, balanced):
+    gate = BalancedGate(D, E, 2) if balanced else TopKGate(D, E, 2)
+    losses = [SwitchLoss(0.1), SwitchLoss(0.1, per_sequence=True), ZLoss(0.1)]
+    layer = MoE(D, E, 2, gate=gate, losses=losses).to(device)
+    torch.nn.init.normal_(layer.gate.w_gate)
+    layer(torch.randn(20, D, device=device))  # sets the thresholds
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((3, 7), (4, 5)):
+        x = torch.randn(*shape, D, device=device)
+        mask = torch.rand(shape, device=device) < 0.6 if masked else None
+        actual, expected = ([*f(x, mask)[1].losses.values()] for f in (compiled, layer))
+        assert_close(actual, expected)
 
 
 def test_gated_and_deep_experts_compile(device):

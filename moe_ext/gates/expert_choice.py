@@ -1,0 +1,91 @@
+"""Expert choice: each expert selects its tokens (arXiv 2202.09368)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext import ops
+from moe_ext.distributed._batchwise import mask_over_ranks
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates._logits import zero_
+from moe_ext.gates._slots import (
+    experts_of_rows,
+    experts_of_selected,
+    routing_of_slots,
+    several,
+)
+from moe_ext.gates.gate import Gate, Routing
+from moe_ext.ops._balanced_gating import rows_per_expert
+
+__all__ = ["ExpertChoiceGate"]
+
+
+class ExpertChoiceGate(Gate):
+    """Lets each expert select the m tokens with its largest scores (Zhou et al. 2022).
+
+    The scores are S = softmax(x·W_g) over the experts. Expert i gets the m = k·T/E tokens of the
+    batch with the largest S(x)_i (`moe_ext.gates.rows_per_expert`). The gates are these scores, not
+    renormalized (arXiv 2202.09368, Eq. 1 with capacity factor k)::
+
+        G(x)_i = S(x)_i if x is among the m tokens of expert i, else 0
+
+    A token has k experts on average, and 0 to E in an extreme case. The output of a token without
+    experts is 0. All experts have the same load, so that no balancing loss is needed.
+
+    The gate is not causal: the experts of a token depend on all other tokens of the batch, also on
+    later tokens. Evaluation mode does not change this. So a language model with this gate can see
+    the future, and it cannot decode token by token. `BalancedGate` has thresholds for evaluation.
+
+    With several ranks, an expert selects from the tokens of all ranks.
+
+    W_g starts at zero, so all scores are equal. A fixed pseudo-random function then assigns tokens
+    to experts (`moe_ext.ops.batchwise_topm`). The metric share_without_expert is the fraction of
+    tokens without experts.
+
+    Args:
+        d_model: D, the width of x.
+        num_experts: E, the number of experts.
+        k: mean number of experts per token, 1 <= k <= E. The paper calls it capacity factor.
+
+    Attributes:
+        w_gate: [D, E] parameter W_g.
+
+    Raises:
+        ValueError: a size is below 1, or k is not between 1 and num_experts.
+    """
+
+    routes_by_batch: ClassVar[bool] = True
+
+    def __init__(self, d_model: int, num_experts: int, k: int) -> None:
+        super().__init__(d_model, num_experts, k)
+        self.w_gate = nn.Parameter(torch.zeros(d_model, num_experts))
+
+    def reset_parameters(self) -> None:
+        """Sets W_g to zero, its initial value."""
+        zero_(self)
+
+    def forward(self, x: Tensor, ranks: Ranks | None = None) -> Routing:
+        """Routes x [T, D]; the experts of each token are in index order.
+
+        See `Gate.forward` for ranks.
+        """
+        ranks = several(ranks)
+        logits = self.logits(x, self.w_gate)
+        scores = torch.softmax(logits, dim=-1)
+        num_tokens = scores.shape[0]
+        if ranks is None:
+            m = rows_per_expert(self.k, num_tokens, self.num_experts)
+            selected = ops.batchwise_topm(scores.detach().unsqueeze(0), m)
+            expert_index, token_offsets = experts_of_selected(selected.row_index, num_tokens)
+        else:
+            here = torch.tensor([num_tokens], device=scores.device)
+            mask, _ = mask_over_ranks(scores.detach(), self.k, here, 0, ranks)
+            expert_index, token_offsets = experts_of_rows(mask)
+        num_slots = expert_index.shape[0]
+        token = torch.repeat_interleave(token_offsets.diff(), output_size=num_slots)
+        gates = scores.view(-1).index_select(0, token * self.num_experts + expert_index)
+        routing = routing_of_slots(self.num_experts, gates, expert_index, token_offsets, [], ranks)
+        return routing._replace(equal_load=ranks is None, logits=logits)

@@ -1,0 +1,86 @@
+"""The shared expert of a layer, which processes every token (arXiv 2401.06066)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from moe_ext.experts import FeedForwardExperts
+from moe_ext.gates._logits import logits
+from moe_ext.ops import Activation
+
+__all__ = ["SharedExpert"]
+
+
+class SharedExpert(nn.Module):
+    """Computes a feed-forward network of every token, for ``MoE(shared_expert=...)``.
+
+    A shared expert is always on (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, Eq. 9). The layer
+    adds its output to that of the routed experts. N shared experts of width F without output bias
+    are a single shared expert of width N · F, because their outputs are summed.
+
+    With gated, the output is sigmoid(x·w_gate) E(x), as in Qwen2-MoE (arXiv 2407.10671). The logit
+    is computed in at least float32.
+
+    Args:
+        d_model: D, the width of x.
+        hidden_sizes: widths of the hidden layers.
+        activation, bias, d_output, dtype: see `FeedForwardExperts`.
+        gated: whether a sigmoid of each token scales the output. w_gate starts at zero, so all
+            sigmoids are 0.5.
+        recompute: whether to recompute the hidden layers in the backward pass; see `MoE`.
+
+    Attributes:
+        expert: a `FeedForwardExperts` with a single expert.
+        w_gate: [D, 1] parameter; None without gated.
+
+    Raises:
+        ValueError: see `FeedForwardExperts`.
+    """
+
+    w_gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        d_model: int,
+        hidden_sizes: Sequence[int],
+        *,
+        activation: Activation = "relu",
+        bias: bool = False,
+        d_output: int | None = None,
+        dtype: torch.dtype | None = None,
+        gated: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.expert = FeedForwardExperts(
+            1,
+            d_model,
+            hidden_sizes,
+            activation=activation,
+            bias=bias,
+            d_output=d_output,
+            dtype=dtype,
+        )
+        self.register_parameter("w_gate", nn.Parameter(torch.zeros(d_model, 1)) if gated else None)
+
+    def reset_parameters(self) -> None:
+        """Reinitializes the weights of the expert and sets w_gate to zero."""
+        self.expert.reset_parameters()
+        if self.w_gate is not None:
+            nn.init.zeros_(self.w_gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps the tokens x [T, D] to [T, d_output]."""
+        if self.w_gate is None:
+            return self.expert(x, None, recompute=self.recompute)
+        row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+        gates = logits(x, self.w_gate).sigmoid()
+        return self.expert(x, None, inverse=row, gates=gates, recompute=self.recompute)
+
+    if TYPE_CHECKING:
+        __call__ = forward
