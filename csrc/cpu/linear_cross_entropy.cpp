@@ -44,7 +44,7 @@ constexpr int64_t kTileClasses = 512;
 constexpr int64_t kMinTokens = 48, kMaxTokens = 192, kMinBlocks = 8;
 
 // The kept logits of a thread. If fewer than kMinKept tokens fit, recomputing is faster.
-constexpr int64_t kKeptBytes = 7 << 20, kMinKept = 24;
+constexpr int64_t kKeptBytes = 7 << 20, kMinKept = 48;
 
 // Tokens are taken in multiples of this, which fill the tiles of the GEMM.
 constexpr int64_t kTokensMultiple = 6;

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear layer (Section 5.3's softmax), without its logits in memory."""
+"""The cross-entropy of a linear layer (App. C.1), without its logits in memory."""
 
 from typing import Literal
 
