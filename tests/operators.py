@@ -1083,7 +1083,7 @@ TABLE = {
         + [dict(T=3, D=0, V=4, bias=True), dict(T=3, D=2, V=4, reduction="sum", ignored=3)],
         typical=[
             dict(T=T, D=3, V=E, bias=True, reduction="none", label_smoothing=0.1),
-            dict(T=7, D=3, V=9, bias=True, ignored=2, z_loss=0.1, softcap=3.0),
+            dict(T=7, D=3, V=9, bias=True, ignored=2, z_loss=0.1, softcap=3),
             dict(T=6, D=4, V=5, reduction="sum", recompute=True),
             dict(T=0, D=3, V=4, reduction="sum"),
         ],
@@ -1107,7 +1107,7 @@ TABLE = {
             (ValueError, "target", shorter("target"), shape_of("target")),
             *numbers("reduction", "average"),
             *numbers("label_smoothing", -0.1, 1.1, math.nan),
-            *numbers("z_loss", -0.1, math.nan), *numbers("softcap", 0.0, -1.0, math.nan),
+            *numbers("z_loss", -0.1, math.nan), *numbers("softcap", 0, -1, math.nan),
         ],
         backward_bad=[
             (ValueError, "grad_loss", shorter("grad_loss")),

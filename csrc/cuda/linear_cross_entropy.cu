@@ -134,19 +134,19 @@ class LinearCrossEntropy {
   // dL/dloss = 1.
   void forward(const Tensor& losses, const Tensor& lse,
                const std::vector<Tensor>& gradients) const {
+    const bool differentiates = std::any_of(gradients.begin(), gradients.end(),
+                                            [](const Tensor& each) { return each.numel() > 0; });
     for_each_block(
         gradients, [&](int64_t first, const Products<scalar_t>& products, int64_t num_tokens) {
           launch(loss_kernel<scalar_t, acc_t>, grid(num_tokens), kThreads, 0, products,
                  targets() + first, ignore_index_, function_,
                  losses.mutable_data_ptr<acc_t>() + first, lse.mutable_data_ptr<acc_t>() + first);
-          differentiate(first, products, num_tokens, lse, nullptr);
+          if (differentiates) differentiate(first, products, num_tokens, lse, nullptr);
         });
   }
 
   // Writes the gradients that are not empty; grad is dL/dloss of each token, or undefined for 1.
   void backward(const Tensor& lse, const Tensor& grad, const std::vector<Tensor>& gradients) const {
-    const bool differentiates = std::any_of(gradients.begin(), gradients.end(),
-                                            [](const Tensor& each) { return each.numel() > 0; });
     for_each_block(gradients,
                    [&](int64_t first, const Products<scalar_t>& products, int64_t num_tokens) {
                      differentiate(first, products, num_tokens, lse,
@@ -242,7 +242,7 @@ std::vector<Tensor> linear_cross_entropy_backward_cuda(const Tensor& grad_loss,
                        results);
       if (!options.reduces()) return;
       Tensor factor = grad_loss;
-      if (options.reduction == "mean") factor = grad_loss / problem.num_targets().clamp_min(1);
+      if (options.reduction == "mean") factor = grad_loss.div(problem.num_targets().clamp_min(1));
       for (const Tensor& result : results) result.mul_(factor);
     });
   }
