@@ -377,7 +377,9 @@ def test_cross_entropy_by_hand():
     # q = 3/5, 1/5, 1/5 and lse = ln 4
     smooth = 3 / 5 * math.log(2) + 2 / 5 * math.log(4)
     torch.testing.assert_close(ref.CrossEntropy(logits, 0, 3 / 5), vec(smooth)[0])
-    torch.testing.assert_close(ref.CrossEntropy(logits, 0, 0.0, 0.5), vec(math.log(2) + math.log(4) ** 2 / 2)[0])
+    torch.testing.assert_close(
+        ref.CrossEntropy(logits, 0, 0.0, 0.5), vec(math.log(2) + math.log(4) ** 2 / 2)[0]
+    )
 
 
 @pytest.mark.equation("App. C.1")

@@ -13,7 +13,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     reduction: Literal["none", "mean", "sum"] = "mean",
-    ignore_index: int | None = None,
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -45,7 +45,7 @@ def linear_cross_entropy(
         target: [T] int64, in [0, V) or ignore_index.
         linear_bias: [V], or None.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
-        ignore_index: the target of tokens without loss and gradient; None: -100.
+        ignore_index: the target of tokens without loss and gradient.
         label_smoothing: ε in [0, 1], the weight of the uniform distribution (arXiv 1512.00567).
         z_loss: the weight of the squared log-sum-exp.
         softcap: c > 0, or None.
@@ -66,7 +66,7 @@ def linear_cross_entropy(
         target,
         linear_bias,
         reduction,
-        -100 if ignore_index is None else ignore_index,
+        ignore_index,
         label_smoothing,
         z_loss,
         softcap,

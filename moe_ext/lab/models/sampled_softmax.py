@@ -16,13 +16,11 @@ from torch.autograd.function import once_differentiable
 from moe_ext.checks import require
 from moe_ext.lab.models.softmax import (
     check_arguments,
-    linear_cross_entropy,
-    linear_nll,
     logits_of,
     row_blocks,
     to_product_dtype,
 )
-from moe_ext.ops import accumulation_dtype
+from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
 class Draw(NamedTuple):
@@ -115,8 +113,8 @@ def sampled_cross_entropy(
 
     The result is the sum over t of -ln softmax(logits_t)[targets_t]. The logit of class c in row t
     is hidden_t weight_c + bias_c - ln E(c). E(c) is the expected count of c in a sample. A target
-    that is also a sampled class counts once. Rows are processed in blocks as in
-    `linear_cross_entropy`, so the [T, S] logits are never stored as a whole.
+    that is also a sampled class counts once. Rows are processed in blocks,
+    so the [T, S] logits are never stored as a whole.
 
     Args:
         hidden: [T, D].
@@ -257,7 +255,9 @@ class SampledSoftmax(nn.Linear):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes the summed cross-entropy in nats of hidden [T, D] and targets [T] int64."""
         if self.sampler is None or not self.training:
-            return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+            return linear_cross_entropy(
+                hidden, self.weight, targets, linear_bias=self.bias, reduction="sum"
+            )
         classes, num_tries = self.sampler.draw()
         classes = classes.to(targets.device)
         log_expected = (self.sampler.log_expected_count(c, num_tries) for c in (classes, targets))
@@ -267,4 +267,7 @@ class SampledSoftmax(nn.Linear):
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes -ln p of each target under the full softmax, without gradient: [T], nats."""
-        return linear_nll(hidden, self.weight, self.bias, targets)
+        with torch.no_grad():
+            return linear_cross_entropy(
+                hidden, self.weight, targets, linear_bias=self.bias, reduction="none"
+            )
