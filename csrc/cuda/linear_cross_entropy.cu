@@ -186,7 +186,11 @@ class LinearCrossEntropy {
            rows.size(0));
       if (needs(0))
         gradients[0].slice(0, first, first + rows.size(0)).copy_(at::mm(logits, weight_));
-      if (needs(1)) gradients[1].add_(at::mm(logits.t(), rows));
+      if (needs(1)) {
+        // A sum over many tokens can overflow float16.
+        const auto type = std::is_same_v<scalar_t, at::Half> ? at::kFloat : rows.scalar_type();
+        gradients[1].add_(at::mm(logits.t().to(type), rows.to(type)));
+      }
       if (needs(2)) gradients[2].add_(at::sum(logits, 0, false, gradients[2].scalar_type()));
     }
   }

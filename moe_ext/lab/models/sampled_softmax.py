@@ -7,7 +7,7 @@ covers all classes.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -255,9 +255,7 @@ class SampledSoftmax(nn.Linear):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes the summed cross-entropy in nats of hidden [T, D] and targets [T] int64."""
         if self.sampler is None or not self.training:
-            return linear_cross_entropy(
-                hidden, self.weight, targets, linear_bias=self.bias, reduction="sum"
-            )
+            return self._full_loss(hidden, targets, "sum")
         classes, num_tries = self.sampler.draw()
         classes = classes.to(targets.device)
         log_expected = (self.sampler.log_expected_count(c, num_tries) for c in (classes, targets))
@@ -268,6 +266,11 @@ class SampledSoftmax(nn.Linear):
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes -ln p of each target under the full softmax, without gradient: [T], nats."""
         with torch.no_grad():
-            return linear_cross_entropy(
-                hidden, self.weight, targets, linear_bias=self.bias, reduction="none"
-            )
+            return self._full_loss(hidden, targets, "none")
+
+    def _full_loss(
+        self, hidden: Tensor, targets: Tensor, reduction: Literal["none", "sum"]
+    ) -> Tensor:
+        """Computes the loss of the full softmax; the GEMMs have the dtype of hidden."""
+        weight, bias = self.weight.to(hidden.dtype), self.bias.to(hidden.dtype)
+        return linear_cross_entropy(hidden, weight, targets, linear_bias=bias, reduction=reduction)
