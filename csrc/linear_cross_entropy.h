@@ -137,8 +137,8 @@ inline int64_t count_targets(const char* op, const Tensor& target, int64_t num_c
   return count;
 }
 
-// Creates the gradients of input, weight and bias in `type`, or in the dtype of the argument;
-// shape [0] if a gradient is not needed or there is no bias.
+// Creates the gradients of input, weight and bias in `type`. A gradient has shape [0] if it is not
+// needed or there is no bias.
 inline std::vector<Tensor> linear_cross_entropy_gradients(Empty& empty,
                                                           const Classifier& classifier,
                                                           const c10::List<bool>& needs,

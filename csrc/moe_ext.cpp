@@ -104,7 +104,7 @@ TORCH_LIBRARY(moe_ext, m) {
   // c tanh(./c) of them with softcap c: loss_t = lse_t - (1 - eps) l_t,target - eps mean_v l_tv +
   // z_loss lse_t^2, where lse_t = ln sum_v e^l_tv and eps is label_smoothing.
   // Shapes: input [T, D], linear_weight [V, D], target [T]. The loss is [T] or reduced over the
-  // tokens whose target is not ignore_index. keep_gradients has a value for input, linear_weight
+  // tokens whose target is not ignore_index. Flags in keep_gradients stand for input, linear_weight
   // and linear_bias: whether to compute the gradient of the reduced loss in forward. The others
   // have shape [0].
   m.def(

@@ -41,6 +41,7 @@ struct CrossEntropy {
 
 // dL/dl_v = softmax p_v - uniform - [v = y] target, where p_v = e^(l_v - lse):
 //   softmax = g (1 + 2 z lse),   uniform = g eps / V,   target = g (1 - eps),   g = dL/dloss
+//
 // All are 0 if g is 0, as for an ignored token, even if lse is not finite.
 template <typename T>
 struct LogitGradient {

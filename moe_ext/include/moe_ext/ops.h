@@ -210,8 +210,8 @@ struct LinearCrossEntropyOptions {
 //   loss_t = lse_t - (1 - eps) l_t,target - eps mean_v(l_tv) + z_loss lse_t^2
 //   lse_t = ln sum_v exp(l_tv)
 //
-// The [T, V] logits are never in memory. If the loss is reduced and a gradient is required, the
-// gradients are computed while the logits are there, and the backward pass only scales them. With
+// The [T, V] logits are never in memory. If the loss is reduced, the forward pass computes
+// the required gradients. The backward pass only scales them. With
 // "none" or recompute, the backward pass recomputes the logits.
 //
 //   input: [T, D].
