@@ -27,7 +27,7 @@ def linear_cross_entropy(
         lse_t  = ln Σ_v exp(l_tv)
         loss_t = lse_t - (1 - ε) · l_t,target - ε · mean_v(l_tv) + z_loss · lse_t²
 
-    The arguments are those of `torch.nn.functional.linear_cross_entropy`, with class indices as
+    The arguments are those of ``torch.nn.functional.linear_cross_entropy``, with class indices as
     targets. The term with z_loss keeps the logits near 0 (PaLM, arXiv 2204.02311). With softcap,
     every logit l becomes c · tanh(l / c) (Gemma 2, arXiv 2408.00118).
 
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     is reduced, the forward pass also computes the required gradients, for three GEMMs in all (Liger
     Kernel, arXiv 2410.10989). The gradients stay in memory until the backward pass scales them.
     With reduction="none" or `recompute`, the backward pass recomputes the logits: four GEMMs. On
-    the CPU, a reduced loss of more than 38,000 classes needs four GEMMs too.
+    the CPU, a reduced float32 loss of over 38,000 classes needs four GEMMs too.
 
     A token's loss and gradient do not depend on the other tokens, bit for bit.
 

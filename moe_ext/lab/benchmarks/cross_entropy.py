@@ -71,7 +71,8 @@ def gradients(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> None:
     loss(x, weight, target).backward()
 
 
-def measure(num_tokens: int, width: int, num_classes: int, dtype: torch.dtype, rounds: int) -> Row:
+def measure(shape: Sequence[int], dtype: torch.dtype, rounds: int) -> Row:
+    num_tokens, width, num_classes = shape
     x = torch.randn(num_tokens, width, dtype=dtype, requires_grad=True)
     weight = (torch.randn(num_classes, width) / width**0.5).to(dtype).requires_grad_()
     target = torch.randint(num_classes, (num_tokens,))
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     print(f"{options.dtype}, {options.threads} threads; {environment()}\n")
     dtype = getattr(torch, options.dtype)
     with pinned(options.threads):
-        rows = [measure(*shape, dtype, options.rounds) for shape in options.shape or SHAPES]
+        rows = [measure(shape, dtype, options.rounds) for shape in options.shape or SHAPES]
     report_rows(
         rows,
         ["T, D, V", "moe_ext, ms", *(f"{name}, ms" for name in list(LOSSES)[1:])]
