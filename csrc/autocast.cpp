@@ -1,10 +1,12 @@
-// Autocast: gating and load run in float32, the experts' GEMMs in autocast's lower-precision type.
+// Autocast: gating and load run in float32, the GEMMs of the experts and of the cross-entropy in
+// autocast's lower-precision type.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include <tuple>
 
 #include "experts_operator.h"
+#include "linear_cross_entropy.h"
 #include "operator.h"
 
 namespace moe_ext {
@@ -69,11 +71,26 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
 }
 
 template <c10::DeviceType device>
+LinearCrossEntropyOutputs linear_cross_entropy(const Classifier& classifier,
+                                               const LossOptions& options,
+                                               const c10::List<bool>& keep_gradients) {
+  const BelowAutocast<device> guard;
+  const auto type = at::autocast::get_autocast_dtype(device);
+  const Tensor input = cached_cast(type, classifier.input, device);
+  const Tensor weight = cached_cast(type, classifier.weight, device);
+  const OptionalTensor bias = cached_cast(type, classifier.bias, device);
+  return call_linear_cross_entropy(
+      {.input = input, .weight = weight, .target = classifier.target, .bias = bias}, options,
+      keep_gradients);
+}
+
+template <c10::DeviceType device>
 void register_for(torch::Library& m) {
   m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
   m.impl("topk_routing", &topk_routing<device>);
   m.impl("load", &load<device>);
   m.impl("experts", &experts_of<experts<device>>);
+  m.impl("linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "factored.h"
 #include "gating.h"
 #include "importance.h"
+#include "linear_cross_entropy.h"
 #include "load.h"
 #include "topk_routing.h"
 
@@ -138,6 +139,23 @@ ExpertsGradients experts_backward_meta(const Tensor& grad_y, const Tensor& x,
           experts_gradients_of(empty, network, needs_parameters)};
 }
 
+LinearCrossEntropyOutputs linear_cross_entropy_meta(const Classifier& classifier,
+                                                    const LossOptions& options,
+                                                    const c10::List<bool>& keep_gradients) {
+  check_linear_cross_entropy("linear_cross_entropy", classifier, options, "keep_gradients",
+                             keep_gradients);
+  return linear_cross_entropy_outputs(empty, classifier, options, keep_gradients);
+}
+
+std::vector<Tensor> linear_cross_entropy_backward_meta(const Tensor& grad_loss,
+                                                       const Classifier& classifier,
+                                                       const LossOptions& options,
+                                                       const Tensor& lse, at::TensorList gradients,
+                                                       const c10::List<bool>& needs) {
+  check_linear_cross_entropy_backward(grad_loss, classifier, options, lse, gradients, needs);
+  return linear_cross_entropy_gradients(empty, classifier, needs, classifier.input.scalar_type());
+}
+
 void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                         const Tensor& lr, const Tensor& correction, double decay, double gain,
                         double eps, bool) {
@@ -165,5 +183,9 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("_combine_backward", &moe_ext::combine_backward_meta);
   m.impl("experts", &moe_ext::experts_of<moe_ext::experts_meta>);
   m.impl("_experts_backward", &moe_ext::experts_backward_of<moe_ext::experts_backward_meta>);
+  m.impl("linear_cross_entropy",
+         &moe_ext::linear_cross_entropy_of<moe_ext::linear_cross_entropy_meta>);
+  m.impl("_linear_cross_entropy_backward",
+         &moe_ext::linear_cross_entropy_backward_of<moe_ext::linear_cross_entropy_backward_meta>);
   m.impl("factored_step_", &moe_ext::factored_step_meta);
 }

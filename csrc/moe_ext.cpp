@@ -120,6 +120,28 @@ TORCH_LIBRARY(moe_ext, m) {
       "-> (Tensor x, Tensor gates, Tensor[] parameters)",
       tags);
 
+  // The cross-entropy of the classes with logits l = input linear_weight^T + linear_bias, or l =
+  // c tanh(./c) of them with softcap c: loss_t = lse_t - (1 - eps) l_t,target - eps mean_v l_tv +
+  // z_loss lse_t^2, where lse_t = ln sum_v e^l_tv and eps is label_smoothing.
+  // Shapes: input [T, D], linear_weight [V, D], target [T]. The loss is [T] or reduced over the
+  // tokens whose target is not ignore_index. Flags in keep_gradients stand for input, linear_weight
+  // and linear_bias: whether to compute the gradient of the reduced loss in forward. The others
+  // have shape [0].
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, "
+      "Tensor? linear_bias, str reduction, int ignore_index, float label_smoothing, float z_loss, "
+      "float? softcap, bool[] keep_gradients) "
+      "-> (Tensor loss, Tensor lse, Tensor[] gradients)",
+      tags);
+  // Scales the kept gradients; recomputes the logits if `gradients` is empty. A gradient that is
+  // not needed has shape [0].
+  m.def(
+      "_linear_cross_entropy_backward(Tensor grad_loss, Tensor input, Tensor linear_weight, "
+      "Tensor target, Tensor? linear_bias, str reduction, int ignore_index, "
+      "float label_smoothing, float z_loss, float? softcap, Tensor lse, Tensor[] gradients, "
+      "bool[] needs) -> Tensor[]",
+      tags);
+
   // App. D: row <- decay row + gain mean_j(grad^2); column likewise, with the mean over i. Then
   // param <- param - lr grad / (sqrt(row column^T / mean(row) correction) + eps). All three are
   // updated in place, for each matrix of param [..., R, C], with row [..., R] and column [..., C].

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "experts_operator.h"
+#include "linear_cross_entropy.h"
 #include "operator.h"
 #include "tensor.h"
 
@@ -92,6 +93,22 @@ Tensor experts(const Tensor& x, at::TensorList weights, at::TensorList biases,
                             .activation = activation,
                             .activation_args = activation_args};
   return std::get<0>(call_experts(x, routing, network, differentiated && !options.recompute));
+}
+
+Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                            const LinearCrossEntropyOptions& options) {
+  const bool keeps =
+      at::GradMode::is_enabled() && options.reduction != "none" && !options.recompute;
+  const auto& bias = options.linear_bias;
+  return std::get<0>(call_linear_cross_entropy(
+      {.input = input, .weight = linear_weight, .target = target, .bias = bias},
+      {.reduction = options.reduction,
+       .ignore_index = options.ignore_index,
+       .label_smoothing = options.label_smoothing,
+       .z_loss = options.z_loss,
+       .softcap = options.softcap},
+      c10::List<bool>({keeps && input.requires_grad(), keeps && linear_weight.requires_grad(),
+                       keeps && bias && bias->requires_grad()})));
 }
 
 void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,

@@ -353,6 +353,23 @@ def HierarchicalMoE(
     return Y, G_X, Importance_H(G_primary_X, G_secondary_X), load
 
 
+# Appendix C.1: the softmax over V words. W has a row for each word; y is the target's index.
+
+
+def Logits(x, W, b=None, c=None):
+    """x·W_v + b_v of each word; c tanh(./c) of it if a softcap c is given."""
+    logits = [x @ W[v] if b is None else x @ W[v] + b[v] for v in range(len(W))]
+    return torch.stack(logits if c is None else [c * torch.tanh(l_v / c) for l_v in logits])
+
+
+def CrossEntropy(logits, y, eps=0.0, z=0.0):
+    """-sum_v q_v log p_v + z lse^2 with p = Softmax(logits); q mixes the target and 1 / V."""
+    V = len(logits)
+    lse = torch.logsumexp(logits, 0)
+    q = [eps / V + (1 - eps if v == y else 0) for v in range(V)]
+    return sum(q[v] * (lse - logits[v]) for v in range(V)) + z * lse**2
+
+
 # Appendix F: strictly balanced gating. X is the batch of softmax gates, G_sigma(x) its rows.
 
 

@@ -76,7 +76,9 @@ TYPES = {
     "Tensor[]?": "at::TensorList",
     "SymInt": "int64_t",
     "SymInt?": "std::optional<int64_t>",
+    "int": "int64_t",
     "float": "double",
+    "float?": "std::optional<double>",
     "bool": "bool",
     "str": "std::string_view",
     "float[]?": "at::ArrayRef<double>",
@@ -108,7 +110,8 @@ def declarations():
         flat = []
         for each in " ".join(arguments.split()).split(", "):
             kind, argument, default = parsed(each)
-            flat += members("ExpertsOptions") if argument == "options" else [parsed(each)]
+            struct = re.search(r"\w+Options", kind)
+            flat += members(struct[0]) if argument == "options" else [parsed(each)]
         found[name] = result, flat
     return found
 
@@ -137,11 +140,12 @@ def test_every_operator_has_a_function():
 
 @pytest.mark.parametrize("name", schemas())
 def test_functions_have_the_arguments_of_the_schema(name):
-    """experts differs: C++ and Python pass the routing as options, and recompute."""
+    """Operators with options differ: C++ and Python pass recompute instead of what to keep."""
     arguments, results = schemas()[name]
     result, declared = declarations()[name]
-    if name == "experts":
-        arguments = [("bool", "recompute", ...) if each[1] == "keep_hidden" else each
+    if name in ("experts", "linear_cross_entropy"):
+        kept = ("keep_hidden", "keep_gradients")
+        arguments = [("bool", "recompute", ...) if each[1] in kept else each
                      for each in arguments]  # fmt: skip
         arguments.sort(key=lambda each: [other for _, other, _ in declared].index(each[1]))
         results = [""]

@@ -367,6 +367,29 @@ def test_load_h_has_a_gradient_to_the_primary_gate():
     assert all(g.abs().max() > 0 for g in grads)
 
 
+@pytest.mark.equation("App. C.1")
+def test_cross_entropy_by_hand():
+    """The words have p = 1/2, 1/4, 1/4: the logits are the logarithms of 2, 1, 1."""
+    logits = ref.Logits(vec(1, math.log(2)), torch.stack([vec(0, 1), vec(0, 0), vec(0, 0)]))
+    torch.testing.assert_close(logits, vec(math.log(2), 0, 0))
+    torch.testing.assert_close(ref.CrossEntropy(logits, 0), vec(math.log(2))[0])
+    torch.testing.assert_close(ref.CrossEntropy(logits, 1), vec(math.log(4))[0])
+    # q = 3/5, 1/5, 1/5 and lse = ln 4
+    smooth = 3 / 5 * math.log(2) + 2 / 5 * math.log(4)
+    torch.testing.assert_close(ref.CrossEntropy(logits, 0, 3 / 5), vec(smooth)[0])
+    torch.testing.assert_close(
+        ref.CrossEntropy(logits, 0, 0.0, 0.5), vec(math.log(2) + math.log(4) ** 2 / 2)[0]
+    )
+
+
+@pytest.mark.equation("App. C.1")
+def test_softcap_by_hand():
+    """tanh(ln(3) / 2) = 1/2; a logit far from 0 becomes the softcap."""
+    W = torch.stack([vec(1), vec(-1), vec(1000)])
+    logits = ref.Logits(vec(math.log(3)), W, vec(0, 0, 5), 2.0)
+    torch.testing.assert_close(logits, vec(1, -1, 2))
+
+
 @pytest.mark.equation("App. F")
 def test_masks_by_hand():
     X = torch.stack([vec(0.5, 0.2), vec(0.3, 0.4), vec(0.5, 0.1)])

@@ -23,6 +23,7 @@ from moe_ext.ops._experts import (
 )
 from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
 from moe_ext.ops._importance import importance
+from moe_ext.ops._linear_cross_entropy import linear_cross_entropy
 from moe_ext.ops._load import load
 from moe_ext.ops._topk_routing import Score, TopKRouting, topk_routing
 
@@ -43,6 +44,7 @@ __all__ = [
     "dispatch_plan",
     "experts",
     "importance",
+    "linear_cross_entropy",
     "load",
     "noisy_topk_gating",
     "selected_softmax",

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of the experts' GEMMs for `torch.utils.flop_counter.FlopCounterMode`."""
+"""Counts the FLOPs of the operators' GEMMs for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from collections.abc import Sequence
 from math import prod
@@ -57,3 +57,22 @@ def _experts_backward(
     recomputed = [] if hidden else weights[:last]
     products = [weight for weight, needed in zip(weights, needs_parameters, strict=False) if needed]
     return _of_rows(x, inverse, [*passed, *recomputed, *products])
+
+
+def _of_classes(input: Shape, linear_weight: Shape, num_products: int) -> int:
+    return 2 * num_products * prod(input) * linear_weight[0]
+
+
+@register_flop_formula(torch.ops.moe_ext.linear_cross_entropy)
+def _linear_cross_entropy(input: Shape, linear_weight: Shape, *rest: Any, **out: Any) -> int:
+    *_, keep_gradients = rest
+    return _of_classes(input, linear_weight, 1 + sum(keep_gradients[:2]))
+
+
+@register_flop_formula(torch.ops.moe_ext._linear_cross_entropy_backward)
+def _linear_cross_entropy_backward(
+    grad_loss: Shape, input: Shape, linear_weight: Shape, *rest: Any, **out: Any
+) -> int:
+    """Counts the recomputed logits and the gradients; scaling kept gradients needs no GEMM."""
+    *_, gradients, needs = rest
+    return 0 if gradients else _of_classes(input, linear_weight, 1 + sum(needs[:2]))

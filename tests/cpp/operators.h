@@ -82,6 +82,19 @@ inline const std::map<std::string, Operator> operators = {
                              .recompute = a.number<bool>("recompute")},
                             activation_args)};
      }},
+    {"linear_cross_entropy",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto softcap = a.find("softcap");
+       return {ops::linear_cross_entropy(
+           a["input"], a["linear_weight"], a["target"],
+           {.linear_bias = a.find("linear_bias"),
+            .reduction = a.find("reduction") ? a.text("reduction") : "mean",
+            .ignore_index = a.number<int64_t>("ignore_index", -100),
+            .label_smoothing = a.number("label_smoothing", 0.0),
+            .z_loss = a.number("z_loss", 0.0),
+            .softcap = softcap ? std::optional(softcap->item<double>()) : std::nullopt,
+            .recompute = a.number<bool>("recompute")})};
+     }},
     {"factored_step_",
      [](const Tree& a) -> std::vector<Tensor> {
        auto param = a["param"].clone(), row = a["row"].clone(), column = a["column"].clone();

@@ -33,8 +33,6 @@ from moe_ext.lab.models import (
     MoEConfig,
     SampledSoftmax,
     evaluating,
-    linear_cross_entropy,
-    linear_nll,
     sampled_cross_entropy,
 )
 
@@ -70,16 +68,15 @@ def random_batch(lengths, padding=0, fill=0):
     return Batch(inputs, targets, mask, torch.arange(len(lengths)))
 
 
-def test_linear_cross_entropy_equals_its_definition_across_blocks():
-    rows, width, classes = 300, 4, 8192  # three blocks, the last one short
-    hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(classes, width, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(classes, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(classes, (rows,))
-    leaves = (hidden, weight, bias)
+def test_the_full_softmax_equals_its_definition():
+    """The loss of the module, its gradients, and the loss of each row."""
+    softmax = SampledSoftmax(4, 700, dtype=torch.float64)
+    hidden = torch.randn(300, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(700, (300,))
+    leaves = (hidden, softmax.weight, softmax.bias)
 
-    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
-    actual = linear_cross_entropy(hidden, weight, bias, targets)
+    expected = F.cross_entropy(softmax(hidden), targets, reduction="sum")
+    actual = softmax.loss(hidden, targets)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
     for a, b in zip(
         torch.autograd.grad(3 * actual, leaves),
@@ -87,50 +84,19 @@ def test_linear_cross_entropy_equals_its_definition_across_blocks():
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    nll = linear_nll(hidden, weight, bias, targets)
-    assert nll.shape == (rows,) and not nll.requires_grad
+    nll = softmax.nll(hidden, targets)
+    assert nll.shape == (300,) and not nll.requires_grad
     torch.testing.assert_close(nll.sum(), expected.detach(), rtol=1e-12, atol=0)
 
 
-def test_linear_cross_entropy_survives_large_logits():
-    hidden = torch.tensor([[100.0]], requires_grad=True)
-    weight = torch.tensor([[10.0], [-10.0], [9.0]])
-    loss = linear_cross_entropy(hidden, weight, torch.zeros(3), torch.tensor([1]))
-    assert loss.item() == pytest.approx(2000.0)
-    loss.backward()
-    assert hidden.grad.item() == pytest.approx(20.0)
-
-
-def test_linear_cross_entropy_of_many_rows_in_float16():
-    """The gradient of the mean fits float16; the gradient of the sum does not."""
-    rows, classes = 4000, 8192
-    hidden, bias = torch.full((rows, 1), 50.0).half(), torch.zeros(classes).half()
-    weight, targets = bias[:, None].clone().requires_grad_(), torch.zeros(rows, dtype=torch.int64)
-    (linear_cross_entropy(hidden, weight, bias, targets) / rows).backward()
-    assert weight.grad.dtype == torch.float16
-    assert weight.grad[0].item() == pytest.approx(-50, rel=1e-2)
-    assert weight.grad[1:].sum().item() == pytest.approx(50, rel=1e-2)
-
-
-def test_linear_cross_entropy_without_gradient_makes_none(monkeypatch):
-    monkeypatch.setattr(torch, "zeros_like", None)  # used to make gradients
-    weight = torch.randn(7, 4, requires_grad=True)
-    arguments = torch.randn(5, 4), weight, torch.zeros(7), torch.randint(7, (5,))
-    with torch.no_grad():
-        loss = linear_cross_entropy(*arguments)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, linear_nll(*arguments).sum(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("target", [-100, 7])
+@pytest.mark.parametrize("target", [-1, 7])
 def test_targets_that_are_no_class(target):
-    hidden, weight, bias = torch.randn(2, 4), torch.randn(7, 4), torch.zeros(7)
-    softmax = SampledSoftmax(4, 7, 3)
+    hidden, softmax = torch.randn(2, 4), SampledSoftmax(4, 7, 3)
     targets = torch.tensor([3, target])
-    with pytest.raises(ValueError, match="^linear_cross_entropy: targets must"):
-        linear_cross_entropy(hidden, weight, bias, targets)
-    with pytest.raises(ValueError, match="^sampled_cross_entropy: targets must .*got .*(7|-100)"):
+    with pytest.raises(ValueError, match="^sampled_cross_entropy: targets must .*got .*(7|-1)"):
         softmax.loss(hidden, targets)
+    with pytest.raises(IndexError, match="^linear_cross_entropy: target must .*got (7|-1)"):
+        softmax.eval().loss(hidden, targets)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +117,8 @@ def test_shapes_that_do_not_fit_a_softmax(name, value):
         name: value,
     }
     draw = torch.tensor([1, 2]), torch.zeros(2), torch.zeros(2)
-    for function, more in (
-        (linear_cross_entropy, ()),
-        (linear_nll, ()),
-        (sampled_cross_entropy, draw),
-    ):
-        with pytest.raises(ValueError, match=f"^{function.__name__}: {name} must"):
-            function(*arguments.values(), *more)
+    with pytest.raises(ValueError, match=f"^sampled_cross_entropy: {name} must"):
+        sampled_cross_entropy(*arguments.values(), *draw)
 
 
 def test_evaluating_leaves_each_modules_mode():
@@ -168,16 +129,15 @@ def test_evaluating_leaves_each_modules_mode():
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
-def test_linear_cross_entropy_under_autocast():
-    hidden = torch.randn(20, 16, requires_grad=True)
-    weight, bias = torch.randn(30, 16, requires_grad=True), torch.zeros(30)
-    targets = torch.randint(30, (20,))
+def test_the_full_softmax_under_autocast():
+    softmax = SampledSoftmax(16, 30)
+    hidden, targets = torch.randn(20, 16, requires_grad=True), torch.randint(30, (20,))
     with torch.autocast("cpu", torch.bfloat16):
-        actual = linear_cross_entropy(hidden, weight, bias, targets)
+        actual = softmax.loss(hidden, targets)
     assert actual.dtype == torch.float32
     actual.backward()
-    assert weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
-    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    assert softmax.weight.grad.dtype == torch.float32 and hidden.grad.dtype == torch.float32
+    expected = F.cross_entropy(softmax(hidden), targets, reduction="sum")
     # A bfloat16 dot product of 16 terms of size 1 errs by about 4 * 2^-9; 20 of them are summed.
     assert abs(actual.item() - expected.item()) < 0.3
 

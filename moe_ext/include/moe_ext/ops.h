@@ -221,6 +221,44 @@ MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorLi
                            std::string_view activation = "relu", const ExpertsOptions& options = {},
                            at::ArrayRef<double> activation_args = {});
 
+// How the losses of the tokens are computed and reduced; see linear_cross_entropy.
+struct LinearCrossEntropyOptions {
+  // [V]; absent: no bias.
+  OptionalTensor linear_bias = std::nullopt;
+  // "mean" over the tokens that are not ignored, "sum", or "none".
+  std::string_view reduction = "mean";
+  // The target of tokens without loss and gradient.
+  int64_t ignore_index = -100;
+  // eps in [0, 1], the weight of the uniform distribution.
+  double label_smoothing = 0.0;
+  // The weight of the squared log-sum-exp.
+  double z_loss = 0.0;
+  // c > 0: each logit l becomes c tanh(l / c).
+  std::optional<double> softcap = std::nullopt;
+  // Whether to save only the log-sum-exp for the backward pass, not the gradients. Results agree to
+  // rounding.
+  bool recompute = false;
+};
+
+// Computes the cross-entropy of the V classes of a linear layer, such as the next words. With the
+// logits l = input linear_weight^T + linear_bias, the loss of token t is
+//
+//   loss_t = lse_t - (1 - eps) l_t,target - eps mean_v(l_tv) + z_loss lse_t^2
+//   lse_t = ln sum_v exp(l_tv)
+//
+// The [T, V] logits are never in memory. If the loss is reduced, the forward pass computes
+// the required gradients. The backward pass only scales them. With
+// "none" or recompute, the backward pass recomputes the logits.
+//
+//   input: [T, D].
+//   linear_weight: [V, D].
+//   target: [T] int64, in [0, V) or ignore_index.
+//
+// Returns a scalar in nats, or [T] with "none"; float32 for half-precision inputs.
+MOE_EXT_API Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight,
+                                        const Tensor& target,
+                                        const LinearCrossEntropyOptions& options = {});
+
 // Updates param [..., R, C] by one step of factored Adam or Adagrad (Appendix D):
 //
 //   row    <- decay * row    + gain * mean over the columns of grad^2      [..., R]

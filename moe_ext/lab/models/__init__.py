@@ -10,7 +10,6 @@ from moe_ext.lab.models.sampled_softmax import (
     SampledSoftmax,
     sampled_cross_entropy,
 )
-from moe_ext.lab.models.softmax import linear_cross_entropy, linear_nll
 from moe_ext.lab.models.translation import TranslationModel, TranslationModelConfig
 
 AnyModel = LanguageModel | TranslationModel
@@ -31,7 +30,5 @@ __all__ = [
     "TranslationModelConfig",
     "evaluating",
     "fit_kneser_ney",
-    "linear_cross_entropy",
-    "linear_nll",
     "sampled_cross_entropy",
 ]

@@ -7,7 +7,7 @@ covers all classes.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,11 @@ from torch.autograd.function import once_differentiable
 from moe_ext.checks import require
 from moe_ext.lab.models.softmax import (
     check_arguments,
-    linear_cross_entropy,
-    linear_nll,
     logits_of,
     row_blocks,
     to_product_dtype,
 )
-from moe_ext.ops import accumulation_dtype
+from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
 class Draw(NamedTuple):
@@ -115,8 +113,8 @@ def sampled_cross_entropy(
 
     The result is the sum over t of -ln softmax(logits_t)[targets_t]. The logit of class c in row t
     is hidden_t weight_c + bias_c - ln E(c). E(c) is the expected count of c in a sample. A target
-    that is also a sampled class counts once. Rows are processed in blocks as in
-    `linear_cross_entropy`, so the [T, S] logits are never stored as a whole.
+    that is also a sampled class counts once. Rows are processed in blocks,
+    so the [T, S] logits are never stored as a whole.
 
     Args:
         hidden: [T, D].
@@ -257,7 +255,7 @@ class SampledSoftmax(nn.Linear):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes the summed cross-entropy in nats of hidden [T, D] and targets [T] int64."""
         if self.sampler is None or not self.training:
-            return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+            return self._full_loss(hidden, targets, "sum")
         classes, num_tries = self.sampler.draw()
         classes = classes.to(targets.device)
         log_expected = (self.sampler.log_expected_count(c, num_tries) for c in (classes, targets))
@@ -267,4 +265,12 @@ class SampledSoftmax(nn.Linear):
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Computes -ln p of each target under the full softmax, without gradient: [T], nats."""
-        return linear_nll(hidden, self.weight, self.bias, targets)
+        with torch.no_grad():
+            return self._full_loss(hidden, targets, "none")
+
+    def _full_loss(
+        self, hidden: Tensor, targets: Tensor, reduction: Literal["none", "sum"]
+    ) -> Tensor:
+        """Computes the loss of the full softmax; the GEMMs have the dtype of hidden."""
+        weight, bias = self.weight.to(hidden.dtype), self.bias.to(hidden.dtype)
+        return linear_cross_entropy(hidden, weight, targets, linear_bias=bias, reduction=reduction)

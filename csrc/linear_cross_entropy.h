@@ -1,0 +1,204 @@
+// linear_cross_entropy: its arguments as the dispatcher passes them, their checks, and its outputs.
+#pragma once
+
+#include <ATen/core/List.h>
+
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "operator.h"
+
+namespace moe_ext {
+
+// The linear layer and the targets of its outputs.
+struct Classifier {
+  const Tensor& input;   // [T, D]
+  const Tensor& weight;  // [V, D]
+  const Tensor& target;  // [T], in [0, V) or ignore_index
+  const OptionalTensor& bias;
+
+  c10::SymInt num_tokens() const { return input.sym_size(0); }
+  c10::SymInt num_classes() const { return weight.sym_size(0); }
+};
+
+// The loss of a token, and how the tokens are reduced.
+struct LossOptions {
+  std::string_view reduction;  // "none", "mean" or "sum"
+  int64_t ignore_index;
+  double label_smoothing;
+  double z_loss;
+  std::optional<double> softcap;
+
+  bool reduces() const { return reduction != "none"; }
+};
+
+// The loss, the log-sum-exp of each token, and the gradients of input, weight and bias.
+using LinearCrossEntropyOutputs = std::tuple<Tensor, Tensor, std::vector<Tensor>>;
+
+// Adapts kernel(classifier, options, keep_gradients) to the dispatcher.
+template <auto kernel>
+LinearCrossEntropyOutputs linear_cross_entropy_of(const Tensor& input, const Tensor& linear_weight,
+                                                  const Tensor& target,
+                                                  const OptionalTensor& linear_bias,
+                                                  std::string_view reduction, int64_t ignore_index,
+                                                  double label_smoothing, double z_loss,
+                                                  std::optional<double> softcap,
+                                                  const c10::List<bool>& keep_gradients) {
+  return kernel(
+      Classifier{.input = input, .weight = linear_weight, .target = target, .bias = linear_bias},
+      LossOptions{.reduction = reduction,
+                  .ignore_index = ignore_index,
+                  .label_smoothing = label_smoothing,
+                  .z_loss = z_loss,
+                  .softcap = softcap},
+      keep_gradients);
+}
+
+// Adapts kernel(grad_loss, classifier, options, lse, gradients, needs) to the dispatcher.
+template <auto kernel>
+std::vector<Tensor> linear_cross_entropy_backward_of(
+    const Tensor& grad_loss, const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+    const OptionalTensor& linear_bias, std::string_view reduction, int64_t ignore_index,
+    double label_smoothing, double z_loss, std::optional<double> softcap, const Tensor& lse,
+    at::TensorList gradients, const c10::List<bool>& needs) {
+  return kernel(
+      grad_loss,
+      Classifier{.input = input, .weight = linear_weight, .target = target, .bias = linear_bias},
+      LossOptions{.reduction = reduction,
+                  .ignore_index = ignore_index,
+                  .label_smoothing = label_smoothing,
+                  .z_loss = z_loss,
+                  .softcap = softcap},
+      lse, gradients, needs);
+}
+
+// These two call the operators through the dispatcher.
+inline LinearCrossEntropyOutputs call_linear_cross_entropy(const Classifier& classifier,
+                                                           const LossOptions& options,
+                                                           const c10::List<bool>& keep_gradients) {
+  static const auto op =
+      find_operator<decltype(linear_cross_entropy_of<nullptr>)>("moe_ext::linear_cross_entropy");
+  return op.call(classifier.input, classifier.weight, classifier.target, classifier.bias,
+                 options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
+                 options.softcap, keep_gradients);
+}
+
+inline std::vector<Tensor> call_linear_cross_entropy_backward(
+    const Tensor& grad_loss, const Classifier& classifier, const LossOptions& options,
+    const Tensor& lse, at::TensorList gradients, const c10::List<bool>& needs) {
+  static const auto op = find_operator<decltype(linear_cross_entropy_backward_of<nullptr>)>(
+      "moe_ext::_linear_cross_entropy_backward");
+  return op.call(grad_loss, classifier.input, classifier.weight, classifier.target, classifier.bias,
+                 options.reduction, options.ignore_index, options.label_smoothing, options.z_loss,
+                 options.softcap, lse, gradients, needs);
+}
+
+inline void check_linear_cross_entropy(const char* op, const Classifier& classifier,
+                                       const LossOptions& options, const char* flags_name,
+                                       const c10::List<bool>& flags) {
+  const auto& [input, weight, target, bias] = classifier;
+  check_dim(op, "input", input, 2);
+  check_floating(op, "input", input);
+  check_dim(op, "linear_weight", weight, 2);
+  const auto type = input.scalar_type();
+  const auto num_classes = classifier.num_classes();
+  check_argument(op, "linear_weight", weight, input, type, {num_classes, input.sym_size(1)});
+  check_index(op, "target", target, input, {classifier.num_tokens()});
+  if (bias) check_argument(op, "linear_bias", *bias, input, type, {num_classes});
+  TORCH_CHECK_VALUE(num_classes >= 1, op, ": linear_weight must have at least 1 row, got ",
+                    num_classes);
+  const auto& [reduction, ignore_index, label_smoothing, z_loss, softcap] = options;
+  TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum", op,
+                    ": reduction must be none, mean or sum, got '", reduction, "'");
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, op,
+                    ": label_smoothing must be between 0 and 1, got ", label_smoothing);
+  TORCH_CHECK_VALUE(z_loss >= 0, op, ": z_loss must be at least 0, got ", z_loss);
+  TORCH_CHECK_VALUE(!softcap || *softcap > 0, op, ": softcap must be above 0, got ",
+                    softcap.value_or(1));
+  TORCH_CHECK_VALUE(flags.size() == 3, op, ": ", flags_name,
+                    " must have a value for input, linear_weight and linear_bias, got ",
+                    flags.size(), " values");
+}
+
+// Checks the values of contiguous int64 CPU targets; returns the number of targets that are not
+// ignored.
+inline int64_t count_targets(const char* op, const Tensor& target, int64_t num_classes,
+                             int64_t ignore_index) {
+  const at::IntArrayRef targets(target.const_data_ptr<int64_t>(), target.numel());
+  int64_t count = 0;
+  for (const int64_t y : targets) {
+    if (y == ignore_index) continue;
+    TORCH_CHECK_INDEX(y >= 0 && y < num_classes, op, ": target must be at least 0 and below ",
+                      num_classes, ", or ignore_index = ", ignore_index, ", got ", y);
+    ++count;
+  }
+  return count;
+}
+
+// Creates the gradients of input, weight and bias in `type`. A gradient has shape [0] if it is not
+// needed or there is no bias.
+inline std::vector<Tensor> linear_cross_entropy_gradients(Empty& empty,
+                                                          const Classifier& classifier,
+                                                          const c10::List<bool>& needs,
+                                                          at::ScalarType type) {
+  std::vector<Tensor> gradients;
+  const Tensor& input = classifier.input;
+  const auto add = [&](const Tensor* of) {
+    const bool needed = of != nullptr && needs[gradients.size()];
+    gradients.push_back(needed ? empty(input, of->sym_sizes(), type) : empty(input, {0}, type));
+  };
+  add(&input);
+  add(&classifier.weight);
+  add(classifier.bias ? &*classifier.bias : nullptr);
+  return gradients;
+}
+
+inline c10::SymDimVector loss_shape(const Classifier& classifier, const LossOptions& options) {
+  if (options.reduces()) return {};
+  return {classifier.num_tokens()};
+}
+
+// The gradients are kept only if the loss is reduced: they are then known but for a factor.
+inline c10::List<bool> kept_gradients(const LossOptions& options,
+                                      const c10::List<bool>& keep_gradients) {
+  if (options.reduces()) return keep_gradients;
+  return c10::List<bool>({false, false, false});
+}
+
+// The results have the accumulation type; the kept gradients, too, because a sum over the tokens
+// can overflow a half-precision type before backward scales it.
+inline LinearCrossEntropyOutputs linear_cross_entropy_outputs(
+    Empty& empty, const Classifier& classifier, const LossOptions& options,
+    const c10::List<bool>& keep_gradients) {
+  const auto type = accumulate_type(classifier.input);
+  return {empty(classifier.input, loss_shape(classifier, options), type),
+          empty(classifier.input, {classifier.num_tokens()}, type),
+          linear_cross_entropy_gradients(empty, classifier, kept_gradients(options, keep_gradients),
+                                         type)};
+}
+
+inline void check_linear_cross_entropy_backward(const Tensor& grad_loss,
+                                                const Classifier& classifier,
+                                                const LossOptions& options, const Tensor& lse,
+                                                at::TensorList gradients,
+                                                const c10::List<bool>& needs) {
+  constexpr auto op = "_linear_cross_entropy_backward";
+  check_linear_cross_entropy(op, classifier, options, "needs", needs);
+  const auto& input = classifier.input;
+  const auto type = accumulate_type(input);
+  check_argument(op, "grad_loss", grad_loss, input, type, loss_shape(classifier, options));
+  check_argument(op, "lse", lse, input, type, {classifier.num_tokens()});
+  if (gradients.empty()) return;  // they are recomputed
+  TORCH_CHECK_VALUE(gradients.size() == 3, op, ": gradients must have 3 tensors or none, got ",
+                    gradients.size());
+  const auto check = [&](size_t i, c10::SymIntArrayRef shape) {
+    if (needs[i]) check_argument(op, "gradients", gradients[i], input, type, shape);
+  };
+  check(0, input.sym_sizes());
+  check(1, classifier.weight.sym_sizes());
+  if (classifier.bias) check(2, classifier.bias->sym_sizes());
+}
+
+}  // namespace moe_ext

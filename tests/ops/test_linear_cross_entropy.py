@@ -1,0 +1,142 @@
+"""The cross-entropy of a linear layer: what the table of operators does not show."""
+
+import math
+
+import pytest
+import torch
+from assertions import assert_same_bits, recorded_ops
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ext import ops
+
+pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. C.1")]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("V", [700, 60_000])
+def test_replaces_the_function_of_torch(device, V, reduction):
+    """At 60,000 classes, no block of logits is kept and the CPU recomputes them."""
+    X = torch.randn(60, 5, dtype=torch.float64, device=device, requires_grad=True)
+    W = torch.randn(V, 5, dtype=torch.float64, device=device, requires_grad=True)
+    b = torch.randn(V, dtype=torch.float64, device=device, requires_grad=True)
+    target = torch.randint(V, (60,), device=device)
+    target[::7] = -100
+    options = dict(linear_bias=b, reduction=reduction, label_smoothing=0.1, ignore_index=-100)
+    expected = F.linear_cross_entropy(X, W, target, **options)
+    actual = ops.linear_cross_entropy(X, W, target, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, (X, W, b), upstream),
+        torch.autograd.grad(expected, (X, W, b), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.emulated(False)  # GEMMs on CUDA may depend on the batch
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_does_not_depend_on_the_others(dtype, recompute):
+    X, W = torch.randn(400, 24).to(dtype), torch.randn(1100, 24).to(dtype).requires_grad_()
+    target = torch.randint(1100, (400,))
+
+    def rows(chosen):
+        x = X[chosen].requires_grad_()
+        options = dict(reduction="sum", recompute=recompute)
+        loss = ops.linear_cross_entropy(x, W, target[chosen], reduction="none")
+        total = ops.linear_cross_entropy(x, W, target[chosen], **options)
+        return loss.detach(), torch.autograd.grad(total, x)[0]
+
+    whole = rows(slice(0, 400))
+    for chosen in (slice(0, 1), slice(3, 12), slice(100, 299), slice(399, 400)):
+        for part, all_rows in zip(rows(chosen), whole, strict=True):
+            assert_same_bits(part, all_rows[chosen])
+
+
+def test_large_logits(device):
+    X = torch.tensor([[100.0]], device=device, requires_grad=True)
+    W = torch.tensor([[10.0], [-10.0], [9.0]], device=device)
+    loss = ops.linear_cross_entropy(X, W, torch.tensor([1], device=device))
+    assert loss.item() == pytest.approx(2000.0)
+    loss.backward()
+    assert X.grad.item() == pytest.approx(20.0)
+
+
+def test_classes_with_a_bias_of_minus_infinity(device):
+    """They have no probability, even if they fill the first tile."""
+    X = torch.randn(3, 4, device=device, requires_grad=True)
+    W, b = torch.randn(600, 4, device=device), torch.zeros(600, device=device)
+    b[:550] = -math.inf
+    target = torch.tensor([550, 580, 599], device=device)
+    actual = ops.linear_cross_entropy(X, W, target, linear_bias=b)
+    expected = ops.linear_cross_entropy(X, W[550:], target - 550)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, X)[0] for y in (actual, expected)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_targets_the_mean_is_nan_and_the_gradient_zero(device, recompute):
+    X, W = (torch.randn(3, 4, device=device, requires_grad=True) for _ in range(2))
+    target = torch.full((3,), -100, device=device)
+    loss = ops.linear_cross_entropy(X, W, target, recompute=recompute)
+    assert loss.isnan()
+    for gradient in torch.autograd.grad(loss, (X, W)):
+        assert_same_bits(gradient.abs(), torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_half_precision_do_not_overflow(device, reduction):
+    """The gradient of the mean fits float16; the gradient of the sum does not."""
+    T, V = 4000, 600
+    X = torch.full((T, 1), 50.0, device=device).half()
+    W = torch.zeros(V, 1, device=device).half().requires_grad_()
+    target = torch.zeros(T, dtype=torch.int64, device=device)
+    loss = ops.linear_cross_entropy(X, W, target, reduction=reduction)
+    (loss / (T if reduction == "sum" else 1)).backward()
+    assert W.grad.dtype == torch.float16
+    assert W.grad[0].item() == pytest.approx(-50, rel=1e-2)
+    assert W.grad[1:].sum().item() == pytest.approx(50, rel=1e-2)
+
+
+def test_gradients_are_kept_only_if_they_are_required():
+    X, W = torch.randn(5, 4), torch.randn(7, 4, requires_grad=True)
+    target = torch.randint(7, (5,))
+
+    def kept(**options):
+        with recorded_ops() as calls:
+            ops.linear_cross_entropy(X, W, target, **options)
+        return calls[0][2][-1]
+
+    assert kept() == [False, True, False]
+    assert kept(recompute=True) == kept(reduction="none") == [False] * 3
+    with torch.no_grad():
+        assert kept() == [False] * 3
+
+
+@pytest.mark.emulated(False)  # reading the number would wait for a GPU
+def test_a_gradient_of_one_returns_the_kept_gradients():
+    """Backward runs again; in between, the gradients of the first run change in place."""
+    X, W = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    options = "mean", -100, 0.0, 0.0, None, [True, True, False]
+    loss, _, kept = torch.ops.moe_ext.linear_cross_entropy(X, W, torch.arange(6), None, *options)
+    for gradient, same in zip(
+        torch.autograd.grad(loss, (X, W), retain_graph=True), kept[:2], strict=True
+    ):
+        assert gradient.data_ptr() == same.data_ptr()
+    loss.backward(retain_graph=True)
+    once = X.grad.clone(), W.grad.clone()
+    (2 * loss).backward(retain_graph=True)
+    loss.backward()
+    for leaf, first in zip((X, W), once, strict=True):
+        torch.testing.assert_close(leaf.grad, 4 * first)
+
+
+@pytest.mark.parametrize(("recompute", "products"), [(False, 3), (True, 4)])
+def test_operations_are_counted(recompute, products):
+    X, W = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        loss = ops.linear_cross_entropy(X, W, torch.arange(5), recompute=recompute)
+        (3 * loss).backward()
+    assert counter.get_total_flops() == products * 2 * 5 * 4 * 7
