@@ -232,19 +232,19 @@ class LinearCrossEntropy {
       blocks.push_back({.expert = 0,
                         .first_row = first,
                         .num_rows = (b + 1) * num_tokens / num_blocks - first,
-                        .part = static_cast<int>(b),
-                        .last = b == num_blocks - 1,
-                        .split_index = in_order ? 0 : -1});
+                        .index = static_cast<int>(b),
+                        .num_blocks = static_cast<int>(num_blocks)});
     }
     num_added_ = std::vector<std::atomic<int>>(num_tiles);
     const int64_t most = std::min(size, num_tokens);
     const int64_t kept_size = whole_lines(most * kept_width);
-    for_each_block<acc_t>(blocks, 2 * num_tokens * width * num_classes,
-                          kept_size + workspace_size(most), input_.options().dtype(acc_type()),
-                          [&](const Block& block, acc_t* workspace) {
-                            acc_t* kept = take<acc_t>(workspace, kept_size);
-                            body(block, kept_width > 0 ? kept : nullptr, workspace);
-                          });
+    for_each_task<acc_t>(num_blocks, in_order,
+                         num_threads_for(2 * num_tokens * width * num_classes),
+                         kept_size + workspace_size(most), input_.options().dtype(acc_type()),
+                         [&](int64_t task, acc_t* workspace) {
+                           acc_t* kept = take<acc_t>(workspace, kept_size);
+                           body(blocks[task], kept_width > 0 ? kept : nullptr, workspace);
+                         });
   }
 
   int64_t tile_width() const { return std::min(kTileClasses, num_classes); }
@@ -364,21 +364,21 @@ class LinearCrossEntropy {
       }
       if (grad_weight == nullptr && grad_bias == nullptr) return;
       auto& num_added = num_added_[tile.index];
-      for (int added; (added = num_added.load()) != block.part;) num_added.wait(added);
+      for (int added; (added = num_added.load()) != block.index;) num_added.wait(added);
       if (grad_weight != nullptr) {
         gemm<scalar_t>(tile.width, width, block.num_rows,
                        transposed(static_cast<const acc_t*>(logits), tile.width),
                        plain(rows_of(block), width),
-                       block.part == 0 ? Write::kReplace : Write::kAdd,
+                       block.index == 0 ? Write::kReplace : Write::kAdd,
                        grad_weight + tile.first * width, gemm_space);
       }
       if (grad_bias != nullptr) {
         acc_t* to = grad_bias + tile.first;
         vectorized<SumOfRows>(static_cast<const acc_t*>(logits), block.num_rows, tile.width, group,
-                              block.part == 0 ? to : sum);
-        if (block.part > 0) vectorized<Add>(static_cast<const acc_t*>(sum), tile.width, to);
+                              block.index == 0 ? to : sum);
+        if (block.index > 0) vectorized<Add>(static_cast<const acc_t*>(sum), tile.width, to);
       }
-      num_added.store(block.part + 1);
+      num_added.store(block.index + 1);
       num_added.notify_all();
     });
   }
