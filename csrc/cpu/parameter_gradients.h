@@ -21,8 +21,8 @@
 namespace moe_ext::cpu {
 
 // Computes the gradients of an expert with one block from that block. The blocks of a split expert
-// save their rows first, so that each gradient is one sum over all rows: it needs no memory for the
-// sum of a block, and its bits do not depend on the threads.
+// save their rows first, so that each gradient is one sum over all rows. The sums of single blocks
+// need no memory, and the results do not depend on the number of threads.
 template <typename scalar_t>
 class ParameterGradients {
  public:
@@ -94,8 +94,8 @@ class ParameterGradients {
     slots_ = empty_rows({schedule.num_slots(), size}, acc_options);
   }
 
-  // Computes the gradients of a layer from the rows of a block, a [R, fan_in] and dz [R, columns],
-  // or saves the rows for a split expert.
+  // Takes the rows of a block for a layer, a [R, fan_in] and dz [R, columns]. Computes the
+  // gradients, or saves the rows of a split expert.
   void add(const Block& block, const SplitExpert* split, int64_t layer, const scalar_t* a,
            const acc_t* dz, const Workspace& workspace) const {
     if (split == nullptr) {
