@@ -16,7 +16,10 @@ from moe_ext.distributed import init_process_group
 from moe_ext.lab.training.config import C
 
 # Gloo's errors when the connection to another rank is lost.
-_LOST = re.compile(r"gloo|Connection (closed|reset) by peer|Timed out waiting", re.IGNORECASE)
+_LOST = re.compile(
+    r"gloo|Connection (closed|reset) by peer|Timed out waiting|timeout caused pair closure",
+    re.IGNORECASE,
+)
 
 
 @contextmanager
