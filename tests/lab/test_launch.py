@@ -25,7 +25,7 @@ def torchrun(monkeypatch):
 )
 @pytest.mark.usefixtures("torchrun")
 def test_a_lost_rank_is_one_clear_error(message):
-    expected = "another rank ended or did not answer within timeout=60 seconds; see the errors"
+    expected = "another rank ended or did not answer within timeout=600 seconds; see the errors"
     with pytest.raises(ConnectionError, match=expected), launch.process_group_of_run(Config()):
         raise RuntimeError(message)
 
