@@ -113,12 +113,12 @@ class RouterLoss:
         ...         return entropy / num_tokens.clamp_min(1)
 
     Args:
-        weight: the scale of the loss in `MoEAux.loss`, at least 0.
+        weight: the scale of the loss in `loss` of `MoEAux`, at least 0.
 
     Attributes:
         weight: the constructor argument. It may change between steps.
-        name: the key of the unweighted loss in `MoEAux.losses`. It differs between the losses of a
-            layer.
+        name: the key of the unweighted loss in `losses` of `MoEAux`. It differs between the
+            losses of a layer.
 
     Raises:
         ValueError: weight is negative.
@@ -180,7 +180,7 @@ class SwitchLoss(RouterLoss):
     and P over all layers before their product.
 
     Args:
-        weight: the scale of the loss in `MoEAux.loss`. The paper uses 0.01.
+        weight: the scale of the loss in `loss` of `MoEAux`. The paper uses 0.01.
         per_sequence: whether to compute the loss of each sequence.
 
     Attributes:
@@ -224,7 +224,7 @@ class ZLoss(RouterLoss):
     batch; see `RouterLoss`. For a noisy gate, the logits are without noise.
 
     Args:
-        weight: the scale of the loss in `MoEAux.loss`. The paper uses 0.001.
+        weight: the scale of the loss in `loss` of `MoEAux`. The paper uses 0.001.
 
     Raises:
         ValueError: weight is negative; or in the forward pass, the gate returns no logits.

@@ -276,8 +276,8 @@ class MoE(nn.Module):
                 experts or the losses; their outputs are 0. On CUDA, a mask makes the host
                 synchronize with the device to count the tokens.
             expert_index: [..., K] int64 or int32, the experts of each token, from an earlier
-                forward pass or an inference engine. `MoEAux.expert_index`, which has only real
-                tokens, is also accepted. Gates, losses and gradients are those of the gate's
+                forward pass or an inference engine. `expert_index` of `MoEAux`, which has only
+                real tokens, is also accepted. Gates, losses and gradients are those of the gate's
                 current parameters. With equal inputs, parameters and noise, outputs are bitwise
                 identical to those of the earlier pass. With a selection bias, or a softmax without
                 renormalize, they agree to rounding. The K experts of a token must differ.

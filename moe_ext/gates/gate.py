@@ -30,7 +30,7 @@ class Routing(NamedTuple):
             token_offsets[t + 1] - 1. None: each token has K slots.
         equal_load: whether every expert has exactly R / E tokens. `MoE` then needs no token counts.
         loss: scalar, the gate's own loss, which `MoE` adds to its loss. None: no loss.
-        metrics: scalars by name that describe the routing, for `MoEAux.metrics`.
+        metrics: scalars by name that describe the routing, for `metrics` of `MoEAux`.
         load_factors: Load_primary(X) [a], Load_i(X^(i)) [a, b] and ``|X^(i)|`` [a] of a groups with
             b experts each. Only a hierarchical noisy gate sets these factors of load, because each
             factor is a sum over tokens and load is not.
