@@ -14,8 +14,8 @@ Trains configs/small/moe-32.toml on 3.1 million words with five routers:
   a word depend on later words. So its perplexity is not that of a language model.
 
 The first seed trains with every peak learning rate. The other seeds use the rate with the lowest
-dev perplexity. Writes routers.md, .json and .png to the folder OUTPUT (default: docs/results), with
-the perplexity, and with the number of words of each expert over the last 50 training batches.
+dev perplexity. The script writes routers.md, .json and .png to the folder OUTPUT (default:
+docs/results). The page has the perplexity and the number of words of each expert.
 
 The study has 25 runs of 3 minutes each on one processor. --arms and --rates select some of the
 runs; the page shows all finished runs. To share the runs, start the same command several times with
