@@ -9,7 +9,7 @@ from assertions import assert_exact, assert_same_bits
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_ext import MoE, TopKGate, update_selection_bias
+from moe_ext import MoE, TopKGate, update_gates
 from moe_ext.distributed import ExpertParallel, expert_parameters
 
 D, E, K, T, STEPS = 6, 8, 2, 18, 3
@@ -73,7 +73,7 @@ def train(group, rank, accumulation, recompute, balance="global", summed=None):
         found["losses"].append(losses / size)
         optimizer.step()
         found["counts"].append(layer.gate.tokens_since_update.clone())
-        update_selection_bias(layer, group if balance == "local" else None)
+        update_gates(layer, group if balance == "local" else None)
         found["biases"].append(layer.gate.selection_bias.clone())
     grads = {name: param.grad for name, param in layer.named_parameters()}
     bounds = {name: entry.bounds[:2] for name, entry in sharded.items()}
@@ -120,7 +120,7 @@ def replicated(group, rank):
         y, aux = model(part)
         (y.sum() + aux.loss).backward()
     counts = layer.gate.tokens_since_update.clone()
-    update_selection_bias(model, group)
+    update_gates(model, group)
     return counts, layer.gate.selection_bias
 
 
@@ -133,7 +133,7 @@ def test_replicas_of_the_whole_layer(workers):
     layer = make_layer()
     layer(all_tokens())
     right = layer.gate.tokens_since_update.clone()
-    update_selection_bias(layer)
+    update_gates(layer)
     parts = workers.run(2, replicated)
     assert sum(counts for counts, _ in parts).tolist() == right.tolist()
     for _, bias in parts:
