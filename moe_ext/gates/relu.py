@@ -122,8 +122,7 @@ class ReLUGate(AdaptiveGate):
         num_scores = self.num_experts * num_tokens
         num_tokens = num_tokens.clamp_min(1)
         f = load * (self.num_experts / self.k) / num_tokens
-        # A copy: `update` and the broadcast of DistributedDataParallel may write the buffer before
-        # the backward pass reads it.
+        # A copy, because `update` may write the buffer before the backward pass reads it.
         l1_weight = self.l1_weight.to(gates.dtype, copy=True)
         metrics = {
             "sparsity": (num_scores - load.sum()) / num_scores.clamp_min(1),
