@@ -74,8 +74,8 @@ class AdaptiveGate(Gate):
         """Adapts the state to counts [N] int64, the sum over all micro-batches and ranks.
 
         `update_gates` calls this method without gradients. The state must depend only on the ratios
-        of the counts: if a layer has summed over some ranks already, all counts are multiplied by
-        the same factor.
+        of the counts. If a layer has summed over some ranks already, all counts have grown by the
+        same factor.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(counts)")
 
