@@ -19,6 +19,7 @@ from moe_ext import (
     MoE,
     MoEAux,
     NoisyTopKGate,
+    ReLUGate,
     RouterLoss,
     SharedExpert,
     SwitchLoss,
@@ -30,8 +31,8 @@ from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
 from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
 
-_GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice")
-_FLAT_KINDS = ("topk", "expert_choice")  # without groups
+_GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
+_FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
 
 
 def _require_activation(name: str) -> None:
@@ -60,9 +61,9 @@ class MoEConfig:
     An option without a description is the argument of `moe_ext.MoE` with the same name.
 
     Attributes:
-        gate: "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F) or "expert_choice". Only the load
-            of "noisy_topk" has a gradient; the other gates need w_load = 0. "expert_choice" is not
-            causal: with it, a language model sees later words, also in evaluation.
+        gate: "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F), "expert_choice" or "relu". Only
+            the load of "noisy_topk" has a gradient; the other gates need w_load = 0.
+            "expert_choice" is not causal: a language model sees later words, also in evaluation.
         num_experts: number of experts, summed over all groups.
         num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
         k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
@@ -137,7 +138,7 @@ class MoEConfig:
 
     @property
     def experts_per_token(self) -> int:
-        """Number of experts for each token; with a balanced gate, the average number."""
+        """Number of experts for each token; the average number if it differs between tokens."""
         return self.k**2 if self.num_groups else self.k
 
     def losses(self) -> tuple[RouterLoss, ...]:
@@ -209,8 +210,9 @@ def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator
             scale=config.scale,
             bias_update_rate=config.bias_update_rate or None,
         )
-    if config.gate == "expert_choice":
-        return ExpertChoiceGate(d_model, **options)
+    if config.gate in ("expert_choice", "relu"):
+        kind = ExpertChoiceGate if config.gate == "expert_choice" else ReLUGate
+        return kind(d_model, **options)
     return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
 
 
