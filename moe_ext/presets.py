@@ -20,6 +20,11 @@ The names of the weights differ from those of transformers' modules::
     experts.weight_0          gate_up_proj.mT; as it is for gpt-oss
     experts.weight_1          down_proj.mT; as it is for gpt-oss
     experts.bias_0, bias_1    gate_up_proj_bias, down_proj_bias, gpt-oss only
+
+    shared_expert.expert.weight_0    cat([gate_proj, up_proj]).T[None] of the shared expert
+    shared_expert.expert.weight_1    down_proj.T[None] of the shared expert
+
+Only DeepSeek-V3 has a shared expert.
 """
 
 from collections.abc import Sequence
@@ -29,10 +34,12 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext.checks import require_at_least
 from moe_ext.distributed import ExpertParallel
 from moe_ext.gates import TopKGate
 from moe_ext.moe import MoE
 from moe_ext.ops import Activation
+from moe_ext.shared import SharedExpert
 
 __all__ = ["deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
 
@@ -55,6 +62,7 @@ def _layer(
     activation: Activation = "swiglu",
     activation_args: Sequence[float] | None = None,
     bias: bool = False,
+    shared_expert: SharedExpert | None = None,
 ) -> MoE:
     weights: _Options = {"w_importance": 0.0, "w_load": 0.0}
     return MoE(
@@ -66,6 +74,7 @@ def _layer(
         activation_args=activation_args,
         bias=bias,
         gate=gate,
+        shared_expert=shared_expert,
         **(weights | options),
     )
 
@@ -76,27 +85,30 @@ def deepseek_v3(
     num_experts: int = 256,
     k: int = 8,
     *,
+    num_shared_experts: int = 1,
     num_groups: int = 8,
     groups_per_token: int = 4,
     scale: float = 2.5,
     bias_update_rate: float = 1e-3,
     **options: Unpack[_Options],
 ) -> MoE:
-    """Makes the layer of DeepSeek-V3 (arXiv:2412.19437), without its shared expert.
+    """Makes the layer of DeepSeek-V3 (arXiv:2412.19437).
 
     The scores are sigmoids. A selection bias balances the experts; `update_gates` updates it. A
-    token selects in its groups_per_token best groups. The gates are renormalized and scaled.
-    The experts are SwiGLU networks. Add the output of a shared expert, a dense network of width
-    d_hidden, to y.
+    token selects in its groups_per_token best groups. The gates are renormalized and scaled. The
+    experts are SwiGLU networks. A shared expert of width num_shared_experts · d_hidden processes
+    every token.
 
     Args:
         d_model: D, the width of x.
         d_hidden: the hidden width of an expert.
         num_experts: E, the number of routed experts.
         k: routed experts per token.
+        num_shared_experts: 0: no shared expert.
         num_groups, groups_per_token, scale, bias_update_rate: see `TopKGate`.
         options: see `MoE`.
     """
+    require_at_least(0, "deepseek_v3", num_shared_experts=num_shared_experts)
     gate = TopKGate(
         d_model,
         num_experts,
@@ -107,7 +119,16 @@ def deepseek_v3(
         groups_per_token=groups_per_token,
         bias_update_rate=bias_update_rate,
     )
-    return _layer(gate, d_hidden, options)
+    shared_expert = None
+    if num_shared_experts:
+        shared_expert = SharedExpert(
+            d_model,
+            (num_shared_experts * d_hidden,),
+            activation="swiglu",
+            dtype=options.get("expert_dtype"),
+            recompute=options.get("recompute", False),
+        )
+    return _layer(gate, d_hidden, options, shared_expert=shared_expert)
 
 
 def mixtral(

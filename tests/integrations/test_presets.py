@@ -70,15 +70,16 @@ def ours_with_weights_of(name, peer):
         state["experts.bias_1"] = experts.down_proj_bias
     if name == "deepseek_v3":
         state["gate.selection_bias"] = router.e_score_correction_bias
+        shared = peer.shared_experts
+        columns = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+        state["shared_expert.expert.weight_0"] = columns.T[None]
+        state["shared_expert.expert.weight_1"] = shared.down_proj.weight.T[None]
     layer.load_state_dict(state)
     return layer, state
 
 
 def output_of(name, peer, x):
-    if name == "gpt_oss":
-        return peer(x)[0]
-    # The preset has no shared expert.
-    return peer(x) - peer.shared_experts(x) if name == "deepseek_v3" else peer(x)
+    return peer(x)[0] if name == "gpt_oss" else peer(x)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,19 +112,27 @@ def test_equals_transformers(name):
     torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
     found = dict(layer.named_parameters())
     for key, value in state.items():
-        if key == "gate.selection_bias":
+        if key == "gate.selection_bias" or "shared_expert" in key:
             continue
         source = next(p for p in peer.parameters() if p.data_ptr() == value.data_ptr())
         grad = source.grad if source.shape == value.shape and key != "gate.w_gate" else None
         grad = source.grad.mT if value.stride() != source.stride() else grad
         assert grad is not None
         torch.testing.assert_close(found[key].grad, grad, **tolerance)
+    if name == "deepseek_v3":
+        shared = peer.shared_experts
+        columns = torch.cat([shared.gate_proj.weight.grad, shared.up_proj.weight.grad])
+        mine = layer.shared_expert.expert
+        torch.testing.assert_close(mine.weight_0.grad[0], columns.T, **tolerance)
+        torch.testing.assert_close(
+            mine.weight_1.grad[0], shared.down_proj.weight.grad.T, **tolerance
+        )
 
 
 def test_full_sizes():
     """The parameters of one layer, from the papers' numbers of experts and widths."""
     expected = {
-        "deepseek_v3": 256 * (7168 + 3 * 7168 * 2048),
+        "deepseek_v3": 256 * (7168 + 3 * 7168 * 2048) + 3 * 7168 * 2048,
         "mixtral": 8 * (4096 + 3 * 4096 * 14336),
         "qwen3_moe": 128 * (2048 + 3 * 2048 * 768),
         "olmoe": 64 * (2048 + 3 * 2048 * 1024),
@@ -135,6 +144,13 @@ def test_full_sizes():
             layer = getattr(presets, name)()
         assert sum(p.numel() for p in layer.parameters()) == number
         assert layer.w_importance == layer.w_load == 0
+
+
+def test_deepseek_v3_without_shared_expert():
+    layer = presets.deepseek_v3(D, H, E, K, num_groups=4, groups_per_token=2, num_shared_experts=0)
+    assert layer.shared_expert is None
+    with pytest.raises(ValueError, match="deepseek_v3: num_shared_experts must be .*got -1"):
+        presets.deepseek_v3(D, H, E, K, num_shared_experts=-1)
 
 
 def test_deepseek_v3_trains_with_its_bias():
