@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -17,6 +15,8 @@ from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
+from moe_ext._parts import checked_experts, checked_gate, checked_losses
+from moe_ext._replay import checked_index
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -29,7 +29,7 @@ from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
-from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import (
     RouterLoss,
@@ -228,7 +228,7 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens = expert_dtype is not None
-        self.losses = _checked_losses(losses)
+        self.losses = checked_losses(losses)
         of_paper = 0.0 if losses else 0.1
         self.w_importance = of_paper if w_importance is None else w_importance
         self.w_load = of_paper if w_load is None else w_load
@@ -236,7 +236,7 @@ class MoE(nn.Module):
             gate = NoisyTopKGate(
                 d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
+        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
         parallel = parallel_options("MoE", process_group, parallel)
         self.sharding = None if parallel is None else ExpertSharding(parallel, gate)
         if self.sharding is not None and self.sharding.local_groups is not None:
@@ -257,7 +257,7 @@ class MoE(nn.Module):
             )
         if self.sharding is not None:
             self.sharding.require_experts(experts)
-        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
+        self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
         self._fused = self.experts.fused
         if not isinstance(shared_expert, nn.Module | None):
             kind = type(shared_expert).__name__
@@ -326,7 +326,7 @@ class MoE(nn.Module):
             if mask is not None and expert_index.shape[:-1] == mask.shape:
                 expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
                 expert_index = expert_index.index_select(0, position)
-            expert_index = self._checked_index(expert_index, tokens)
+            expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
@@ -376,34 +376,6 @@ class MoE(nn.Module):
         y, aux = self._forward(x.values(), None, expert_index, x.offsets())
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
-
-    def _checked_index(self, expert_index: Tensor, tokens: Tensor) -> Tensor:
-        """Checks the given experts of tokens [T, D] and returns them as int64 [T, K]."""
-        name, num_tokens = "MoE: expert_index", tokens.shape[0]
-        inner = getattr(self.gate, "_orig_mod", self.gate)
-        replays = "expert_index" in inspect.signature(inner.forward).parameters
-        rule = f"be None for {type(inner).__name__}, whose forward does not take it"
-        require(replays, name, rule, tuple(expert_index.shape))
-        if expert_index.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
-        shape = tuple(expert_index.shape)
-        rule = f"have shape [..., k = {self.k}] with one row for each token of x"
-        require(len(shape) > 0 and shape[-1] == self.k, name, rule, shape)
-        expert_index = expert_index.reshape(-1, self.k).long()
-        if torch.compiler.is_compiling():
-            torch._check(expert_index.shape[0] == num_tokens)
-            return expert_index
-        require(expert_index.shape[0] == num_tokens, name, rule, shape)
-        # A check on CUDA would make the host synchronize with the device.
-        if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
-            low, high = expert_index.min().item(), expert_index.max().item()
-            rule = f"be at least 0 and below num_experts = {self.num_experts}"
-            require(low >= 0 and high < self.num_experts, name, rule, low if low < 0 else high)
-            same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
-            if same.any():
-                rule = "have different experts for each token"
-                require(False, name, rule, expert_index[same][0].tolist())
-        return expert_index
 
     def _route_and_mix(
         self, tokens: Tensor, expert_index: Tensor | None
@@ -490,48 +462,6 @@ class MoE(nn.Module):
         if self.sharding is not None:
             shown["sharding"] = self.sharding
         return ", ".join(f"{name}={value}" for name, value in shown.items())
-
-
-def _checked_gate(gate: object, **sizes: int) -> Gate:
-    # Check the module inside torch.compile's wrapper, but return the wrapper.
-    inner = getattr(gate, "_orig_mod", gate)
-    if not isinstance(inner, Gate):
-        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
-    signature = inspect.signature(inner.forward)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(f"MoE: gate must have forward(x, ranks=None), got {signature}") from error
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
-    return cast(Gate, gate)
-
-
-def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
-    for loss in losses:
-        if not isinstance(loss, RouterLoss):
-            kind = type(loss).__name__
-            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
-    names = [loss.name for loss in losses]
-    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
-    return tuple(losses)
-
-
-def _checked_experts(experts: object, **sizes: int) -> Experts:
-    if isinstance(experts, nn.ModuleList | Sequence):
-        experts = ModuleExperts(experts)
-    inner = getattr(experts, "_orig_mod", experts)
-    if not isinstance(inner, Experts):
-        raise TypeError(
-            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
-            f"got {type(inner).__name__}"
-        )
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
-        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
-    return cast(Experts, experts)
 
 
 def _router_losses(
