@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_ext.checks import require
 from moe_ext.experts import Experts, ModuleExperts
-from moe_ext.gates import Gate
+from moe_ext.gates import Gate, HierarchicalGate
 from moe_ext.losses import RouterLoss
 
 
@@ -52,3 +52,8 @@ def checked_experts(experts: object, **sizes: int) -> Experts:
         rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
         require(given in (None, expected), f"MoE: experts.{name}", rule, given)
     return cast(Experts, experts)
+
+
+def is_hierarchical(gate: nn.Module) -> bool:
+    """Returns whether a gate has two levels; it may be in torch.compile's wrapper."""
+    return isinstance(getattr(gate, "_orig_mod", gate), HierarchicalGate)

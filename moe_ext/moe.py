@@ -15,8 +15,9 @@ from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
 from moe_ext._mixture import mixture
-from moe_ext._parts import checked_experts, checked_gate, checked_losses
+from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
 from moe_ext._replay import checked_index
+from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -146,6 +147,13 @@ class MoE(nn.Module):
         losses: losses in place of the paper's, or in addition to them, such as
             ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
+        num_identity_experts, num_null_experts: n and m, the numbers of experts that compute
+            nothing (zero-computation experts, arXiv 2410.07348, 2509.01322). The gate selects among
+            num_experts + n + m experts: first those with weights, then n identity experts
+            E_i(x) = x, then m null experts E_i(x) = 0. Importance, load, losses and `MoEAux` cover
+            all of them. They add no rows, and ranks exchange nothing for them. On CUDA, the host
+            synchronizes with the device to count the rows. Identity experts need d_output =
+            d_model.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
@@ -208,12 +216,17 @@ class MoE(nn.Module):
         losses: Sequence[RouterLoss] = (),
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
+        num_identity_experts: int = 0,
+        num_null_experts: int = 0,
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         require_sizes("MoE", d_model=d_model, num_experts=num_experts)
-        require_k("MoE", k, num_experts)
+        sizes = {"num_identity_experts": num_identity_experts, "num_null_experts": num_null_experts}
+        require_sizes("MoE", 0, **sizes)
+        num_choices = num_experts + num_identity_experts + num_null_experts
+        require_k("MoE", k, num_choices)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
@@ -232,13 +245,18 @@ class MoE(nn.Module):
         of_paper = 0.0 if losses else 0.1
         self.w_importance = of_paper if w_importance is None else w_importance
         self.w_load = of_paper if w_load is None else w_load
+        self.num_identity_experts = num_identity_experts
+        self.num_null_experts = num_null_experts
         if gate is None:
             gate = NoisyTopKGate(
-                d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
+                d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
+        for name, value in sizes.items():
+            rule = "be left out with a hierarchical gate"
+            require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
+        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
         parallel = parallel_options("MoE", process_group, parallel)
-        self.sharding = None if parallel is None else ExpertSharding(parallel, gate)
+        self.sharding = None if parallel is None else ExpertSharding(parallel, gate, num_experts)
         if self.sharding is not None and self.sharding.local_groups is not None:
             of_groups = gate_of_groups(gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -258,6 +276,9 @@ class MoE(nn.Module):
         if self.sharding is not None:
             self.sharding.require_experts(experts)
         self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
+        if num_identity_experts > 0:
+            width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
+            require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
         if not isinstance(shared_expert, nn.Module | None):
             kind = type(shared_expert).__name__
@@ -330,6 +351,9 @@ class MoE(nn.Module):
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
+        if self.num_identity_experts > 0:
+            first = self.num_experts
+            y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
         if self.shared_expert is not None:
             y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
@@ -405,7 +429,13 @@ class MoE(nn.Module):
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
         if dtype is not None:
             tokens = tokens.to(dtype)
-        y, tokens_per_expert = self._mixture(tokens, routing)
+        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
+        if num_choices == self.num_experts:
+            y, tokens_per_expert = self._mixture(tokens, routing)
+        else:
+            y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
+            plan = ops.dispatch_plan(routing.expert_index, num_choices)
+            tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -457,6 +487,9 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
+        for name in ("num_identity_experts", "num_null_experts"):
+            if getattr(self, name):
+                shown[name] = getattr(self, name)
         if self.losses:
             shown["losses"] = list(self.losses)
         if self.sharding is not None:

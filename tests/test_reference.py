@@ -858,3 +858,11 @@ def test_expert_choice():
         [pytest.approx(0.75), 0],
         [0, pytest.approx(0.5)],
     ]
+
+
+@pytest.mark.equation("arXiv 2410.07348")
+def test_zero_computation():
+    """One expert that doubles x, one identity expert and one null expert."""
+    x, W = vec(1.0, 2.0), [[2 * torch.eye(2).double()]]
+    assert ref.zero_computation(x, vec(0.5, 0.3, 0.2), W, 1).tolist() == pytest.approx([1.3, 2.6])
+    assert ref.zero_computation(x, vec(0.0, 0.0, 1.0), W, 1).tolist() == [0, 0]

@@ -102,6 +102,17 @@ KINDS = {
     ),
     "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
+    "zero computation": lambda **options: MoE(
+        D,
+        4,
+        3,
+        num_identity_experts=2,
+        num_null_experts=1,
+        **options,
+    ),
+    "balanced zero computation": lambda **options: MoE(
+        D, 4, 2, gate=BalancedGate(D, 6, 2), num_identity_experts=2, w_load=0.0, **options
+    ),
 }
 
 
@@ -223,6 +234,7 @@ HOW = {
 
 
 @pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368")
+@pytest.mark.equation("arXiv 2410.07348", "arXiv 2509.01322")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
@@ -253,6 +265,17 @@ def test_groups_equal_one_process(workers, kind, counts, mesh, masked, num_chunk
     options = options | {"num_chunks": num_chunks, "placement": "groups"}
     arguments = kind, counts, options, masked, mesh
     parts = workers.run(len(counts), step_of_process, *arguments)
+    assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+@pytest.mark.equation("arXiv 2410.07348")
+@pytest.mark.parametrize("counts, mesh", [([4, 0, 6], False), ([3, 7, 0, 5], True)])
+@pytest.mark.parametrize("kind", ["zero computation", "balanced zero computation"])
+def test_slots_without_a_row_equal_one_process(workers, kind, counts, mesh):
+    """With masks, recomputation, chunks of tokens, and replicas of the experts."""
+    layer, x, y, aux = step_of_all(kind, counts, {})
+    options = {"exchange": "tokens", "num_chunks": 2, "recompute": True}
+    parts = workers.run(len(counts), step_of_process, kind, counts, options, True, mesh)
     assert_equal_steps(parts, counts, layer, x, y, aux)
 
 
@@ -386,7 +409,8 @@ def replay_of_process(group, rank, kind, counts, masked, options):
     layer = layer_of(kind, group, losses=[SwitchLoss(0.3), ZLoss(0.1)], **options)
     fix_noise(layer, counts, rank)
     x, weight = tokens_of(counts)
-    scores = torch.rand(len(x), layer.num_experts, generator=torch.Generator().manual_seed(6))
+    number = layer.gate.num_experts
+    scores = torch.rand(len(x), number, generator=torch.Generator().manual_seed(6))
     index = scores.argsort(1)[:, : layer.k]
     if rank is not None:
         x, weight, index = (whole.split(counts)[rank] for whole in (x, weight, index))
@@ -414,7 +438,7 @@ def replay_of_process(group, rank, kind, counts, masked, options):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counts", COUNTS[:3], ids=len)
-@pytest.mark.parametrize("kind", ["flat", "topk"])
+@pytest.mark.parametrize("kind", ["flat", "topk", "zero computation"])
 def test_replay_equals_one_process(workers, kind, counts, masked, recompute, how):
     options = {"recompute": recompute}
     y, loss, grads, _ = replay_of_process(None, None, kind, counts, masked, options)
