@@ -1,4 +1,4 @@
-"""Slots that no expert computes: those of identity and null experts."""
+"""Slots that no expert computes: dropped ones, and those of identity and null experts."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from moe_ext.gates import Routing
 def computed_slots(routing: Routing, num_experts: int) -> Routing:
     """Returns a routing decision with only the slots that the first num_experts experts compute.
 
-    Synchronizes with the device to count them.
+    Slots that are not kept are left out. Synchronizes with the device to count the other slots.
     """
     is_computed = routing.expert_index < num_experts
+    if routing.kept is not None:
+        is_computed = is_computed & routing.kept
     if routing.token_offsets is None:
         token_offsets = F.pad(is_computed.sum(1).cumsum(0), (1, 0))
     else:
@@ -25,6 +27,7 @@ def computed_slots(routing: Routing, num_experts: int) -> Routing:
         expert_index=routing.expert_index.reshape(-1).index_select(0, slot),
         token_offsets=token_offsets,
         equal_load=False,
+        kept=None,
     )
 
 

@@ -55,8 +55,8 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        options: the other keyword arguments of `MoE`. Zero-computation experts need a gate
-            on one level.
+        options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
+            need a gate on one level.
 
     Raises:
         ValueError, TypeError: see `HierarchicalNoisyTopKGate` and `MoE`.

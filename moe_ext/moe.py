@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
+from moe_ext._capacity import Drop, drop_slots
 from moe_ext._mixture import mixture
 from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
 from moe_ext._replay import checked_index
@@ -64,6 +65,8 @@ class MoEAux(NamedTuple):
         gate_metrics: scalars that the gate reports, by name.
         load_factors: the factors of load for a hierarchical gate, else None; see `Routing`.
         losses: the unweighted value of each `RouterLoss` of the layer, by name.
+        kept: bool, in the shape of gates; False at the assignments that exceed the capacity of
+            their expert and are dropped. None: nothing is dropped.
     """
 
     loss: Tensor
@@ -76,6 +79,7 @@ class MoEAux(NamedTuple):
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
     load_factors: tuple[Tensor, ...] | None = None
     losses: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    kept: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
         """Returns the balance metrics of the paper's Table 6 as Python numbers.
@@ -154,6 +158,15 @@ class MoE(nn.Module):
             all of them. They add no rows, and ranks exchange nothing for them. On CUDA, the host
             synchronizes with the device to count the rows. Identity experts need d_output =
             d_model.
+        capacity_factor: limits each expert to C = ceil(capacity_factor · k · T / E) of the T tokens
+            of the batch (arXiv 2101.03961, Eq. 3). Assignments beyond C are dropped: no expert
+            computes them, and their gates are not given to other experts. Losses, importance, load
+            and tokens_per_expert still count them. The metric share_dropped is their fraction. With
+            several ranks and balance="global", the batch is that of all ranks. The attribute may
+            change between steps. E counts all experts of the gate; zero-computation experts have no
+            limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
+        drop: which assignments an expert drops. "position": those of its last tokens. "score":
+            those with its lowest gates; among equal gates, the last tokens.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
@@ -218,6 +231,8 @@ class MoE(nn.Module):
         generator: torch.Generator | None = None,
         num_identity_experts: int = 0,
         num_null_experts: int = 0,
+        capacity_factor: float | None = None,
+        drop: Drop = "position",
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
     ) -> None:
@@ -228,6 +243,12 @@ class MoE(nn.Module):
         num_choices = num_experts + num_identity_experts + num_null_experts
         require_k("MoE", k, num_choices)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
+        if capacity_factor is not None:
+            require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
+        names = get_args(Drop)
+        require(drop in names, "MoE: drop", f"be one of {', '.join(names)}", drop)
+        has_effect = capacity_factor is not None or drop == "position"
+        require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
@@ -247,11 +268,13 @@ class MoE(nn.Module):
         self.w_load = of_paper if w_load is None else w_load
         self.num_identity_experts = num_identity_experts
         self.num_null_experts = num_null_experts
+        self.capacity_factor = capacity_factor
+        self.drop: Drop = drop
         if gate is None:
             gate = NoisyTopKGate(
                 d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        for name, value in sizes.items():
+        for name, value in (sizes | {"capacity_factor": capacity_factor}).items():
             rule = "be left out with a hierarchical gate"
             require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
         self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
@@ -384,6 +407,7 @@ class MoE(nn.Module):
             dict(routing.metrics),
             routing.load_factors,
             {name: value.detach() for name, value in values.items()},
+            routing.kept,
         )
         # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
@@ -408,9 +432,11 @@ class MoE(nn.Module):
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = self._dtype_of_experts()
         if self.sharding is not None and self.sharding.group_exchange is not None:
+            value, rule = self.capacity_factor, "be None with a hierarchical gate"
+            require(value is None, "MoE: capacity_factor", rule, value)
             of_groups = gate_of_groups(self.gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
-            return self.sharding.group_exchange(
+            y, routing, tokens_per_expert = self.sharding.group_exchange(
                 tokens,
                 of_groups,
                 self.experts,
@@ -419,6 +445,9 @@ class MoE(nn.Module):
                 recompute=self.recompute,
                 dtype=dtype,
             )
+            rule = 'return Routing.kept = None with placement="groups"'
+            require(routing.kept is None, "MoE: gate", rule, type(of_groups).__name__)
+            return y, routing, tokens_per_expert
         if expert_index is None:
             routing = self.gate(tokens, ranks)
         else:
@@ -427,10 +456,13 @@ class MoE(nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
+        if self.capacity_factor is not None:
+            how = self.capacity_factor, self.drop
+            routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
             tokens = tokens.to(dtype)
         num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
-        if num_choices == self.num_experts:
+        if routing.kept is None and num_choices == self.num_experts:
             y, tokens_per_expert = self._mixture(tokens, routing)
         else:
             y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
@@ -487,9 +519,11 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
-        for name in ("num_identity_experts", "num_null_experts"):
+        for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
             if getattr(self, name):
                 shown[name] = getattr(self, name)
+        if self.capacity_factor is not None:
+            shown["drop"] = repr(self.drop)
         if self.losses:
             shown["losses"] = list(self.losses)
         if self.sharding is not None:

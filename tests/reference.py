@@ -134,6 +134,24 @@ def zero_computation(x, g, W, num_identity):
     return y
 
 
+def kept_by_capacity(G_X, chosen, k, capacity_factor, drop):
+    """Fedus et al. 2021 (arXiv 2101.03961), Sec. 2.2: which chosen experts compute each row.
+
+    Each expert computes at most C = ceil(k T / n · capacity_factor) rows: its first ones. With
+    drop="score" it computes the rows with its largest gates; the first row wins a tie.
+    """
+    T, n = len(G_X), len(G_X[0])
+    C = math.ceil(k * T / n * capacity_factor)
+    kept = [[False] * n for _ in range(T)]
+    for i in range(n):
+        rows = [t for t in range(T) if i in chosen[t]]
+        if drop == "score":
+            rows.sort(key=lambda t: (-float(G_X[t][i].detach()), t))
+        for t in rows[:C]:
+            kept[t][i] = True
+    return kept
+
+
 def L_switch(P_X, chosen):
     """Fedus et al. 2021 (arXiv 2101.03961), Eqs. 4-6: n · sum of f_i P_i over the experts.
 
