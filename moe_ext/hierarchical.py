@@ -20,7 +20,7 @@ __all__ = ["HierarchicalMoE"]
 
 
 class _Options(TypedDict, total=False):
-    """The options of `MoE` that do not depend on the gate."""
+    """The options of `MoE` that do not depend on the gate and do not need a flat one."""
 
     hidden_sizes: Sequence[int] | None
     activation: Activation
@@ -55,7 +55,8 @@ class HierarchicalMoE(MoE):
         gate: a `Gate` over the a · b experts. None: a `HierarchicalNoisyTopKGate` with
             noise_epsilon and generator.
         noise_epsilon, generator: see `NoisyTopKGate`.
-        options: the other keyword arguments of `MoE`.
+        options: the other keyword arguments of `MoE`. Zero-computation experts and capacity_factor
+            need a gate on one level.
 
     Raises:
         ValueError, TypeError: see `HierarchicalNoisyTopKGate` and `MoE`.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils._pytree import _register_namedtuple
 
 from moe_ext import ops
+from moe_ext._capacity import Drop, drop_slots
 from moe_ext._mixture import mixture
+from moe_ext._parts import checked_experts, checked_gate, checked_losses, is_hierarchical
+from moe_ext._replay import checked_index
+from moe_ext._zero_computation import add_identity, computed_slots
 from moe_ext.checks import (
     require,
     require_at_least,
@@ -29,7 +31,7 @@ from moe_ext.distributed._groups import gate_of_groups
 from moe_ext.distributed._options import parallel_options
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
-from moe_ext.experts import Experts, FeedForwardExperts, ModuleExperts
+from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
 from moe_ext.losses import (
     RouterLoss,
@@ -63,6 +65,8 @@ class MoEAux(NamedTuple):
         gate_metrics: scalars that the gate reports, by name.
         load_factors: the factors of load for a hierarchical gate, else None; see `Routing`.
         losses: the unweighted value of each `RouterLoss` of the layer, by name.
+        kept: bool, in the shape of gates; False at the assignments that exceed the capacity of
+            their expert and are dropped. None: nothing is dropped.
     """
 
     loss: Tensor
@@ -75,6 +79,7 @@ class MoEAux(NamedTuple):
     gate_metrics: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
     load_factors: tuple[Tensor, ...] | None = None
     losses: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    kept: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
         """Returns the balance metrics of the paper's Table 6 as Python numbers.
@@ -146,6 +151,22 @@ class MoE(nn.Module):
         losses: losses in place of the paper's, or in addition to them, such as
             ``[SwitchLoss(0.01), ZLoss(1e-3)]``. Each is a `RouterLoss`.
         noise_epsilon, generator: see `NoisyTopKGate`.
+        num_identity_experts, num_null_experts: n and m, the numbers of experts that compute
+            nothing (zero-computation experts, arXiv 2410.07348, 2509.01322). The gate selects among
+            num_experts + n + m experts: first those with weights, then n identity experts
+            E_i(x) = x, then m null experts E_i(x) = 0. Importance, load, losses and `MoEAux` cover
+            all of them. They add no rows, and ranks exchange nothing for them. On CUDA, the host
+            synchronizes with the device to count the rows. Identity experts need d_output =
+            d_model.
+        capacity_factor: limits each expert to C = ceil(capacity_factor · k · T / E) of the T tokens
+            of the batch (arXiv 2101.03961, Eq. 3). Assignments beyond C are dropped: no expert
+            computes them, and their gates are not given to other experts. Losses, importance, load
+            and tokens_per_expert still count them. The metric share_dropped is their fraction. With
+            several ranks and balance="global", the batch is that of all ranks. The attribute may
+            change between steps. E counts all experts of the gate; zero-computation experts have no
+            limit. On CUDA, the host synchronizes with the device. None: nothing is dropped.
+        drop: which assignments an expert drops. "position": those of its last tokens. "score":
+            those with its lowest gates; among equal gates, the last tokens.
         process_group: the ranks that share the experts; a short form of
             ``parallel=ExpertParallel(process_group)``.
         parallel: how ranks share the experts; see `moe_ext.distributed.ExpertParallel`. None
@@ -208,13 +229,26 @@ class MoE(nn.Module):
         losses: Sequence[RouterLoss] = (),
         noise_epsilon: float = 1e-2,
         generator: torch.Generator | None = None,
+        num_identity_experts: int = 0,
+        num_null_experts: int = 0,
+        capacity_factor: float | None = None,
+        drop: Drop = "position",
         process_group: ProcessGroup | DeviceMesh | None = None,
         parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         require_sizes("MoE", d_model=d_model, num_experts=num_experts)
-        require_k("MoE", k, num_experts)
+        sizes = {"num_identity_experts": num_identity_experts, "num_null_experts": num_null_experts}
+        require_sizes("MoE", 0, **sizes)
+        num_choices = num_experts + num_identity_experts + num_null_experts
+        require_k("MoE", k, num_choices)
         require_at_least(0, "MoE", w_importance=w_importance, w_load=w_load)
+        if capacity_factor is not None:
+            require(capacity_factor > 0, "MoE: capacity_factor", "be above 0", capacity_factor)
+        names = get_args(Drop)
+        require(drop in names, "MoE: drop", f"be one of {', '.join(names)}", drop)
+        has_effect = capacity_factor is not None or drop == "position"
+        require(has_effect, "MoE: drop", "be left out without capacity_factor", drop)
         if gate is not None and (noise_epsilon != 1e-2 or generator is not None):
             raise ValueError("MoE: noise_epsilon and generator must be left out when gate is given")
         own = hidden_sizes is not None or activation != "relu" or activation_args is not None
@@ -228,17 +262,24 @@ class MoE(nn.Module):
         self.k = k
         self.recompute = recompute
         self.casts_tokens = expert_dtype is not None
-        self.losses = _checked_losses(losses)
+        self.losses = checked_losses(losses)
         of_paper = 0.0 if losses else 0.1
         self.w_importance = of_paper if w_importance is None else w_importance
         self.w_load = of_paper if w_load is None else w_load
+        self.num_identity_experts = num_identity_experts
+        self.num_null_experts = num_null_experts
+        self.capacity_factor = capacity_factor
+        self.drop: Drop = drop
         if gate is None:
             gate = NoisyTopKGate(
-                d_model, num_experts, k, noise_epsilon=noise_epsilon, generator=generator
+                d_model, num_choices, k, noise_epsilon=noise_epsilon, generator=generator
             )
-        self.gate = _checked_gate(gate, d_model=d_model, num_experts=num_experts, k=k)
+        for name, value in (sizes | {"capacity_factor": capacity_factor}).items():
+            rule = "be left out with a hierarchical gate"
+            require(not value or not is_hierarchical(gate), f"MoE: {name}", rule, value)
+        self.gate = checked_gate(gate, d_model=d_model, num_experts=num_choices, k=k)
         parallel = parallel_options("MoE", process_group, parallel)
-        self.sharding = None if parallel is None else ExpertSharding(parallel, gate)
+        self.sharding = None if parallel is None else ExpertSharding(parallel, gate, num_experts)
         if self.sharding is not None and self.sharding.local_groups is not None:
             of_groups = gate_of_groups(gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
@@ -257,7 +298,10 @@ class MoE(nn.Module):
             )
         if self.sharding is not None:
             self.sharding.require_experts(experts)
-        self.experts = _checked_experts(experts, d_model=d_model, num_experts=len(local))
+        self.experts = checked_experts(experts, d_model=d_model, num_experts=len(local))
+        if num_identity_experts > 0:
+            width, rule = self.experts.d_output, f"be d_model = {d_model} with identity experts"
+            require(width in (None, d_model), "MoE: experts.d_output", rule, width)
         self._fused = self.experts.fused
         if not isinstance(shared_expert, nn.Module | None):
             kind = type(shared_expert).__name__
@@ -326,10 +370,13 @@ class MoE(nn.Module):
             if mask is not None and expert_index.shape[:-1] == mask.shape:
                 expert_index = expert_index.reshape(mask.numel(), expert_index.shape[-1])
                 expert_index = expert_index.index_select(0, position)
-            expert_index = self._checked_index(expert_index, tokens)
+            expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
         y = y.to(x.dtype)
+        if self.num_identity_experts > 0:
+            first = self.num_experts
+            y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
         if self.shared_expert is not None:
             y = y + self._shared(tokens, y.shape[-1]).to(y.dtype)
 
@@ -360,6 +407,7 @@ class MoE(nn.Module):
             dict(routing.metrics),
             routing.load_factors,
             {name: value.detach() for name, value in values.items()},
+            routing.kept,
         )
         # Like matmul, return no autograd view, so that the caller can modify y in place.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
@@ -377,34 +425,6 @@ class MoE(nn.Module):
         lengths = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
         return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **lengths), aux
 
-    def _checked_index(self, expert_index: Tensor, tokens: Tensor) -> Tensor:
-        """Checks the given experts of tokens [T, D] and returns them as int64 [T, K]."""
-        name, num_tokens = "MoE: expert_index", tokens.shape[0]
-        inner = getattr(self.gate, "_orig_mod", self.gate)
-        replays = "expert_index" in inspect.signature(inner.forward).parameters
-        rule = f"be None for {type(inner).__name__}, whose forward does not take it"
-        require(replays, name, rule, tuple(expert_index.shape))
-        if expert_index.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name} must have dtype int64 or int32, got {expert_index.dtype}")
-        shape = tuple(expert_index.shape)
-        rule = f"have shape [..., k = {self.k}] with one row for each token of x"
-        require(len(shape) > 0 and shape[-1] == self.k, name, rule, shape)
-        expert_index = expert_index.reshape(-1, self.k).long()
-        if torch.compiler.is_compiling():
-            torch._check(expert_index.shape[0] == num_tokens)
-            return expert_index
-        require(expert_index.shape[0] == num_tokens, name, rule, shape)
-        # A check on CUDA would make the host synchronize with the device.
-        if expert_index.device.type == "cpu" and not is_fake(expert_index) and len(expert_index):
-            low, high = expert_index.min().item(), expert_index.max().item()
-            rule = f"be at least 0 and below num_experts = {self.num_experts}"
-            require(low >= 0 and high < self.num_experts, name, rule, low if low < 0 else high)
-            same = (expert_index.sort(1).values.diff(dim=1) == 0).any(1)
-            if same.any():
-                rule = "have different experts for each token"
-                require(False, name, rule, expert_index[same][0].tolist())
-        return expert_index
-
     def _route_and_mix(
         self, tokens: Tensor, expert_index: Tensor | None
     ) -> tuple[Tensor, Routing, Tensor]:
@@ -412,9 +432,11 @@ class MoE(nn.Module):
         ranks = None if self.sharding is None else self.sharding.balanced
         dtype = self._dtype_of_experts()
         if self.sharding is not None and self.sharding.group_exchange is not None:
+            value, rule = self.capacity_factor, "be None with a hierarchical gate"
+            require(value is None, "MoE: capacity_factor", rule, value)
             of_groups = gate_of_groups(self.gate)
             assert of_groups is not None  # ExpertSharding has checked the gate
-            return self.sharding.group_exchange(
+            y, routing, tokens_per_expert = self.sharding.group_exchange(
                 tokens,
                 of_groups,
                 self.experts,
@@ -423,6 +445,9 @@ class MoE(nn.Module):
                 recompute=self.recompute,
                 dtype=dtype,
             )
+            rule = 'return Routing.kept = None with placement="groups"'
+            require(routing.kept is None, "MoE: gate", rule, type(of_groups).__name__)
+            return y, routing, tokens_per_expert
         if expert_index is None:
             routing = self.gate(tokens, ranks)
         else:
@@ -431,9 +456,18 @@ class MoE(nn.Module):
         if not isinstance(routing, Routing):
             kind = type(routing).__name__
             raise TypeError(f"MoE: gate must return a moe_ext.Routing, got {kind}")
+        if self.capacity_factor is not None:
+            how = self.capacity_factor, self.drop
+            routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
             tokens = tokens.to(dtype)
-        y, tokens_per_expert = self._mixture(tokens, routing)
+        num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
+        if routing.kept is None and num_choices == self.num_experts:
+            y, tokens_per_expert = self._mixture(tokens, routing)
+        else:
+            y, _ = self._mixture(tokens, computed_slots(routing, self.num_experts))
+            plan = ops.dispatch_plan(routing.expert_index, num_choices)
+            tokens_per_expert = plan.tokens_per_expert
         return y, routing, tokens_per_expert
 
     def _mixture(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -485,53 +519,16 @@ class MoE(nn.Module):
             "w_importance": self.w_importance,
             "w_load": self.w_load,
         }
+        for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
+            if getattr(self, name):
+                shown[name] = getattr(self, name)
+        if self.capacity_factor is not None:
+            shown["drop"] = repr(self.drop)
         if self.losses:
             shown["losses"] = list(self.losses)
         if self.sharding is not None:
             shown["sharding"] = self.sharding
         return ", ".join(f"{name}={value}" for name, value in shown.items())
-
-
-def _checked_gate(gate: object, **sizes: int) -> Gate:
-    # Check the module inside torch.compile's wrapper, but return the wrapper.
-    inner = getattr(gate, "_orig_mod", gate)
-    if not isinstance(inner, Gate):
-        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
-    signature = inspect.signature(inner.forward)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(f"MoE: gate must have forward(x, ranks=None), got {signature}") from error
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
-    return cast(Gate, gate)
-
-
-def _checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
-    for loss in losses:
-        if not isinstance(loss, RouterLoss):
-            kind = type(loss).__name__
-            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
-    names = [loss.name for loss in losses]
-    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
-    return tuple(losses)
-
-
-def _checked_experts(experts: object, **sizes: int) -> Experts:
-    if isinstance(experts, nn.ModuleList | Sequence):
-        experts = ModuleExperts(experts)
-    inner = getattr(experts, "_orig_mod", experts)
-    if not isinstance(inner, Experts):
-        raise TypeError(
-            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
-            f"got {type(inner).__name__}"
-        )
-    for name, expected in sizes.items():
-        given = getattr(inner, name)
-        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
-        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
-    return cast(Experts, experts)
 
 
 def _router_losses(

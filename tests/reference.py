@@ -119,6 +119,39 @@ def L_load(load, w_load):
     return w_load * CV_squared(load)
 
 
+def zero_computation(x, g, W, num_identity):
+    """Jin et al. 2024 (arXiv 2410.07348), Sec. 3.1: feed-forward, then identity, then null experts.
+
+    g are the gates of all experts for one row x, exactly 0 for those that are not chosen. W[i] are
+    the matrices of feed-forward expert i.
+    """
+    y = torch.zeros_like(x)
+    for i in range(len(g)):
+        if i < len(W) and g[i] != 0:
+            y = y + g[i] * E_i(x, W[i])
+        elif len(W) <= i < len(W) + num_identity:
+            y = y + g[i] * x
+    return y
+
+
+def kept_by_capacity(G_X, chosen, k, capacity_factor, drop):
+    """Fedus et al. 2021 (arXiv 2101.03961), Sec. 2.2: which chosen experts compute each row.
+
+    Each expert computes at most C = ceil(k T / n · capacity_factor) rows: its first ones. With
+    drop="score" it computes the rows with its largest gates; the first row wins a tie.
+    """
+    T, n = len(G_X), len(G_X[0])
+    C = math.ceil(k * T / n * capacity_factor)
+    kept = [[False] * n for _ in range(T)]
+    for i in range(n):
+        rows = [t for t in range(T) if i in chosen[t]]
+        if drop == "score":
+            rows.sort(key=lambda t: (-float(G_X[t][i].detach()), t))
+        for t in rows[:C]:
+            kept[t][i] = True
+    return kept
+
+
 def L_switch(P_X, chosen):
     """Fedus et al. 2021 (arXiv 2101.03961), Eqs. 4-6: n · sum of f_i P_i over the experts.
 

@@ -873,3 +873,27 @@ def test_relu_routing():
     assert ref.next_lambda(6.0, 1.5, R_X, 1) == 9
     assert ref.next_lambda(6.0, 1.5, R_X, 2) == 4
     assert ref.next_lambda(6.0, 1.5, R_X[:1], 1) == 6
+
+
+@pytest.mark.equation("arXiv 2410.07348")
+def test_zero_computation():
+    """One expert that doubles x, one identity expert and one null expert."""
+    x, W = vec(1.0, 2.0), [[2 * torch.eye(2).double()]]
+    assert ref.zero_computation(x, vec(0.5, 0.3, 0.2), W, 1).tolist() == pytest.approx([1.3, 2.6])
+    assert ref.zero_computation(x, vec(0.0, 0.0, 1.0), W, 1).tolist() == [0, 0]
+
+
+@pytest.mark.equation("arXiv 2101.03961")
+def test_capacity():
+    """Three of four rows choose expert 0, which keeps ceil(4 / 2) = 2 of them."""
+    G_X = [vec(0.6, 0.4), vec(0.7, 0.3), vec(0.2, 0.8), vec(0.7, 0.3)]
+    chosen = [[0], [0], [1], [0]]
+    by_position = [[True, False], [True, False], [False, True], [False, False]]
+    by_score = [[False, False], [True, False], [False, True], [True, False]]
+    assert ref.kept_by_capacity(G_X, chosen, 1, 1.0, "position") == by_position
+    assert ref.kept_by_capacity(G_X, chosen, 1, 1.0, "score") == by_score
+    assert ref.kept_by_capacity(G_X, chosen, 1, 0.4, "score") == by_score[:1] + [
+        [True, False],
+        [False, True],
+        [False, False],
+    ]

@@ -111,6 +111,8 @@ class ExpertSharding:
     Args:
         options: how ranks share the experts of the layer.
         gate: the gate of the layer.
+        num_experts: the number of experts with weights: the first ones of the gate's experts. None:
+            all of them.
 
     Attributes:
         layout: the `Layout` of the ranks.
@@ -126,10 +128,11 @@ class ExpertSharding:
         ValueError: the gate does not support the options.
     """
 
-    def __init__(self, options: ExpertParallel, gate: Gate) -> None:
+    def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int | None = None) -> None:
+        num_experts = gate.num_experts if num_experts is None else num_experts
         self.layout = Layout.of(options.process_group)
         ranks = self.layout.expert_parallel
-        self.placement = ExpertPlacement(gate.num_experts, ranks.size, gate.experts_per_group)
+        self.placement = ExpertPlacement(num_experts, ranks.size, gate.experts_per_group)
         self.local_experts = self.placement.experts_of(ranks.rank)
         several = self.layout.world.size > 1
         local = options.balance == "local"
@@ -161,7 +164,7 @@ class ExpertSharding:
         if not by_groups:
             self.exchange = Exchange(self.placement, ranks, options.exchange, options.num_chunks)
             return
-        groups = ExpertPlacement(gate.num_experts // gate.experts_per_group, ranks.size)
+        groups = ExpertPlacement(num_experts // gate.experts_per_group, ranks.size)
         replicas = self.layout.replicas
         self.group_exchange = GroupExchange(groups, ranks, options.num_chunks, replicas)
         self.exchange = self.group_exchange.exchange

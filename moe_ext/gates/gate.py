@@ -38,6 +38,8 @@ class Routing(NamedTuple):
             as `ZLoss` need them. None: the gate does not compute a logit for every expert.
         scores: [T, E], non-negative scores of the experts, if these are not softmax(logits). See
             `probabilities`.
+        kept: bool, in the shape of gates. False: the slot is dropped, so that no expert computes
+            it. Importance, load and losses count it. None: no slot is dropped.
     """
 
     gates: Tensor
@@ -51,6 +53,7 @@ class Routing(NamedTuple):
     load_factors: tuple[Tensor, ...] | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    kept: Tensor | None = None
 
     def probabilities(self) -> Tensor:
         """Computes p(x) [T, E]: softmax(logits), or with scores, scores / Σ_j scores_j.

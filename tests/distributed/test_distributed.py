@@ -104,6 +104,39 @@ KINDS = {
     "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
     "relu": lambda **options: gated(ReLUGate(D, 5, 2, l1_weight=0.3), **options),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
+    "zero computation": lambda **options: MoE(
+        D,
+        4,
+        3,
+        num_identity_experts=2,
+        num_null_experts=1,
+        **options,
+    ),
+    "balanced zero computation": lambda **options: MoE(
+        D, 4, 2, gate=BalancedGate(D, 6, 2), num_identity_experts=2, w_load=0.0, **options
+    ),
+    "capacity by position": lambda **options: MoE(
+        D, 5, 2, capacity_factor=0.7, losses=[SwitchLoss(0.3)], **options
+    ),
+    "capacity by score": lambda **options: gated(
+        TopKGate(D, 7, 3, renormalize=False), capacity_factor=0.7, drop="score", **options
+    ),
+    "capacity with ties": lambda **options: MoE(  # all gates are 1
+        D, 2, 1, capacity_factor=0.7, drop="score", **options
+    ),
+    "capacity of some": lambda **options: MoE(
+        D,
+        4,
+        2,
+        num_identity_experts=1,
+        num_null_experts=1,
+        capacity_factor=0.5,
+        drop="score",
+        **options,
+    ),
+    "balanced capacity": lambda **options: gated(
+        BalancedGate(D, 5, 2), capacity_factor=0.5, **options
+    ),
 }
 
 
@@ -200,6 +233,8 @@ def step_of_process(group, rank, kind, counts, options, masked=False, mesh=False
         "expert_index": aux.expert_index,
         "tokens_per_expert": aux.tokens_per_expert,
         "gates": aux.gates.detach(),
+        "kept": aux.kept,
+        "share_dropped": aux.gate_metrics.get("share_dropped"),
         "bounds": {name: entry.bounds for name, entry in sharded.items()},
     }
 
@@ -225,6 +260,7 @@ HOW = {
 
 
 @pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368", "arXiv 2412.14711")
+@pytest.mark.equation("arXiv 2101.03961", "arXiv 2410.07348", "arXiv 2509.01322")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
@@ -256,6 +292,67 @@ def test_groups_equal_one_process(workers, kind, counts, mesh, masked, num_chunk
     arguments = kind, counts, options, masked, mesh
     parts = workers.run(len(counts), step_of_process, *arguments)
     assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+@pytest.mark.equation("arXiv 2101.03961", "arXiv 2410.07348")
+@pytest.mark.parametrize("counts, mesh", [([4, 0, 6], False), ([3, 7, 0, 5], True)])
+@pytest.mark.parametrize(
+    "kind",
+    ["balanced zero computation", "capacity by position", "capacity by score"]
+    + ["capacity of some"],
+)
+def test_slots_without_a_row_equal_one_process(workers, kind, counts, mesh):
+    """With masks, recomputation, chunks of tokens, and replicas of the experts."""
+    layer, x, y, aux = step_of_all(kind, counts, {})
+    options = {"exchange": "tokens", "num_chunks": 2, "recompute": True}
+    parts = workers.run(len(counts), step_of_process, kind, counts, options, True, mesh)
+    assert_equal_steps(parts, counts, layer, x, y, aux)
+
+
+def local_capacity(group, rank, counts, drop):
+    """Returns the kept slots of one rank's tokens, and the same without other ranks."""
+    x = tokens_of(counts)[0].split(counts)[rank]
+    kept = []
+    for ranks, options in ((group, {"balance": "local"}), (None, {})):
+        gate = TopKGate(D, 7, 3, renormalize=False)
+        options = sharing(ranks, options | {"capacity_factor": 0.7, "drop": drop})
+        layer = MoE(D, 7, 3, gate=gate, **options).double()
+        torch.nn.init.normal_(gate.w_gate, generator=torch.Generator().manual_seed(2))
+        aux = layer(x)[1]
+        kept.append((aux.kept, aux.gate_metrics["share_dropped"]))
+    return kept
+
+
+class DroppingGate(HierarchicalNoisyTopKGate):
+    def routing(self, *args):
+        routing = super().routing(*args)
+        return routing._replace(kept=torch.zeros_like(routing.gates, dtype=torch.bool))
+
+
+def errors_of_groups(group, rank):
+    """Returns the errors of layers whose groups are on other ranks than their tokens."""
+    x, errors = torch.randn(4, D), []
+    for gate in (HierarchicalNoisyTopKGate, DroppingGate):
+        layer = gated(gate(D, 2, 3, 1), process_group=group)
+        layer.capacity_factor = 1.5 if gate is HierarchicalNoisyTopKGate else None
+        with pytest.raises(ValueError) as error:
+            layer(x)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_groups_of_other_ranks_drop_nothing(workers):
+    """A change of the attribute and a gate that drops are refused on all ranks."""
+    for capacity, kept in workers.run(2, errors_of_groups):
+        assert capacity == "MoE: capacity_factor must be None with a hierarchical gate, got 1.5"
+        assert kept.startswith("MoE: gate must return Routing.kept = None with placement")
+
+
+@pytest.mark.parametrize("drop", ["position", "score"])
+def test_local_capacity_is_of_each_rank(workers, drop):
+    for (kept, share), (expected, expected_share) in workers.run(2, local_capacity, [5, 8], drop):
+        assert torch.equal(kept, expected) and not kept.all()
+        assert share == expected_share
 
 
 def balanced_steps(group, rank, counts, num_chunks, mesh, ties):
@@ -333,6 +430,11 @@ def assert_equal_steps(parts, counts, layer, x, y, aux):
     assert torch.equal(torch.cat([part["expert_index"] for part in parts]), aux.expert_index)
     assert_exact(torch.cat([part["gates"] for part in parts]), aux.gates)
     assert torch.equal(sum(part["tokens_per_expert"] for part in parts), aux.tokens_per_expert)
+    if aux.kept is not None:
+        assert torch.equal(torch.cat([part["kept"] for part in parts]), aux.kept)
+        assert not aux.kept.all()
+        for part in parts:
+            assert part["share_dropped"] == aux.gate_metrics["share_dropped"]
     assert_exact(torch.cat([part["x"] for part in parts]) / len(counts), x.grad)
     for part in parts:
         assert_exact(part["loss"], aux.loss)
@@ -388,7 +490,8 @@ def replay_of_process(group, rank, kind, counts, masked, options):
     layer = layer_of(kind, group, losses=[SwitchLoss(0.3), ZLoss(0.1)], **options)
     fix_noise(layer, counts, rank)
     x, weight = tokens_of(counts)
-    scores = torch.rand(len(x), layer.num_experts, generator=torch.Generator().manual_seed(6))
+    number = layer.gate.num_experts
+    scores = torch.rand(len(x), number, generator=torch.Generator().manual_seed(6))
     index = scores.argsort(1)[:, : layer.k]
     if rank is not None:
         x, weight, index = (whole.split(counts)[rank] for whole in (x, weight, index))
@@ -416,7 +519,7 @@ def replay_of_process(group, rank, kind, counts, masked, options):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counts", COUNTS[:3], ids=len)
-@pytest.mark.parametrize("kind", ["flat", "topk"])
+@pytest.mark.parametrize("kind", ["flat", "topk", "zero computation", "capacity by score"])
 def test_replay_equals_one_process(workers, kind, counts, masked, recompute, how):
     options = {"recompute": recompute}
     y, loss, grads, _ = replay_of_process(None, None, kind, counts, masked, options)

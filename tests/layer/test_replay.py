@@ -184,7 +184,11 @@ def test_no_tokens():
         (torch.zeros(3, 1).long(), ValueError, r"have shape \[..., k = 2\] .*, got \(3, 1\)"),
         (torch.tensor([[0, 1]] * 4), ValueError, r"have shape .* each token of x, got \(4, 2\)"),
         (torch.tensor(1), ValueError, r"have shape .*, got \(\)"),
-        (torch.tensor([[0, 1]] * 2 + [[0, E]]), ValueError, "be .*below num_experts = 5, got 5"),
+        (
+            torch.tensor([[0, 1]] * 2 + [[0, E]]),
+            ValueError,
+            "be .*below gate.num_experts = 5, got 5",
+        ),
         (torch.tensor([[0, 1]] * 2 + [[0, -1]]), ValueError, "be at least 0 .*, got -1"),
         (torch.tensor([[0, 1]] * 2 + [[3, 3]]), ValueError, r"have different .*, got \[3, 3\]"),
     ],

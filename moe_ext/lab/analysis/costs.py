@@ -97,7 +97,8 @@ class MoEOps(NamedTuple):
 
     Attributes:
         gate: multiply-adds of the gate's logits.
-        experts: multiply-adds of the k experts of the token, and of the shared expert.
+        experts: multiply-adds of the k experts of the token, and of the shared expert. With
+            zero-computation experts, the mean over tokens for balanced routing.
     """
 
     gate: int
@@ -118,7 +119,7 @@ def moe_ops(layer: MoE) -> MoEOps:
     ops = sum(size for name, size in matrices.items() if not name.endswith("_secondary"))
     if isinstance(gate, HierarchicalGate):
         ops += (sum(matrices.values()) - ops) * gate.k_of_levels[0] // gate.num_groups
-    of_experts = _weights(layer.experts.parameters()) * layer.k // layer.num_experts
+    of_experts = _weights(layer.experts.parameters()) * layer.k // layer.gate.num_experts
     if layer.shared_expert is not None:
         of_experts += _weights(layer.shared_expert.parameters())
     return MoEOps(ops, of_experts)

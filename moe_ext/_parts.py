@@ -1,0 +1,59 @@
+"""Checks the parts that a MoE layer is given: gate, experts and losses."""
+
+import inspect
+from collections.abc import Sequence
+from typing import cast
+
+from torch import nn
+
+from moe_ext.checks import require
+from moe_ext.experts import Experts, ModuleExperts
+from moe_ext.gates import Gate, HierarchicalGate
+from moe_ext.losses import RouterLoss
+
+
+def checked_gate(gate: object, **sizes: int) -> Gate:
+    # Check the module inside torch.compile's wrapper, but return the wrapper.
+    inner = getattr(gate, "_orig_mod", gate)
+    if not isinstance(inner, Gate):
+        raise TypeError(f"MoE: gate must derive from moe_ext.Gate, got {type(inner).__name__}")
+    signature = inspect.signature(inner.forward)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"MoE: gate must have forward(x, ranks=None), got {signature}") from error
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        require(given == expected, f"MoE: gate.{name}", f"be {expected}", given)
+    return cast(Gate, gate)
+
+
+def checked_losses(losses: Sequence[RouterLoss]) -> tuple[RouterLoss, ...]:
+    for loss in losses:
+        if not isinstance(loss, RouterLoss):
+            kind = type(loss).__name__
+            raise TypeError(f"MoE: losses must be a sequence of moe_ext.RouterLoss, got {kind}")
+    names = [loss.name for loss in losses]
+    require(len({*names}) == len(names), "MoE: losses", "have different names", names)
+    return tuple(losses)
+
+
+def checked_experts(experts: object, **sizes: int) -> Experts:
+    if isinstance(experts, nn.ModuleList | Sequence):
+        experts = ModuleExperts(experts)
+    inner = getattr(experts, "_orig_mod", experts)
+    if not isinstance(inner, Experts):
+        raise TypeError(
+            "MoE: experts must derive from moe_ext.Experts or be a sequence of modules, "
+            f"got {type(inner).__name__}"
+        )
+    for name, expected in sizes.items():
+        given = getattr(inner, name)
+        rule = f"be {expected}" + (" on this rank" if name == "num_experts" else "")
+        require(given in (None, expected), f"MoE: experts.{name}", rule, given)
+    return cast(Experts, experts)
+
+
+def is_hierarchical(gate: nn.Module) -> bool:
+    """Returns whether a gate has two levels; it may be in torch.compile's wrapper."""
+    return isinstance(getattr(gate, "_orig_mod", gate), HierarchicalGate)
