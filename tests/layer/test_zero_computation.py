@@ -20,7 +20,7 @@ from moe_ext import (
     SwitchLoss,
     TopKGate,
     ZLoss,
-    update_selection_bias,
+    update_gates,
 )
 from moe_ext.lab.analysis import moe_ops
 
@@ -269,7 +269,7 @@ def test_other_parts_of_the_layer():
     y, aux = layer(x)
     counts = aux.tokens_per_expert
     assert torch.equal(layer.gate.tokens_since_update, counts)
-    update_selection_bias(layer)
+    update_gates(layer)
     below_mean = torch.sign(counts.sum() - (E + 3) * counts)
     assert_exact(layer.gate.selection_bias, 0.1 * below_mean.double())
     layer.gate.selection_bias.zero_()
