@@ -366,6 +366,7 @@ def test_copies_and_pickles_after_a_forward():
         ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
         ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="expert_choice", w_load=0)}),
         ("moe.w_switch and w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
+        ("moe.num_null_experts", {"layers": ["moe_lstm"], "moe": MoEConfig(num_null_experts=1)}),
         ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
         (
             "moe.bias_update_rate",
@@ -401,6 +402,10 @@ def test_configuration_errors(option, change):
         ("w_switch_per_sequence", {"w_switch_per_sequence": -1}),
         ("w_z", {"w_z": -1}),
         ("shared_sizes", {"shared_sizes": [0]}),
+        ("num_identity_experts", {"num_identity_experts": -1}),
+        ("num_null_experts", {"num_null_experts": 1, "num_groups": 8, "k": 1}),
+        ("capacity_factor", {"capacity_factor": -0.5}),
+        ("drop", {"drop": "last"}),
     ],
 )
 def test_moe_configuration_errors(option, options):
@@ -452,10 +457,17 @@ def test_options_of_later_routers_reach_the_layer():
         w_z=0.3,
         hidden_sizes=[6],
         shared_sizes=[5],
+        num_identity_experts=2,
+        num_null_experts=1,
+        capacity_factor=1.5,
+        drop="score",
     )
     layer = build(layers=["moe"], moe=moe).layers[0]
     gate = layer.gate
     assert (gate.score, gate.renormalize, gate.scale) == ("sigmoid", False, 2.5)
+    assert gate.num_experts == 7 and layer.num_experts == 4
+    assert (layer.num_identity_experts, layer.num_null_experts) == (2, 1)
+    assert (layer.capacity_factor, layer.drop) == (1.5, "score")
     assert gate.bias_update_rate == 0.01 and gate.selection_bias is not None
     assert {loss.name: loss.weight for loss in layer.losses} == {
         "switch_loss": 0.1,

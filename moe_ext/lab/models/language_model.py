@@ -84,6 +84,9 @@ class LanguageModelConfig:
             require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
             rate = self.moe.bias_update_rate
             require(rate == 0, "moe.bias_update_rate", f"be 0 {rule}", rate)
+            for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
+                value = getattr(self.moe, name)
+                require(value == 0, f"moe.{name}", f"be 0 {rule}", value)
             sizes = self.moe.shared_sizes
             require(sizes == [], "moe.shared_sizes", f"be [] {rule}", sizes)
             losses = [loss.name for loss in self.moe.losses()]

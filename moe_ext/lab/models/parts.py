@@ -26,6 +26,7 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
+from moe_ext._capacity import Drop
 from moe_ext.checks import require, require_at_least
 from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
@@ -65,6 +66,9 @@ class MoEConfig:
             the load of "noisy_topk" has a gradient; the other gates need w_load = 0.
             "expert_choice" is not causal: a language model sees later words, also in evaluation.
         num_experts: number of experts, summed over all groups.
+        num_identity_experts, num_null_experts, capacity_factor, drop: see `moe_ext.MoE`; only for a
+            flat mixture. The gate also selects among the identity and null experts.
+            capacity_factor = 0 drops nothing.
         num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
         k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
             and to k experts in each of these groups.
@@ -94,6 +98,10 @@ class MoEConfig:
     w_switch_per_sequence: float = 0.0
     w_z: float = 0.0
     shared_sizes: list[int] = field(default_factory=list)
+    num_identity_experts: int = 0
+    num_null_experts: int = 0
+    capacity_factor: float = 0.0
+    drop: str = "position"
 
     def __post_init__(self) -> None:
         require(self.gate in _GATE_KINDS, "gate", f"be one of {', '.join(_GATE_KINDS)}", self.gate)
@@ -110,10 +118,18 @@ class MoEConfig:
             f"divide num_experts = {self.num_experts}",
             self.num_groups,
         )
-        choices = self.num_experts
+        require_at_least(0, num_identity_experts=self.num_identity_experts)
+        require_at_least(0, num_null_experts=self.num_null_experts)
+        require_at_least(0, capacity_factor=self.capacity_factor)
+        drops = get_args(Drop)
+        require(self.drop in drops, "drop", f"be one of {', '.join(drops)}", self.drop)
+        choices, rule = self.num_choices, "the number of experts"
         if self.num_groups:
+            for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
+                value = getattr(self, name)
+                require(value == 0, name, f"be 0 with num_groups = {self.num_groups}", value)
             choices = min(self.num_groups, self.num_experts // self.num_groups)
-        rule = "num_experts" if self.num_groups == 0 else "min(num_groups, experts per group)"
+            rule = "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
         _require_positive(hidden_sizes=self.hidden_sizes, shared_sizes=self.shared_sizes)
         _require_activation(self.activation)
@@ -135,6 +151,11 @@ class MoEConfig:
             f'be 0 with gate = "{self.gate}", whose load has no gradient',
             self.w_load,
         )
+
+    @property
+    def num_choices(self) -> int:
+        """Number of experts among which the gate selects."""
+        return self.num_experts + self.num_identity_experts + self.num_null_experts
 
     @property
     def experts_per_token(self) -> int:
@@ -195,7 +216,7 @@ def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator
         options["num_groups"] = config.num_groups
         options["experts_per_group"] = config.num_experts // config.num_groups
     else:
-        options["num_experts"] = config.num_experts
+        options["num_experts"] = config.num_choices
     if config.gate == "noisy_topk":
         options.update(noise_epsilon=config.noise_epsilon, generator=noise_generator)
         return (HierarchicalNoisyTopKGate if config.num_groups else NoisyTopKGate)(
@@ -247,6 +268,10 @@ def moe_layer(
         hidden_sizes=tuple(config.hidden_sizes),
         activation=activation,
         shared_expert=shared_expert,
+        num_identity_experts=config.num_identity_experts,
+        num_null_experts=config.num_null_experts,
+        capacity_factor=config.capacity_factor or None,
+        drop=cast(Drop, config.drop),
         w_importance=config.w_importance,
         w_load=config.w_load,
         losses=config.losses(),
