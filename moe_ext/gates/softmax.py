@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import only_given, zero_
+from moe_ext.gates._logits import zero_
 from moe_ext.gates.gate import Gate, Routing
 
 __all__ = ["SoftmaxGate", "TopKGate", "update_selection_bias"]
@@ -152,15 +152,13 @@ class TopKGate(Gate):
     ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing biased score.
 
-        See `Gate.forward` for ranks and expert_index.
+        The gates of a given expert_index are in its order. See `Gate.forward` for ranks and
+        expert_index.
         """
         logits = self.logits(x, self.w_gate)
         if self.b_gate is not None:
             logits = logits + self.b_gate.to(logits.dtype)
-        if expert_index is None:
-            selected = self._route(logits, self.selection_bias)
-        else:
-            selected = self._given(logits, expert_index)
+        selected = self._route(logits, self.selection_bias, expert_index)
         score = _SCORES.get(self.score)
         scores = None if score is None else score(logits)
         routing = self.make_routing(*selected, ranks=ranks, logits=logits, scores=scores)
@@ -168,7 +166,9 @@ class TopKGate(Gate):
             torch.ops.moe_ext._count_tokens_(self.tokens_since_update, routing.load)
         return routing
 
-    def _route(self, logits: Tensor, bias: Tensor | None = None) -> ops.TopKRouting:
+    def _route(
+        self, logits: Tensor, bias: Tensor | None = None, expert_index: Tensor | None = None
+    ) -> ops.TopKRouting:
         return ops.topk_routing(
             logits,
             self.k,
@@ -179,16 +179,8 @@ class TopKGate(Gate):
             self.num_groups,
             self.groups_per_token,
             self.group_score_k,
+            expert_index,
         )
-
-    def _given(self, logits: Tensor, expert_index: Tensor) -> ops.TopKRouting:
-        """Computes the gates of given experts [T, K], in order of decreasing logit."""
-        given = only_given(logits, expert_index)
-        kept = ops.topk_routing(given, self.k, None, self.score, self.renormalize, self.scale)
-        if self.score == "softmax" and not self.renormalize:
-            gates = torch.softmax(logits, dim=-1).gather(1, kept.expert_index) * self.scale
-            return kept._replace(gates=gates)
-        return kept
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKGate:
         """Moves the counts too, and keeps the selection bias in at least float32.
