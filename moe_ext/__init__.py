@@ -33,12 +33,13 @@ from moe_ext.gates import (  # noqa: E402
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
     NoisyTopKGate,
+    ReLUGate,
     Routing,
     SoftmaxGate,
     TopKGate,
     balanced_gates,
     batchwise_masks,
-    update_selection_bias,
+    update_gates,
 )
 from moe_ext.hierarchical import HierarchicalMoE  # noqa: E402
 from moe_ext.losses import (  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "MoELSTMCell",
     "ModuleExperts",
     "NoisyTopKGate",
+    "ReLUGate",
     "RouterLoss",
     "Routing",
     "SharedExpert",
@@ -86,7 +88,7 @@ __all__ = [
     "importance_loss",
     "load_loss",
     "ops",
-    "update_selection_bias",
+    "update_gates",
 ]
 
 

@@ -84,8 +84,8 @@ def deepseek_v3(
 ) -> MoE:
     """Makes the layer of DeepSeek-V3 (arXiv:2412.19437), without its shared expert.
 
-    The scores are sigmoids. A selection bias balances the experts; `update_selection_bias` updates
-    it. A token selects in its groups_per_token best groups. The gates are renormalized and scaled.
+    The scores are sigmoids. A selection bias balances the experts; `update_gates` updates it. A
+    token selects in its groups_per_token best groups. The gates are renormalized and scaled.
     The experts are SwiGLU networks. Add the output of a shared expert, a dense network of width
     d_hidden, to y.
 

@@ -431,6 +431,38 @@ def expert_choice_gates(X, W_g, k):
     return G_sigma_X * M_batchwise(G_sigma_X, m)
 
 
+def relu_gates(X, W_g):
+    """Wang et al. 2024 (arXiv 2412.14711), Eq. 5: R(x) = ReLU(x W_g)."""
+    R_X = X.new_zeros(len(X), W_g.shape[1])
+    for t in range(len(X)):
+        for e in range(W_g.shape[1]):
+            score = X[t] @ W_g[:, e]
+            if score > 0:
+                R_X[t, e] = score
+    return R_X
+
+
+def L_reg_lb(R_X, k):
+    """arXiv 2412.14711, Eqs. 10 and 11 for one layer: 1/T sum_t sum_e f_e R(x_t)_e."""
+    T, E = R_X.shape
+    L = R_X.new_zeros(())
+    for e in range(E):
+        f = E / (k * T) * sum(1 for t in range(T) if R_X[t, e] > 0)
+        for t in range(T):
+            L = L + f * R_X[t, e]
+    return L / T
+
+
+def next_lambda(lam, alpha, R_X, k):
+    """arXiv 2412.14711, Eqs. 7 and 8 for one layer, without division: (1 - k/E) - S by sign."""
+    T, E = R_X.shape
+    num_positive = sum(1 for t in range(T) for e in range(E) if R_X[t, e] > 0)
+    # S = 1 - num_positive / (T E), so that (1 - k/E) - S > 0 if num_positive > k T
+    if num_positive > k * T:
+        return lam * alpha
+    return lam / alpha if num_positive < k * T else lam
+
+
 def balanced_gates(X, W_g, k, T=None, priority=None, training=True):
     """App. F for a batch X of inputs: G(X), the mask M and, in training with T, L_batchwise.
 

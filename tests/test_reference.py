@@ -858,3 +858,18 @@ def test_expert_choice():
         [pytest.approx(0.75), 0],
         [0, pytest.approx(0.5)],
     ]
+
+
+@pytest.mark.equation("arXiv 2412.14711")
+def test_relu_routing():
+    """Two tokens and two experts: expert 0 has both tokens, expert 1 has one of them."""
+    X, W_g = torch.eye(2).double(), torch.stack([vec(3.0, -1.0), vec(1.0, 2.0)])
+    R_X = ref.relu_gates(X, W_g)
+    assert R_X.tolist() == [[3, 0], [1, 2]]
+    # f = (2, 1) for k = 1: (2 (3 + 1) + 1 · 2) / 2
+    assert float(ref.L_reg_lb(R_X, 1)) == 5
+    assert float(ref.L_reg_lb(R_X, 2)) == 2.5
+    # S = 1/4 is below 1 - 1/2, and above 1 - 2/2
+    assert ref.next_lambda(6.0, 1.5, R_X, 1) == 9
+    assert ref.next_lambda(6.0, 1.5, R_X, 2) == 4
+    assert ref.next_lambda(6.0, 1.5, R_X[:1], 1) == 6

@@ -11,8 +11,11 @@ Contents, with the paper's equation or section::
     BalancedGate                 every expert gets the same number of tokens  App. F
     HierarchicalBalancedGate     balanced gating on two levels                App. B, F
     ExpertChoiceGate             each expert selects its tokens               arXiv 2202.09368
+    ReLUGate                     the experts with positive scores             arXiv 2412.14711
+    AdaptiveGate, update_gates   what adapts after each optimizer step
 """
 
+from moe_ext.gates.adaptive import AdaptiveGate, update_gates
 from moe_ext.gates.balanced import (
     BalancedGate,
     HierarchicalBalancedGate,
@@ -26,9 +29,11 @@ from moe_ext.gates.gate import Gate, Routing
 from moe_ext.gates.groups import HierarchicalGate, PrimarySelection, SecondarySelection
 from moe_ext.gates.hierarchical import HierarchicalNoisyTopKGate, hierarchical_load
 from moe_ext.gates.noisy_top_k import NoisyTopKGate
-from moe_ext.gates.softmax import SoftmaxGate, TopKGate, update_selection_bias
+from moe_ext.gates.relu import ReLUGate
+from moe_ext.gates.softmax import SoftmaxGate, TopKGate
 
 __all__ = [
+    "AdaptiveGate",
     "BalancedGate",
     "ExpertChoiceGate",
     "Gate",
@@ -37,6 +42,7 @@ __all__ = [
     "HierarchicalNoisyTopKGate",
     "NoisyTopKGate",
     "PrimarySelection",
+    "ReLUGate",
     "Routing",
     "SecondarySelection",
     "SoftmaxGate",
@@ -46,5 +52,5 @@ __all__ = [
     "batchwise_masks",
     "hierarchical_load",
     "rows_per_expert",
-    "update_selection_bias",
+    "update_gates",
 ]

@@ -57,6 +57,38 @@ def experts_of_selected(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tenso
     return plan.permutation // max(m, 1) % num_experts, plan.offsets
 
 
+def values_of_slots(values: Tensor, expert_index: Tensor, token_offsets: Tensor) -> Tensor:
+    """Returns the entries [R] of values [T, E] at the expert of each slot."""
+    num_slots = expert_index.shape[0]
+    token = torch.repeat_interleave(token_offsets.diff(), output_size=num_slots)
+    return values.view(-1).index_select(0, token * values.shape[1] + expert_index)
+
+
+def sums_of_slots(
+    num_experts: int,
+    gates: Tensor,
+    expert_index: Tensor,
+    token_offsets: Tensor,
+    ranks: Ranks | None,
+    *more: Tensor,
+) -> tuple[Tensor, ...]:
+    """Sums what describes the slots of gates [R] over the ranks, and more tensors.
+
+    Returns:
+        importance [E], load [E], the number of tokens, the number of tokens without an expert, and
+        more, all in the dtype of gates.
+    """
+    slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
+    parts = (
+        ops.importance(*slots, num_experts),
+        ops.importance(torch.ones_like(slots[0]), slots[1], num_experts),
+        gates.new_full((), token_offsets.shape[0] - 1),
+        (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
+        *(tensor.to(gates.dtype) for tensor in more),
+    )
+    return parts if ranks is None else ranks.sum(*parts)
+
+
 def routing_of_slots(
     num_experts: int,
     gates: Tensor,
@@ -69,17 +101,10 @@ def routing_of_slots(
 
     Importance, load, loss and metrics cover all ranks.
     """
-    slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
-    parts = [
-        ops.importance(*slots, num_experts),
-        ops.importance(torch.ones_like(slots[0]), slots[1], num_experts),
-        gates.new_full((), token_offsets.shape[0] - 1),
-        (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
-    ]
-    for column in zip(*agreements, strict=True):
-        parts.append(torch.stack(column).sum(0).to(gates.dtype))
-    sums = parts if ranks is None else ranks.sum(*parts)
-    importance, load, num_tokens, num_without, *agreement = sums
+    more = (torch.stack(column).sum(0) for column in zip(*agreements, strict=True))
+    importance, load, num_tokens, num_without, *agreement = sums_of_slots(
+        num_experts, gates, expert_index, token_offsets, ranks, *more
+    )
     num_tokens = num_tokens.clamp_min(1)
     metrics = {"share_without_expert": num_without / num_tokens}
     loss = None

@@ -16,6 +16,7 @@ from moe_ext.gates._slots import (
     experts_of_selected,
     routing_of_slots,
     several,
+    values_of_slots,
 )
 from moe_ext.gates.gate import Gate, Routing
 from moe_ext.ops._balanced_gating import rows_per_expert
@@ -84,8 +85,6 @@ class ExpertChoiceGate(Gate):
             here = torch.tensor([num_tokens], device=scores.device)
             mask, _ = mask_over_ranks(scores.detach(), self.k, here, 0, ranks)
             expert_index, token_offsets = experts_of_rows(mask)
-        num_slots = expert_index.shape[0]
-        token = torch.repeat_interleave(token_offsets.diff(), output_size=num_slots)
-        gates = scores.view(-1).index_select(0, token * self.num_experts + expert_index)
+        gates = values_of_slots(scores, expert_index, token_offsets)
         routing = routing_of_slots(self.num_experts, gates, expert_index, token_offsets, [], ranks)
         return routing._replace(equal_load=ranks is None, logits=logits)

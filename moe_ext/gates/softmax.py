@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import require_at_least
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import zero_
+from moe_ext.gates._logits import widened, zero_
+from moe_ext.gates.adaptive import AdaptiveGate
 from moe_ext.gates.gate import Gate, Routing
 
-__all__ = ["SoftmaxGate", "TopKGate", "update_selection_bias"]
+__all__ = ["SoftmaxGate", "TopKGate"]
 
 
 class SoftmaxGate(Gate):
@@ -51,7 +51,7 @@ class SoftmaxGate(Gate):
         return f"d_model={self.d_model}, num_experts={self.num_experts}"
 
 
-class TopKGate(Gate):
+class TopKGate(AdaptiveGate):
     """Routes each token to its top k experts without noise.
 
     The default is Appendix F with M = TopK: the softmax scores, masked and renormalized::
@@ -63,13 +63,10 @@ class TopKGate(Gate):
 
     With bias_update_rate u, a selection bias b balances the experts without a loss
     (arXiv:2408.15664). The gate selects by the scores plus b; b does not enter the gates. In
-    training mode, the gate counts the tokens of each expert. Call `update_selection_bias` once in
-    each optimizer step::
+    training mode, the gate counts the tokens of each expert. Call `update_gates` once in each
+    optimizer step::
 
         b_i ← b_i + u · sign(mean(count) - count_i)
-
-    A token counts once, whatever recomputes its forward pass: both kinds of
-    `torch.utils.checkpoint.checkpoint` do.
 
     W_g starts with normal random values of standard deviation 0.1 · D^-1/2. With W_g = 0, every
     token would be routed to the same experts. Load is the number of routed tokens, which has no
@@ -101,7 +98,6 @@ class TopKGate(Gate):
     """
 
     selection_bias: Tensor | None
-    tokens_since_update: Tensor | None = None
 
     def __init__(
         self,
@@ -118,7 +114,8 @@ class TopKGate(Gate):
         logit_bias: bool = False,
         bias_update_rate: float | None = None,
     ) -> None:
-        super().__init__(d_model, num_experts, k)
+        adapts = bias_update_rate is not None
+        super().__init__(d_model, num_experts, k, num_counts=num_experts if adapts else 0)
         require_at_least(0, "TopKGate", bias_update_rate=bias_update_rate)
         self.score: ops.Score = score
         self.renormalize = renormalize
@@ -130,13 +127,9 @@ class TopKGate(Gate):
         self._route(torch.empty(0, num_experts, device="meta"))  # checks the options
         self.w_gate = nn.Parameter(torch.empty(d_model, num_experts))
         self.b_gate = nn.Parameter(torch.empty(num_experts)) if logit_bias else None
-        bias = None
-        if bias_update_rate is not None:
-            wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            bias = torch.empty(num_experts, dtype=wide)
-            # Not a buffer: DistributedDataParallel would replace it by the counts of rank 0.
-            self.tokens_since_update = torch.empty_like(bias, dtype=torch.int64)
-        self.register_buffer("selection_bias", bias)
+        self.register_buffer(
+            "selection_bias", widened(torch.empty(num_experts)) if adapts else None
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -162,8 +155,7 @@ class TopKGate(Gate):
         score = _SCORES.get(self.score)
         scores = None if score is None else score(logits)
         routing = self.make_routing(*selected, ranks=ranks, logits=logits, scores=scores)
-        if self.training and self.tokens_since_update is not None:
-            torch.ops.moe_ext._count_tokens_(self.tokens_since_update, routing.load)
+        self.count(routing.load)
         return routing
 
     def _route(
@@ -182,23 +174,11 @@ class TopKGate(Gate):
             expert_index,
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKGate:
-        """Moves the counts too, and keeps the selection bias in at least float32.
-
-        In half precision, the steps of the bias would round to zero.
-        """
-        bias, counts = self.selection_bias, self.tokens_since_update
-        super()._apply(fn, recurse)
-        if bias is not None and counts is not None:
-            assert self.selection_bias is not None
-            device = self.selection_bias.device
-            if self.selection_bias.dtype.itemsize < 4:
-                self.selection_bias = bias.to(device)
-            from_meta = counts.is_meta and device.type != "meta"
-            self.tokens_since_update = (
-                torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
-            )
-        return self
+    def update(self, counts: Tensor) -> None:
+        """Raises the bias of experts below the mean count; see `AdaptiveGate.update`."""
+        assert self.selection_bias is not None and self.bias_update_rate is not None
+        below_mean = torch.sign(counts.sum() - len(counts) * counts)  # exact in int64
+        self.selection_bias.add_(self.bias_update_rate * below_mean.to(self.selection_bias.dtype))
 
     def extra_repr(self) -> str:
         shown = super().extra_repr()
@@ -223,43 +203,3 @@ _OPTIONS = (
     "group_score_k",
     "bias_update_rate",
 )
-
-
-@torch.no_grad()
-def update_selection_bias(model: nn.Module, process_group: ProcessGroup | None = None) -> None:
-    """Updates the selection bias of every `TopKGate` from the tokens of each expert.
-
-    Call it once in each optimizer step, on every rank, or let the optimizer call it::
-
-        optimizer.register_step_post_hook(lambda *_: update_selection_bias(model))
-
-    Count_i is the number of tokens that the gate has routed to expert i in training mode since the
-    last update, over all micro-batches (arXiv:2408.15664)::
-
-        b_i ← b_i + bias_update_rate · sign(mean(count) - count_i)
-
-    The counts then start again from zero.
-
-    Args:
-        model: a module with such gates.
-        process_group: the ranks whose counts are summed; None: only this rank. Pass all ranks that
-            train, unless every layer with such a gate has the same ranks as its process_group and
-            balance="global". If a layer has summed over some ranks already, all counts grow by the
-            same factor, which does not change the update.
-
-    Raises:
-        ValueError: the model has no gate with a selection bias.
-    """
-    gates = [m for m in model.modules() if isinstance(m, TopKGate)]
-    gates = [gate for gate in gates if gate.selection_bias is not None]
-    rule = "contain a TopKGate with bias_update_rate"
-    require(bool(gates), "update_selection_bias: model", rule, type(model).__name__)
-    counts = [gate.tokens_since_update for gate in gates]
-    totals = Ranks(process_group).sum(*(count for count in counts if count is not None))
-    for gate, total in zip(gates, totals, strict=True):
-        assert gate.selection_bias is not None and gate.bias_update_rate is not None
-        assert gate.tokens_since_update is not None
-        below_mean = torch.sign(total.sum() - len(total) * total)  # exact in int64
-        step = gate.bias_update_rate * below_mean.to(gate.selection_bias.dtype)
-        gate.selection_bias.add_(step)
-        gate.tokens_since_update.zero_()

@@ -35,7 +35,7 @@ def linear_cross_entropy(
     is reduced, the forward pass also computes the required gradients, for three GEMMs in all (Liger
     Kernel, arXiv 2410.10989). The gradients stay in memory until the backward pass scales them.
     With reduction="none" or `recompute`, the backward pass recomputes the logits: four GEMMs. On
-    the CPU, a reduced float32 loss of over 38,000 classes needs four GEMMs too.
+    the CPU, this also holds for over 38,000 float32 classes and more than min(D, 640) tokens.
 
     A token's loss and gradient do not depend on the other tokens, bit for bit.
 

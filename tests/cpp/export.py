@@ -38,7 +38,7 @@ from moe_ext import (  # noqa: E402
     TopKGate,
     ZLoss,
     losses,
-    update_selection_bias,
+    update_gates,
 )
 from moe_ext.optim import FactoredAdam  # noqa: E402
 
@@ -337,7 +337,7 @@ def step(module: nn.Module, inputs: Tensors, seed: int) -> dict[str, object]:
     if with_graph:
         torch.autograd.backward(list(with_graph.values()), list(upstream.values()))
     if adapts(module):
-        update_selection_bias(module)
+        update_gates(module)
     grads = dict(module.named_parameters()) | dict(x=inputs["x"])
     return dict(
         inputs=inputs,

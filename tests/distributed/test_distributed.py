@@ -21,6 +21,7 @@ from moe_ext import (
     HierarchicalNoisyTopKGate,
     MoE,
     MoELSTM,
+    ReLUGate,
     SharedExpert,
     SoftmaxGate,
     SwitchLoss,
@@ -101,6 +102,7 @@ KINDS = {
         D, 5, 2, shared_expert=SharedExpert(D, [4], gated=True), **options
     ),
     "expert choice": lambda **options: gated(ExpertChoiceGate(D, 5, 2), **options),
+    "relu": lambda **options: gated(ReLUGate(D, 5, 2, l1_weight=0.3), **options),
     "few": lambda **options: MoE(D, 2, 2, **options),  # fewer experts than ranks
 }
 
@@ -222,7 +224,7 @@ HOW = {
 }
 
 
-@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368")
+@pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368", "arXiv 2412.14711")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS, ids=len)

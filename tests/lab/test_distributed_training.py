@@ -89,10 +89,30 @@ def assert_same_curve(actual, expected):
         assert a[3] == pytest.approx(b[3], rel=2e-5)
 
 
-@pytest.mark.parametrize(("gate", "num_sampled"), [("topk", 0), ("topk", 9), ("balanced", 0)])
+LATER_ROUTER = {
+    "score": "sigmoid",
+    "bias_update_rate": 0.1,
+    "w_switch": 0.5,
+    "w_switch_per_sequence": 0.5,
+    "w_z": 0.5,
+    "shared_sizes": [4],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_sampled"),
+    [
+        ({}, 0),
+        ({}, 9),
+        ({"gate": "balanced"}, 0),
+        ({"gate": "expert_choice"}, 0),
+        (LATER_ROUTER, 0),
+    ],
+    ids=["topk", "sampled", "balanced", "expert_choice", "later"],
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_curve_of_one_process(workers, config, tmp_path, gate, num_sampled, accumulate):
-    config.model.moe.gate = gate
+def test_the_curve_of_one_process(workers, config, tmp_path, options, num_sampled, accumulate):
+    config.model.moe = replace(config.model.moe, **options)
     config.model.num_sampled = num_sampled  # all ranks sample the same classes
     config.optimizer.accumulate = accumulate
     train(None, 0, config)
@@ -115,6 +135,25 @@ def test_fewer_sentences_than_processes(workers, config, tmp_path, middle):
     assert_same_curve(curve(there), curve(config))
     if middle != "ffn":
         assert balance(there) == pytest.approx(balance(config), rel=1e-4, abs=1e-6)
+
+
+def selection_bias(config):
+    trainer = Trainer(config)
+    trainer.run()
+    (bias,) = (b for n, b in trainer.model.named_buffers() if n.endswith("selection_bias"))
+    return bias
+
+
+def test_the_selection_bias_changes_once_in_each_step(config, tmp_path):
+    config.model.moe = replace(config.model.moe, **LATER_ROUTER)
+    config.optimizer.accumulate = 3
+    bias = selection_bias(config)
+    # Six steps of -0.1, 0 or 0.1 each.
+    steps = bias / 0.1
+    assert bias.any() and (steps - steps.round()).abs().max() < 1e-5 and steps.abs().max() < 6.01
+    part = replace(config, output=str(tmp_path / "resumed"), steps=3)
+    selection_bias(part)
+    assert torch.equal(selection_bias(replace(part, steps=6, resume=True)), bias)
 
 
 def start_of(group, rank, config):

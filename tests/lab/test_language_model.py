@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moe_ext import (
     BalancedGate,
+    ExpertChoiceGate,
     HierarchicalBalancedGate,
     HierarchicalNoisyTopKGate,
     NoisyTopKGate,
@@ -362,6 +363,16 @@ def test_copies_and_pickles_after_a_forward():
         ("dropout", {"dropout": 1.0}),
         ("memory_slots", {"memory_slots": -1}),
         ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="balanced", w_load=0)}),
+        ("moe.gate", {"layers": ["moe_lstm"], "moe": MoEConfig(gate="expert_choice", w_load=0)}),
+        ("moe.w_switch and w_z", {"layers": ["moe_lstm"], "moe": MoEConfig(w_z=1)}),
+        ("moe.shared_sizes", {"layers": ["moe_lstm"], "moe": MoEConfig(shared_sizes=[8])}),
+        (
+            "moe.bias_update_rate",
+            {
+                "layers": ["moe_lstm"],
+                "moe": MoEConfig(gate="topk", w_load=0, bias_update_rate=0.1),
+            },
+        ),
         ("lstm_units", {"lstm_units": 4}),
     ],
 )
@@ -379,7 +390,16 @@ def test_configuration_errors(option, change):
         ("w_load", {"gate": "balanced"}),
         ("num_groups", {"num_groups": 5}),
         ("num_groups", {"gate": "topk", "num_groups": 4, "w_load": 0}),
+        ("num_groups", {"gate": "expert_choice", "num_groups": 4, "w_load": 0}),
         ("k", {"num_experts": 32, "num_groups": 8, "k": 5}),
+        ("score", {"gate": "topk", "w_load": 0, "score": "relu"}),
+        ("score", {"score": "sigmoid"}),
+        ("scale", {"gate": "topk", "w_load": 0, "scale": 0}),
+        ("bias_update_rate", {"bias_update_rate": 0.1}),
+        ("w_switch", {"w_switch": -1}),
+        ("w_switch_per_sequence", {"w_switch_per_sequence": -1}),
+        ("w_z", {"w_z": -1}),
+        ("shared_sizes", {"shared_sizes": [0]}),
     ],
 )
 def test_moe_configuration_errors(option, options):
@@ -416,12 +436,42 @@ def test_options_reach_the_layers(num_groups):
     assert [len(w[0]) for w in dense.weights] == [8, 7] and dense.activation == "silu"
 
 
+def test_options_of_later_routers_reach_the_layer():
+    moe = MoEConfig(
+        gate="topk",
+        num_experts=4,
+        k=2,
+        w_load=0,
+        score="sigmoid",
+        renormalize=False,
+        scale=2.5,
+        bias_update_rate=0.01,
+        w_switch=0.1,
+        w_switch_per_sequence=0.2,
+        w_z=0.3,
+        hidden_sizes=[6],
+        shared_sizes=[5],
+    )
+    layer = build(layers=["moe"], moe=moe).layers[0]
+    gate = layer.gate
+    assert (gate.score, gate.renormalize, gate.scale) == ("sigmoid", False, 2.5)
+    assert gate.bias_update_rate == 0.01 and gate.selection_bias is not None
+    assert {loss.name: loss.weight for loss in layer.losses} == {
+        "switch_loss": 0.1,
+        "switch_loss_per_sequence": 0.2,
+        "z_loss": 0.3,
+    }
+    assert [len(w[0]) for w in layer.shared_expert.expert.weights] == [8, 5]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "k"),
     [
         ({}, NoisyTopKGate, 2),
         ({"num_groups": 2}, HierarchicalNoisyTopKGate, 4),
         ({"gate": "topk", "w_load": 0}, TopKGate, 2),
+        ({"gate": "topk", "w_load": 0, "score": "sigmoid", "bias_update_rate": 0.1}, TopKGate, 2),
+        ({"gate": "expert_choice", "w_load": 0}, ExpertChoiceGate, 2),
         ({"gate": "balanced", "w_load": 0}, BalancedGate, 2),
         ({"gate": "balanced", "w_load": 0, "num_groups": 2}, HierarchicalBalancedGate, 4),
     ],

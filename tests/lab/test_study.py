@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock
 from test_scripts import ROOT
 
-from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables
+from moe_ext.lab.studies import balanced, capacity, efficiency, losses, paper_tables, routers
 from moe_ext.lab.training import results as results_module
 from moe_ext.lab.training import study as study_module
 from moe_ext.lab.training.config import ConfigError, config_from_dict, read_config
@@ -317,9 +317,10 @@ def test_capacity_is_reported_as_runs_come_in(corpus, tmp_path, capsys):
     assert page.read_bytes() == before
 
 
-def test_the_rate_of_a_capacity_study_is_chosen(corpus, tmp_path, capsys):
+@pytest.mark.parametrize("study", [capacity, routers])
+def test_the_rate_of_a_study_is_chosen(study, corpus, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run_script(capacity, corpus, tmp_path, "optimizer.learning_rate=0.01")
+        run_script(study, corpus, tmp_path, "optimizer.learning_rate=0.01")
     assert "optimizer.learning_rate must be omitted; give --rates" in capsys.readouterr().err
 
 
@@ -339,7 +340,33 @@ def test_losses_are_reported(corpus, tmp_path):
     assert data["models"]["1,1"]["runs"][0]["balance"].keys() == losses.COLUMNS.keys()
 
 
-@pytest.mark.parametrize("study", [balanced, capacity, efficiency, losses, paper_tables])
+def test_routers_are_reported(corpus, tmp_path):
+    options = ["--seeds", "1", "2", "--rates", "8e-3"]
+    results = run_script(routers, corpus, tmp_path, *options)
+    page = (tmp_path / "results" / "routers.md").read_text()
+    assert results.keys() == routers.ROUTERS.keys()
+    for name in ("switch", "bias", "balanced"):
+        gap = difference(results[name], results["noisy"])
+        assert f"| {name} against noisy | {as_change(gap)} | {verdict(gap)} |" in page
+    assert "expert_choice against" not in page  # it is not a language model
+    assert page.count("| expert_choice (not causal) |") == 1
+    words = routers.words_per_expert(results["balanced"][1])
+    assert sum(words) == pytest.approx(len(words) == 32 and 32)
+    assert max(words) < 1.2 < max(routers.words_per_expert(results["noisy"][1]))
+    models = {name: read_config(runs[1].run / "config.toml") for name, runs in results.items()}
+    assert {name: config.model.moe.gate for name, config in models.items()} == {
+        "noisy": "noisy_topk",
+        "switch": "topk",
+        "bias": "topk",
+        "balanced": "balanced",
+        "expert_choice": "expert_choice",
+    }
+    before = (tmp_path / "results" / "routers.md").read_bytes()
+    run_script(routers, corpus, tmp_path, *options, "--report")
+    assert (tmp_path / "results" / "routers.md").read_bytes() == before
+
+
+@pytest.mark.parametrize("study", [balanced, capacity, efficiency, losses, paper_tables, routers])
 def test_a_study_says_which_configuration_is_missing(study, tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path}/configs/.*toml"):
         study.main([], tmp_path)

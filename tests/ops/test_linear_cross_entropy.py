@@ -14,13 +14,22 @@ pytestmark = [pytest.mark.emulated, pytest.mark.equation("App. C.1")]
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("V", [700, 60_000])
-def test_replaces_the_function_of_torch(device, V, reduction):
-    """At 60,000 classes, no block of logits is kept and the CPU recomputes them."""
-    X = torch.randn(60, 5, dtype=torch.float64, device=device, requires_grad=True)
-    W = torch.randn(V, 5, dtype=torch.float64, device=device, requires_grad=True)
+@pytest.mark.parametrize(
+    ("T", "D", "V"),
+    [
+        (60, 5, 700),
+        # With many classes, the CPU goes over all tokens for each tile of classes. It recomputes
+        # the logits, or keeps them in the gradient of the weight if T <= D.
+        (60, 5, 60_000),
+        (60, 64, 20_000),
+        (1300, 3, 20_000),  # three blocks of tokens
+    ],
+)
+def test_replaces_the_function_of_torch(device, T, D, V, reduction):
+    X = torch.randn(T, D, dtype=torch.float64, device=device, requires_grad=True)
+    W = torch.randn(V, D, dtype=torch.float64, device=device, requires_grad=True)
     b = torch.randn(V, dtype=torch.float64, device=device, requires_grad=True)
-    target = torch.randint(V, (60,), device=device)
+    target = torch.randint(V, (T,), device=device)
     target[::7] = -100
     options = dict(linear_bias=b, reduction=reduction, label_smoothing=0.1, ignore_index=-100)
     expected = F.linear_cross_entropy(X, W, target, **options)
@@ -37,10 +46,12 @@ def test_replaces_the_function_of_torch(device, V, reduction):
 
 @pytest.mark.emulated(False)  # GEMMs on CUDA may depend on the batch
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_does_not_depend_on_the_others(dtype, recompute):
-    X, W = torch.randn(400, 24).to(dtype), torch.randn(1100, 24).to(dtype).requires_grad_()
-    target = torch.randint(1100, (400,))
+@pytest.mark.parametrize(
+    ("dtype", "V"), [(torch.float32, 1100), (torch.bfloat16, 1100), (torch.float32, 40_000)]
+)
+def test_a_token_does_not_depend_on_the_others(dtype, V, recompute):
+    X, W = torch.randn(400, 24).to(dtype), torch.randn(V, 24).to(dtype).requires_grad_()
+    target = torch.randint(V, (400,))
 
     def rows(chosen):
         x = X[chosen].requires_grad_()

@@ -94,7 +94,7 @@ def test_the_table_is_complete():
         if schema.name.startswith("moe_ext::")
     }
     # _empty_rows has no result to compare; see test_memory_of_received_rows. The result of
-    # _count_tokens_ depends on whether a backward pass runs; see layer/test_selection_bias.py.
+    # _count_tokens_ depends on whether a backward pass runs; see layer/test_adaptive.py.
     assert registered == set(ROWS) | {"_empty_rows", "_count_tokens_"}
     for row in TABLE.values():
         assert set(row.lacks) <= PROPERTIES and all(row.lacks.values())

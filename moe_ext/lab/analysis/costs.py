@@ -139,7 +139,8 @@ def _count(model: AnyModel) -> _Count:
             of_gate, of_experts = moe_ops(moe)
             ops += of_gate
             expert_ops += of_experts
-            parameters += _weights(moe.gate.parameters()) + _weights(moe.experts.parameters())
+            for part in (moe.gate, moe.experts, moe.shared_expert):
+                parameters += 0 if part is None else _weights(part.parameters())
         elif isinstance(layer, FeedForwardExperts):
             expert_ops += _weights(layer.weights)
             parameters += _weights(layer.weights)

@@ -77,12 +77,17 @@ class LanguageModelConfig:
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
         require_lstm_units(self.lstm_units, self.d_model)
         require(self.dtype in DTYPES, "dtype", f"be one of {', '.join(DTYPES)}", self.dtype)
-        require(
-            "moe_lstm" not in self.layers or self.moe.gate != "balanced",
-            "moe.gate",
-            "be noisy_topk or topk if layers contain moe_lstm",
-            self.moe.gate,
-        )
+        if "moe_lstm" in self.layers:
+            rule = "if layers contain moe_lstm"
+            kinds = ("noisy_topk", "topk")
+            gate = self.moe.gate
+            require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
+            rate = self.moe.bias_update_rate
+            require(rate == 0, "moe.bias_update_rate", f"be 0 {rule}", rate)
+            sizes = self.moe.shared_sizes
+            require(sizes == [], "moe.shared_sizes", f"be [] {rule}", sizes)
+            losses = [loss.name for loss in self.moe.losses()]
+            require(losses == [], "moe.w_switch and w_z", f"be 0 {rule}", losses)
 
 
 class LanguageModel(WordModel):

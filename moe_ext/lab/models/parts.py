@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import (
     BalancedGate,
+    ExpertChoiceGate,
     FeedForwardExperts,
     Gate,
     HierarchicalBalancedGate,
@@ -18,19 +19,29 @@ from moe_ext import (
     MoE,
     MoEAux,
     NoisyTopKGate,
+    RouterLoss,
+    SharedExpert,
+    SwitchLoss,
     TopKGate,
+    ZLoss,
 )
 from moe_ext.checks import require, require_at_least
 from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
-from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation
+from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
 
-_GATE_KINDS = ("noisy_topk", "topk", "balanced")
+_GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice")
+_FLAT_KINDS = ("topk", "expert_choice")  # without groups
 
 
 def _require_activation(name: str) -> None:
     known = [each for each in ACTIVATIONS if each not in CLAMPED_ACTIVATIONS]
     require(name in known, "activation", f"be one of {', '.join(known)}", name)
+
+
+def _require_positive(**sizes: list[int]) -> None:
+    for name, values in sizes.items():
+        require(min(values, default=1) >= 1, name, "be positive", values)
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:
@@ -49,12 +60,19 @@ class MoEConfig:
     An option without a description is the argument of `moe_ext.MoE` with the same name.
 
     Attributes:
-        gate: "noisy_topk" (Sec. 2.1), "topk" or "balanced" (App. F). Only the load of "noisy_topk"
-            has a gradient; the other gates need w_load = 0.
+        gate: "noisy_topk" (Sec. 2.1), "topk", "balanced" (App. F) or "expert_choice". Only the load
+            of "noisy_topk" has a gradient; the other gates need w_load = 0. "expert_choice" is not
+            causal: with it, a language model sees later words, also in evaluation.
         num_experts: number of experts, summed over all groups.
         num_groups: number of groups of a hierarchical mixture (App. B); 0 gives a flat mixture.
         k: number of experts for each token. In a hierarchical mixture, each token goes to k groups
             and to k experts in each of these groups.
+        score, renormalize, scale: see `moe_ext.TopKGate`; only for "topk".
+        bias_update_rate: see `moe_ext.TopKGate`; only for "topk". 0: no selection bias.
+        w_switch, w_switch_per_sequence: weights of `moe_ext.SwitchLoss` over the whole batch and
+            over each sentence.
+        w_z: weight of `moe_ext.ZLoss`.
+        shared_sizes: widths of the hidden layers of a `moe_ext.SharedExpert`; []: no shared expert.
     """
 
     gate: str = "noisy_topk"
@@ -67,14 +85,22 @@ class MoEConfig:
     w_load: float = 0.1
     noise_epsilon: float = 1e-2
     recompute: bool = False
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    bias_update_rate: float = 0.0
+    w_switch: float = 0.0
+    w_switch_per_sequence: float = 0.0
+    w_z: float = 0.0
+    shared_sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(self.gate in _GATE_KINDS, "gate", f"be one of {', '.join(_GATE_KINDS)}", self.gate)
         require_at_least(1, num_experts=self.num_experts)
         require(
-            self.num_groups >= 0 and (self.gate != "topk" or self.num_groups == 0),
+            self.num_groups >= 0 and (self.gate not in _FLAT_KINDS or self.num_groups == 0),
             "num_groups",
-            'be at least 0, and 0 with gate = "topk"',
+            f"be at least 0, and 0 with the gates {', '.join(_FLAT_KINDS)}",
             self.num_groups,
         )
         require(
@@ -88,12 +114,20 @@ class MoEConfig:
             choices = min(self.num_groups, self.num_experts // self.num_groups)
         rule = "num_experts" if self.num_groups == 0 else "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
-        require(
-            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
-        )
+        _require_positive(hidden_sizes=self.hidden_sizes, shared_sizes=self.shared_sizes)
         _require_activation(self.activation)
         require_at_least(0, w_importance=self.w_importance, w_load=self.w_load)
         require_at_least(0, noise_epsilon=self.noise_epsilon)
+        require_at_least(0, w_switch=self.w_switch, w_z=self.w_z)
+        require_at_least(0, w_switch_per_sequence=self.w_switch_per_sequence)
+        require_at_least(0, bias_update_rate=self.bias_update_rate)
+        scores = get_args(Score)
+        require(self.score in scores, "score", f"be one of {', '.join(scores)}", self.score)
+        require(self.scale > 0, "scale", "be above 0", self.scale)
+        if self.gate != "topk":
+            for name, default in _ONLY_OF_TOPK.items():
+                value = getattr(self, name)
+                require(value == default, name, f'be {default} with gate = "{self.gate}"', value)
         require(
             self.w_load == 0 or self.gate == "noisy_topk",
             "w_load",
@@ -105,6 +139,18 @@ class MoEConfig:
     def experts_per_token(self) -> int:
         """Number of experts for each token; with a balanced gate, the average number."""
         return self.k**2 if self.num_groups else self.k
+
+    def losses(self) -> tuple[RouterLoss, ...]:
+        """Creates the losses whose weights are not 0."""
+        each = (
+            SwitchLoss(self.w_switch),
+            SwitchLoss(self.w_switch_per_sequence, per_sequence=True),
+            ZLoss(self.w_z),
+        )
+        return tuple(loss for loss in each if loss.weight)
+
+
+_ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
 
 
 @dataclass
@@ -120,9 +166,7 @@ class FeedForwardConfig:
     activation: str = "relu"
 
     def __post_init__(self) -> None:
-        require(
-            min(self.hidden_sizes, default=1) >= 1, "hidden_sizes", "be positive", self.hidden_sizes
-        )
+        _require_positive(hidden_sizes=self.hidden_sizes)
         _require_activation(self.activation)
 
 
@@ -157,7 +201,16 @@ def gate_layer(config: MoEConfig, d_model: int, noise_generator: torch.Generator
             d_model, **options
         )
     if config.gate == "topk":
-        return TopKGate(d_model, **options)
+        return TopKGate(
+            d_model,
+            **options,
+            score=cast(Score, config.score),
+            renormalize=config.renormalize,
+            scale=config.scale,
+            bias_update_rate=config.bias_update_rate or None,
+        )
+    if config.gate == "expert_choice":
+        return ExpertChoiceGate(d_model, **options)
     return (HierarchicalBalancedGate if config.num_groups else BalancedGate)(d_model, **options)
 
 
@@ -178,15 +231,23 @@ def moe_layer(
         dtype: dtype of the experts.
         process_group: see `MoE`.
     """
+    activation = cast(Activation, config.activation)
+    shared_expert = None
+    if config.shared_sizes:
+        shared_expert = SharedExpert(
+            d_model, config.shared_sizes, activation=activation, dtype=dtype
+        )
     return MoE(
         d_model,
         config.num_experts,
         config.experts_per_token,
         gate=gate_layer(config, d_model, noise_generator),
         hidden_sizes=tuple(config.hidden_sizes),
-        activation=cast(Activation, config.activation),
+        activation=activation,
+        shared_expert=shared_expert,
         w_importance=config.w_importance,
         w_load=config.w_load,
+        losses=config.losses(),
         recompute=config.recompute,
         expert_dtype=dtype,
         process_group=process_group,

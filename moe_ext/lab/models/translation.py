@@ -75,6 +75,9 @@ class TranslationModelConfig:
             value = getattr(self, name)
             require(value in kinds, name, f"be one of {', '.join(kinds)}", value)
         require(0 <= self.dropout < 1, "dropout", "be in [0, 1)", self.dropout)
+        causal = self.moe.gate != "expert_choice"
+        rule = 'not be "expert_choice", which cannot decode word by word'
+        require(causal, "moe.gate", rule, self.moe.gate)
 
 
 class Encoded(NamedTuple):

@@ -11,6 +11,7 @@ of them need matplotlib.
 - `multilingual`: one model for twelve language pairs (Table 5).
 - `paper_tables`: the size and the cost of every model (Tables 7 and 8).
 - `restarts`: training runs whose ranks are killed at random moments.
+- `routers`: the paper's router and later ones.
 - `specialisation`: the words and contexts that experts specialise in (Table 9).
 - `translation`: mixtures of experts in a translation model (Fig. 4).
 """

@@ -15,20 +15,25 @@ the runs; the page shows all finished runs. To share the runs, start the same co
 with the same --runs. --report writes the page without training.
 """
 
-import argparse
-import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from moe_ext.lab.models import fit_kneser_ney
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.rate_search import (
+    RATES,
+    add_rates,
+    rates_of_command,
+    rates_table,
+    require_no_rate,
+    runs_at_best_rates,
+)
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
@@ -42,10 +47,7 @@ from moe_ext.lab.training.study import (
     claims_table,
     command_of,
     difference,
-    has_diverged,
     mean_perplexity,
-    run_folder,
-    run_study,
     size_cells,
     study_parser,
     widening,
@@ -57,55 +59,8 @@ DENSE = ("moe-1-wide", "moe-1-deep", "4xlstm", "lstm-512-128")
 FIRST, LARGEST_FLAT, LARGE = "moe-4", "moe-64", "moe-64-2x"
 ARMS = (*MIXTURES, *DENSE, LARGE)
 SETTINGS = (*SMALL, "steps=4200", "log.eval_every=1050", "log.save_every=1050")
-RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
 _QUARTER = 0.25
 NEXT_STEP = "each increase in the number of experts lowers the perplexity"
-
-Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
-
-
-def _at_rate(name: str, rate: float) -> str:
-    """Returns the name of the runs of a model with the peak learning rate `rate`."""
-    return f"{name}-{rate:g}"
-
-
-def _runs_at_best_rates(
-    configs: Mapping[Model, Config], options: argparse.Namespace, text: SentenceText
-) -> tuple[Results, dict[str, dict[float, float]]]:
-    """Returns each model's runs at its best learning rate, and its dev nats per token by rate."""
-    asked = [] if options.report else options.arms
-
-    def runs_of(models: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
-        arms = {_at_rate(*model): configs[model] for model in models}
-        names = [_at_rate(*model) for model in train]
-        return run_study(arms, seeds, text, options.runs, [_QUARTER], names)
-
-    trials = itertools.product(asked, options.rates)
-    first_runs = runs_of(configs, options.seeds[:1], trials)
-    dev_nll = {
-        name: {
-            rate: read_metrics(run.run, "dev")[-1]["nll"]
-            for rate in RATES
-            for run in first_runs[_at_rate(name, rate)].values()
-        }
-        for name in ARMS
-    }
-
-    def tried(name: str, rate: float) -> bool:
-        folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
-        return rate in dev_nll[name] or has_diverged(folder)
-
-    best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
-    # Another instance of this command may still try a rate. That instance then trains the other
-    # seeds of the model too.
-    train = [
-        (name, best[name])
-        for name in asked
-        if name in best and all(tried(name, rate) for rate in options.rates)
-    ]
-    runs = runs_of(best.items(), options.seeds, train)
-    results = {name: runs[_at_rate(name, best[name])] if name in best else {} for name in ARMS}
-    return results, dev_nll
 
 
 def claims(results: Results) -> list[Claim]:
@@ -183,14 +138,7 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
         ],
         rows,
     )  # fmt: skip
-    rates = markdown_table(
-        ["model", *(f"{rate:g}" for rate in RATES)],
-        [
-            [name, *(f"{perplexity(nll[rate]):.2f}" if rate in nll else "" for rate in RATES)]
-            for name, nll in facts["dev_nll"].items()
-            if nll
-        ],
-    )
+    rates = rates_table(facts["dev_nll"])
     verdicts = claims_table(claims(results))
     sampled = f"{facts['num_sampled']:,} sampled" if facts["num_sampled"] else "all"
     return (
@@ -239,17 +187,9 @@ def plot(results: Results) -> Figure:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "capacity", ARMS)
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        choices=RATES,
-        default=RATES,
-        help="peak learning rates to try",
-    )
+    add_rates(parser)
     options = parser.parse_intermixed_args(arguments)
-    if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
-        parser.error("optimizer.learning_rate must be omitted; give --rates instead")
+    require_no_rate(parser, options)
 
     configs = {
         (name, rate): read_config(
@@ -263,7 +203,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     config = next(iter(configs.values()))
     set_up_for(config)
     text = load_text(config.data)
-    results, dev_nll = _runs_at_best_rates(configs, options, text)
+    results, dev_nll = runs_at_best_rates(configs, options, text, [_QUARTER])
     if not results[FIRST]:
         print(f"nothing to report yet: no run of {FIRST} is finished")
         return results
@@ -278,9 +218,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         "vocabulary": len(text.vocabulary),
         "num_sampled": config.model.num_sampled,
     }
-    command = command_of("capacity", options)
-    if options.rates != RATES:
-        command += f" --rates {' '.join(map(str, options.rates))}"
+    command = command_of("capacity", options) + rates_of_command(options)
     page = as_markdown(results, facts, command)
     data = {
         **facts,

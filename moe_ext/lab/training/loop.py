@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 
-from moe_ext import balanced_gates, batchwise_masks
+from moe_ext import balanced_gates, batchwise_masks, update_selection_bias
 from moe_ext.distributed import Loaded, Ranks, clip_grad_norm_, parallelize
 from moe_ext.lab.data import Batch, EncodedPairs
 from moe_ext.lab.data.batches import mixed_seed
@@ -210,6 +210,8 @@ class Trainer:
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in self.optimizers
         ]
+        if any(getattr(m, "selection_bias", None) is not None for m in self.model.modules()):
+            self.optimizers[0].register_step_post_hook(lambda *_: update_selection_bias(self.model))
         # Seeded after initialisation, so that dropout masks do not depend on the layers.
         torch.manual_seed(self._seed_here("dropout"))
 

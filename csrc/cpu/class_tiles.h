@@ -1,0 +1,318 @@
+// The tiles of the logits of a linear classifier: some tokens by kTileClasses classes.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../linear_cross_entropy.h"
+#include "../math/linear_cross_entropy.h"
+#include "elementwise.h"
+#include "gemm/gemm.h"
+#include "vectorize.h"
+#include "workspace.h"
+
+namespace moe_ext::cpu {
+
+// The classes of a tile; the last tile may have fewer. All sums over the classes are by tile.
+constexpr int64_t kTileClasses = 512;
+
+struct Tokens {
+  int64_t first, count;
+};
+
+// A tile's classes.
+struct Classes {
+  int64_t index, first, count;
+};
+
+// Adds the bias to a tile of products and applies the softcap.
+struct Logits {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(acc_t* tile, int64_t num_tokens, int64_t width, const acc_t* bias,
+                          const math::Softcap<acc_t>* softcap) {
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      acc_t* row = tile + t * width;
+      if (bias != nullptr) {
+        for (int64_t v = 0; v < width; ++v) row[v] += bias[v];
+      }
+      if (softcap != nullptr) {
+        const math::Softcap<acc_t> function = *softcap;
+        for (int64_t v = 0; v < width; ++v) row[v] = function.value(row[v]);
+      }
+    }
+  }
+};
+
+// The sums over the classes of a token.
+template <typename acc_t>
+struct Sums {
+  acc_t shift = -std::numeric_limits<acc_t>::infinity();  // the largest logit
+  acc_t exponentials = 0;                                 // sum of e^(l - shift)
+  acc_t logits = 0;
+  acc_t target_logit = 0;
+};
+
+// Adds the sums of a tile to the sums of its tokens.
+struct AddSums {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const Sums<acc_t>* tile, int64_t num_tokens, Sums<acc_t>* sums) {
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const Sums<acc_t>& from = tile[t];
+      Sums<acc_t>& to = sums[t];
+      const acc_t largest = std::max(to.shift, from.shift);
+      const acc_t shift = finite_shift(largest);
+      to.exponentials = to.exponentials * math::exp(to.shift - shift) +
+                        from.exponentials * math::exp(from.shift - shift);
+      to.shift = largest;
+      to.logits += from.logits;
+      to.target_logit += from.target_logit;
+    }
+  }
+
+  // Without a finite logit, the difference from the largest one would be NaN.
+  template <typename acc_t>
+  MOE_EXT_KERNEL acc_t finite_shift(acc_t largest) {
+    return largest == -std::numeric_limits<acc_t>::infinity() ? acc_t(0) : largest;
+  }
+};
+
+// Computes the sums of a tile, without the target's logit.
+struct SumTile {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(const acc_t* tile, int64_t num_tokens, int64_t width, bool sums_logits,
+                          Sums<acc_t>* sums) {
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const acc_t* row = tile + t * width;
+      const acc_t largest = largest_of(row, width);
+      const acc_t shift = AddSums::finite_shift(largest);
+      const acc_t sum = sum_of_terms<acc_t>(
+          width, [&](int64_t v, acc_t partial) __attribute__((always_inline)) {
+            return partial + math::exp(row[v] - shift);
+          });
+      sums[t] = {.shift = largest, .exponentials = sum};
+      if (sums_logits) sums[t].logits = cpu::sum(row, width);
+    }
+  }
+
+  template <typename acc_t>
+  MOE_EXT_KERNEL acc_t largest_of(const acc_t* row, int64_t width) {
+    acc_t lane[kLanes];
+    std::fill_n(lane, kLanes, -std::numeric_limits<acc_t>::infinity());
+    const auto take = [&](int64_t first, int64_t size) __attribute__((always_inline)) {
+      for (int64_t l = 0; l < size; ++l) {
+        lane[l] = row[first + l] > lane[l] ? row[first + l] : lane[l];
+      }
+    };
+    const int64_t whole = width - width % kLanes;
+    for (int64_t v = 0; v < whole; v += kLanes) take(v, kLanes);
+    take(whole, width - whole);
+    return *std::max_element(lane, lane + kLanes);
+  }
+};
+
+// Replaces the logits of a tile by their gradients, without the target's term.
+struct LogitGradients {
+  template <typename acc_t>
+  MOE_EXT_KERNEL void run(acc_t* tile, int64_t num_tokens, int64_t width,
+                          const math::LogitGradient<acc_t>* gradients,
+                          const math::Softcap<acc_t>* softcap) {
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      acc_t* row = tile + t * width;
+      const math::LogitGradient<acc_t> gradient = gradients[t];
+      if (gradient.is_zero()) {
+        std::fill_n(row, width, acc_t(0));
+      } else if (softcap == nullptr) {
+        for (int64_t v = 0; v < width; ++v) row[v] = gradient.other(row[v]);
+      } else {
+        const math::Softcap<acc_t> function = *softcap;
+        for (int64_t v = 0; v < width; ++v) {
+          row[v] = gradient.other(row[v]) * function.slope(row[v]);
+        }
+      }
+    }
+  }
+};
+
+// A linear classifier with targets, and the functions of its tiles. A token's results do not depend
+// on the other tokens of a tile.
+template <typename scalar_t>
+class ClassTiles {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
+
+  ClassTiles(const char* op, const Classifier& classifier, const LossOptions& options)
+      : num_tokens(classifier.input.size(0)),
+        width(classifier.input.size(1)),
+        num_classes(classifier.weight.size(0)),
+        num_tiles(at::ceil_div(num_classes, kTileClasses)),
+        ignore_index_(options.ignore_index),
+        input_(classifier.input.contiguous()),
+        weight_(classifier.weight.contiguous()),
+        target_(contiguous_index(classifier.target)),
+        function_{.smoothing = static_cast<acc_t>(options.label_smoothing),
+                  .z_loss = static_cast<acc_t>(options.z_loss)},
+        num_targets_(count_targets(op, target_, num_classes, ignore_index_)) {
+    if (classifier.bias) bias_ = classifier.bias->to(acc_type()).contiguous();
+    if (options.softcap) softcap_ = {.cap = static_cast<acc_t>(*options.softcap)};
+  }
+
+  static constexpr at::ScalarType acc_type() { return c10::CppTypeToScalarType<acc_t>::value; }
+  at::TensorOptions acc_options() const { return input_.options().dtype(acc_type()); }
+
+  // The largest number of classes in a tile.
+  int64_t max_classes() const { return std::min(kTileClasses, num_classes); }
+
+  Classes tile(int64_t index) const {
+    const int64_t first = index * kTileClasses;
+    return {.index = index, .first = first, .count = std::min(kTileClasses, num_classes - first)};
+  }
+
+  // The workspace size of the GEMMs of at most this many tokens.
+  int64_t gemm_size(int64_t tokens) const {
+    return whole_lines(std::max({gemm_workspace_size<scalar_t>(tokens, max_classes(), width),
+                                 gemm_workspace_size<scalar_t>(tokens, width, max_classes()),
+                                 gemm_workspace_size<scalar_t>(max_classes(), width, tokens)}));
+  }
+
+  // Computes the logits of a tile, [tokens.count, classes.count].
+  void compute_logits(Tokens tokens, const Classes& classes, acc_t* gemm_space,
+                      acc_t* logits) const {
+    gemm<scalar_t>(tokens.count, classes.count, width, plain(rows_of(tokens), width),
+                   transposed(weight_of(classes), width), Write::kReplace, logits, gemm_space);
+    const acc_t* bias =
+        bias_.defined() ? bias_.template const_data_ptr<acc_t>() + classes.first : nullptr;
+    if (bias != nullptr || softcap_) {
+      vectorized<Logits>(logits, tokens.count, classes.count, bias, softcap());
+    }
+  }
+
+  // Computes the sums of a tile, one for each token.
+  void sum(Tokens tokens, const Classes& classes, const acc_t* logits, Sums<acc_t>* sums) const {
+    vectorized<SumTile>(logits, tokens.count, classes.count, function_.smoothing != acc_t(0), sums);
+    for_each_target(tokens, classes,
+                    [&](int64_t t, int64_t place) { sums[t].target_logit = logits[place]; });
+  }
+
+  // Computes losses and log-sum-exps from the sums over all tiles. The arrays have all tokens.
+  void finish(Tokens tokens, const Sums<acc_t>* sums, acc_t* losses, acc_t* lse) const {
+    for (int64_t t = 0; t < tokens.count; ++t) {
+      const acc_t log_sum = std::log(sums[t].exponentials);
+      const int64_t token = tokens.first + t;
+      lse[token] = sums[t].shift + log_sum;
+      losses[token] = is_ignored(token)
+                          ? acc_t(0)
+                          : function_.loss(sums[t].shift, log_sum, sums[t].target_logit,
+                                           sums[t].logits / static_cast<acc_t>(num_classes));
+    }
+  }
+
+  // Returns the derivatives of the tokens' losses; lse and grad have all tokens.
+  std::vector<math::LogitGradient<acc_t>> logit_gradients(Tokens tokens, const acc_t* lse,
+                                                          const acc_t* grad) const {
+    std::vector<math::LogitGradient<acc_t>> gradients;
+    gradients.reserve(tokens.count);
+    for (int64_t token = tokens.first; token < tokens.first + tokens.count; ++token) {
+      gradients.emplace_back(function_, lse[token], grad[token], static_cast<acc_t>(num_classes));
+    }
+    return gradients;
+  }
+
+  // Replaces the logits of a tile by their gradients.
+  void differentiate(Tokens tokens, const Classes& classes,
+                     const math::LogitGradient<acc_t>* of_logits, acc_t* logits) const {
+    std::vector<std::pair<int64_t, acc_t>> targets;  // the place and the term of each target
+    for_each_target(tokens, classes, [&](int64_t t, int64_t place) {
+      const acc_t slope = softcap_ ? softcap_->slope(logits[place]) : acc_t(1);
+      targets.emplace_back(place, of_logits[t].target * slope);
+    });
+    vectorized<LogitGradients>(logits, tokens.count, classes.count, of_logits, softcap());
+    for (const auto& [place, term] : targets) logits[place] -= term;
+  }
+
+  // Writes or adds the share of a tile in the gradient of input: P W. P are the gradients of the
+  // logits, [tokens.count, classes.count].
+  void add_to_input(Tokens tokens, const Classes& classes, const acc_t* p, Write write,
+                    acc_t* grad_input, acc_t* gemm_space) const {
+    gemm<scalar_t>(tokens.count, width, classes.count, plain(p, classes.count),
+                   plain(weight_of(classes), width), write, grad_input + tokens.first * width,
+                   gemm_space);
+  }
+
+  // Writes or adds the share of the tokens in the gradients of weight, P^T X, and of bias, the sum
+  // of the rows of P. A gradient may be null. bias_space has bias_space_size() elements.
+  void add_to_weight(Tokens tokens, const Classes& classes, const acc_t* p, Write write,
+                     acc_t* grad_weight, acc_t* grad_bias, acc_t* gemm_space,
+                     acc_t* bias_space) const {
+    if (grad_weight != nullptr) {
+      gemm<scalar_t>(classes.count, width, tokens.count, transposed(p, classes.count),
+                     plain(rows_of(tokens), width), write, grad_weight + classes.first * width,
+                     gemm_space);
+    }
+    if (grad_bias != nullptr) {
+      acc_t* const to = grad_bias + classes.first;
+      acc_t* const sum = bias_space + whole_lines(max_classes());
+      const bool adds = write == Write::kAdd;
+      vectorized<SumOfRows>(p, tokens.count, classes.count, bias_space, adds ? sum : to);
+      if (adds) vectorized<Add>(static_cast<const acc_t*>(sum), classes.count, to);
+    }
+  }
+
+  int64_t bias_space_size() const { return 2 * whole_lines(max_classes()); }
+
+  // Returns dL/dloss of each token for the gradient of the loss: one number, or one for each token
+  // if the losses are not reduced.
+  std::vector<acc_t> grad_of_tokens(const LossOptions& options, const acc_t* grad_loss) const {
+    std::vector<acc_t> grad(num_tokens);
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      if (is_ignored(t)) continue;
+      grad[t] = grad_loss[options.reduces() ? 0 : t] / divisor(options);
+    }
+    return grad;
+  }
+
+  // The number by which the sum of the losses is divided.
+  acc_t divisor(const LossOptions& options) const {
+    return options.reduction == "mean" ? static_cast<acc_t>(num_targets_) : acc_t(1);
+  }
+
+  const int64_t num_tokens, width, num_classes, num_tiles;
+
+ private:
+  bool is_ignored(int64_t t) const { return targets()[t] == ignore_index_; }
+  const int64_t* targets() const { return target_.template const_data_ptr<int64_t>(); }
+
+  const scalar_t* rows_of(Tokens tokens) const {
+    return input_.template const_data_ptr<scalar_t>() + tokens.first * width;
+  }
+
+  const scalar_t* weight_of(const Classes& classes) const {
+    return weight_.template const_data_ptr<scalar_t>() + classes.first * width;
+  }
+
+  const math::Softcap<acc_t>* softcap() const { return softcap_ ? &*softcap_ : nullptr; }
+
+  // Calls body(t, place) for each of the tokens whose target is in the tile. t counts from the
+  // first token. `place` is the target's place in the tile.
+  template <typename Body>
+  void for_each_target(Tokens tokens, const Classes& classes, const Body& body) const {
+    for (int64_t t = 0; t < tokens.count; ++t) {
+      const int64_t column = targets()[tokens.first + t] - classes.first;
+      if (column >= 0 && column < classes.count) body(t, t * classes.count + column);
+    }
+  }
+
+  int64_t ignore_index_;
+  Tensor input_, weight_, target_, bias_;
+  std::optional<math::Softcap<acc_t>> softcap_;
+  math::CrossEntropy<acc_t> function_;
+  int64_t num_targets_;  // that are not ignored
+};
+
+}  // namespace moe_ext::cpu

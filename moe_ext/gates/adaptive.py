@@ -1,0 +1,130 @@
+"""Gates that adapt to the tokens of each optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.checks import require
+from moe_ext.distributed.ranks import Ranks
+from moe_ext.gates.gate import Gate
+
+__all__ = ["AdaptiveGate", "update_gates"]
+
+
+class AdaptiveGate(Gate):
+    """Counts tokens in training mode and adapts to them after each optimizer step.
+
+    A derived class keeps its state in buffers. Its `forward` calls `count`, and `update_gates`
+    calls its `update` with the sum of the counts. The following gate routes as another gate does,
+    and knows the mean share of each expert:
+
+        >>> class ShareGate(AdaptiveGate):
+        ...     def __init__(self, gate):
+        ...         sizes = gate.d_model, gate.num_experts, gate.k
+        ...         super().__init__(*sizes, num_counts=gate.num_experts)
+        ...         self.gate = gate
+        ...         self.register_buffer("share", torch.zeros(gate.num_experts))
+        ...
+        ...     def forward(self, x, ranks=None):
+        ...         routing = self.gate(x, ranks)
+        ...         self.count(routing.load)
+        ...         return routing
+        ...
+        ...     def update(self, counts):
+        ...         self.share.lerp_(counts / counts.sum().clamp_min(1), 0.01)
+
+    A token counts once, whatever recomputes its forward pass: both kinds of
+    `torch.utils.checkpoint.checkpoint` do. Floating-point buffers are at least float32, also after
+    ``gate.bfloat16()``: in half precision, small steps would round to zero.
+
+    Args:
+        d_model, num_experts, k: see `Gate`.
+        num_counts: N, the number of counts; 0: the gate does not adapt.
+
+    Attributes:
+        tokens_since_update: [N] int64, the sum of the counts since the last update; None: the gate
+            does not adapt. It is not in the state_dict.
+
+    Raises:
+        ValueError: a size is below 1, or k is not between 1 and num_experts.
+    """
+
+    tokens_since_update: Tensor | None = None
+
+    def __init__(self, d_model: int, num_experts: int, k: int, *, num_counts: int) -> None:
+        super().__init__(d_model, num_experts, k)
+        if num_counts > 0:
+            # Not a buffer: DistributedDataParallel would replace it by the counts of rank 0.
+            self.tokens_since_update = torch.zeros(num_counts, dtype=torch.int64)
+
+    def count(self, counts: Tensor) -> None:
+        """Adds counts [N], whole numbers of any dtype, to tokens_since_update in training mode.
+
+        The backward pass does not count, because it recomputes tokens that have counted already.
+        """
+        if self.training and self.tokens_since_update is not None:
+            torch.ops.moe_ext._count_tokens_(self.tokens_since_update, counts)
+
+    def update(self, counts: Tensor) -> None:
+        """Adapts the state to counts [N] int64, the sum over all micro-batches and ranks.
+
+        `update_gates` calls this method without gradients. The state must depend only on the ratios
+        of the counts. If a layer has summed over some ranks already, all counts have grown by the
+        same factor.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define update(counts)")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the counts too, and keeps the buffers in at least float32."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self.get_buffer(name)
+            if new.is_floating_point() and new.dtype.itemsize < 4:
+                setattr(self, name, old.to(new.device))
+        counts = self.tokens_since_update
+        if counts is not None:
+            device = fn(counts).device
+            from_meta = counts.is_meta and device.type != "meta"
+            self.tokens_since_update = (
+                torch.zeros_like(counts, device=device) if from_meta else counts.to(device)
+            )
+        return self
+
+
+@torch.no_grad()
+def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+    """Adapts every gate of the model that adapts to the tokens of each optimizer step.
+
+    Such gates are a `TopKGate` with bias_update_rate, a `ReLUGate` and each other
+    `moe_ext.gates.AdaptiveGate` with counts. Call the function once in each optimizer step, on
+    every rank, or let the optimizer call it::
+
+        optimizer.register_step_post_hook(lambda *_: update_gates(model))
+
+    Each gate adapts to the tokens that it has routed in training mode since the last update, over
+    all micro-batches. Its counts then start again from zero.
+
+    Args:
+        model: a module with such gates.
+        process_group: the ranks whose counts are summed; None: only this rank. Pass all ranks that
+            train, unless every layer with such a gate has the same ranks as its process_group and
+            balance="global". If a layer has summed over some ranks already, all counts grow by the
+            same factor, which does not change the update.
+
+    Raises:
+        ValueError: the model has no gate that adapts.
+    """
+    gates = [module for module in model.modules() if isinstance(module, AdaptiveGate)]
+    counted = [(gate, c) for gate in gates if (c := gate.tokens_since_update) is not None]
+    rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
+    require(bool(counted), "update_gates: model", rule, type(model).__name__)
+    totals = Ranks(process_group).sum(*(counts for _, counts in counted))
+    for (gate, counts), total in zip(counted, totals, strict=True):
+        gate.update(total)
+        counts.zero_()

@@ -1,0 +1,112 @@
+"""Searches the peak learning rate of each model of a study.
+
+Every model trains with every rate for the first seed. The other seeds use the rate with the lowest
+dev perplexity, so all models have the same search.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from moe_ext.lab.training.config import AnyConfig
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import perplexity
+from moe_ext.lab.training.report import markdown_table
+from moe_ext.lab.training.study import Results, has_diverged, run_folder, run_study
+from moe_ext.lab.training.text import Text
+
+RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
+
+Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
+
+
+def add_rates(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --rates to the parser of `moe_ext.lab.training.study.study_parser`."""
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        choices=RATES,
+        default=RATES,
+        help="peak learning rates to try",
+    )
+
+
+def require_no_rate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the script with an error if the overrides of the options set the learning rate."""
+    if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
+        parser.error("optimizer.learning_rate must be omitted; give --rates instead")
+
+
+def rates_of_command(options: argparse.Namespace) -> str:
+    """Formats the option --rates as the end of a command; "" if it has its default."""
+    return "" if options.rates == RATES else f" --rates {' '.join(map(str, options.rates))}"
+
+
+def rates_table(dev_nll: Mapping[str, Mapping[float, float]]) -> str:
+    """Formats the dev perplexities of `runs_at_best_rates` as a Markdown table."""
+    rows = [
+        [name, *(f"{perplexity(nll[rate]):.2f}" if rate in nll else "" for rate in RATES)]
+        for name, nll in dev_nll.items()
+        if nll
+    ]
+    return markdown_table(["model", *(f"{rate:g}" for rate in RATES)], rows)
+
+
+def runs_at_best_rates(
+    configs: Mapping[Model, AnyConfig],
+    options: argparse.Namespace,
+    text: Text,
+    shares: Sequence[float] = (),
+) -> tuple[Results, dict[str, dict[float, float]]]:
+    """Trains the models, and selects the best learning rate of each.
+
+    Args:
+        configs: the configuration of each model at each of `RATES`.
+        options: the arguments of the study, with those of `add_rates`.
+        text: the encoded corpus.
+        shares: see `moe_ext.lab.training.study.run_study`.
+
+    Returns:
+        Each model's finished runs at its best rate, and its dev nats per token by rate.
+    """
+    asked = [] if options.report else options.arms
+    models = list(dict.fromkeys(name for name, _ in configs))
+
+    def runs_of(chosen: Iterable[Model], seeds: Sequence[int], train: Iterable[Model]) -> Results:
+        arms = {_at_rate(*model): configs[model] for model in chosen}
+        names = [_at_rate(*model) for model in train]
+        return run_study(arms, seeds, text, options.runs, shares, names)
+
+    trials = itertools.product(asked, options.rates)
+    first_runs = runs_of(configs, options.seeds[:1], trials)
+    dev_nll = {
+        name: {
+            rate: read_metrics(run.run, "dev")[-1]["nll"]
+            for rate in RATES
+            for run in first_runs[_at_rate(name, rate)].values()
+        }
+        for name in models
+    }
+
+    def tried(name: str, rate: float) -> bool:
+        folder = run_folder(options.runs, _at_rate(name, rate), options.seeds[0])
+        return rate in dev_nll[name] or has_diverged(folder)
+
+    best = {name: min(nll, key=nll.__getitem__) for name, nll in dev_nll.items() if nll}
+    # Another instance of this command may still try a rate. That instance then trains the other
+    # seeds of the model too.
+    train = [
+        (name, best[name])
+        for name in asked
+        if name in best and all(tried(name, rate) for rate in options.rates)
+    ]
+    runs = runs_of(best.items(), options.seeds, train)
+    results = {name: runs[_at_rate(name, best[name])] if name in best else {} for name in models}
+    return results, dev_nll
+
+
+def _at_rate(name: str, rate: float) -> str:
+    """Returns the name of the runs of a model with the peak learning rate `rate`."""
+    return f"{name}-{rate:g}"

@@ -1,0 +1,14 @@
+"""Compares the routers of the paper and of later papers, at small scale and equal operations.
+
+Run this script with `--help` to see its arguments.
+"""
+
+import sys
+from pathlib import Path
+
+from moe_ext.lab.studies.routers import main
+from moe_ext.lab.training import exit_status
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    sys.exit(exit_status(lambda: main(root=root)))

@@ -1,0 +1,168 @@
+"""Gates that adapt after each optimizer step: every token counts once."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from assertions import assert_exact, assert_same_bits
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoE, ReLUGate, TopKGate, update_gates
+from moe_ext.gates import AdaptiveGate
+
+D, E, K = 6, 8, 2
+pytestmark = pytest.mark.equation("2408.15664", "arXiv 2412.14711")
+
+GATES = {
+    "selection_bias": lambda: TopKGate(D, E, K, score="sigmoid", bias_update_rate=1e-3),
+    "l1_weight": lambda: ReLUGate(D, E, K, l1_growth=1.001),
+}
+all_gates = pytest.mark.parametrize("state", GATES)  # the name of the buffer that adapts
+
+
+def make_layer(state):
+    return MoE(D, E, K, gate=GATES[state](), hidden_sizes=(7,), w_importance=0.1, w_load=0)
+
+
+def counts_of(state, routing, num_tokens):
+    """Returns what the gate has to count for the routing of num_tokens tokens."""
+    counts = torch.bincount(routing.expert_index.flatten(), minlength=E)
+    return torch.cat([counts, torch.tensor([num_tokens])]) if state == "l1_weight" else counts
+
+
+@all_gates
+def test_only_training_counts(state):
+    gate = GATES[state]()
+    x = torch.randn(5, D)
+    expected = counts_of(state, gate(x), 5)
+    gate.eval()(x)
+    assert gate.tokens_since_update.tolist() == expected.tolist()
+
+
+RECOMPUTED = {
+    "no": lambda function, x: function(x),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@all_gates
+def test_a_token_counts_once(state, recompute, compiled):
+    """Also if checkpoints are nested, and if the layer is a graph that runs in both passes."""
+    layer = make_layer(state)
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    once = RECOMPUTED[recompute]
+
+    def function(x):
+        y, aux = run(x)
+        return y.sum() + aux.loss
+
+    expected = 0
+    for number in range(3):  # micro-batches
+        x = torch.randn(5 + number, D, requires_grad=True)
+        loss = once(lambda x: once(function, x), x)
+        assert loss.requires_grad
+        loss.backward()
+        expected += counts_of(state, layer.eval()(x)[1], 5 + number)
+        layer.train()
+    assert layer.gate.tokens_since_update.tolist() == expected.tolist()
+
+
+@all_gates
+def test_a_checkpoint_inside_a_compiled_function_counts_once(state):
+    layer = make_layer(state)
+    torch._dynamo.reset()
+
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def step(x):
+        y, aux = checkpoint(layer, x, use_reentrant=False)
+        return y.sum() + aux.loss
+
+    x = torch.randn(5, D, requires_grad=True)
+    step(x).backward()
+    expected = counts_of(state, layer.eval()(x)[1], 5)
+    assert layer.gate.tokens_since_update.tolist() == expected.tolist()
+
+
+def test_the_optimizer_updates_all_gates():
+    """A gate without a state to adapt is left out."""
+    layers = torch.nn.ModuleList(make_layer(state) for state in GATES)
+    layers.append(MoE(D, E, K, gate=TopKGate(D, E, K), w_load=0))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
+    optimizer.register_step_post_hook(lambda *_: update_gates(layers))
+    x = torch.randn(9, D)
+    (_, biased), (_, relu) = layers[0](x), layers[1](x)
+    optimizer.step()
+    below = 9 * K - E * counts_of("selection_bias", biased, 9)
+    assert_same_bits(layers[0].gate.selection_bias, 1e-3 * below.sign().float())
+    excess = torch.tensor(len(relu.expert_index) - 9 * K)
+    torch.testing.assert_close(layers[1].gate.l1_weight, 1e-8 * 1.001 ** excess.sign())
+    assert excess != 0
+    for layer in layers[:2]:
+        assert layer.gate.tokens_since_update.count_nonzero() == 0
+
+
+@all_gates
+def test_the_state_is_saved_and_loaded(state):
+    gate = GATES[state]()
+    start = getattr(gate, state).clone()
+    gate(torch.randn(9, D))
+    update_gates(gate)
+    file = io.BytesIO()
+    torch.save(gate.state_dict(), file)
+    file.seek(0)
+    assert gate.state_dict().keys() == {"w_gate", state}
+    other = GATES[state]()
+    other.load_state_dict(torch.load(file))
+    assert_same_bits(getattr(other, state), getattr(gate, state))
+    assert (getattr(other, state) != start).any()
+    assert TopKGate(D, E, K).state_dict().keys() == {"w_gate"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@all_gates
+def test_the_state_stays_precise(state, dtype):
+    """A change of 1 by 1e-3 would be lost in bfloat16."""
+    gate = GATES[state]()
+    value = getattr(gate, state).fill_(1)
+    gate.to(dtype)
+    assert gate.w_gate.dtype == dtype
+    assert getattr(gate, state).dtype == torch.promote_types(dtype, torch.float32)
+    x = torch.randn(9, D).to(dtype)
+    assert counts_of(state, gate(x), 9).tolist() == gate.tokens_since_update.tolist()
+    update_gates(gate)
+    assert (getattr(gate, state) != torch.ones_like(value)).any()
+    assert_exact((getattr(gate, state) - 1).abs().max() < 1.1e-3, True)
+
+
+@all_gates
+def test_from_the_meta_device(state):
+    with torch.device("meta"):
+        gate = GATES[state]()
+    gate = gate.to_empty(device="cpu")
+    assert gate.tokens_since_update.count_nonzero() == 0
+    gate.reset_parameters()
+    assert_same_bits(getattr(gate, state), getattr(GATES[state](), state))
+    assert gate.w_gate.count_nonzero()
+
+
+@all_gates
+def test_copies_count_apart(state):
+    gate = GATES[state]()
+    other = copy.deepcopy(gate)
+    other(torch.randn(5, D))
+    assert gate.tokens_since_update.sum() == 0 and other.tokens_since_update.sum() > 0
+
+
+def test_errors():
+    message = "update_gates: model must contain a gate that adapts.*, got 'TopKGate'"
+    with pytest.raises(ValueError, match=message):
+        update_gates(TopKGate(D, E, K))
+    gate = AdaptiveGate(D, E, K, num_counts=1)
+    with pytest.raises(NotImplementedError, match="AdaptiveGate must define update"):
+        update_gates(gate)
