@@ -37,12 +37,14 @@ template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> topk_routing(const Tensor& logits, c10::SymInt k,
                                         const OptionalTensor& bias, std::string_view score,
                                         bool renormalize, double scale, c10::SymInt num_groups,
-                                        c10::SymInt groups_per_token, c10::SymInt group_score_k) {
+                                        c10::SymInt groups_per_token, c10::SymInt group_score_k,
+                                        const OptionalTensor& expert_index) {
   const BelowAutocast<device> guard;
   static const auto op = find_operator<decltype(topk_routing<device>)>("moe_ext::topk_routing");
   return op.call(cached_cast(at::kFloat, logits, device), std::move(k),
                  cached_cast(at::kFloat, bias, device), score, renormalize, scale,
-                 std::move(num_groups), std::move(groups_per_token), std::move(group_score_k));
+                 std::move(num_groups), std::move(groups_per_token), std::move(group_score_k),
+                 expert_index);
 }
 
 template <c10::DeviceType device>

@@ -40,9 +40,10 @@ std::tuple<Tensor, Tensor> topk_routing_meta(const Tensor& logits, c10::SymInt k
                                              const OptionalTensor& bias, std::string_view score,
                                              bool renormalize, double scale, c10::SymInt num_groups,
                                              c10::SymInt groups_per_token,
-                                             c10::SymInt group_score_k) {
+                                             c10::SymInt group_score_k,
+                                             const OptionalTensor& given) {
   check_topk_routing(logits, k, bias, {score, renormalize, scale},
-                     {num_groups, groups_per_token, group_score_k});
+                     {num_groups, groups_per_token, group_score_k}, given);
   return topk_routing_outputs(empty, logits, k);
 }
 

@@ -26,11 +26,11 @@ TORCH_LIBRARY(moe_ext, m) {
   //   g_i = scale s_i, or with renormalize g_i = scale s_i / sum_j s_j over the chosen experts j,
   // with scores s = score(logits). Selects the k experts with the largest s + bias in the
   // groups_per_token groups with the largest scores. A group's score is the sum of its
-  // group_score_k largest s + bias.
+  // group_score_k largest s + bias. With expert_index [T, K], the experts are given.
   m.def(
       "topk_routing(Tensor logits, SymInt k, Tensor? bias=None, str score='softmax', "
       "bool renormalize=True, float scale=1.0, SymInt num_groups=1, SymInt groups_per_token=1, "
-      "SymInt group_score_k=2) -> (Tensor gates, Tensor expert_index)",
+      "SymInt group_score_k=2, Tensor? expert_index=None) -> (Tensor gates, Tensor expert_index)",
       tags);
   m.def(
       "_topk_routing_backward(Tensor grad_gates, Tensor logits, Tensor expert_index, str score, "

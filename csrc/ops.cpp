@@ -24,13 +24,14 @@ TopKSelection noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor
 
 TopKRouting topk_routing(const Tensor& logits, int64_t k, const OptionalTensor& bias,
                          std::string_view score, bool renormalize, double scale, int64_t num_groups,
-                         int64_t groups_per_token, int64_t group_score_k) {
+                         int64_t groups_per_token, int64_t group_score_k,
+                         const OptionalTensor& expert_index) {
   static const auto op = find_operator<std::tuple<Tensor, Tensor>(
       const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view, bool, double,
-      c10::SymInt, c10::SymInt, c10::SymInt)>("moe_ext::topk_routing");
-  auto [gates, expert_index] = op.call(logits, k, bias, score, renormalize, scale, num_groups,
-                                       groups_per_token, group_score_k);
-  return {gates, expert_index};
+      c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>("moe_ext::topk_routing");
+  auto [gates, index] = op.call(logits, k, bias, score, renormalize, scale, num_groups,
+                                groups_per_token, group_score_k, expert_index);
+  return {gates, index};
 }
 
 Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor& threshold,

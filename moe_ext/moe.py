@@ -323,8 +323,7 @@ class MoE(nn.Module):
                 forward pass or an inference engine. `expert_index` of `MoEAux`, which has only
                 real tokens, is also accepted. Gates, losses and gradients are those of the gate's
                 current parameters. With equal inputs, parameters and noise, outputs are bitwise
-                identical to those of the earlier pass. With a selection bias, or a softmax without
-                renormalize, they agree to rounding. The K experts of a token must differ.
+                identical to those of the earlier pass. The K experts of a token must differ.
                 `TopKGate` and `NoisyTopKGate` support it. None: the gate selects the experts.
 
         Returns:

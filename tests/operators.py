@@ -279,7 +279,9 @@ def plain_gating(clean_logits, raw_noise_stddev, noise, k, noise_epsilon=1e-2):
 # topk_routing
 
 
-def make_topk_routing(dtype, T, E, k, bias=False, ties=False, nan=False, groups=(), **options):
+def make_topk_routing(
+    dtype, T, E, k, bias=False, ties=False, nan=False, groups=(), given=False, **options
+):
     logits = normal(T, E, dtype=dtype)
     if ties:
         logits = torch.randint(0, 3, (T, E)).to(dtype)
@@ -290,6 +292,7 @@ def make_topk_routing(dtype, T, E, k, bias=False, ties=False, nan=False, groups=
         logits=logits,
         k=k,
         bias=normal(E, dtype=wide(dtype)) / 4 if bias else None,
+        expert_index=draw_routing(T, E, k)["expert_index"] if given else None,
         **dict(zip(names, groups, strict=False)),
         **options,
     )
@@ -297,11 +300,13 @@ def make_topk_routing(dtype, T, E, k, bias=False, ties=False, nan=False, groups=
 
 def reference_topk_routing(
     logits, k, bias=None, score="softmax", renormalize=True, scale=1.0,
-    num_groups=1, groups_per_token=1, group_score_k=2,
+    num_groups=1, groups_per_token=1, group_score_k=2, expert_index=None,
 ):  # fmt: skip
     groups = num_groups, groups_per_token, group_score_k
-    index = [ref.route(row, k, bias, score, *groups) for row in logits]
-    index = torch.tensor(index, dtype=torch.int64).reshape(len(logits), k)
+    index = expert_index
+    if index is None:
+        index = [ref.route(row, k, bias, score, *groups) for row in logits]
+        index = torch.tensor(index, dtype=torch.int64).reshape(len(logits), k)
     gates = [
         ref.gates_of(row, chosen, score, renormalize, scale)
         for row, chosen in zip(logits, index, strict=True)
@@ -311,7 +316,7 @@ def reference_topk_routing(
 
 def plain_topk_routing(
     logits, k, bias=None, score="softmax", renormalize=True, scale=1.0,
-    num_groups=1, groups_per_token=1, group_score_k=2,
+    num_groups=1, groups_per_token=1, group_score_k=2, expert_index=None,
 ):  # fmt: skip
     functions = {
         "softmax": lambda x: x.softmax(-1),
@@ -325,7 +330,7 @@ def plain_topk_routing(
         best = groups.topk(group_score_k).values.sum(-1).topk(groups_per_token).indices
         kept = torch.zeros(len(s), num_groups).scatter(1, best, 1).bool()
         biased = groups.masked_fill(~kept[..., None].to(s.device), -math.inf).flatten(1)
-    index = biased.topk(k).indices
+    index = biased.topk(k).indices if expert_index is None else expert_index.long()
     gates = s.gather(1, index)
     if renormalize:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -851,12 +856,12 @@ TABLE = {
         equations=("2408.15664", "2412.19437", "2405.04434"),
         differentiable=("logits",), backward="_topk_routing_backward",
         autocast=torch.float32,
-        lacks={"int32_indices": "it takes none"},
         samples=[
-            sizes | dict(bias=bias, score=score, renormalize=renormalize, scale=2.5)
-            for sizes in EDGES for bias in (False, True) for score in SCORES
-            for renormalize in (False, True)
+            sizes | dict(bias=bias, score=score, renormalize=renormalize, scale=2.5, given=given)
+            for sizes in EDGES for score in SCORES for renormalize in (False, True)
+            for bias, given in ((False, False), (True, False), (False, True))
         ]
+        + [dict(T=9, E=12, k=4, bias=True, score="sigmoid", groups=(4, 2, 2), given=True)]
         + [
             dict(T=9, E=12, k=k, bias=bias, score=score, groups=groups, ties=ties)
             for k, groups in [(2, (3, 1, 1)), (4, (4, 2, 2)), (6, (6, 3, 2)), (3, (2, 2, 6)),
@@ -866,7 +871,9 @@ TABLE = {
         + [dict(T=9, E=8, k=k, bias=bias, ties=True) for k in (1, 3, 8) for bias in (False, True)]
         + [dict(T=5, E=70, k=66, score="sigmoid"), dict(T=3, E=72, k=30, groups=(9, 4, 7))],
         typical=[
-            TYPICAL[0] | dict(bias=True, score="sigmoid"), *TYPICAL,
+            TYPICAL[0] | dict(bias=True, score="sigmoid", given=True), *TYPICAL,
+            TYPICAL[0] | dict(bias=True, score="sigmoid"),
+            dict(T=5, E=6, k=2, renormalize=False, given=True), dict(T=0, E=4, k=2, given=True),
             dict(T=6, E=8, k=3, bias=True, score="sigmoid", scale=2.5, groups=(4, 2, 2)),
             dict(T=5, E=6, k=2, renormalize=False, groups=(3, 2, 1)),
             dict(T=5, E=6, k=2, score="sqrt_softplus", renormalize=False),
@@ -877,12 +884,20 @@ TABLE = {
             *(dict(T=3, E=E, k=8, score="sigmoid", bias=True, groups=(E // 8, E // 16, 2))
               for E in (64, 1024, 4096)),
             *shapes(*((n, 4, 2) for n in MANY)),
+            *(dict(T=3, E=E, k=k, renormalize=False, given=True)
+              for E, k in ((1, 1), (257, 257), (4096, 64))),
+            dict(T=MANY[-1], E=4, k=2, given=True),
         ],
         large=[dict(T=1000, E=64, k=4), dict(T=1000, E=64, k=4, renormalize=False),
+               dict(T=1000, E=64, k=4, renormalize=False, given=True),
                dict(T=1000, E=64, k=6, bias=True, score="sigmoid", groups=(8, 4, 2))],
         precise=[
             dict(T=200, E=32, k=4, bias=True, score=score, renormalize=renormalize, groups=groups)
             for score in SCORES for renormalize in (False, True) for groups in ((), (4, 2, 2))
+        ]
+        + [
+            dict(T=200, E=32, k=4, score=score, renormalize=renormalize, given=True)
+            for score in SCORES for renormalize in (False, True)
         ]
         + shapes((200, 8, 1), (200, 64, 17), (301, 37, 3)),
         bad=[
@@ -898,6 +913,10 @@ TABLE = {
             *((ValueError, "group_score_k",
                dict(num_groups=5, groups_per_token=3, group_score_k=value), value)
               for value in (0, 2)),
+            *too_short("expert_index"),
+            *out_of_range("expert_index", E),
+            (ValueError, "expert_index",
+             dict(expert_index=torch.tensor([[0, 1], [2, 1], [3, 3], [4, 4]])), [3, 3]),
         ],
         backward_bad=[
             *out_of_range("expert_index", E),

@@ -16,14 +16,13 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
                                const OptionalTensor& bias, std::string_view score, bool renormalize,
                                double scale, const c10::SymInt& num_groups,
                                const c10::SymInt& groups_per_token,
-                               const c10::SymInt& group_score_k) {
+                               const c10::SymInt& group_score_k, const OptionalTensor& given) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op =
-        find_operator<Outputs(const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view,
-                              bool, double, c10::SymInt, c10::SymInt, c10::SymInt)>(
-            "moe_ext::topk_routing");
+    static const auto op = find_operator<Outputs(
+        const Tensor&, c10::SymInt, const OptionalTensor&, std::string_view, bool, double,
+        c10::SymInt, c10::SymInt, c10::SymInt, const OptionalTensor&)>("moe_ext::topk_routing");
     const auto [gates, expert_index] = op.call(logits, k, bias, score, renormalize, scale,
-                                               num_groups, groups_per_token, group_score_k);
+                                               num_groups, groups_per_token, group_score_k, given);
     ctx->save_for_backward({logits, expert_index});
     ctx->saved_data["score"] = std::string(score);
     ctx->saved_data["renormalize"] = renormalize;
@@ -39,7 +38,7 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
     const auto grad_logits =
         op.call(grads[0], saved[0], saved[1], ctx->saved_data["score"].toStringRef(),
                 ctx->saved_data["renormalize"].toBool(), ctx->saved_data["scale"].toDouble());
-    variable_list gradients(9);
+    variable_list gradients(10);
     gradients[0] = grad_logits;
     return gradients;
   }
@@ -47,10 +46,11 @@ struct TopKRouting : torch::autograd::Function<TopKRouting> {
 
 Outputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& bias,
                      std::string_view score, bool renormalize, double scale, c10::SymInt num_groups,
-                     c10::SymInt groups_per_token, c10::SymInt group_score_k) {
+                     c10::SymInt groups_per_token, c10::SymInt group_score_k,
+                     const OptionalTensor& given) {
   const auto out = TopKRouting::apply(logits, std::move(k), bias, score, renormalize, scale,
                                       std::move(num_groups), std::move(groups_per_token),
-                                      std::move(group_score_k));
+                                      std::move(group_score_k), given);
   return {out[0], out[1]};
 }
 

@@ -136,21 +136,22 @@ struct Gates {
   }
 };
 
+// Computes the gates of the experts in expert_index. If `selects`, it selects these experts first.
 template <typename Score, typename scalar_t, typename acc_t>
 void routing_kernel(const Tensor& logits, const Tensor& bias, bool renormalize, acc_t scale,
-                    const Groups<int64_t>& groups, const Tensor& gates,
+                    const Groups<int64_t>& groups, bool selects, const Tensor& gates,
                     const Tensor& expert_index) {
   const int64_t num_tokens = logits.size(0);
   const int64_t num_experts = logits.size(1);
   const int64_t k = gates.size(1);
   const int64_t group_size = num_experts / groups.number;
-  const bool grouped = groups.number > 1;
+  const bool grouped = selects && groups.number > 1;
   const auto* logits_data = logits.const_data_ptr<scalar_t>();
   const auto* bias_data = bias.defined() ? bias.const_data_ptr<acc_t>() : nullptr;
   auto* gates_data = gates.mutable_data_ptr<acc_t>();
   auto* index_data = expert_index.mutable_data_ptr<int64_t>();
   // Scores ascend with the logits, which do not round to ties.
-  const bool by_score = grouped || bias_data != nullptr;
+  const bool by_score = grouped || (selects && bias_data != nullptr);
   const bool needs_total = Score::kSoftmax && (by_score || !renormalize);
 
   parallel_for(num_tokens, 4 * num_experts, [&](int64_t begin, int64_t end) {
@@ -187,7 +188,7 @@ void routing_kernel(const Tensor& logits, const Tensor& bias, bool renormalize, 
           const int64_t candidate = kept[j].index;
           index[j] = chosen_groups[candidate / group_size] * group_size + candidate % group_size;
         }
-      } else {
+      } else if (selects) {
         select<acc_t>(by_score ? scores.data() : row.data(), num_experts, k, kept);
         for (int64_t j = 0; j < k; ++j) index[j] = kept[j].index;
       }
@@ -201,11 +202,16 @@ void routing_kernel(const Tensor& logits, const Tensor& bias, bool renormalize, 
 std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
                                             const OptionalTensor& bias, std::string_view score,
                                             bool renormalize, double scale, int64_t num_groups,
-                                            int64_t groups_per_token, int64_t group_score_k) {
+                                            int64_t groups_per_token, int64_t group_score_k,
+                                            const OptionalTensor& given) {
   check_topk_routing(logits, k, bias, {score, renormalize, scale},
-                     {num_groups, groups_per_token, group_score_k});
+                     {num_groups, groups_per_token, group_score_k}, given);
   const auto outputs = topk_routing_outputs(empty, logits, k);
   const auto& [gates, expert_index] = outputs;
+  if (given) {
+    expert_index.copy_(*given);
+    check_given_experts(expert_index, logits.size(1));
+  }
   const Tensor input = logits.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -214,7 +220,7 @@ std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
         math::with_score(score, [&](auto function) {
           routing_kernel<decltype(function), scalar_t, acc_t>(
               input, added, renormalize, static_cast<acc_t>(scale),
-              {num_groups, groups_per_token, group_score_k}, gates, expert_index);
+              {num_groups, groups_per_token, group_score_k}, !given, gates, expert_index);
         });
       });
   return outputs;

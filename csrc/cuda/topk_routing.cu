@@ -60,6 +60,18 @@ __device__ __forceinline__ Total<acc_t> total_of_chosen(const scalar_t* logits,
   return total;
 }
 
+// Computes the gates of a token's chosen experts; `total` is that of all logits.
+template <typename Score, typename scalar_t, typename acc_t>
+__device__ __forceinline__ void write_gates(const scalar_t* logits, const int64_t* chosen,
+                                            int64_t k, bool renormalize, acc_t scale,
+                                            Total<acc_t> total, acc_t* gates) {
+  total = total_of_chosen<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, total);
+  for (int64_t j = threadIdx.x % kWarp; j < k; j += kWarp) {
+    const acc_t weight = Score::value(static_cast<acc_t>(logits[chosen[j]]), total.shift);
+    gates[j] = weight / total.denominator * scale;
+  }
+}
+
 // The keys of a token's experts, then those of its groups, are in shared memory or, for long rows,
 // in the workspace.
 template <typename Score, typename scalar_t, typename acc_t, typename key_t>
@@ -131,21 +143,32 @@ __global__ void routing_kernel(const scalar_t* __restrict__ all_logits,
     if (lane == 0) chosen[j] = last_index;
   }
   __syncwarp();  // makes the indices visible to all lanes
+  write_gates<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, scale, total,
+                                      gates + token * k);
+}
 
-  const Total<acc_t> of_gates =
-      total_of_chosen<Score, scalar_t, acc_t>(logits, chosen, k, renormalize, total);
-  for (int64_t j = lane; j < k; j += kWarp) {
-    const acc_t weight = Score::value(static_cast<acc_t>(logits[chosen[j]]), of_gates.shift);
-    gates[token * k + j] = weight / of_gates.denominator * scale;
-  }
+// Computes the gates of given experts; one warp per token.
+template <typename Score, typename scalar_t, typename acc_t>
+__global__ void given_experts_kernel(const scalar_t* __restrict__ all_logits,
+                                     const int64_t* __restrict__ expert_index, int64_t num_tokens,
+                                     unsigned num_experts, int64_t k, bool renormalize, acc_t scale,
+                                     acc_t* gates) {
+  const int64_t token = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
+  if (token >= num_tokens) return;  // uniform over the warp
+  const scalar_t* logits = all_logits + token * num_experts;
+  Total<acc_t> total;
+  if (Score::kSoftmax && !renormalize) total = softmax_total<scalar_t, acc_t>(logits, num_experts);
+  write_gates<Score, scalar_t, acc_t>(logits, expert_index + token * k, k, renormalize, scale,
+                                      total, gates + token * k);
 }
 
 std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
                                              const OptionalTensor& bias, std::string_view score,
                                              bool renormalize, double scale, int64_t num_groups,
-                                             int64_t groups_per_token, int64_t group_score_k) {
+                                             int64_t groups_per_token, int64_t group_score_k,
+                                             const OptionalTensor& given) {
   check_topk_routing(logits, k, bias, {score, renormalize, scale},
-                     {num_groups, groups_per_token, group_score_k});
+                     {num_groups, groups_per_token, group_score_k}, given);
   const int64_t num_tokens = logits.size(0);
   const int64_t num_experts = logits.size(1);
   check_countable("topk_routing", "logits", num_experts);
@@ -154,9 +177,19 @@ std::tuple<Tensor, Tensor> topk_routing_cuda(const Tensor& logits, int64_t k,
   const auto& [gates, expert_index] = outputs;
   const Tensor input = logits.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
+  if (given) expert_index.copy_(*given);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
         using acc_t = at::opmath_type<scalar_t>;
+        if (given) {
+          return math::with_score(score, [&](auto function) {
+            launch(given_experts_kernel<decltype(function), scalar_t, acc_t>,
+                   grid(ceil_div(num_tokens, kThreads / kWarp)), kThreads, 0,
+                   input.const_data_ptr<scalar_t>(), expert_index.const_data_ptr<int64_t>(),
+                   num_tokens, num_experts, k, renormalize, static_cast<acc_t>(scale),
+                   gates.mutable_data_ptr<acc_t>());
+          });
+        }
         using key_t = decltype(math::order_key(acc_t()));
         const int64_t row_keys = num_experts + (num_groups > 1 ? num_groups : 0);
         const int64_t key_bytes = row_keys * static_cast<int64_t>(sizeof(key_t));

@@ -1,5 +1,5 @@
-// Strictly balanced gating (Appendix F), on one level and on two levels (Appendix B): in training,
-// every expert gets the same number of tokens.
+// Gates whose experts select their tokens: strictly balanced gating (Appendix F), on one level and
+// on two levels (Appendix B), and expert choice (arXiv 2202.09368).
 #include <moe_ext/nn.h>
 #include <torch/nn/init.h>
 
@@ -73,6 +73,19 @@ Mask by_threshold(const Tensor& scores, const Tensor& threshold) {
   return {mask.nonzero().select(1, 1).contiguous(), offsets_of(mask.sum(1))};
 }
 
+// Returns the mask that selects row_index [G, E, m], the rows of each expert. Each of the G groups
+// has num_rows rows.
+Mask mask_of_selected(const Tensor& row_index, int64_t num_rows) {
+  const auto num_groups = row_index.size(0), num_experts = row_index.size(1);
+  const auto first_row = at::arange(num_groups, row_index.options()) * num_rows;
+  const auto row = row_index + first_row.view({-1, 1, 1});
+  // The counting sort of dispatch_plan turns the rows of each expert into the experts of each row.
+  // An entry has the position (g * E + e) * m + i.
+  const auto plan = ops::dispatch_plan(row.view(-1), num_groups * num_rows);
+  const auto m = std::max<int64_t>(row_index.size(2), 1);
+  return {plan.permutation.floor_divide(m).remainder(num_experts), plan.offsets};
+}
+
 // Computes M_batchwise(X, m) for scores [R, E] of G equally large groups of rows. A row has k
 // experts on average. In training mode, the first batch sets the thresholds.
 Mask by_batch(const Tensor& scores, int64_t k, Thresholds level, bool training) {
@@ -91,14 +104,9 @@ Mask by_batch(const Tensor& scores, int64_t k, Thresholds level, bool training) 
                             .num_differing = (passes != mask).count_nonzero(),
                             .num_selected = passes.count_nonzero() + mask.count_nonzero()};
 
-  // row_index lists the rows of each expert. The counting sort of dispatch_plan turns it into the
-  // experts of each row. An entry has the position (g * E + e) * m + i.
-  const auto first_row = at::arange(num_groups, row_index.options()) * num_rows;
-  const auto row = row_index + first_row.view({-1, 1, 1});
-  const auto plan = ops::dispatch_plan(row.view(-1), num_groups * num_rows);
-  const auto expert_index =
-      plan.permutation.floor_divide(std::max<int64_t>(m, 1)).remainder(num_experts);
-  return {expert_index, plan.offsets, agreement};
+  auto selected = mask_of_selected(row_index, num_rows);
+  selected.agreement = agreement;
+  return selected;
 }
 
 // Computes softmax(logits), the scores by which the masks select.
@@ -177,7 +185,9 @@ Routing BalancedGateImpl::forward(const Tensor& x) {
                         ? by_batch(scores, k(), {threshold, initialized}, is_training())
                         : by_threshold(scores, threshold);
   const auto gates = ops::selected_softmax(gate_logits, mask.expert_index, mask.row_offsets);
-  return routing_of(gates, mask.expert_index, mask.row_offsets, num_experts(), mask);
+  auto routing = routing_of(gates, mask.expert_index, mask.row_offsets, num_experts(), mask);
+  routing.logits = gate_logits;
+  return routing;
 }
 
 HierarchicalBalancedGateOptions::HierarchicalBalancedGateOptions(int64_t d_model,
@@ -267,6 +277,39 @@ Routing HierarchicalBalancedGateImpl::forward(const Tensor& x) {
       experts.expert_index.index_select(0, source);
   const auto token_offsets = slot_offsets.index_select(0, groups.row_offsets);
   return routing_of(gates, expert_index, token_offsets, num_experts(), {groups, experts});
+}
+
+ExpertChoiceGateImpl::ExpertChoiceGateImpl(int64_t d_model, int64_t num_experts, int64_t k)
+    : Gate(d_model, num_experts, k, "ExpertChoiceGate") {
+  reset();
+}
+
+void ExpertChoiceGateImpl::reset() {
+  w_gate = register_parameter("w_gate", torch::empty({d_model(), num_experts()}));
+  reset_parameters();
+}
+
+void ExpertChoiceGateImpl::reset_parameters() { torch::nn::init::zeros_(w_gate); }
+
+void ExpertChoiceGateImpl::pretty_print(std::ostream& stream) const {
+  stream << "moe_ext::nn::ExpertChoiceGate(d_model=" << d_model()
+         << ", num_experts=" << num_experts() << ", k=" << k() << ")";
+}
+
+Routing ExpertChoiceGateImpl::forward(const Tensor& x) {
+  const auto gate_logits = logits(x, w_gate);
+  const auto scores = at::softmax(gate_logits, -1);
+  const auto num_tokens = scores.size(0);
+  const auto m = rows_per_expert(k(), num_tokens, num_experts());
+  const auto selected = ops::batchwise_topm(scores.detach().unsqueeze(0), m);
+  const auto mask = mask_of_selected(selected.row_index, num_tokens);
+  const std::optional<int64_t> num_slots = mask.expert_index.size(0);
+  const auto token = at::repeat_interleave(mask.row_offsets.diff(), num_slots);
+  const auto gates = scores.view(-1).index_select(0, token * num_experts() + mask.expert_index);
+  auto routing = routing_of(gates, mask.expert_index, mask.row_offsets, num_experts(), mask);
+  routing.equal_load = true;
+  routing.logits = gate_logits;
+  return routing;
 }
 
 }  // namespace moe_ext::nn

@@ -2,8 +2,11 @@
 // same text as moe_ext/checks.py. An `owner` is the name of the class or function.
 #pragma once
 
+#include <torch/nn/module.h>
+
 #include <array>
 #include <string>
+#include <string_view>
 
 #include "../checks.h"
 
@@ -12,6 +15,15 @@ namespace moe_ext::nn {
 // Formats sizes as a tuple of Python, such as "(3, 4)" or "(3,)".
 inline std::string tuple_of(at::IntArrayRef sizes) {
   return c10::str("(", c10::Join(", ", sizes), sizes.size() == 1 ? ",)" : ")");
+}
+
+// Returns the class of a module as Python names it, such as "TopKGate".
+inline std::string class_of(const torch::nn::Module& module) {
+  std::string_view name = module.name();
+  const auto colons = name.rfind("::");
+  if (colons != name.npos) name.remove_prefix(colons + 2);
+  if (name.ends_with("Impl")) name.remove_suffix(4);
+  return std::string(name);
 }
 
 template <typename Number>

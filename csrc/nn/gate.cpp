@@ -1,15 +1,22 @@
-// The base class of all gates, and the gates without noise: the softmax over all experts, and the
-// softmax over the top k.
+// The base class of all gates, their result, and the softmax over all experts (Eq. 2).
 #include <moe_ext/nn.h>
 #include <torch/nn/init.h>
 
-#include <cmath>
 #include <ostream>
 
 #include "checks.h"
 #include "logits.h"
 
 namespace moe_ext::nn {
+
+Tensor Routing::probabilities() const {
+  if (!scores) {
+    TORCH_CHECK_VALUE(logits, "Routing: logits must be set by the gate, got None");
+    return at::softmax(*logits, -1);
+  }
+  const auto total = scores->sum(-1, /*keepdim=*/true);
+  return *scores / at::where(total > 0, total, 1);
+}
 
 Gate::Gate(int64_t d_model, int64_t num_experts, int64_t k, const char* name)
     : d_model_(d_model), num_experts_(num_experts), k_(k) {
@@ -18,15 +25,24 @@ Gate::Gate(int64_t d_model, int64_t num_experts, int64_t k, const char* name)
   require_k(name, k, num_experts);
 }
 
+Routing Gate::replay(const Tensor&, const Tensor& expert_index) {
+  TORCH_CHECK_VALUE(false, "MoE: expert_index must be None for ",
+                    class_of(dynamic_cast<const torch::nn::Module&>(*this)),
+                    ", whose forward does not take it, got ", tuple_of(expert_index.sizes()));
+}
+
 Routing Gate::make_routing(const Tensor& gates, const Tensor& expert_index,
-                           const OptionalTensor& load) const {
+                           const OptionalTensor& load, const OptionalTensor& logits,
+                           const OptionalTensor& scores) const {
   const auto counts = [&] {
     return ops::importance(at::ones_like(gates), expert_index, num_experts_);
   };
   return {.gates = gates,
           .expert_index = expert_index,
           .importance = ops::importance(gates, expert_index, num_experts_),
-          .load = load ? *load : counts()};
+          .load = load ? *load : counts(),
+          .logits = logits,
+          .scores = scores};
 }
 
 SoftmaxGateImpl::SoftmaxGateImpl(int64_t d_model, int64_t num_experts)
@@ -47,34 +63,10 @@ void SoftmaxGateImpl::pretty_print(std::ostream& stream) const {
 }
 
 Routing SoftmaxGateImpl::forward(const Tensor& x) {
-  const auto gates = at::softmax(logits(x, w_gate), -1);
+  const auto gate_logits = logits(x, w_gate);
+  const auto gates = at::softmax(gate_logits, -1);
   const auto expert = at::arange(num_experts(), x.options().dtype(at::kLong));
-  return make_routing(gates, expert.expand({x.size(0), -1}));
-}
-
-TopKGateImpl::TopKGateImpl(int64_t d_model, int64_t num_experts, int64_t k)
-    : Gate(d_model, num_experts, k, "TopKGate") {
-  reset();
-}
-
-void TopKGateImpl::reset() {
-  w_gate = register_parameter("w_gate", torch::empty({d_model(), num_experts()}));
-  reset_parameters();
-}
-
-void TopKGateImpl::reset_parameters() {
-  // With W_g = 0, every token would be routed to the same experts.
-  torch::nn::init::normal_(w_gate, 0, 0.1 * std::pow(d_model(), -0.5));
-}
-
-void TopKGateImpl::pretty_print(std::ostream& stream) const {
-  stream << "moe_ext::nn::TopKGate(d_model=" << d_model() << ", num_experts=" << num_experts()
-         << ", k=" << k() << ")";
-}
-
-Routing TopKGateImpl::forward(const Tensor& x) {
-  const auto kept = ops::noisy_topk_gating(logits(x, w_gate), std::nullopt, std::nullopt, k());
-  return make_routing(kept.gates, kept.expert_index);
+  return make_routing(gates, expert.expand({x.size(0), -1}), std::nullopt, gate_logits);
 }
 
 }  // namespace moe_ext::nn

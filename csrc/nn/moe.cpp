@@ -1,8 +1,11 @@
 // The layer (Section 2) and its hierarchical form (Appendix B).
 #include <ATen/ops/_unsafe_view.h>
+#include <c10/util/accumulate.h>
 #include <moe_ext/nn.h>
 
+#include <algorithm>
 #include <ostream>
+#include <set>
 #include <typeinfo>
 
 #include "checks.h"
@@ -43,20 +46,38 @@ void check_size(const char* name, int64_t given, int64_t expected, const char* w
                     given);
 }
 
+// Returns the weight of a loss of the paper, which is 0 by default if other losses replace them.
+double weight_of(const std::optional<double>& weight, const MoEOptions& options) {
+  return weight.value_or(options.losses().empty() ? 0.1 : 0.0);
+}
+
+void check_losses(const std::vector<std::shared_ptr<RouterLoss>>& losses) {
+  std::set<std::string> names;
+  std::vector<std::string> quoted;
+  for (const auto& loss : losses) {
+    TORCH_CHECK_VALUE(loss, "MoE: losses must be pointers to a RouterLoss, got null");
+    names.insert(loss->name());
+    quoted.push_back("'" + loss->name() + "'");
+  }
+  TORCH_CHECK_VALUE(names.size() == losses.size(), "MoE: losses must have different names, got [",
+                    c10::Join(", ", quoted), "]");
+}
+
 void check_options(const MoEOptions& options) {
   constexpr auto owner = "MoE";
   require_size(owner, "d_model", options.d_model());
   require_size(owner, "num_experts", options.num_experts());
   require_k(owner, options.k(), options.num_experts());
-  require_at_least<double>(owner, "w_importance", options.w_importance(), 0);
-  require_at_least<double>(owner, "w_load", options.w_load(), 0);
+  require_at_least<double>(owner, "w_importance", weight_of(options.w_importance(), options), 0);
+  require_at_least<double>(owner, "w_load", weight_of(options.w_load(), options), 0);
   TORCH_CHECK_VALUE(!options.gate() || (options.noise_epsilon() == 1e-2 && !options.generator()),
                     "MoE: noise_epsilon and generator must be left out when gate is given");
-  const bool own = options.hidden_sizes() || options.activation() != "relu" || options.bias() ||
-                   options.expert_dtype();
+  const bool own = options.hidden_sizes() || options.activation() != "relu" ||
+                   !options.activation_args().empty() || options.bias() || options.expert_dtype();
   TORCH_CHECK_VALUE(!options.experts() || !own,
                     "MoE: hidden_sizes, activation, bias and expert_dtype must be left out when "
                     "experts are given");
+  check_losses(options.losses());
 }
 
 Module default_gate(const MoEOptions& options) {
@@ -71,6 +92,7 @@ Module default_experts(const MoEOptions& options) {
       FeedForwardExpertsOptions(options.num_experts(), options.d_model())
           .hidden_sizes(options.hidden_sizes().value_or(std::vector{4 * options.d_model()}))
           .activation(options.activation())
+          .activation_args(options.activation_args())
           .bias(options.bias())
           .dtype(options.expert_dtype()));
 }
@@ -78,7 +100,10 @@ Module default_experts(const MoEOptions& options) {
 void print(std::ostream& stream, const char* name, const MoEOptions& options) {
   stream << name << "(d_model=" << options.d_model() << ", num_experts=" << options.num_experts()
          << ", k=" << options.k() << std::boolalpha << ", recompute=" << options.recompute()
-         << ", w_importance=" << options.w_importance() << ", w_load=" << options.w_load() << ")";
+         << ", w_importance=" << weight_of(options.w_importance(), options)
+         << ", w_load=" << weight_of(options.w_load(), options);
+  for (const auto& loss : options.losses()) stream << ", " << loss->name() << "=" << loss->weight;
+  stream << ")";
 }
 
 // The options of the MoE that a hierarchical one is.
@@ -89,12 +114,15 @@ MoEOptions flat(const HierarchicalMoEOptions& options) {
   auto result = MoEOptions(options.d_model(), num_experts, options.k()[0] * options.k()[1])
                     .hidden_sizes(options.hidden_sizes())
                     .activation(options.activation())
+                    .activation_args(options.activation_args())
                     .bias(options.bias())
                     .recompute(options.recompute())
                     .expert_dtype(options.expert_dtype())
                     .w_importance(options.w_importance())
                     .w_load(options.w_load())
-                    .experts(options.experts());
+                    .losses(options.losses())
+                    .experts(options.experts())
+                    .shared_expert(options.shared_expert());
   if (options.gate()) {
     return result.gate(options.gate())
         .noise_epsilon(options.noise_epsilon())
@@ -105,6 +133,17 @@ MoEOptions flat(const HierarchicalMoEOptions& options) {
                                        options.experts_per_group(), options.k())
           .noise_epsilon(options.noise_epsilon())
           .generator(options.generator())));
+}
+
+// Returns the offsets [S + 1] of the sequences of x [..., T, D] among its real tokens. mask: [...,
+// T] bool, true at real tokens; absent: all tokens are real.
+Tensor sequence_offsets_of(const Tensor& x, const OptionalTensor& mask) {
+  const auto leading = x.sizes().slice(0, std::max<int64_t>(x.dim() - 2, 0));
+  const int64_t num_sequences = c10::multiply_integers(leading);
+  const int64_t length = x.dim() >= 2 ? x.size(-2) : 1;
+  if (!mask) return at::arange(num_sequences + 1, x.options().dtype(at::kLong)) * length;
+  const auto num_tokens = mask->reshape({num_sequences, length}).sum(1);
+  return at::constant_pad_nd(num_tokens.cumsum(0), {1, 0});
 }
 
 }  // namespace
@@ -121,7 +160,9 @@ std::map<std::string, double> MoEAux::metrics() const {
       {"max_over_mean_load",
        (load_double.max() / load_double.mean().clamp_min(1e-30)).item<double>()},
       {"cv_tokens", cv(tokens_per_expert)}};
-  for (const auto& [name, value] : gate_metrics) result[name] = value.item<double>();
+  for (const auto* values : {&gate_metrics, &losses}) {
+    for (const auto& [name, value] : *values) result[name] = value.item<double>();
+  }
   return result;
 }
 
@@ -151,6 +192,8 @@ void MoEImpl::reset() {
       "MoE: recompute must be false for experts other than FeedForwardExperts, got true");
   register_module("gate", gate);
   register_module("experts", experts);
+  const auto& shared_expert = options.shared_expert();
+  if (!shared_expert.is_empty()) register_module("shared_expert", shared_expert.ptr());
 }
 
 void MoEImpl::pretty_print(std::ostream& stream) const {
@@ -172,9 +215,16 @@ void MoEImpl::clone_children(const std::optional<torch::Device>& device) {
   if (options.experts()) options.experts(experts);
   replace_module("gate", gate);
   replace_module("experts", experts);
+  if (auto& shared_expert = options.shared_expert(); !shared_expert.is_empty()) {
+    const auto copy = shared_expert.clone(device);
+    TORCH_CHECK_TYPE(copy.ptr(), "MoE: ", shared_expert.ptr()->name(), " must override clone()");
+    shared_expert = copy;
+    replace_module("shared_expert", copy.ptr());
+  }
 }
 
-std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& mask) {
+std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTensor& mask,
+                                            const OptionalTensor& expert_index) {
   const int64_t d_model = options.d_model();
   TORCH_CHECK_VALUE(!x.is_nested(), "MoE: x must be a dense tensor, got a nested tensor");
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == d_model,
@@ -189,14 +239,39 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
     tokens = tokens.index_select(0, position);
   }
 
-  const auto routing = gate_->forward(tokens);
+  OptionalTensor given = expert_index;
+  if (given) {
+    const auto leading = given->sizes().slice(0, std::max<int64_t>(given->dim() - 1, 0));
+    if (mask && given->dim() > 0 && leading == mask->sizes()) {
+      given = given->reshape({mask->numel(), given->size(-1)}).index_select(0, position);
+    }
+    given = checked_index(*given, tokens);
+  }
+  const auto routing = given ? gate_->replay(tokens, *given) : gate_->forward(tokens);
   const auto plan = ops::dispatch_plan(routing.expert_index, options.num_experts());
   auto y = mixture(tokens, routing, plan).to(x.scalar_type());
+  if (auto& shared_expert = options.shared_expert(); !shared_expert.is_empty()) {
+    const auto shared = shared_expert.forward(cast(tokens));
+    TORCH_CHECK_VALUE(shared.dim() == 2 && shared.size(1) == y.size(1),
+                      "MoE: shared_expert must return [T, d_output = ", y.size(1), "], got ",
+                      shared.sizes());
+    y = y + shared.to(y.scalar_type());
+  }
 
   if (mask) y = y.new_zeros({mask->numel(), y.size(-1)}).index_copy(0, position, y);
-  auto loss = importance_loss(routing.importance, options.w_importance());
-  loss = loss + load_loss(routing.load, options.w_load());
+  auto loss = importance_loss(routing.importance, weight_of(options.w_importance(), options));
+  loss = loss + load_loss(routing.load, weight_of(options.w_load(), options));
   if (routing.loss) loss = loss + *routing.loss;
+  std::map<std::string, Tensor> losses;
+  if (!options.losses().empty()) {
+    const auto sequence_offsets = sequence_offsets_of(x, mask);
+    for (const auto& each : options.losses()) {
+      const auto sums = each->sums(routing, plan.tokens_per_expert, sequence_offsets);
+      const auto value = each->value(sums);
+      loss = loss + value * each->weight;
+      losses[each->name()] = value.detach();
+    }
+  }
   auto shape = x.sizes().vec();
   shape.back() = y.size(-1);
   // Like matmul, return no autograd view, so that the caller can modify y in place.
@@ -208,21 +283,50 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
                                              .tokens_per_expert = plan.tokens_per_expert,
                                              .token_offsets = routing.token_offsets,
                                              .gate_metrics = routing.metrics,
-                                             .load_factors = routing.load_factors}};
+                                             .load_factors = routing.load_factors,
+                                             .losses = losses}};
+}
+
+Tensor MoEImpl::checked_index(const Tensor& expert_index, const Tensor& tokens) const {
+  const auto type = expert_index.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt,
+                   "MoE: expert_index must have dtype int64 or int32, got torch.", name_of(type));
+  const int64_t k = options.k(), num_experts = options.num_experts();
+  TORCH_CHECK_VALUE(expert_index.dim() > 0 && expert_index.size(-1) == k &&
+                        expert_index.numel() == tokens.size(0) * k,
+                    "MoE: expert_index must have shape [..., k = ", k,
+                    "] with one row for each token of x, got ", tuple_of(expert_index.sizes()));
+  const auto index = expert_index.reshape({-1, k}).to(at::kLong);
+  // A check on CUDA would make the host synchronize with the device.
+  if (!index.is_cpu() || index.numel() == 0) return index;
+  const auto low = index.min().item<int64_t>(), high = index.max().item<int64_t>();
+  TORCH_CHECK_VALUE(low >= 0 && high < num_experts,
+                    "MoE: expert_index must be at least 0 and below num_experts = ", num_experts,
+                    ", got ", low < 0 ? low : high);
+  const auto same = (std::get<0>(index.sort(1)).diff(1, 1) == 0).any(1);
+  if (same.any().item<bool>()) {
+    const auto wrong = index[same.nonzero()[0].item<int64_t>()].contiguous();
+    TORCH_CHECK_VALUE(false, "MoE: expert_index must have different experts for each token, got ",
+                      at::IntArrayRef(wrong.const_data_ptr<int64_t>(), k));
+  }
+  return index;
+}
+
+Tensor MoEImpl::cast(const Tensor& x) const {
+  if (!options.expert_dtype()) return x;
+  return x.to(dynamic_cast<const FeedForwardExpertsImpl&>(*experts_).weights[0].scalar_type());
 }
 
 Tensor MoEImpl::mixture(const Tensor& x, const Routing& routing,
                         const ops::DispatchPlan& plan) const {
   const auto& [gates, token_offsets] = std::tie(routing.gates, routing.token_offsets);
   if (const auto* fused = dynamic_cast<const FeedForwardExpertsImpl*>(experts_.get())) {
-    const bool casts = options.expert_dtype().has_value();
     return fused->forward_fused(
-        casts ? x.to(fused->weights[0].scalar_type()) : x,
-        {.offsets = routing.equal_load ? std::nullopt : OptionalTensor(plan.offsets),
-         .inverse = plan.inverse,
-         .gates = gates,
-         .token_offsets = token_offsets,
-         .recompute = options.recompute()});
+        cast(x), {.offsets = routing.equal_load ? std::nullopt : OptionalTensor(plan.offsets),
+                  .inverse = plan.inverse,
+                  .gates = gates,
+                  .token_offsets = token_offsets,
+                  .recompute = options.recompute()});
   }
   const auto rows = experts_->forward(ops::dispatch(x, plan.inverse, token_offsets), plan.offsets);
   // Experts may return any dtype.

@@ -3,6 +3,7 @@
 #include <moe_ext/nn.h>
 #include <torch/nn/init.h>
 
+#include <limits>
 #include <ostream>
 
 #include "checks.h"
@@ -15,19 +16,26 @@ Tensor standard_normal(const Tensor& like, const std::optional<at::Generator>& g
   return generator ? at::empty_like(like).normal_(0, 1, generator) : at::randn_like(like);
 }
 
+// The arguments of ops::noisy_topk_gating.
+struct NoisyLogits {
+  Tensor clean_logits;
+  OptionalTensor raw_noise_stddev, noise;
+};
+
 // The clean logits x * w_gate, and the selection of the k largest noisy logits.
 struct Selection {
   Tensor clean_logits;
   ops::TopKSelection kept;
 };
 
-// Selects on one level of a flat or hierarchical gate. In training mode, x * w_noise gives the
-// standard deviation of the noise. A dispatch plan assigns tokens to groups. The results then have
-// one row for each (token, group) assignment, and w_gate and w_noise have one matrix for each
-// group.
+// Computes the logits of one level of a flat or hierarchical gate. In training mode, x * w_noise
+// gives the standard deviation of the noise. A dispatch plan assigns tokens to groups. The results
+// then have one row for each (token, group) assignment, and w_gate and w_noise have one matrix for
+// each group.
 template <typename NoisyGate>
-Selection select(NoisyGate& gate, const Tensor& x, const Tensor& w_gate, const Tensor& w_noise,
-                 int64_t k, const std::optional<ops::DispatchPlan>& plan = std::nullopt) {
+NoisyLogits noisy_logits(NoisyGate& gate, const Tensor& x, const Tensor& w_gate,
+                         const Tensor& w_noise,
+                         const std::optional<ops::DispatchPlan>& plan = std::nullopt) {
   ops::ExpertsOptions routing;
   if (plan) routing = {.offsets = plan->offsets, .inverse = plan->inverse};
   const auto clean_logits = logits(x, w_gate, routing);
@@ -38,8 +46,23 @@ Selection select(NoisyGate& gate, const Tensor& x, const Tensor& w_gate, const T
     // Noise is drawn in slot order: it does not depend on other tokens' groups.
     if (plan) noise = ops::dispatch(*noise, plan->inverse.reshape({-1, 1}));
   }
+  return {clean_logits, raw_noise_stddev, noise};
+}
+
+template <typename NoisyGate>
+Selection select(const NoisyGate& gate, const NoisyLogits& noisy, int64_t k) {
+  const auto& [clean_logits, raw_noise_stddev, noise] = noisy;
   return {clean_logits, ops::noisy_topk_gating(clean_logits, raw_noise_stddev, noise, k,
                                                gate.options.noise_epsilon())};
+}
+
+// Sets the clean logits [T, E] of experts that are not in expert_index [T, K] to -inf. A selection
+// then selects exactly the given experts, with unchanged gates.
+NoisyLogits only_given(NoisyLogits noisy, const Tensor& expert_index) {
+  auto& clean = noisy.clean_logits;
+  const auto given = at::zeros_like(clean, at::kBool).scatter(1, expert_index, true);
+  clean = at::where(given, clean, -std::numeric_limits<double>::infinity());
+  return noisy;
 }
 
 // Computes Load(X) of a selection in training mode.
@@ -90,10 +113,22 @@ Tensor NoisyTopKGateImpl::draw_noise(const Tensor& like) {
   return standard_normal(like, options.generator());
 }
 
-Routing NoisyTopKGateImpl::forward(const Tensor& x) {
-  const auto selection = select(*this, widened(x), w_gate, w_noise, k());
-  const auto load = is_training() ? OptionalTensor(load_of(*this, selection)) : std::nullopt;
-  return make_routing(selection.kept.gates, selection.kept.expert_index, load);
+Routing NoisyTopKGateImpl::forward(const Tensor& x) { return route(x, std::nullopt); }
+
+Routing NoisyTopKGateImpl::replay(const Tensor& x, const Tensor& expert_index) {
+  return route(x, expert_index);
+}
+
+Routing NoisyTopKGateImpl::route(const Tensor& x, const OptionalTensor& expert_index) {
+  const auto noisy = noisy_logits(*this, widened(x), w_gate, w_noise);
+  const auto kept =
+      select(*this, expert_index ? only_given(noisy, *expert_index) : noisy, k()).kept;
+  OptionalTensor load;
+  if (is_training()) {
+    load = load_of(*this,
+                   expert_index ? select(*this, noisy, k()) : Selection{noisy.clean_logits, kept});
+  }
+  return make_routing(kept.gates, kept.expert_index, load, noisy.clean_logits);
 }
 
 HierarchicalNoisyTopKGateOptions::HierarchicalNoisyTopKGateOptions(int64_t d_model,
@@ -140,11 +175,11 @@ Tensor HierarchicalNoisyTopKGateImpl::draw_noise(const Tensor& like) {
 
 Routing HierarchicalNoisyTopKGateImpl::forward(const Tensor& x) {
   const auto wide = widened(x);
-  const auto primary = select(*this, wide, w_gate, w_noise, options.k()[0]);
+  const auto primary = select(*this, noisy_logits(*this, wide, w_gate, w_noise), options.k()[0]);
   // The rows of X^(1), X^(2), ...: one for each slot (token, chosen group).
   const auto plan = ops::dispatch_plan(primary.kept.expert_index, options.num_groups());
-  const auto secondary =
-      select(*this, wide, w_gate_secondary, w_noise_secondary, options.k()[1], plan);
+  const auto secondary = select(
+      *this, noisy_logits(*this, wide, w_gate_secondary, w_noise_secondary, plan), options.k()[1]);
 
   // combine multiplies the secondary gates of each row by its primary gate.
   const auto gates = ops::combine(secondary.kept.gates, primary.kept.gates.reshape({-1, 1}),

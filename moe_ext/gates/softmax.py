@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe_ext import ops
 from moe_ext.checks import require_at_least
 from moe_ext.distributed.ranks import Ranks
-from moe_ext.gates._logits import only_given, widened, zero_
+from moe_ext.gates._logits import widened, zero_
 from moe_ext.gates.adaptive import AdaptiveGate
 from moe_ext.gates.gate import Gate, Routing
 
@@ -145,22 +145,22 @@ class TopKGate(AdaptiveGate):
     ) -> Routing:
         """Routes x [T, D] to k experts per token, in order of decreasing biased score.
 
-        See `Gate.forward` for ranks and expert_index.
+        The gates of a given expert_index are in its order. See `Gate.forward` for ranks and
+        expert_index.
         """
         logits = self.logits(x, self.w_gate)
         if self.b_gate is not None:
             logits = logits + self.b_gate.to(logits.dtype)
-        if expert_index is None:
-            selected = self._route(logits, self.selection_bias)
-        else:
-            selected = self._given(logits, expert_index)
+        selected = self._route(logits, self.selection_bias, expert_index)
         score = _SCORES.get(self.score)
         scores = None if score is None else score(logits)
         routing = self.make_routing(*selected, ranks=ranks, logits=logits, scores=scores)
         self.count(routing.load)
         return routing
 
-    def _route(self, logits: Tensor, bias: Tensor | None = None) -> ops.TopKRouting:
+    def _route(
+        self, logits: Tensor, bias: Tensor | None = None, expert_index: Tensor | None = None
+    ) -> ops.TopKRouting:
         return ops.topk_routing(
             logits,
             self.k,
@@ -171,16 +171,8 @@ class TopKGate(AdaptiveGate):
             self.num_groups,
             self.groups_per_token,
             self.group_score_k,
+            expert_index,
         )
-
-    def _given(self, logits: Tensor, expert_index: Tensor) -> ops.TopKRouting:
-        """Computes the gates of given experts [T, K], in order of decreasing logit."""
-        given = only_given(logits, expert_index)
-        kept = ops.topk_routing(given, self.k, None, self.score, self.renormalize, self.scale)
-        if self.score == "softmax" and not self.renormalize:
-            gates = torch.softmax(logits, dim=-1).gather(1, kept.expert_index) * self.scale
-            return kept._replace(gates=gates)
-        return kept
 
     def update(self, counts: Tensor) -> None:
         """Raises the bias of experts below the mean count; see `AdaptiveGate.update`."""

@@ -12,7 +12,7 @@ class TopKRouting(NamedTuple):
     """Holds the result of `topk_routing`.
 
     Attributes:
-        gates: [T, K], in order of decreasing biased score.
+        gates: [T, K], in order of decreasing biased score, or in the order of a given expert_index.
         expert_index: [T, K] int64, the expert of each gate.
     """
 
@@ -30,6 +30,7 @@ def topk_routing(
     num_groups: int = 1,
     groups_per_token: int = 1,
     group_score_k: int = 2,
+    expert_index: Tensor | None = None,
 ) -> TopKRouting:
     """Selects k experts for each token by their scores, and computes their gates.
 
@@ -63,6 +64,10 @@ def topk_routing(
     range. The renormalized gates of a token are 0 if its sigmoid or sqrt_softplus scores underflow
     to 0.
 
+    With expert_index, the experts are given and nothing is selected: bias and groups have no
+    effect. With the expert_index of an earlier call, gates and gradients are bitwise identical to
+    those of that call.
+
     `gates` is differentiable with respect to logits. For half-precision inputs, scores are computed
     in float32 and gates are float32. Gradients have the dtype of the input.
 
@@ -77,12 +82,25 @@ def topk_routing(
         groups_per_token: groups in which a token selects, at most num_groups.
         group_score_k: experts that count for the score of a group, at most E / num_groups; no
             effect with a single group.
+        expert_index: [T, K] int64, different experts for each token, in any order; None: the
+            experts are selected.
 
     Raises:
-        ValueError, TypeError: an argument has a wrong shape, dtype, device or value.
+        ValueError, TypeError: an argument has a wrong shape, dtype, device or value. On the CPU,
+            also if a token has an expert twice.
+        IndexError: on the CPU, an index is not between 0 and E - 1.
     """
     return TopKRouting(
         *torch.ops.moe_ext.topk_routing(
-            logits, k, bias, score, renormalize, scale, num_groups, groups_per_token, group_score_k
+            logits,
+            k,
+            bias,
+            score,
+            renormalize,
+            scale,
+            num_groups,
+            groups_per_token,
+            group_score_k,
+            expert_index,
         )
     )

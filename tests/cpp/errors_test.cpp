@@ -22,12 +22,32 @@ void optimize(const FactoredAdamOptions& options, torch::Dtype dtype = torch::kF
   FactoredAdam({torch::zeros({2, 3}, dtype)}, options);
 }
 
+void without_logits(std::shared_ptr<RouterLoss> loss) {
+  HierarchicalMoE layer(HierarchicalMoEOptions(8, 2, 3, {1, 1}).losses({std::move(loss)}));
+  layer->forward(torch::zeros({3, 8}));
+}
+
+void replay(const Tensor& expert_index) {
+  MoE layer(MoEOptions(8, 6, 2).gate(TopKGate(8, 6, 2)));
+  layer->forward(torch::zeros({3, 8}), {}, expert_index);
+}
+
 // The calls of MODULE_ERRORS in export.py.
 const std::map<std::string, Call> calls = {
     {"SoftmaxGate d_model", [] { SoftmaxGate(0, 6); }},
     {"SoftmaxGate num_experts", [] { SoftmaxGate(8, -1); }},
     {"TopKGate k=0", [] { TopKGate(8, 6, 0); }},
     {"TopKGate k=7", [] { TopKGate(8, 6, 7); }},
+    {"TopKGate score", [] { TopKGate(TopKGateOptions(8, 6, 2).score("relu")); }},
+    {"TopKGate scale", [] { TopKGate(TopKGateOptions(8, 6, 2).scale(-0.5)); }},
+    {"TopKGate num_groups", [] { TopKGate(TopKGateOptions(8, 6, 2).num_groups(4)); }},
+    {"TopKGate groups_per_token", [] { TopKGate(TopKGateOptions(8, 6, 2).groups_per_token(2)); }},
+    {"TopKGate groups_per_token too small",
+     [] { TopKGate(TopKGateOptions(8, 6, 3).num_groups(3)); }},
+    {"TopKGate group_score_k",
+     [] { TopKGate(TopKGateOptions(8, 6, 2).num_groups(3).group_score_k(3)); }},
+    {"TopKGate bias_update_rate",
+     [] { TopKGate(TopKGateOptions(8, 6, 2).bias_update_rate(-0.5)); }},
     {"NoisyTopKGate d_model", [] { NoisyTopKGate(NoisyTopKGateOptions(0, 6, 2)); }},
     {"NoisyTopKGate k", [] { NoisyTopKGate(NoisyTopKGateOptions(8, 6, 7)); }},
     {"NoisyTopKGate noise_epsilon",
@@ -46,6 +66,8 @@ const std::map<std::string, Call> calls = {
      }},
     {"BalancedGate num_experts", [] { BalancedGate(BalancedGateOptions(8, 0, 1)); }},
     {"BalancedGate k", [] { BalancedGate(BalancedGateOptions(8, 6, 7)); }},
+    {"ExpertChoiceGate num_experts", [] { ExpertChoiceGate(8, 0, 1); }},
+    {"ExpertChoiceGate k", [] { ExpertChoiceGate(8, 6, 7); }},
     {"HierarchicalBalancedGate k2",
      [] {
        HierarchicalBalancedGate(HierarchicalBalancedGateOptions(8, 4, 3, {2, 4}));
@@ -76,6 +98,13 @@ const std::map<std::string, Call> calls = {
      [] {
        FeedForwardExperts(FeedForwardExpertsOptions(4, 8).activation_args({7.5, 0.5, 0.25}));
      }},
+    {"SharedExpert d_model", [] { SharedExpert(SharedExpertOptions(0, {5})); }},
+    {"SharedExpert hidden_sizes",
+     [] {
+       SharedExpert(SharedExpertOptions(8, {5, 0}));
+     }},
+    {"SharedExpert activation",
+     [] { SharedExpert(SharedExpertOptions(8, {5}).activation("rely")); }},
     {"MoE d_model", [] { MoE(MoEOptions(0, 6, 2)); }},
     {"MoE k", [] { MoE(MoEOptions(8, 6, 7)); }},
     {"MoE w_importance", [] { MoE(MoEOptions(8, 6, 2).w_importance(-0.5)); }},
@@ -86,6 +115,57 @@ const std::map<std::string, Call> calls = {
      [] {
        FeedForwardExperts experts(FeedForwardExpertsOptions(6, 8));
        MoE(MoEOptions(8, 6, 2).experts(experts.ptr()).activation("tanh"));
+     }},
+    {"MoE activation_args with experts",
+     [] {
+       FeedForwardExperts experts(FeedForwardExpertsOptions(6, 8));
+       MoE(MoEOptions(8, 6, 2).experts(experts.ptr()).activation_args({7.5, 0.5, 0.25}));
+     }},
+    {"MoE activation_args",
+     [] {
+       MoE(MoEOptions(8, 6, 2).activation_args({7.5, 0.5, 0.25}));
+     }},
+    {"MoE losses",
+     [] {
+       MoE(MoEOptions(8, 6, 2).losses(
+           {std::make_shared<ZLoss>(0.1), std::make_shared<ZLoss>(0.2)}));
+     }},
+    {"MoE SwitchLoss without logits", [] { without_logits(std::make_shared<SwitchLoss>(0.1)); }},
+    {"MoE ZLoss without logits", [] { without_logits(std::make_shared<ZLoss>(0.1)); }},
+    {"MoE shared_expert",
+     [] {
+       MoE layer(MoEOptions(8, 6, 2).shared_expert(torch::nn::Linear(8, 9)));
+       layer->forward(torch::zeros({3, 8}));
+     }},
+    {"MoE expert_index of a gate that cannot",
+     [] {
+       MoE layer(MoEOptions(8, 2, 2).gate(SoftmaxGate(8, 2)));
+       layer->forward(torch::zeros({3, 8}), {}, torch::tensor({{0, 1}, {0, 1}, {0, 1}}));
+     }},
+    {"MoE expert_index dtype",
+     [] {
+       replay(torch::zeros({3, 2}));
+     }},
+    {"MoE expert_index k",
+     [] {
+       replay(torch::zeros({3, 1}, torch::kLong));
+     }},
+    {"MoE expert_index tokens",
+     [] {
+       replay(torch::tensor({{0, 1}, {0, 1}, {0, 1}, {0, 1}}));
+     }},
+    {"MoE expert_index scalar", [] { replay(torch::tensor(1)); }},
+    {"MoE expert_index below 0",
+     [] {
+       replay(torch::tensor({{0, 1}, {0, 1}, {0, -1}}));
+     }},
+    {"MoE expert_index too large",
+     [] {
+       replay(torch::tensor({{0, 1}, {0, 6}, {0, 1}}));
+     }},
+    {"MoE expert_index twice",
+     [] {
+       replay(torch::tensor({{0, 1}, {3, 3}, {0, 1}}));
      }},
     {"MoE gate.d_model", [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(9, 6, 2).ptr())); }},
     {"MoE gate.num_experts", [] { MoE(MoEOptions(8, 6, 2).gate(TopKGate(8, 7, 2).ptr())); }},
@@ -129,6 +209,8 @@ const std::map<std::string, Call> calls = {
      [] {
        HierarchicalMoE(HierarchicalMoEOptions(8, 0, 3, {1, 1}));
      }},
+    {"SwitchLoss weight", [] { SwitchLoss(-0.5); }},
+    {"ZLoss weight", [] { ZLoss(-0.5); }},
     {"cv_squared empty", [] { cv_squared(torch::zeros({0})); }},
     {"cv_squared shape",
      [] {
@@ -164,6 +246,24 @@ INSTANTIATE_TEST_SUITE_P(, Errors, testing::ValuesIn(names_of(calls)), test_name
 TEST_P(Errors, HaveThePythonText) {
   static const auto expected = python_errors();
   expect_error(expected.at(GetParam()), calls.at(GetParam()));
+}
+
+// What Python has no call for
+
+TEST(Gates, WithoutSelectionBiasCannotBeUpdated) {
+  TopKGate gate(8, 6, 2);
+  try {
+    update_gates(*gate);
+    ADD_FAILURE() << "no error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_STREQ(error.what_without_backtrace(),
+                 "update_gates: module must contain a TopKGate with bias_update_rate, got "
+                 "'TopKGate'");
+  }
+}
+
+TEST(Losses, MustNotBeNull) {
+  EXPECT_THROW(MoE(MoEOptions(8, 6, 2).losses({nullptr})), c10::ValueError);
 }
 
 // What Python's type checks refuse

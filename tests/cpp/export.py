@@ -22,6 +22,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from moe_ext import (  # noqa: E402
     BalancedGate,
+    ExpertChoiceGate,
     FeedForwardExperts,
     Gate,
     HierarchicalBalancedGate,
@@ -31,9 +32,13 @@ from moe_ext import (  # noqa: E402
     MoEAux,
     NoisyTopKGate,
     Routing,
+    SharedExpert,
     SoftmaxGate,
+    SwitchLoss,
     TopKGate,
+    ZLoss,
     losses,
+    update_gates,
 )
 from moe_ext.optim import FactoredAdam  # noqa: E402
 
@@ -167,6 +172,13 @@ def batchwise() -> nn.Module:
 GATES: dict[str, Maker] = {
     "SoftmaxGate": lambda: SoftmaxGate(D, 6),
     "TopKGate": lambda: TopKGate(D, 6, 2),
+    "TopKGate sigmoid": lambda: TopKGate(
+        D, 6, 2, score="sigmoid", scale=2.5, logit_bias=True, bias_update_rate=0.1
+    ),
+    "TopKGate softmax": lambda: TopKGate(D, 6, 2, renormalize=False, bias_update_rate=0.1),
+    "TopKGate groups": lambda: TopKGate(
+        D, 12, 3, score="sqrt_softplus", num_groups=4, groups_per_token=2, group_score_k=1
+    ),
     "NoisyTopKGate": lambda: NoisyTopKGate(D, 6, 2),
     "NoisyTopKGate k=E": lambda: NoisyTopKGate(D, 3, 3, noise_epsilon=0.5),
     "NoisyTopKGate detached": lambda: NoisyTopKGate(D, 6, 2, detach_threshold=True),
@@ -179,6 +191,7 @@ GATES: dict[str, Maker] = {
     ),
     "HierarchicalNoisyTopKGate a=1": lambda: HierarchicalNoisyTopKGate(D, 1, 5, (1, 2)),
     "HierarchicalNoisyTopKGate b=1": lambda: HierarchicalNoisyTopKGate(D, 5, 1, (2, 1)),
+    "ExpertChoiceGate": lambda: ExpertChoiceGate(D, 6, 2),
     "BalancedGate": lambda: BalancedGate(D, 6, 2),
     "BalancedGate attached": lambda: BalancedGate(D, 6, 2, detach_scores=False),
     "BalancedGate batchwise": batchwise,
@@ -217,23 +230,57 @@ LAYERS: dict[str, Maker] = {
         D, 12, 4, gate=HierarchicalBalancedGate(D, 4, 3, (2, 2))
     ),
     "MoE experts": lambda: MoE(D, 6, 2, experts=FeedForwardExperts(6, D, (5,), d_output=3)),
+    "MoE ExpertChoiceGate": lambda: MoE(D, 6, 2, gate=ExpertChoiceGate(D, 6, 2), w_load=0),
+    "MoE losses": lambda: MoE(
+        D, 6, 2, losses=all_losses(),
+        gate=TopKGate(D, 6, 2, score="sigmoid", bias_update_rate=0.1),
+    ),
+    "MoE noisy losses": lambda: MoE(
+        D, 6, 2, losses=all_losses(), w_importance=0.2, w_load=0.3
+    ),
+    "MoE losses of slots": lambda: MoE(
+        D, 6, 2, losses=all_losses(), gate=BalancedGate(D, 6, 2)
+    ),
+    "MoE activation_args": lambda: MoE(
+        D, 6, 2, hidden_sizes=(5,), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25)
+    ),
+    "MoE shared": lambda: MoE(D, 6, 2, shared_expert=SharedExpert(D, (5,), activation="swiglu")),
+    "MoE shared gated": lambda: MoE(
+        D, 6, 2, expert_dtype=torch.bfloat16, gate=TopKGate(D, 6, 2),
+        shared_expert=SharedExpert(
+            D, (5, 6), bias=True, dtype=torch.bfloat16, gated=True, recompute=True
+        ),
+    ),
+    "MoE shared linear": lambda: MoE(D, 6, 2, shared_expert=nn.Linear(D, D)),
     "HierarchicalMoE": lambda: HierarchicalMoE(D, 4, 3, (2, 2), hidden_sizes=(5,)),
     "HierarchicalMoE options": lambda: HierarchicalMoE(
         D, 4, 3, (2, 1), hidden_sizes=(5,), activation="tanh", bias=True, w_importance=0,
         noise_epsilon=0.1, gate=None,
     ),
+    "HierarchicalMoE shared": lambda: HierarchicalMoE(
+        D, 4, 3, (2, 1), activation="clamped_swiglu", activation_args=(0.75, 1.5, 0.25),
+        shared_expert=SharedExpert(D, (5,)), losses=[SwitchLoss(0.3)],
+        gate=TopKGate(D, 12, 2, score="sigmoid", num_groups=4, groups_per_token=2),
+    ),
 }  # fmt: skip
+
+
+def all_losses() -> list[losses.RouterLoss]:
+    return [SwitchLoss(0.3), SwitchLoss(0.1, per_sequence=True), ZLoss(0.2)]
 
 
 def call(module: nn.Module, inputs: Tensors) -> Tensors:
     """Names the results of a module."""
+    given = {"expert_index": inputs["expert_index"]} if "expert_index" in inputs else {}
     if isinstance(module, Gate):
-        # The C++ modules have no `RouterLoss`, so that their Routing has no logits.
-        result: Routing = module(inputs["x"])._replace(logits=None)
-        return named_with_graph(result._asdict())
+        result: Routing = module(inputs["x"], **given)
+        found = named_with_graph(result._asdict())
+        if result.logits is not None:
+            found["probabilities"] = result.probabilities()
+        return found
     if isinstance(module, FeedForwardExperts):
         return dict(y=module(inputs["x"], inputs["offsets"]))
-    y, aux = module(inputs["x"], inputs.get("mask"))
+    y, aux = module(inputs["x"], inputs.get("mask"), **given)
     assert isinstance(aux, MoEAux)
     return dict(y=y) | named_with_graph(aux._asdict())
 
@@ -264,6 +311,21 @@ def inputs_of(module: nn.Module, tokens: int, masked: bool) -> Tensors:
     return inputs | (dict(mask=torch.rand(2, tokens // 2) < 0.7) if masked else {})
 
 
+def replays(module: nn.Module) -> bool:
+    gate = module.gate if isinstance(module, MoE) else module
+    return isinstance(gate, (TopKGate, NoisyTopKGate))
+
+
+def experts_of(module: nn.Module, x: Tensor) -> Tensor:
+    """Draws the experts of each token x [..., D], in any order."""
+    assert isinstance(module, (Gate, MoE))
+    return torch.rand(*x.shape[:-1], module.num_experts).argsort(-1)[..., : module.k].contiguous()
+
+
+def adapts(module: nn.Module) -> bool:
+    return any(name.endswith("selection_bias") for name in module.state_dict())
+
+
 def step(module: nn.Module, inputs: Tensors, seed: int) -> dict[str, object]:
     """Runs forward and backward; the upstream gradients are of every result that has a graph."""
     inputs["x"].requires_grad_()
@@ -274,6 +336,8 @@ def step(module: nn.Module, inputs: Tensors, seed: int) -> dict[str, object]:
     upstream = {key: torch.randn(x.shape).to(x.dtype) for key, x in with_graph.items()}
     if with_graph:
         torch.autograd.backward(list(with_graph.values()), list(upstream.values()))
+    if adapts(module):
+        update_gates(module)
     grads = dict(module.named_parameters()) | dict(x=inputs["x"])
     return dict(
         inputs=inputs,
@@ -301,6 +365,10 @@ def module_case(name: str, make: Maker) -> Tensors:
         module.train(training)
         inputs = inputs_of(module, tokens, masked)
         case |= named(step(module, inputs, 100 + number), f"steps/{number}")
+    if replays(module):
+        inputs = inputs_of(module.train(), 30, masked=True)
+        inputs["expert_index"] = experts_of(module, inputs["x"])
+        case |= named(step(module, inputs, 104), "steps/4")
     if isinstance(module, MoE):
         torch.manual_seed(3)
         with torch.no_grad():
@@ -348,6 +416,13 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "SoftmaxGate num_experts": lambda: SoftmaxGate(8, -1),
     "TopKGate k=0": lambda: TopKGate(8, 6, 0),
     "TopKGate k=7": lambda: TopKGate(8, 6, 7),
+    "TopKGate score": lambda: TopKGate(8, 6, 2, score="relu"),
+    "TopKGate scale": lambda: TopKGate(8, 6, 2, scale=-0.5),
+    "TopKGate num_groups": lambda: TopKGate(8, 6, 2, num_groups=4),
+    "TopKGate groups_per_token": lambda: TopKGate(8, 6, 2, groups_per_token=2),
+    "TopKGate groups_per_token too small": lambda: TopKGate(8, 6, 3, num_groups=3),
+    "TopKGate group_score_k": lambda: TopKGate(8, 6, 2, num_groups=3, group_score_k=3),
+    "TopKGate bias_update_rate": lambda: TopKGate(8, 6, 2, bias_update_rate=-0.5),
     "NoisyTopKGate d_model": lambda: NoisyTopKGate(0, 6, 2),
     "NoisyTopKGate k": lambda: NoisyTopKGate(8, 6, 7),
     "NoisyTopKGate noise_epsilon": lambda: NoisyTopKGate(8, 6, 2, noise_epsilon=-0.5),
@@ -356,6 +431,8 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "HierarchicalNoisyTopKGate k2": lambda: HierarchicalNoisyTopKGate(8, 4, 3, (1, 0)),
     "BalancedGate num_experts": lambda: BalancedGate(8, 0, 1),
     "BalancedGate k": lambda: BalancedGate(8, 6, 7),
+    "ExpertChoiceGate num_experts": lambda: ExpertChoiceGate(8, 0, 1),
+    "ExpertChoiceGate k": lambda: ExpertChoiceGate(8, 6, 7),
     "HierarchicalBalancedGate k2": lambda: HierarchicalBalancedGate(8, 4, 3, (2, 4)),
     "HierarchicalBalancedGate experts_per_group": lambda: HierarchicalBalancedGate(
         8, 4, -3, (2, 1)
@@ -374,6 +451,9 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "FeedForwardExperts activation_args left over": lambda: FeedForwardExperts(
         4, 8, activation_args=(7.5, 0.5, 0.25)
     ),
+    "SharedExpert d_model": lambda: SharedExpert(0, (5,)),
+    "SharedExpert hidden_sizes": lambda: SharedExpert(8, [5, 0]),
+    "SharedExpert activation": lambda: SharedExpert(8, (5,), activation="rely"),
     "MoE d_model": lambda: MoE(0, 6, 2),
     "MoE k": lambda: MoE(8, 6, 7),
     "MoE w_importance": lambda: MoE(8, 6, 2, w_importance=-0.5),
@@ -382,6 +462,28 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "MoE activation with experts": lambda: MoE(
         8, 6, 2, experts=FeedForwardExperts(6, 8), activation="tanh"
     ),
+    "MoE activation_args with experts": lambda: MoE(
+        8, 6, 2, experts=FeedForwardExperts(6, 8), activation_args=(7.5, 0.5, 0.25)
+    ),
+    "MoE activation_args": lambda: MoE(8, 6, 2, activation_args=(7.5, 0.5, 0.25)),
+    "MoE losses": lambda: MoE(8, 6, 2, losses=[ZLoss(0.1), ZLoss(0.2)]),
+    "MoE SwitchLoss without logits": lambda: HierarchicalMoE(
+        8, 2, 3, (1, 1), losses=[SwitchLoss(0.1)]
+    )(torch.zeros(3, 8)),
+    "MoE ZLoss without logits": lambda: HierarchicalMoE(8, 2, 3, (1, 1), losses=[ZLoss(0.1)])(
+        torch.zeros(3, 8)
+    ),
+    "MoE shared_expert": lambda: MoE(8, 6, 2, shared_expert=nn.Linear(8, 9))(torch.zeros(3, 8)),
+    "MoE expert_index of a gate that cannot": lambda: MoE(8, 2, 2, gate=SoftmaxGate(8, 2))(
+        torch.zeros(3, 8), expert_index=torch.tensor([[0, 1]] * 3)
+    ),
+    "MoE expert_index dtype": lambda: replay(torch.zeros(3, 2)),
+    "MoE expert_index k": lambda: replay(torch.zeros(3, 1, dtype=torch.int64)),
+    "MoE expert_index tokens": lambda: replay(torch.tensor([[0, 1]] * 4)),
+    "MoE expert_index scalar": lambda: replay(torch.tensor(1)),
+    "MoE expert_index below 0": lambda: replay(torch.tensor([[0, 1], [0, 1], [0, -1]])),
+    "MoE expert_index too large": lambda: replay(torch.tensor([[0, 1], [0, 6], [0, 1]])),
+    "MoE expert_index twice": lambda: replay(torch.tensor([[0, 1], [3, 3], [0, 1]])),
     "MoE gate.d_model": lambda: MoE(8, 6, 2, gate=TopKGate(9, 6, 2)),
     "MoE gate.num_experts": lambda: MoE(8, 6, 2, gate=TopKGate(8, 7, 2)),
     "MoE gate.k": lambda: MoE(8, 6, 2, gate=TopKGate(8, 6, 3)),
@@ -395,6 +497,8 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "MoE mask dtype": lambda: MoE(8, 6, 2)(torch.zeros(3, 8), torch.ones(3)),
     "HierarchicalMoE k1": lambda: HierarchicalMoE(8, 4, 3, (5, 1)),
     "HierarchicalMoE num_groups": lambda: HierarchicalMoE(8, 0, 3, (1, 1)),
+    "SwitchLoss weight": lambda: SwitchLoss(-0.5),
+    "ZLoss weight": lambda: ZLoss(-0.5),
     "cv_squared empty": lambda: losses.cv_squared(torch.zeros(0)),
     "cv_squared shape": lambda: losses.cv_squared(torch.zeros(2, 3)),
     "batchwise_loss threshold": lambda: losses.batchwise_loss(
@@ -409,6 +513,10 @@ MODULE_ERRORS: dict[str, Callable[[], object]] = {
     "FactoredAdam params": lambda: FactoredAdam([torch.zeros(2, 3, dtype=torch.int64)]),
     "FactoredAdam sparse": lambda: step_with(torch.eye(3).to_sparse()),
 }
+
+
+def replay(expert_index: Tensor) -> None:
+    MoE(8, 6, 2, gate=TopKGate(8, 6, 2))(torch.zeros(3, 8), expert_index=expert_index)
 
 
 def step_with(gradient: Tensor) -> None:

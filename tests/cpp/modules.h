@@ -20,6 +20,28 @@ using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
 inline const std::map<std::string, Maker> gates = {
     {"SoftmaxGate", [] { return SoftmaxGate(D, 6).ptr(); }},
     {"TopKGate", [] { return TopKGate(D, 6, 2).ptr(); }},
+    {"TopKGate sigmoid",
+     [] {
+       return TopKGate(TopKGateOptions(D, 6, 2)
+                           .score("sigmoid")
+                           .scale(2.5)
+                           .logit_bias(true)
+                           .bias_update_rate(0.1))
+           .ptr();
+     }},
+    {"TopKGate softmax",
+     [] {
+       return TopKGate(TopKGateOptions(D, 6, 2).renormalize(false).bias_update_rate(0.1)).ptr();
+     }},
+    {"TopKGate groups",
+     [] {
+       return TopKGate(TopKGateOptions(D, 12, 3)
+                           .score("sqrt_softplus")
+                           .num_groups(4)
+                           .groups_per_token(2)
+                           .group_score_k(1))
+           .ptr();
+     }},
     {"NoisyTopKGate", [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2)).ptr(); }},
     {"NoisyTopKGate k=E",
      [] { return NoisyTopKGate(NoisyTopKGateOptions(D, 3, 3).noise_epsilon(0.5)).ptr(); }},
@@ -50,6 +72,7 @@ inline const std::map<std::string, Maker> gates = {
      [] {
        return HierarchicalNoisyTopKGate(HierarchicalNoisyTopKGateOptions(D, 5, 1, {2, 1})).ptr();
      }},
+    {"ExpertChoiceGate", [] { return ExpertChoiceGate(D, 6, 2).ptr(); }},
     {"BalancedGate", [] { return BalancedGate(BalancedGateOptions(D, 6, 2)).ptr(); }},
     {"BalancedGate attached",
      [] { return BalancedGate(BalancedGateOptions(D, 6, 2).detach_scores(false)).ptr(); }},
@@ -113,6 +136,11 @@ inline std::map<std::string, Maker> make_experts() {
 }
 inline const std::map<std::string, Maker> experts = make_experts();
 
+inline std::vector<std::shared_ptr<RouterLoss>> all_losses() {
+  return {std::make_shared<SwitchLoss>(0.3), std::make_shared<SwitchLoss>(0.1, true),
+          std::make_shared<ZLoss>(0.2)};
+}
+
 inline const std::map<std::string, Maker> layers = {
     {"MoE", [] { return MoE(MoEOptions(D, 6, 2)).ptr(); }},
     {"MoE options",
@@ -147,6 +175,51 @@ inline const std::map<std::string, Maker> layers = {
        const auto options = FeedForwardExpertsOptions(6, D).hidden_sizes({5}).d_output(3);
        return MoE(MoEOptions(D, 6, 2).experts(FeedForwardExperts(options).ptr())).ptr();
      }},
+    {"MoE ExpertChoiceGate",
+     [] { return MoE(MoEOptions(D, 6, 2).gate(ExpertChoiceGate(D, 6, 2)).w_load(0)).ptr(); }},
+    {"MoE losses",
+     [] {
+       const auto options = TopKGateOptions(D, 6, 2).score("sigmoid").bias_update_rate(0.1);
+       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(TopKGate(options))).ptr();
+     }},
+    {"MoE noisy losses",
+     [] {
+       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).w_importance(0.2).w_load(0.3)).ptr();
+     }},
+    {"MoE losses of slots",
+     [] {
+       BalancedGate gate(BalancedGateOptions(D, 6, 2));
+       return MoE(MoEOptions(D, 6, 2).losses(all_losses()).gate(gate)).ptr();
+     }},
+    {"MoE activation_args",
+     [] {
+       return MoE(MoEOptions(D, 6, 2)
+                      .hidden_sizes({5})
+                      .activation("clamped_swiglu")
+                      .activation_args({0.75, 1.5, 0.25}))
+           .ptr();
+     }},
+    {"MoE shared",
+     [] {
+       SharedExpert shared(SharedExpertOptions(D, {5}).activation("swiglu"));
+       return MoE(MoEOptions(D, 6, 2).shared_expert(shared)).ptr();
+     }},
+    {"MoE shared gated",
+     [] {
+       TopKGate gate(D, 6, 2);
+       SharedExpert shared(SharedExpertOptions(D, {5, 6})
+                               .bias(true)
+                               .dtype(torch::kBFloat16)
+                               .gated(true)
+                               .recompute(true));
+       return MoE(MoEOptions(D, 6, 2)
+                      .expert_dtype(torch::kBFloat16)
+                      .gate(gate)
+                      .shared_expert(shared))
+           .ptr();
+     }},
+    {"MoE shared linear",
+     [] { return MoE(MoEOptions(D, 6, 2).shared_expert(torch::nn::Linear(D, D))).ptr(); }},
     {"HierarchicalMoE",
      [] {
        return HierarchicalMoE(
@@ -161,6 +234,18 @@ inline const std::map<std::string, Maker> layers = {
                                   .bias(true)
                                   .w_importance(0)
                                   .noise_epsilon(0.1))
+           .ptr();
+     }},
+    {"HierarchicalMoE shared",
+     [] {
+       SharedExpert shared(SharedExpertOptions(D, {5}));
+       TopKGate gate(TopKGateOptions(D, 12, 2).score("sigmoid").num_groups(4).groups_per_token(2));
+       return HierarchicalMoE(HierarchicalMoEOptions(D, 4, 3, {2, 1})
+                                  .activation("clamped_swiglu")
+                                  .activation_args({0.75, 1.5, 0.25})
+                                  .shared_expert(shared)
+                                  .losses({std::make_shared<SwitchLoss>(0.3)})
+                                  .gate(gate))
            .ptr();
      }},
 };
@@ -187,8 +272,9 @@ inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
       named[name] = *value;
     }
   };
+  const auto given = inputs.find("expert_index");
   if (auto* gate = dynamic_cast<Gate*>(&module)) {
-    const auto routing = gate->forward(inputs["x"]);
+    const auto routing = given ? gate->replay(inputs["x"], *given) : gate->forward(inputs["x"]);
     add("gates", routing.gates);
     add("expert_index", routing.expert_index);
     add("importance", routing.importance);
@@ -198,10 +284,14 @@ inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
     add("loss", routing.loss);
     add("metrics", routing.metrics);
     add("load_factors", routing.load_factors);
+    add("logits", routing.logits);
+    add("scores", routing.scores);
+    if (routing.logits) add("probabilities", routing.probabilities());
   } else if (auto* experts = dynamic_cast<Experts*>(&module)) {
     add("y", experts->forward(inputs["x"], inputs["offsets"]));
   } else {
-    const auto [y, aux] = dynamic_cast<MoEImpl&>(module).forward(inputs["x"], inputs.find("mask"));
+    const auto [y, aux] =
+        dynamic_cast<MoEImpl&>(module).forward(inputs["x"], inputs.find("mask"), given);
     add("y", y);
     add("loss", aux.loss);
     add("importance", aux.importance);
@@ -212,6 +302,7 @@ inline StateDict call(torch::nn::Module& module, const Tree& inputs) {
     add("token_offsets", aux.token_offsets);
     add("gate_metrics", aux.gate_metrics);
     add("load_factors", aux.load_factors);
+    add("losses", aux.losses);
   }
   return named;
 }

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <moe_ext/state_dict.h>
 
+#include <algorithm>
+#include <cmath>
 #include <sstream>
 
 namespace {
@@ -22,6 +24,13 @@ const std::map<std::string, Tree>& cases() {
 }
 
 TEST(Table, IsThatOfPython) { EXPECT_EQ(names_of(all), names_of(cases())); }
+
+// Whether a gate has a selection bias.
+bool adapts(const torch::nn::Module& module) {
+  const auto names = names_of(state_dict(module));
+  return std::any_of(names.begin(), names.end(),
+                     [](const auto& name) { return name.ends_with("selection_bias"); });
+}
 
 class Modules : public testing::TestWithParam<std::string> {
  protected:
@@ -45,13 +54,14 @@ TEST_P(Modules, StartWithThePythonWeights) {
 TEST_P(Modules, StepsHaveThePythonBits) {
   const auto module = make_loaded();
   const auto steps = (given() / "steps").branches();
-  ASSERT_EQ(steps.size(), 4);
+  ASSERT_GE(steps.size(), 4);  // a fifth step replays a routing decision
   for (const auto& [number, expected] : steps) {
     SCOPED_TRACE("step " + number);
     module->train(expected.number<bool>("training"));
     torch::manual_seed(expected.number<int64_t>("seed"));
     const auto [results, gradients] =
         step(*module, expected / "inputs", (expected / "upstream").tensors());
+    if (adapts(*module)) update_gates(*module);
     expect_same_bits(results, (expected / "results").tensors());
     for (const auto& [name, tensor] : results) {
       EXPECT_EQ(tensor.requires_grad(), (expected / "upstream").find(name).has_value()) << name;
@@ -168,7 +178,9 @@ TEST_P(Layers, NameTheirChildren) {
   const auto module = make();
   auto& layer = as_layer(*module);
   const auto children = layer.named_children();
-  ASSERT_EQ(children.keys(), (std::vector<std::string>{"gate", "experts"}));
+  std::vector<std::string> names = {"gate", "experts"};
+  if (!layer.options.shared_expert().is_empty()) names.push_back("shared_expert");
+  ASSERT_EQ(children.keys(), names);
   EXPECT_EQ(dynamic_cast<Gate*>(children["gate"].get()), &layer.gate());
   EXPECT_EQ(dynamic_cast<Experts*>(children["experts"].get()), &layer.experts());
   EXPECT_EQ(layer.gate().d_model(), D);
@@ -282,6 +294,134 @@ TEST(YourOwn, NoiseIsReplayed) {
     EXPECT_TRUE(same_bits(replayed.load, drawn.load));
   }
   EXPECT_FALSE(torch::equal(other.forward(x).expert_index, drawn.expert_index));
+}
+
+struct EntropyLoss : RouterLoss {
+  using RouterLoss::RouterLoss;
+  std::string name() const override { return "router_entropy"; }
+  std::vector<Tensor> sums(const Routing& routing, const Tensor&, const Tensor&) const override {
+    const auto p = routing.probabilities();
+    return {-torch::special::xlogy(p, p).sum(), torch::full({}, p.size(0), p.options())};
+  }
+  Tensor value(at::TensorList sums) const override { return sums[0] / sums[1].clamp_min(1); }
+};
+
+TEST(YourOwn, Loss) {
+  const auto entropy = std::make_shared<EntropyLoss>(0.5);
+  MoE layer(MoEOptions(D, 4, 2).losses({entropy, std::make_shared<ZLoss>(0.25)}));
+  const auto [y, aux] = layer->forward(torch::randn({7, D}));
+  // All logits of an untrained gate are 0.
+  const auto h = std::log(4.0);
+  EXPECT_NEAR(aux.losses.at("router_entropy").item<double>(), h, 1e-6);
+  EXPECT_NEAR(aux.losses.at("z_loss").item<double>(), h * h, 1e-6);
+  EXPECT_FALSE(aux.losses.at("z_loss").requires_grad());
+  EXPECT_NEAR(aux.loss.item<double>(), 0.5 * h + 0.25 * h * h, 1e-6);
+  EXPECT_EQ(aux.metrics().at("router_entropy"), aux.losses.at("router_entropy").item<double>());
+  entropy->weight = 0;
+  const auto [other, without] = layer->forward(torch::randn({7, D}));
+  EXPECT_NEAR(without.loss.item<double>(), 0.25 * h * h, 1e-6);
+}
+
+// Replays as the gate of the guide does.
+struct SigmoidGateImpl : torch::nn::Cloneable<SigmoidGateImpl>, Gate {
+  SigmoidGateImpl(int64_t d_model, int64_t num_experts, int64_t k) : Gate(d_model, num_experts, k) {
+    reset();
+  }
+  void reset() override {
+    w_gate = register_parameter("w_gate", torch::randn({d_model(), num_experts()}));
+  }
+  Routing forward(const Tensor& x) override {
+    return replay(x, std::get<1>(x.matmul(w_gate).topk(k())));
+  }
+  Routing replay(const Tensor& x, const Tensor& expert_index) override {
+    const auto scores = x.matmul(w_gate).sigmoid();
+    return make_routing(scores.gather(1, expert_index), expert_index);
+  }
+  Tensor w_gate;
+};
+TORCH_MODULE(SigmoidGate);
+
+// Routing decisions that are given
+
+TEST(Replay, OfItselfHasTheSameBits) {
+  const auto options = TopKGateOptions(D, 6, 2).bias_update_rate(0.1);
+  const std::map<std::string, std::shared_ptr<torch::nn::Module>> replaying = {
+      {"top k", TopKGate(D, 6, 2).ptr()},
+      {"biased", TopKGate(options).ptr()},
+      {"softmax", TopKGate(TopKGateOptions(options).renormalize(false)).ptr()},
+      {"groups",
+       TopKGate(TopKGateOptions(options).score("sigmoid").num_groups(3).groups_per_token(2)).ptr()},
+      {"noisy", NoisyTopKGate(NoisyTopKGateOptions(D, 6, 2)).ptr()},
+      {"own", SigmoidGate(D, 6, 2).ptr()},
+  };
+  for (const auto& [name, gate] : replaying) {
+    SCOPED_TRACE(name);
+    if (auto* top_k = dynamic_cast<TopKGateImpl*>(gate.get())) {
+      if (top_k->selection_bias.defined()) top_k->selection_bias.normal_();
+    }
+    MoE layer(MoEOptions(D, 6, 2).gate(gate));
+    const auto x = torch::randn({3, 5, D}), mask = torch::rand({3, 5}) < 0.7;
+    torch::manual_seed(5);
+    const auto [y, aux] = layer->forward(x, mask);
+    torch::manual_seed(5);
+    const auto [z, replayed] = layer->forward(x, mask, aux.expert_index);
+    EXPECT_TRUE(same_bits(z, y));
+    EXPECT_TRUE(same_bits(replayed.gates, aux.gates));
+    EXPECT_TRUE(same_bits(replayed.loss, aux.loss));
+    const auto all =
+        torch::zeros({3, 5, 2}, torch::kInt).index_put({mask}, aux.expert_index.to(torch::kInt));
+    const auto other = all.index_put({mask.logical_not()}, torch::tensor(-1, torch::kInt));
+    torch::manual_seed(5);
+    EXPECT_TRUE(same_bits(std::get<0>(layer->forward(x, mask, other)), y));  // any value at padding
+  }
+}
+
+// The selection bias
+
+TEST(SelectionBias, IsUpdatedByHand) {
+  TopKGate gate(TopKGateOptions(D, 4, 1).bias_update_rate(0.25));
+  torch::nn::Sequential model(torch::nn::Linear(D, D));
+  model->push_back(MoE(MoEOptions(D, 4, 1).gate(gate)));
+  for (const auto& [counts, bias] :
+       std::vector<std::pair<std::vector<int64_t>, std::vector<float>>>{
+           {{0, 2, 3, 3}, {0.25, 0, -0.25, -0.25}}, {{0, 0, 0, 0}, {0.25, 0, -0.25, -0.25}}}) {
+    gate->tokens_since_update.copy_(torch::tensor(counts));
+    update_gates(*model);
+    EXPECT_TRUE(torch::equal(gate->selection_bias, torch::tensor(bias)));
+    EXPECT_EQ(gate->tokens_since_update.count_nonzero().item<int64_t>(), 0);
+  }
+}
+
+TEST(SelectionBias, CountsTokensInTraining) {
+  TopKGate gate(TopKGateOptions(D, 6, 2).bias_update_rate(0.1));
+  const auto x = torch::randn({9, D});
+  const auto expected = gate->forward(x).load.to(torch::kLong);
+  gate->eval();
+  gate->forward(x);
+  EXPECT_TRUE(torch::equal(gate->tokens_since_update, expected));
+  const auto copy = std::dynamic_pointer_cast<TopKGateImpl>(gate->clone());
+  copy->forward(x);
+  EXPECT_TRUE(torch::equal(copy->tokens_since_update, expected));
+  copy->update();
+  EXPECT_TRUE(torch::equal(gate->tokens_since_update, expected));
+  EXPECT_EQ(names_of(state_dict(*gate)), (std::vector<std::string>{"selection_bias", "w_gate"}));
+}
+
+// A step of 1e-3 from 1 would be lost in bfloat16.
+TEST(SelectionBias, StaysPrecise) {
+  TopKGate gate(TopKGateOptions(D, 6, 2).bias_update_rate(1e-3));
+  gate->selection_bias.fill_(1);
+  MoE layer(MoEOptions(D, 6, 2).gate(gate));
+  layer->to(torch::kBFloat16);
+  EXPECT_EQ(gate->w_gate.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(gate->selection_bias.scalar_type(), torch::kFloat);
+  EXPECT_TRUE(torch::equal(gate->selection_bias, torch::ones(6)));
+  layer->forward(torch::randn({9, D}, torch::kBFloat16));
+  EXPECT_EQ(gate->tokens_since_update.sum().item<int64_t>(), 18);
+  update_gates(*layer);
+  EXPECT_TRUE((gate->selection_bias != 1).any().item<bool>());
+  layer->to(torch::kCPU, torch::kDouble);
+  EXPECT_EQ(gate->selection_bias.scalar_type(), torch::kDouble);
 }
 
 // FeedForwardExperts in the other two forms of ops::experts

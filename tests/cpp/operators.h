@@ -32,7 +32,8 @@ inline const std::map<std::string, Operator> operators = {
            a["logits"], a.number<int64_t>("k"), a.find("bias"),
            a.find("score") ? a.text("score") : "softmax", a.number<bool>("renormalize", true),
            a.number("scale", 1.0), a.number<int64_t>("num_groups", 1),
-           a.number<int64_t>("groups_per_token", 1), a.number<int64_t>("group_score_k", 2));
+           a.number<int64_t>("groups_per_token", 1), a.number<int64_t>("group_score_k", 2),
+           a.find("expert_index"));
        return {routing.gates, routing.expert_index};
      }},
     {"load",
@@ -93,7 +94,7 @@ inline const std::map<std::string, Operator> operators = {
             .label_smoothing = a.number("label_smoothing", 0.0),
             .z_loss = a.number("z_loss", 0.0),
             .softcap = softcap ? std::optional(softcap->item<double>()) : std::nullopt,
-            .recompute = a.number<bool>("recompute")})};
+            .recompute = a.number<bool>("recompute", false)})};
      }},
     {"factored_step_",
      [](const Tree& a) -> std::vector<Tensor> {

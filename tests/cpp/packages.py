@@ -1,9 +1,9 @@
-"""Writes FOLDER/packages.pt2, four layers in one AOTInductor package, and their results.
+"""Writes FOLDER/packages.pt2, five layers in one AOTInductor package, and their results.
 
     python tests/cpp/packages.py FOLDER
 
 The package maps tokens [T, D] to the outputs of all LAYERS. One package compiles in less time than
-four.
+five.
 """
 
 import sys
@@ -12,13 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_ext import BalancedGate, HierarchicalMoE, MoE, NoisyTopKGate, TopKGate
+from moe_ext import BalancedGate, HierarchicalMoE, MoE, NoisyTopKGate, SharedExpert, TopKGate
 
 D = 8
 LAYERS = {
     "flat noisy": lambda: MoE(D, 6, 2, gate=NoisyTopKGate(D, 6, 2)),
     "swiglu top-k": lambda: MoE(
         D, 6, 2, gate=TopKGate(D, 6, 2), hidden_sizes=(5,), activation="swiglu", bias=True
+    ),
+    "grouped sigmoid with a shared expert": lambda: MoE(
+        D,
+        6,
+        2,
+        gate=TopKGate(
+            D, 6, 2, score="sigmoid", num_groups=3, groups_per_token=2, bias_update_rate=0.1
+        ),
+        shared_expert=SharedExpert(D, (5,)),
     ),
     "hierarchical": lambda: HierarchicalMoE(D, 4, 3, (2, 2)),
     "balanced": lambda: MoE(D, 6, 2, gate=BalancedGate(D, 6, 2), w_load=0),

@@ -27,6 +27,13 @@ const std::map<std::string, Maker> large = {
     {"recompute",
      [] { return MoE(MoEOptions(width, 16, 2).activation("swiglu").recompute(true)).ptr(); }},
     {"bfloat16", [] { return MoE(MoEOptions(width, 16, 2).expert_dtype(torch::kBFloat16)).ptr(); }},
+    {"shared",
+     [] {
+       TopKGate gate(
+           TopKGateOptions(width, 16, 2).score("sigmoid").num_groups(4).bias_update_rate(0.1));
+       SharedExpert shared(SharedExpertOptions(width, {96}).gated(true));
+       return MoE(MoEOptions(width, 16, 2).gate(gate).shared_expert(shared)).ptr();
+     }},
     {"hierarchical",
      [] {
        return HierarchicalMoE(HierarchicalMoEOptions(width, 4, 4, {2, 2})).ptr();

@@ -102,6 +102,30 @@ def test_without_options_it_is_the_gating_without_noise(device, E, k):
     assert_same_bits(index, expected.expert_index)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("groups", [(1, 1, 2), (5, 3, 2)])
+def test_replay_is_bitwise_identical(device, groups, biased, renormalize, score, dtype):
+    """Given experts have the gates and gradients of the selection, also without bias and groups.
+
+    The selection bias changes the order of the experts, and so the order of the sums.
+    """
+    logits = torch.randn(40, 35).to(device, dtype).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = torch.randn(35).to(device, wide) if biased else None
+    rule = score, renormalize, 2.5
+    gates, index = ops.topk_routing(logits, 7, bias, *rule, *groups)
+    upstream = torch.randn(40, 7).to(device, wide)
+    (gradient,) = torch.autograd.grad(gates, logits, upstream)
+    for arguments in ((bias, *rule, *groups), (None, *rule)):
+        replayed = ops.topk_routing(logits, 7, *arguments, expert_index=index)
+        assert_same_bits(replayed.gates, gates)
+        assert_same_bits(replayed.expert_index, index)
+        assert_same_bits(torch.autograd.grad(replayed.gates, logits, upstream)[0], gradient)
+
+
 def test_the_bias_gets_no_gradient(device):
     logits = torch.randn(5, 6, device=device).requires_grad_()
     bias = torch.randn(6, device=device).requires_grad_()

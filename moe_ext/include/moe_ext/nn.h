@@ -67,7 +67,7 @@ MOE_EXT_API Tensor batchwise_loss(const Tensor& scores, const Tensor& threshold,
 
 // A gate's routing decision for T tokens. A slot is one of the R (token, expert) assignments.
 // Slots are ordered by token.
-struct Routing {
+struct MOE_EXT_API Routing {
   // [T, K], or [R] with token_offsets; float32 or float64. The weight of each slot.
   Tensor gates;
   // int64, in the shape of gates. The expert of each slot.
@@ -89,6 +89,15 @@ struct Routing {
   // Load_primary(X) [a], Load_i(X^(i)) [a, b] and |X^(i)| [a] of a hierarchical noisy gate; else
   // empty.
   std::vector<Tensor> load_factors = {};
+  // [T, E], the router's logits x W_g, without noise, in at least float32. Losses such as ZLoss
+  // need them. Absent: the gate does not compute a logit for every expert.
+  OptionalTensor logits = std::nullopt;
+  // [T, E], non-negative scores of the experts, if these are not softmax(logits).
+  OptionalTensor scores = std::nullopt;
+
+  // Computes p(x) [T, E]: softmax(logits), or with scores, scores / sum_j scores_j. A token whose
+  // scores are all 0 has probabilities of 0. Throws c10::ValueError without logits and scores.
+  Tensor probabilities() const;
 };
 
 // The base class of every gate: sizes, and forward(x). A gate of your own derives from a torch
@@ -114,15 +123,24 @@ class MOE_EXT_API Gate {
   // Routes the tokens x [T, D]; T may be 0.
   virtual Routing forward(const Tensor& x) = 0;
 
+  // Routes the tokens x [T, D] to given experts, in the order of expert_index or another. The gates
+  // are those of the current parameters. A gate that overrides it can replay a routing decision;
+  // MoE::forward then takes expert_index. By default, it throws c10::ValueError.
+  //
+  //   expert_index: [T, K] int64, different experts for each token.
+  virtual Routing replay(const Tensor& x, const Tensor& expert_index);
+
   int64_t d_model() const { return d_model_; }
   int64_t num_experts() const { return num_experts_; }
   int64_t k() const { return k_; }
 
  protected:
   // Makes a Routing from gates and expert_index, both [T, K]. load: [E]; absent: the number of
-  // routed tokens.
+  // routed tokens. logits, scores: see Routing.
   Routing make_routing(const Tensor& gates, const Tensor& expert_index,
-                       const OptionalTensor& load = std::nullopt) const;
+                       const OptionalTensor& load = std::nullopt,
+                       const OptionalTensor& logits = std::nullopt,
+                       const OptionalTensor& scores = std::nullopt) const;
 
  private:
   int64_t d_model_, num_experts_, k_;
@@ -141,20 +159,91 @@ class MOE_EXT_API SoftmaxGateImpl : public torch::nn::Cloneable<SoftmaxGateImpl>
 };
 TORCH_MODULE(SoftmaxGate);
 
-// Routes each token to its top k experts without noise (Appendix F with M = TopK). The gates are
-// the softmax scores, masked and renormalized. Load is the number of routed tokens, without
-// gradient.
+// The options of TopKGate. ops::topk_routing has the equations.
+struct MOE_EXT_API TopKGateOptions {
+  TopKGateOptions(int64_t d_model, int64_t num_experts, int64_t k);
+
+  // D, the width of x.
+  TORCH_ARG(int64_t, d_model);
+  // E, the number of experts.
+  TORCH_ARG(int64_t, num_experts);
+  // Experts per token, 1 <= k <= E.
+  TORCH_ARG(int64_t, k);
+  // "softmax", "sigmoid" or "sqrt_softplus".
+  TORCH_ARG(std::string, score) = "softmax";
+  // Whether the gates of a token sum to scale.
+  TORCH_ARG(bool, renormalize) = true;
+  // A factor of the gates.
+  TORCH_ARG(double, scale) = 1.0;
+  // Number of groups of experts, a divisor of E.
+  TORCH_ARG(int64_t, num_groups) = 1;
+  // Groups in which a token selects.
+  TORCH_ARG(int64_t, groups_per_token) = 1;
+  // Experts that count for the score of a group; no effect with a single group.
+  TORCH_ARG(int64_t, group_score_k) = 2;
+  // Whether the logits are x W_g + b_g.
+  TORCH_ARG(bool, logit_bias) = false;
+  // u, the step of the selection bias; absent: no selection bias. With 0, it does not change.
+  TORCH_ARG(std::optional<double>, bias_update_rate) = std::nullopt;
+};
+
+// Routes each token to its top k experts without noise. By default, the gates are the softmax
+// scores, masked and renormalized (Appendix F with M = TopK). The options are those of later
+// models. Load is the number of routed tokens, without gradient.
+//
+// With bias_update_rate, a selection bias b balances the experts without a loss (arXiv 2408.15664).
+// The gate selects by the scores plus b; b does not enter the gates. In training mode, the gate
+// counts the tokens of each expert. Call update_gates once in each optimizer step.
 class MOE_EXT_API TopKGateImpl : public torch::nn::Cloneable<TopKGateImpl>, public Gate {
  public:
   TopKGateImpl(int64_t d_model, int64_t num_experts, int64_t k);
+  explicit TopKGateImpl(const TopKGateOptions& options);
   void reset() override;
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
-  Routing forward(const Tensor& x) override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
 
-  Tensor w_gate;  // [D, E], initially normal with standard deviation 0.1 D^-1/2
+  // Move the counts too, and keep the selection bias in at least float32. In half precision, its
+  // steps would round to zero.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+  // Routes the tokens x [T, D], in order of decreasing biased score.
+  Routing forward(const Tensor& x) override;
+  // See Gate; the gates are in the order of expert_index.
+  Routing replay(const Tensor& x, const Tensor& expert_index) override;
+
+  // Adds u sign(mean(counts) - counts) to the selection bias and sets the counts to zero; see
+  // update_gates.
+  void update();
+
+  TopKGateOptions options;
+  Tensor w_gate;          // [D, E], initially normal with standard deviation 0.1 D^-1/2
+  Tensor b_gate;          // [E], initially zero; undefined without logit_bias
+  Tensor selection_bias;  // [E], a buffer, initially zero; undefined without bias_update_rate
+  // [E] int64, the tokens of each expert since the last update; undefined without bias_update_rate.
+  // It is not in the state dict.
+  Tensor tokens_since_update;
+
+ private:
+  Routing route(const Tensor& x, const OptionalTensor& expert_index);
+  template <typename... Target>
+  void move(Target... target);
 };
 TORCH_MODULE(TopKGate);
+
+// Updates the selection bias of every TopKGate with bias_update_rate from its count of tokens, over
+// all micro-batches in training mode since the last update:
+//
+//   b_i <- b_i + bias_update_rate * sign(mean(count) - count_i)
+//
+// The counts then start again from zero. Call it once in each optimizer step. A forward pass that a
+// backward pass repeats does not count.
+//
+//   module: a module with such gates.
+MOE_EXT_API void update_gates(torch::nn::Module& module);
 
 // The options of NoisyTopKGate.
 struct MOE_EXT_API NoisyTopKGateOptions {
@@ -184,6 +273,9 @@ class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateI
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
   Routing forward(const Tensor& x) override;
+  // See Gate. The gates are in order of decreasing logit. In training mode, the load is that of the
+  // gate's own selection.
+  Routing replay(const Tensor& x, const Tensor& expert_index) override;
 
   // Draws standard normal noise in the shape and dtype of `like`. Override it to replay noise; a
   // class that does must also override clone().
@@ -192,6 +284,9 @@ class MOE_EXT_API NoisyTopKGateImpl : public torch::nn::Cloneable<NoisyTopKGateI
   NoisyTopKGateOptions options;
   Tensor w_gate;   // [D, E], initially zero
   Tensor w_noise;  // [D, E], initially zero
+
+ private:
+  Routing route(const Tensor& x, const OptionalTensor& expert_index);
 };
 TORCH_MODULE(NoisyTopKGate);
 
@@ -318,6 +413,97 @@ class MOE_EXT_API HierarchicalBalancedGateImpl
 };
 TORCH_MODULE(HierarchicalBalancedGate);
 
+// Lets each expert select the m = k T / E tokens of the batch with its largest scores S = softmax(x
+// W_g) (arXiv 2202.09368, Eq. 1 with capacity factor k). The gates are these scores, not
+// renormalized. A token has k experts on average. The output of a token without experts is 0.
+// Metric: share_without_expert.
+//
+// The gate is not causal, also in evaluation mode: the experts of a token depend on all other
+// tokens of the batch.
+class MOE_EXT_API ExpertChoiceGateImpl : public torch::nn::Cloneable<ExpertChoiceGateImpl>,
+                                         public Gate {
+ public:
+  // k: mean number of experts per token, 1 <= k <= num_experts.
+  ExpertChoiceGateImpl(int64_t d_model, int64_t num_experts, int64_t k);
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  Routing forward(const Tensor& x) override;
+
+  Tensor w_gate;  // [D, E], initially zero
+};
+TORCH_MODULE(ExpertChoiceGate);
+
+// ---- Losses of routers
+
+// The base class of the losses of routing decisions, for MoEOptions::losses. A loss is a function
+// of sums over tokens or sequences. A loss of your own defines name, sums and value:
+//
+//   struct EntropyLoss : RouterLoss {
+//     using RouterLoss::RouterLoss;
+//     std::string name() const override { return "router_entropy"; }
+//     std::vector<Tensor> sums(const Routing& r, const Tensor&, const Tensor&) const override {
+//       auto p = r.probabilities();
+//       return {-torch::special::xlogy(p, p).sum(), torch::full({}, p.size(0), p.options())};
+//     }
+//     Tensor value(at::TensorList sums) const override { return sums[0] / sums[1].clamp_min(1); }
+//   };
+class MOE_EXT_API RouterLoss {
+ public:
+  // weight: the scale of the loss in MoEAux::loss, at least 0. owner: the class that errors name.
+  explicit RouterLoss(double weight, const char* owner = "RouterLoss");
+  virtual ~RouterLoss() = default;
+
+  // The key of the unweighted loss in MoEAux::losses. It differs between the losses of a layer.
+  virtual std::string name() const = 0;
+
+  // Computes the sums over the T tokens that the loss depends on, in the dtype of routing.logits.
+  //
+  //   tokens_per_expert: [E] int64.
+  //   sequence_offsets: [S + 1] int64; sequence s has the tokens sequence_offsets[s] <= t <
+  //     sequence_offsets[s + 1].
+  virtual std::vector<Tensor> sums(const Routing& routing, const Tensor& tokens_per_expert,
+                                   const Tensor& sequence_offsets) const = 0;
+
+  // Computes the unweighted loss, a scalar, from these sums.
+  virtual Tensor value(at::TensorList sums) const = 0;
+
+  double weight;  // may change between steps
+};
+
+// Computes E sum_i f_i P_i (arXiv 2101.03961, Eqs. 4-6). f_i is the share of expert i in the
+// (token, expert) assignments, P_i the mean of Routing::probabilities over the tokens. The loss of
+// uniform routing is 1. Only P has a gradient.
+//
+// With per_sequence, f and P cover a single sequence, and the loss is the mean over the sequences
+// with at least one token (arXiv 2412.19437, Eqs. 17-20). A sequence is the dimension before the
+// last of x [..., T, D], without masked-out tokens.
+class MOE_EXT_API SwitchLoss : public RouterLoss {
+ public:
+  explicit SwitchLoss(double weight, bool per_sequence = false);
+
+  // "switch_loss"; with per_sequence "switch_loss_per_sequence".
+  std::string name() const override;
+  std::vector<Tensor> sums(const Routing& routing, const Tensor& tokens_per_expert,
+                           const Tensor& sequence_offsets) const override;
+  Tensor value(at::TensorList sums) const override;
+
+  const bool per_sequence;
+};
+
+// Computes 1/T sum_t (log sum_i exp(logits_ti))^2 (arXiv 2202.08906, Eq. 5). The loss keeps logits
+// small, so that their softmax rounds less. For a noisy gate, the logits are without noise.
+class MOE_EXT_API ZLoss : public RouterLoss {
+ public:
+  explicit ZLoss(double weight);
+
+  // "z_loss".
+  std::string name() const override;
+  std::vector<Tensor> sums(const Routing& routing, const Tensor& tokens_per_expert,
+                           const Tensor& sequence_offsets) const override;
+  Tensor value(at::TensorList sums) const override;
+};
+
 // ---- Experts (Section 3.2)
 
 // The base class of all experts. Experts of your own derive from a torch module and from Experts,
@@ -387,13 +573,51 @@ class MOE_EXT_API FeedForwardExpertsImpl final
 };
 TORCH_MODULE(FeedForwardExperts);
 
+// The options of SharedExpert.
+struct MOE_EXT_API SharedExpertOptions {
+  SharedExpertOptions(int64_t d_model, std::vector<int64_t> hidden_sizes);
+
+  // D, the width of x.
+  TORCH_ARG(int64_t, d_model);
+  // Widths of the hidden layers.
+  TORCH_ARG(std::vector<int64_t>, hidden_sizes);
+  // See FeedForwardExpertsOptions.
+  TORCH_ARG(std::string, activation) = "relu";
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(std::optional<int64_t>, d_output) = std::nullopt;
+  TORCH_ARG(std::optional<torch::Dtype>, dtype) = std::nullopt;
+  // Whether a sigmoid of each token scales the output, as in Qwen2-MoE (arXiv 2407.10671).
+  TORCH_ARG(bool, gated) = false;
+  // Whether to recompute the hidden layers in the backward pass; see MoEOptions.
+  TORCH_ARG(bool, recompute) = false;
+};
+
+// Computes a feed-forward network of every token, for MoEOptions::shared_expert (arXiv 2401.06066,
+// Eq. 9). With gated, the output is sigmoid(x w_gate) E(x).
+class MOE_EXT_API SharedExpertImpl : public torch::nn::Cloneable<SharedExpertImpl> {
+ public:
+  explicit SharedExpertImpl(const SharedExpertOptions& options);
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+
+  // Maps the tokens x [T, D] to [T, d_output].
+  Tensor forward(const Tensor& x);
+
+  SharedExpertOptions options;
+  FeedForwardExperts expert = nullptr;  // a single expert
+  Tensor w_gate;                        // [D, 1], initially zero; undefined without gated
+};
+TORCH_MODULE(SharedExpert);
+
 // ---- The layer (Section 2)
 
 // The losses, statistics and routing decision that MoE returns with y. T counts the tokens that
 // are not masked out.
 struct MOE_EXT_API MoEAux {
-  // Scalar, w_importance * CV(importance)^2 + w_load * CV(load)^2 + the gate's own loss. Add this
-  // loss, summed over all MoE layers, to the task loss (mean per token, in nats).
+  // Scalar, w_importance * CV(importance)^2 + w_load * CV(load)^2 + the weighted losses + the
+  // gate's own loss. Add this loss, summed over all MoE layers, to the task loss (mean per token,
+  // in nats).
   Tensor loss;
   Tensor importance;                            // [E], see Routing
   Tensor load;                                  // [E], see Routing
@@ -403,9 +627,10 @@ struct MOE_EXT_API MoEAux {
   OptionalTensor token_offsets = std::nullopt;  // see Routing
   std::map<std::string, Tensor> gate_metrics = {};  // scalars that the gate reports
   std::vector<Tensor> load_factors = {};            // see Routing
+  std::map<std::string, Tensor> losses = {};        // the unweighted value of each RouterLoss
 
   // Returns the balance metrics of the paper's Table 6: cv_importance, cv_load,
-  // max_over_mean_load, cv_tokens and the gate's metrics. Synchronizes with the GPU.
+  // max_over_mean_load, cv_tokens, the gate's metrics and losses. Synchronizes with the GPU.
   std::map<std::string, double> metrics() const;
 };
 
@@ -423,6 +648,8 @@ struct MOE_EXT_API MoEOptions {
   TORCH_ARG(std::optional<std::vector<int64_t>>, hidden_sizes) = std::nullopt;
   // See FeedForwardExpertsOptions.
   TORCH_ARG(std::string, activation) = "relu";
+  // See FeedForwardExpertsOptions.
+  TORCH_ARG(std::vector<double>, activation_args) = {};
   // Whether the experts have biases.
   TORCH_ARG(bool, bias) = false;
   // Whether to recompute the experts in the backward pass instead of saving their activations.
@@ -431,10 +658,12 @@ struct MOE_EXT_API MoEOptions {
   // The dtype of the expert weights. Tokens are cast to it for the experts but not for the gate;
   // y has the dtype of x. Absent: torch's default dtype, without a cast.
   TORCH_ARG(std::optional<torch::Dtype>, expert_dtype) = std::nullopt;
-  // Weight of the importance loss.
-  TORCH_ARG(double, w_importance) = 0.1;
-  // Weight of the load loss.
-  TORCH_ARG(double, w_load) = 0.1;
+  // Weight of the importance loss; absent: 0.1, or 0 with losses.
+  TORCH_ARG(std::optional<double>, w_importance) = std::nullopt;
+  // Weight of the load loss; absent: 0.1, or 0 with losses.
+  TORCH_ARG(std::optional<double>, w_load) = std::nullopt;
+  // Losses in place of the paper's, or in addition to them. Clones share them.
+  TORCH_ARG(std::vector<std::shared_ptr<RouterLoss>>, losses) = {};
   // Minimum standard deviation of the noise of the default gate.
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   // Source of the noise of the default gate; absent: torch's global generator.
@@ -443,8 +672,11 @@ struct MOE_EXT_API MoEOptions {
   // NoisyTopKGate with noise_epsilon and generator. A given gate excludes these two.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   // A module that is an Experts, as a pointer or as a holder; null: FeedForwardExperts with
-  // hidden_sizes, activation, bias and expert_dtype. Given experts exclude these four.
+  // hidden_sizes, activation, activation_args, bias and expert_dtype. Given experts exclude these.
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+  // A module from [T, D] to [T, d_output] that processes every token, such as SharedExpert(...), as
+  // a holder or as an AnyModule. Its output is added to y. Empty: no shared expert.
+  TORCH_ARG(torch::nn::AnyModule, shared_expert) = {};
 
  public:
   // For hidden_sizes({1024}), which does not convert to std::optional.
@@ -459,12 +691,16 @@ struct MOE_EXT_API MoEOptions {
   MoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
     return experts(holder.ptr());
   }
+  template <typename M>
+  MoEOptions& shared_expert(const torch::nn::ModuleHolder<M>& holder) {
+    return shared_expert(torch::nn::AnyModule(holder));
+  }
 };
 
 // Computes y = sum_i G(x)_i E_i(x) (Eq. 1) with only the k chosen experts of each token.
 //
-// Children: gate and experts, whose parameters are named as in Python: "gate.w_gate",
-// "experts.weight_0", ...
+// Children: gate, experts and, if given, shared_expert. Their parameters are named as in Python:
+// "gate.w_gate", "experts.weight_0", ...
 class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
  public:
   explicit MoEImpl(const MoEOptions& options);
@@ -477,7 +713,13 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
   //
   //   mask: [...] bool, true at real tokens. Masked-out tokens never reach the gate, the experts or
   //     the losses; their outputs are 0.
-  std::tuple<Tensor, MoEAux> forward(const Tensor& x, const OptionalTensor& mask = std::nullopt);
+  //   expert_index: [..., K] int64 or int32, the experts of each token, such as
+  //     MoEAux::expert_index of an earlier pass, which has only real tokens. Gates, losses and
+  //     gradients are those of the gate's current parameters. With equal inputs, parameters and
+  //     noise, outputs are bitwise identical to those of the earlier pass. TopKGate and
+  //     NoisyTopKGate support it; see Gate::replay. Absent: the gate selects the experts.
+  std::tuple<Tensor, MoEAux> forward(const Tensor& x, const OptionalTensor& mask = std::nullopt,
+                                     const OptionalTensor& expert_index = std::nullopt);
 
   // The children.
   Gate& gate() const { return *gate_; }
@@ -486,12 +728,19 @@ class MOE_EXT_API MoEImpl : public torch::nn::Cloneable<MoEImpl> {
   MoEOptions options;
 
  protected:
-  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(OptionalTensor())})
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(OptionalTensor())},
+                           {2, torch::nn::AnyValue(OptionalTensor())})
 
   // Replaces the children, which a copy of a module shares with it, by clones.
   void clone_children(const std::optional<torch::Device>& device);
 
  private:
+  // Checks the given experts of tokens [T, D] and returns them as int64 [T, K].
+  Tensor checked_index(const Tensor& expert_index, const Tensor& tokens) const;
+
+  // Converts the tokens x to the dtype of the experts if expert_dtype is set.
+  Tensor cast(const Tensor& x) const;
+
   // Returns sum_i G(x)_i E_i(x) of routed tokens x.
   Tensor mixture(const Tensor& x, const Routing& routing, const ops::DispatchPlan& plan) const;
 
@@ -516,15 +765,18 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   // generator.
   TORCH_ARG(std::optional<std::vector<int64_t>>, hidden_sizes) = std::nullopt;
   TORCH_ARG(std::string, activation) = "relu";
+  TORCH_ARG(std::vector<double>, activation_args) = {};
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(bool, recompute) = false;
   TORCH_ARG(std::optional<torch::Dtype>, expert_dtype) = std::nullopt;
-  TORCH_ARG(double, w_importance) = 0.1;
-  TORCH_ARG(double, w_load) = 0.1;
+  TORCH_ARG(std::optional<double>, w_importance) = std::nullopt;
+  TORCH_ARG(std::optional<double>, w_load) = std::nullopt;
+  TORCH_ARG(std::vector<std::shared_ptr<RouterLoss>>, losses) = {};
   TORCH_ARG(double, noise_epsilon) = 1e-2;
   TORCH_ARG(std::optional<at::Generator>, generator) = std::nullopt;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, gate) = nullptr;
   TORCH_ARG(std::shared_ptr<torch::nn::Module>, experts) = nullptr;
+  TORCH_ARG(torch::nn::AnyModule, shared_expert) = {};
 
  public:
   // For hidden_sizes({1024}), which does not convert to std::optional.
@@ -538,6 +790,10 @@ struct MOE_EXT_API HierarchicalMoEOptions {
   template <typename M>
   HierarchicalMoEOptions& experts(const torch::nn::ModuleHolder<M>& holder) {
     return experts(holder.ptr());
+  }
+  template <typename M>
+  HierarchicalMoEOptions& shared_expert(const torch::nn::ModuleHolder<M>& holder) {
+    return shared_expert(torch::nn::AnyModule(holder));
   }
 };
 

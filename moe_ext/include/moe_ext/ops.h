@@ -64,7 +64,7 @@ MOE_EXT_API TopKSelection noisy_topk_gating(const Tensor& clean_logits,
 
 // The result of topk_routing.
 struct TopKRouting {
-  Tensor gates;         // [T, K], in order of decreasing biased score
+  Tensor gates;         // [T, K], in order of decreasing biased score or as given
   Tensor expert_index;  // [T, K] int64, the expert of each gate
 };
 
@@ -81,6 +81,10 @@ struct TopKRouting {
 // The lower index wins a tie. NaN ranks below every number. gates are differentiable with respect
 // to logits. They are float32 for half-precision inputs.
 //
+// With expert_index, the experts are given and nothing is selected: bias and groups have no effect.
+// The gates are in the given order. With the expert_index of an earlier call, gates and gradients
+// are bitwise identical to those of that call.
+//
 //   logits: [T, E].
 //   k: experts per token.
 //   bias: [E], in the dtype of the gates; absent: no bias.
@@ -90,11 +94,13 @@ struct TopKRouting {
 //   num_groups: a divisor of E.
 //   groups_per_token: groups in which a token selects.
 //   group_score_k: experts that count for the score of a group; no effect with a single group.
+//   expert_index: [T, K] int64, different experts for each token; absent: the experts are selected.
 MOE_EXT_API TopKRouting topk_routing(const Tensor& logits, int64_t k,
                                      const OptionalTensor& bias = std::nullopt,
                                      std::string_view score = "softmax", bool renormalize = true,
                                      double scale = 1.0, int64_t num_groups = 1,
-                                     int64_t groups_per_token = 1, int64_t group_score_k = 2);
+                                     int64_t groups_per_token = 1, int64_t group_score_k = 2,
+                                     const OptionalTensor& expert_index = std::nullopt);
 
 // Estimates the number of tokens of each expert, Load(X)_i = sum_x P(x, i) (Appendix A). P(x, i) is
 // the probability that expert i is in the top k when only its own noise is redrawn:

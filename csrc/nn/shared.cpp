@@ -1,0 +1,51 @@
+// The shared expert of a layer, which processes every token (arXiv 2401.06066).
+#include <moe_ext/nn.h>
+#include <torch/nn/init.h>
+
+#include <ostream>
+#include <utility>
+
+#include "checks.h"
+#include "logits.h"
+
+namespace moe_ext::nn {
+
+SharedExpertOptions::SharedExpertOptions(int64_t d_model, std::vector<int64_t> hidden_sizes)
+    : d_model_(d_model), hidden_sizes_(std::move(hidden_sizes)) {}
+
+SharedExpertImpl::SharedExpertImpl(const SharedExpertOptions& options) : options(options) {
+  reset();
+}
+
+void SharedExpertImpl::reset() {
+  expert =
+      register_module("expert", FeedForwardExperts(FeedForwardExpertsOptions(1, options.d_model())
+                                                       .hidden_sizes(options.hidden_sizes())
+                                                       .activation(options.activation())
+                                                       .bias(options.bias())
+                                                       .d_output(options.d_output())
+                                                       .dtype(options.dtype())));
+  if (options.gated()) {
+    w_gate = register_parameter("w_gate", torch::zeros({options.d_model(), 1}));
+  }
+}
+
+void SharedExpertImpl::reset_parameters() {
+  expert->reset_parameters();
+  if (w_gate.defined()) torch::nn::init::zeros_(w_gate);
+}
+
+void SharedExpertImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "moe_ext::nn::SharedExpert(gated=" << options.gated()
+         << ", recompute=" << options.recompute() << ")";
+}
+
+Tensor SharedExpertImpl::forward(const Tensor& x) {
+  if (!w_gate.defined()) return expert->forward_fused(x, {.recompute = options.recompute()});
+  const auto row = at::arange(x.size(0), x.options().dtype(at::kLong)).unsqueeze(1);
+  const auto gates = logits(x, w_gate).sigmoid();
+  return expert->forward_fused(x,
+                               {.inverse = row, .gates = gates, .recompute = options.recompute()});
+}
+
+}  // namespace moe_ext::nn
