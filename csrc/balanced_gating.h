@@ -18,8 +18,7 @@ inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_
                     ", got ", *num_experts);
 }
 
-// Only the CPU and CUDA kernels check m: in the Meta kernel, m and the number of rows may be
-// symbolic.
+// For the CPU and CUDA kernels. In the Meta kernel, m and the number of rows may be symbolic.
 inline void check_m(const Tensor& scores, int64_t m) {
   TORCH_CHECK_VALUE(m >= 0 && m <= scores.size(1),
                     "batchwise_topm: m must be between 0 and the number of rows = ", scores.size(1),

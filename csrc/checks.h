@@ -10,6 +10,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -84,8 +85,10 @@ inline void check_bounds(const char* op, const char* name, const Tensor& bounds,
                     least == 1 ? " element" : " elements", ", got ", bounds.sym_size(0));
 }
 
-inline void check_num_experts(const char* op, const c10::SymInt& num_experts) {
-  TORCH_CHECK_VALUE(num_experts >= 1, op, ": num_experts must be at least 1, got ", num_experts);
+inline void check_num_experts(const char* op, const c10::SymInt& num_experts, int64_t least = 1) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(num_experts >= least && num_experts <= kMost, op,
+                    ": num_experts must be between ", least, " and ", kMost, ", got ", num_experts);
 }
 
 // Checks that every element of a contiguous int64 CPU tensor is in [least, limit). Kernels access
@@ -101,6 +104,24 @@ inline void check_index_range(const char* op, const char* name, const Tensor& in
                                    [&](int64_t value) { return value < least || value >= limit; });
   TORCH_CHECK_INDEX(false, op, ": ", name, " must be at least ", least, " and below ", limit,
                     ", got ", *wrong);
+}
+
+// Checks the values of expert_index, a contiguous int64 CPU tensor [T, K]: the experts of a token
+// differ.
+inline void check_chosen_experts(const char* op, const Tensor& expert_index, int64_t num_experts) {
+  constexpr auto name = "expert_index";
+  check_index_range(op, name, expert_index, num_experts);
+  const int64_t num_tokens = expert_index.size(0), k = expert_index.size(1);
+  const auto* data = expert_index.const_data_ptr<int64_t>();
+  std::vector<int64_t> last_token(num_experts, -1);  // the last token of each expert so far
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    const at::IntArrayRef experts(data + t * k, k);
+    for (const int64_t e : experts) {
+      TORCH_CHECK_VALUE(last_token[e] != t, op, ": ", name,
+                        " must have different experts for each token, got ", experts);
+      last_token[e] = t;
+    }
+  }
 }
 
 // Checks a contiguous int64 CPU tensor [n + 1] that holds the bounds of n groups of rows.

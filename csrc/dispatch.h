@@ -13,7 +13,7 @@ inline void check_dispatch_plan(const Tensor& expert_index, const c10::SymInt& n
                     ": expert_index must have 1 or 2 dimensions, got shape ",
                     expert_index.sym_sizes());
   check_index(op, "expert_index", expert_index, /*like=*/expert_index);
-  TORCH_CHECK_VALUE(num_experts >= 0, op, ": num_experts must be at least 0, got ", num_experts);
+  check_num_experts(op, num_experts, /*least=*/0);
 }
 
 // Creates permutation [R], inverse in the shape of expert_index, tokens_per_expert [E] and offsets

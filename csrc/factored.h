@@ -18,6 +18,22 @@ inline void check_scalar(const char* op, const char* name, const Tensor& scalar,
   check_dim(op, name, scalar, 0);
 }
 
+// Checks that no two tensors share memory.
+inline void check_apart(const char* op,
+                        const std::vector<std::pair<const char*, const Tensor*>>& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      const auto overlap = at::get_overlap_status(*tensors[i].second, *tensors[j].second);
+      const bool apart =
+          overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial;
+      TORCH_CHECK_VALUE(apart, op, ": ", tensors[i].first, " must not share memory with ",
+                        tensors[j].first, ", got storage offsets ",
+                        tensors[i].second->storage_offset(), " and ",
+                        tensors[j].second->storage_offset());
+    }
+  }
+}
+
 inline void check_factored_step(const Tensor& param, const Tensor& grad, const Tensor& row,
                                 const Tensor& column, const Tensor& lr, const Tensor& correction,
                                 double decay, double gain, double eps) {
@@ -39,6 +55,8 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
                       " must not have elements that share memory, got strides ",
                       tensor->sym_strides());
   }
+  if (!param.is_meta())
+    check_apart(op, {{"grad", &grad}, {"param", &param}, {"row", &row}, {"column", &column}});
   check_scalar(op, "lr", lr, param);
   check_scalar(op, "correction", correction, param);
   for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {

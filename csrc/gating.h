@@ -1,6 +1,7 @@
 // noisy_topk_gating: the checks of its arguments, and its outputs.
 #pragma once
 
+#include <cmath>
 #include <tuple>
 
 #include "checks.h"
@@ -16,8 +17,12 @@ inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
   const auto num_experts = clean_logits.sym_size(1);
   TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op,
                     ": k must be between 1 and num_experts = ", num_experts, ", got ", k);
-  TORCH_CHECK_VALUE(noise_epsilon >= 0, op, ": noise_epsilon must be at least 0, got ",
-                    noise_epsilon);
+  const bool wide = accumulate_type(clean_logits) == at::kDouble;
+  const double in_type = wide ? noise_epsilon : static_cast<float>(noise_epsilon);
+  TORCH_CHECK_VALUE(
+      in_type >= 0 && std::isfinite(in_type), op,
+      ": noise_epsilon must be at least 0, and finite in the dtype of the gates, got ",
+      noise_epsilon);
   TORCH_CHECK_VALUE(raw_noise_stddev.has_value() == noise.has_value(), op,
                     ": raw_noise_stddev and noise must be given together, got only ",
                     noise.has_value() ? "noise" : "raw_noise_stddev");
@@ -58,7 +63,10 @@ inline void check_noisy_topk_gating_backward(
   };
   check("grad_gates", grad_gates, k);
   check("grad_threshold", grad_threshold, 2);
-  if (noise) check("grad_noise_stddev", grad_noise_stddev, clean_logits.sym_size(1));
+  if (grad_noise_stddev) {
+    check_argument(op, "grad_noise_stddev", *grad_noise_stddev, clean_logits, real,
+                   {noise ? num_tokens : 0, clean_logits.sym_size(1)});
+  }
   check("gates", gates, k);
   check_index(op, "expert_index", expert_index, clean_logits, {num_tokens, k});
   check_index(op, "threshold_index", threshold_index, clean_logits, {num_tokens, 2});

@@ -4,7 +4,6 @@
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <vector>
 
 #include "checks.h"
 #include "math/topk_routing.h"
@@ -65,23 +64,6 @@ inline void check_topk_routing(const Tensor& logits, const c10::SymInt& k,
   TORCH_CHECK_VALUE(groups.score_k >= 1 && groups.score_k <= size, op,
                     ": group_score_k must be between 1 and num_experts / num_groups = ", size,
                     ", got ", groups.score_k);
-}
-
-// Checks the values of expert_index, a contiguous int64 CPU tensor [T, K] of given experts.
-inline void check_given_experts(const Tensor& expert_index, int64_t num_experts) {
-  constexpr auto op = "topk_routing", name = "expert_index";
-  check_index_range(op, name, expert_index, num_experts);
-  const int64_t num_tokens = expert_index.size(0), k = expert_index.size(1);
-  const auto* data = expert_index.const_data_ptr<int64_t>();
-  std::vector<int64_t> last_token(num_experts, -1);  // the last token of each expert so far
-  for (int64_t t = 0; t < num_tokens; ++t) {
-    const at::IntArrayRef experts(data + t * k, k);
-    for (const int64_t e : experts) {
-      TORCH_CHECK_VALUE(last_token[e] != t, op, ": ", name,
-                        " must have different experts for each token, got ", experts);
-      last_token[e] = t;
-    }
-  }
 }
 
 // Creates gates and expert_index, [T, K].

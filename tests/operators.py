@@ -811,6 +811,12 @@ NO_GRADIENT = {
 }
 MANY, EXPERTS = [65_535, 65_536, 200_000], [1, 2, 3, 254, 255, 256, 257, 1000, 4096]
 T, E, K, R = 4, 5, 2, 8  # the sizes of TYPICAL[0], which the bad arguments change
+TWICE = (  # a token has an expert twice
+    ValueError,
+    "expert_index",
+    dict(expert_index=torch.tensor([[0, 1], [2, 1], [3, 3], [4, 4]])),
+    [3, 3],
+)
 
 # fmt: off
 TABLE = {
@@ -837,7 +843,7 @@ TABLE = {
         bad=[
             *too_short("raw_noise_stddev", "noise"),
             *numbers("k", -1, 0, E + 1, 1000),
-            *numbers("noise_epsilon", -0.1, math.nan),
+            *numbers("noise_epsilon", -0.1, math.nan, math.inf, 1e39),  # infinite in float32
             (ValueError, "raw_noise_stddev and noise", dict(noise=None)),
             (ValueError, "raw_noise_stddev and noise", dict(raw_noise_stddev=None)),
             (TypeError, "noise", double("noise")),
@@ -848,6 +854,7 @@ TABLE = {
             *out_of_range("expert_index", E),
             (ValueError, "grad_gates", shorter("grad_gates")),
             (ValueError, "noise", shorter("noise")),
+            (ValueError, "grad_noise_stddev", dict(noise=None, raw_noise_stddev=None)),
         ],
     ),
     "topk_routing": Operator(
@@ -915,8 +922,7 @@ TABLE = {
               for value in (0, 2)),
             *too_short("expert_index"),
             *out_of_range("expert_index", E),
-            (ValueError, "expert_index",
-             dict(expert_index=torch.tensor([[0, 1], [2, 1], [3, 3], [4, 4]])), [3, 3]),
+            TWICE,
         ],
         backward_bad=[
             *out_of_range("expert_index", E),
@@ -944,7 +950,7 @@ TABLE = {
         bad=[
             *too_short("noise_stddev", "threshold"),
             (ValueError, "expert_index", shorter("expert_index"), shape_of("expert_index")),
-            *out_of_range("expert_index", E),
+            *out_of_range("expert_index", E), TWICE,
             *vectors("group_offsets", [1, T], [0, 3, 2, T], [0, T + 1], [0, T - 1], [T], []),
             (TypeError, "threshold", double("threshold")),
         ],
@@ -1006,7 +1012,7 @@ TABLE = {
         bad=[
             *too_short("expert_index"),
             *out_of_range("expert_index", E),
-            *numbers("num_experts", 0, -1),
+            *numbers("num_experts", 0, -1, 2**31, 2**62),
         ],
     ),
     "dispatch_plan": Operator(
@@ -1021,7 +1027,7 @@ TABLE = {
         ],
         large=shapes((1000, 64, 4)),
         precise=shapes((1000, 64, 4), (301, 37, 3)),
-        bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1)],
+        bad=[*out_of_range("expert_index", E), *numbers("num_experts", -1, 2**31, 2**62)],
     ),
     "dispatch": Operator(
         function=ops.dispatch, make=make_dispatch,

@@ -54,7 +54,7 @@ Tensor load_cpu(const Tensor& clean_logits, const Tensor& noise_stddev, const Te
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
   const Tensor chosen = contiguous_index(expert_index);
-  check_index_range("load", "expert_index", chosen, num_experts);
+  check_chosen_experts("load", chosen, num_experts);
   const auto groups = group_bounds("load", group_offsets, num_tokens);
   Tensor load = load_output(empty, clean_logits, group_offsets);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, clean.scalar_type(), "load", [&] {
@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_cpu(
   const Tensor stddev = noise_stddev.contiguous();
   const Tensor limits = threshold.contiguous();
   const Tensor chosen = contiguous_index(expert_index);
-  check_index_range("_load_backward", "expert_index", chosen, num_experts);
+  check_chosen_experts("_load_backward", chosen, num_experts);
   const auto groups = group_bounds("_load_backward", group_offsets, num_tokens);
   const auto gradients = load_gradients(empty, clean_logits, noise_stddev, threshold);
   const auto& [grad_clean, grad_stddev, grad_threshold] = gradients;

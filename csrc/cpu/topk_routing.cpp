@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
   const auto& [gates, expert_index] = outputs;
   if (given) {
     expert_index.copy_(*given);
-    check_given_experts(expert_index, logits.size(1));
+    check_chosen_experts("topk_routing", expert_index, logits.size(1));
   }
   const Tensor input = logits.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();

@@ -364,7 +364,19 @@ def test_a_step_between_forward_and_backward_is_noticed(mode):
         loss.backward()
 
 
-REFUSED = [*STEP.bad, (ValueError, "row", dict(row=torch.zeros(5).expand(3, 5)))]
+def sharing(name, other):
+    """Lets one argument be a view of the other's memory."""
+    return lambda call: {name: call[other].view(-1)[: call[name].numel()].view_as(call[name])}
+
+
+REFUSED = [
+    *STEP.bad,
+    (ValueError, "row", dict(row=torch.zeros(5).expand(3, 5))),
+    (ValueError, "param", lambda call: {"param": call["grad"]}),
+    (ValueError, "row", sharing("row", "param")),
+    (ValueError, "column", sharing("column", "grad")),
+    (ValueError, "column", sharing("column", "row")),
+]
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
