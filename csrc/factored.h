@@ -55,8 +55,9 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
                       " must not have elements that share memory, got strides ",
                       tensor->sym_strides());
   }
-  if (!param.is_meta())
+  if (!param.is_meta()) {
     check_apart(op, {{"grad", &grad}, {"param", &param}, {"row", &row}, {"column", &column}});
+  }
   check_scalar(op, "lr", lr, param);
   check_scalar(op, "correction", correction, param);
   for (const auto& [name, value] : {std::pair{"decay", decay}, {"gain", gain}}) {

@@ -5,14 +5,13 @@
 // the logits into their gradients P and adds P W to the gradient of input and P^T X to the gradient
 // of weight. There are two orders:
 //
-// - By tokens, if the logits of kMinKept tokens fit into the second cache level. A thread makes
-// both
-//   passes over all tiles of a block of tokens. It keeps the logits, so that only three GEMMs are
-//   necessary.
-// - By classes, otherwise. The threads make each pass over the tiles of at most kMaxTokens tokens
-//   together, so that the weight is packed once for many tokens. If the logits of a tile fit into
-//   its rows of the gradient of weight, they stay there between the passes. Otherwise the second
-//   pass recomputes them.
+// By tokens, if the logits of kMinKept tokens fit into kKeptBytes: a thread makes both passes over
+// all tiles of a block of tokens. It keeps the logits, so that only three GEMMs are necessary.
+//
+// By classes, otherwise: the threads make each pass over the tiles of at most kMaxTokens tokens
+// together. So the weight is packed once for many tokens. If the logits of a tile fit into its rows
+// of the gradient of weight, they stay there between the passes. Otherwise the second pass
+// recomputes them.
 //
 // A token's results do not depend on the order or on other tokens. The gradients of weight and bias
 // are summed over the blocks in order.
@@ -216,7 +215,7 @@ class LinearCrossEntropy {
     tiles_.finish(tokens, sums.data(), losses_, new_lse_);
   }
 
-  void differentiate_by_classes(int block, Tokens tokens, const acc_t* kept) {
+  void differentiate_by_classes(int block, Tokens tokens, acc_t* kept) {
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     const auto parts = split(tokens, kPartTokens);
     Turns turns(parts.size());
@@ -228,7 +227,7 @@ class LinearCrossEntropy {
                if (kept == nullptr) {
                  tiles_.compute_logits(tokens, classes, space.gemm, p);
                } else {
-                 std::copy_n(kept + classes.first * tiles_.width, tokens.count * classes.count, p);
+                 std::copy_n(kept_tile(kept, classes), tokens.count * classes.count, p);
                }
                tiles_.differentiate(tokens, classes, of_logits.data(), p);
                if (gradients_.of_classes()) {
