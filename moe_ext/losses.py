@@ -260,8 +260,7 @@ def _chosen(routing: Routing, like: Tensor) -> Tensor:
     chosen = torch.zeros_like(like, requires_grad=False)
     if routing.token_offsets is None:
         return chosen.scatter(1, routing.expert_index, 1)
-    num_slots = len(routing.expert_index)
-    token = torch.repeat_interleave(routing.token_offsets.diff(), output_size=num_slots)
+    token = ops.token_index(routing.expert_index, routing.token_offsets)
     return chosen.index_put((token, routing.expert_index), chosen.new_ones(()))
 
 

@@ -111,8 +111,7 @@ class ExpertSharding:
     Args:
         options: how ranks share the experts of the layer.
         gate: the gate of the layer.
-        num_experts: the number of experts with weights: the first ones of the gate's experts. None:
-            all of them.
+        num_experts: the number of experts with weights: the first ones of the gate's experts.
 
     Attributes:
         layout: the `Layout` of the ranks.
@@ -128,8 +127,7 @@ class ExpertSharding:
         ValueError: the gate does not support the options.
     """
 
-    def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int | None = None) -> None:
-        num_experts = gate.num_experts if num_experts is None else num_experts
+    def __init__(self, options: ExpertParallel, gate: Gate, num_experts: int) -> None:
         self.layout = Layout.of(options.process_group)
         ranks = self.layout.expert_parallel
         self.placement = ExpertPlacement(num_experts, ranks.size, gate.experts_per_group)

@@ -15,7 +15,7 @@ Contents, with the paper's equation or section::
     AdaptiveGate, update_gates   what adapts after each optimizer step
 """
 
-from moe_ext.gates.adaptive import AdaptiveGate, update_gates
+from moe_ext.gates.adaptive import AdaptiveGate, adaptive_gates, update_gates
 from moe_ext.gates.balanced import (
     BalancedGate,
     HierarchicalBalancedGate,
@@ -48,6 +48,7 @@ __all__ = [
     "SoftmaxGate",
     "StrictlyBalancedGate",
     "TopKGate",
+    "adaptive_gates",
     "balanced_gates",
     "batchwise_masks",
     "hierarchical_load",

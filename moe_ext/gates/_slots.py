@@ -59,8 +59,7 @@ def experts_of_selected(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tenso
 
 def values_of_slots(values: Tensor, expert_index: Tensor, token_offsets: Tensor) -> Tensor:
     """Returns the entries [R] of values [T, E] at the expert of each slot."""
-    num_slots = expert_index.shape[0]
-    token = torch.repeat_interleave(token_offsets.diff(), output_size=num_slots)
+    token = ops.token_index(expert_index, token_offsets)
     return values.view(-1).index_select(0, token * values.shape[1] + expert_index)
 
 

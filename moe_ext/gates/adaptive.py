@@ -13,7 +13,7 @@ from moe_ext.checks import require
 from moe_ext.distributed.ranks import Ranks
 from moe_ext.gates.gate import Gate
 
-__all__ = ["AdaptiveGate", "update_gates"]
+__all__ = ["AdaptiveGate", "adaptive_gates", "update_gates"]
 
 
 class AdaptiveGate(Gate):
@@ -97,6 +97,12 @@ class AdaptiveGate(Gate):
         return self
 
 
+def adaptive_gates(model: nn.Module) -> list[AdaptiveGate]:
+    """Returns the gates of a model that `update_gates` updates: each `AdaptiveGate` with counts."""
+    gates = [module for module in model.modules() if isinstance(module, AdaptiveGate)]
+    return [gate for gate in gates if gate.tokens_since_update is not None]
+
+
 @torch.no_grad()
 def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) -> None:
     """Adapts every gate of the model that adapts to the tokens of each optimizer step.
@@ -120,11 +126,11 @@ def update_gates(model: nn.Module, process_group: ProcessGroup | None = None) ->
     Raises:
         ValueError: the model has no gate that adapts.
     """
-    gates = [module for module in model.modules() if isinstance(module, AdaptiveGate)]
-    counted = [(gate, c) for gate in gates if (c := gate.tokens_since_update) is not None]
+    gates = adaptive_gates(model)
     rule = "contain a gate that adapts: a ReLUGate, or a TopKGate with bias_update_rate"
-    require(bool(counted), "update_gates: model", rule, type(model).__name__)
-    totals = Ranks(process_group).sum(*(counts for _, counts in counted))
-    for (gate, counts), total in zip(counted, totals, strict=True):
+    require(bool(gates), "update_gates: model", rule, type(model).__name__)
+    counts = [counts for gate in gates if (counts := gate.tokens_since_update) is not None]
+    totals = Ranks(process_group).sum(*counts)
+    for gate, count, total in zip(gates, counts, totals, strict=True):
         gate.update(total)
-        counts.zero_()
+        count.zero_()

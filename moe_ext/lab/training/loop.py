@@ -19,7 +19,7 @@ from torch.optim import Adam, Optimizer
 
 from moe_ext import balanced_gates, batchwise_masks, update_gates
 from moe_ext.distributed import Loaded, Ranks, clip_grad_norm_, parallelize
-from moe_ext.gates import AdaptiveGate
+from moe_ext.gates import adaptive_gates
 from moe_ext.lab.data import Batch, EncodedPairs
 from moe_ext.lab.data.batches import mixed_seed
 from moe_ext.lab.files import Locked, file_lock, write_text
@@ -211,8 +211,7 @@ class Trainer:
             warmup_schedule(optimizer, config.optimizer.warmup_steps, config.optimizer.hold_steps)
             for optimizer in self.optimizers
         ]
-        gates = [module for module in self.model.modules() if isinstance(module, AdaptiveGate)]
-        if any(gate.tokens_since_update is not None for gate in gates):
+        if adaptive_gates(self.model):
             self.optimizers[0].register_step_post_hook(lambda *_: update_gates(self.model))
         # Seeded after initialisation, so that dropout masks do not depend on the layers.
         torch.manual_seed(self._seed_here("dropout"))
