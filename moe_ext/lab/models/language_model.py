@@ -12,6 +12,7 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data import Batch
 from moe_ext.lab.models.lstm import LSTM
 from moe_ext.lab.models.parts import (
+    ONLY_OF_FLAT,
     FeedForwardConfig,
     MoEConfig,
     WordModel,
@@ -19,6 +20,7 @@ from moe_ext.lab.models.parts import (
     gate_layer,
     moe_layer,
     require_lstm_units,
+    require_values,
     sigmoid_of,
     word_embedding,
     word_softmax,
@@ -82,13 +84,8 @@ class LanguageModelConfig:
             kinds = ("noisy_topk", "topk")
             gate = self.moe.gate
             require(gate in kinds, "moe.gate", f"be {' or '.join(kinds)} {rule}", gate)
-            rate = self.moe.bias_update_rate
-            require(rate == 0, "moe.bias_update_rate", f"be 0 {rule}", rate)
-            for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
-                value = getattr(self.moe, name)
-                require(value == 0, f"moe.{name}", f"be 0 {rule}", value)
-            sizes = self.moe.shared_sizes
-            require(sizes == [], "moe.shared_sizes", f"be [] {rule}", sizes)
+            off: dict[str, object] = {"bias_update_rate": 0, **ONLY_OF_FLAT, "shared_sizes": []}
+            require_values(self.moe, off, rule, of="moe.")
             losses = [loss.name for loss in self.moe.losses()]
             require(losses == [], "moe.w_switch and w_z", f"be 0 {rule}", losses)
 

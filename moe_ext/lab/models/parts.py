@@ -1,6 +1,6 @@
 """Parts shared by the paper's models: embedding, MoE and dense layers, softmax, loss."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast, get_args
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import (
     BalancedGate,
+    Drop,
     ExpertChoiceGate,
     FeedForwardExperts,
     Gate,
@@ -26,7 +27,6 @@ from moe_ext import (
     TopKGate,
     ZLoss,
 )
-from moe_ext._capacity import Drop
 from moe_ext.checks import require, require_at_least
 from moe_ext.experts import uniform_
 from moe_ext.lab.models.sampled_softmax import SampledSoftmax
@@ -34,6 +34,10 @@ from moe_ext.ops import ACTIVATIONS, CLAMPED_ACTIVATIONS, Activation, Score
 
 _GATE_KINDS = ("noisy_topk", "topk", "balanced", "expert_choice", "relu")
 _FLAT_KINDS = ("topk", "expert_choice", "relu")  # without groups
+
+# Options that only some mixtures support, and the values with which they have no effect.
+ONLY_OF_FLAT = {"num_identity_experts": 0, "num_null_experts": 0, "capacity_factor": 0}
+_ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
 
 
 def _require_activation(name: str) -> None:
@@ -44,6 +48,20 @@ def _require_activation(name: str) -> None:
 def _require_positive(**sizes: list[int]) -> None:
     for name, values in sizes.items():
         require(min(values, default=1) >= 1, name, "be positive", values)
+
+
+def require_values(config: object, values: Mapping[str, object], when: str, of: str = "") -> None:
+    """Requires that options have their only supported values.
+
+    Args:
+        config: the configuration, such as a `MoEConfig`.
+        values: the value of each option by name.
+        when: the end of the rule, such as "with num_groups = 4".
+        of: the start of the options' names in the error, such as "moe.".
+    """
+    for name, value in values.items():
+        given = getattr(config, name)
+        require(given == value, f"{of}{name}", f"be {value} {when}", given)
 
 
 def require_lstm_units(lstm_units: int, d_model: int) -> None:
@@ -125,9 +143,7 @@ class MoEConfig:
         require(self.drop in drops, "drop", f"be one of {', '.join(drops)}", self.drop)
         choices, rule = self.num_choices, "the number of experts"
         if self.num_groups:
-            for name in ("num_identity_experts", "num_null_experts", "capacity_factor"):
-                value = getattr(self, name)
-                require(value == 0, name, f"be 0 with num_groups = {self.num_groups}", value)
+            require_values(self, ONLY_OF_FLAT, f"with num_groups = {self.num_groups}")
             choices = min(self.num_groups, self.num_experts // self.num_groups)
             rule = "min(num_groups, experts per group)"
         require(1 <= self.k <= choices, "k", f"be in [1, {rule} = {choices}]", self.k)
@@ -142,9 +158,7 @@ class MoEConfig:
         require(self.score in scores, "score", f"be one of {', '.join(scores)}", self.score)
         require(self.scale > 0, "scale", "be above 0", self.scale)
         if self.gate != "topk":
-            for name, default in _ONLY_OF_TOPK.items():
-                value = getattr(self, name)
-                require(value == default, name, f'be {default} with gate = "{self.gate}"', value)
+            require_values(self, _ONLY_OF_TOPK, f'with gate = "{self.gate}"')
         require(
             self.w_load == 0 or self.gate == "noisy_topk",
             "w_load",
@@ -170,9 +184,6 @@ class MoEConfig:
             ZLoss(self.w_z),
         )
         return tuple(loss for loss in each if loss.weight)
-
-
-_ONLY_OF_TOPK = {"score": "softmax", "renormalize": True, "scale": 1.0, "bias_update_rate": 0.0}
 
 
 @dataclass

@@ -28,10 +28,9 @@ from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.rate_search import (
     RATES,
-    add_rates,
-    rates_of_command,
+    command_with_rates,
+    parse_with_rates,
     rates_table,
-    require_no_rate,
     runs_at_best_rates,
 )
 from moe_ext.lab.training.report import markdown_table, write_report
@@ -45,7 +44,6 @@ from moe_ext.lab.training.study import (
     as_data,
     claims_data,
     claims_table,
-    command_of,
     difference,
     mean_perplexity,
     size_cells,
@@ -187,9 +185,7 @@ def plot(results: Results) -> Figure:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "capacity", ARMS)
-    add_rates(parser)
-    options = parser.parse_intermixed_args(arguments)
-    require_no_rate(parser, options)
+    options = parse_with_rates(parser, arguments)
 
     configs = {
         (name, rate): read_config(
@@ -218,7 +214,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         "vocabulary": len(text.vocabulary),
         "num_sampled": config.model.num_sampled,
     }
-    command = command_of("capacity", options) + rates_of_command(options)
+    command = command_with_rates("capacity", options)
     page = as_markdown(results, facts, command)
     data = {
         **facts,

@@ -20,6 +20,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.report import markdown_table, write_report
@@ -115,17 +116,9 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
 
 def plot(results: Results) -> Figure:
     """Plots each run's test perplexity over its max/mean Load."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for name, runs in results.items():
-        axes.plot(
-            [r.balance["max_over_mean_load"] for r in runs.values()],
-            [r.perplexity for r in runs.values()],
-            "o",
-            label=name,
-        )
+    figure, axes = perplexity_over_balance(results, lambda run: run.balance["max_over_mean_load"])
     axes.set_xscale("log")
-    axes.set(xlabel="max(Load) / mean(Load)", ylabel="test perplexity")
+    axes.set(xlabel="max(Load) / mean(Load)")
     axes.legend(title="w_importance,w_load")
     return figure
 
@@ -152,13 +145,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     if not all(results.values()):
         print("nothing to report yet: some settings have no finished run")
         return results
-    facts = {
-        "corpus": config.data.corpus,
-        "steps": config.steps,
-        "tokens_per_batch": config.data.tokens_per_batch,
-        "num_experts": config.model.moe.num_experts,
-        "k": config.model.moe.experts_per_token,
-    }
+    facts = facts_of(config)
     page = as_markdown(results, facts, command_of("losses", options))
     write_report(
         options.output, "losses", page, {**facts, "models": as_data(results)}, plot(results)

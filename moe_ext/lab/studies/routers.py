@@ -29,15 +29,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from moe_ext.lab.studies._balance import facts_of, perplexity_over_balance
 from moe_ext.lab.training.config import Config, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.rate_search import (
     RATES,
-    add_rates,
-    rates_of_command,
+    command_with_rates,
+    parse_with_rates,
     rates_table,
-    require_no_rate,
     runs_at_best_rates,
 )
 from moe_ext.lab.training.report import markdown_table, write_report
@@ -52,7 +52,6 @@ from moe_ext.lab.training.study import (
     as_data,
     claims_data,
     claims_table,
-    command_of,
     difference,
     mean_perplexity,
     size_cells,
@@ -161,12 +160,8 @@ def as_markdown(results: Results, facts: dict[str, Any], command: str) -> str:
 
 def plot(results: Results) -> Figure:
     """Plots each run's test perplexity over its max/mean tokens."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for name, runs in results.items():
-        balance = [max(words_per_expert(run)) for run in runs.values()]
-        axes.plot(balance, [run.perplexity for run in runs.values()], "o", label=name)
-    axes.set(xlabel="tokens of the busiest expert / mean", ylabel="test perplexity")
+    figure, axes = perplexity_over_balance(results, lambda run: max(words_per_expert(run)))
+    axes.set(xlabel="tokens of the busiest expert / mean")
     axes.legend()
     return figure
 
@@ -174,9 +169,7 @@ def plot(results: Results) -> Figure:
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "routers", tuple(ROUTERS))
-    add_rates(parser)
-    options = parser.parse_intermixed_args(arguments)
-    require_no_rate(parser, options)
+    options = parse_with_rates(parser, arguments)
 
     configs = {
         (name, rate): read_config(
@@ -194,15 +187,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     if not results[PAPER]:
         print(f"nothing to report yet: no run of {PAPER} is finished")
         return results
-    facts = {
-        "corpus": config.data.corpus,
-        "steps": config.steps,
-        "tokens_per_batch": config.data.tokens_per_batch,
-        "num_experts": config.model.moe.num_experts,
-        "k": config.model.moe.experts_per_token,
-        "dev_nll": dev_nll,
-    }
-    page = as_markdown(results, facts, command_of("routers", options) + rates_of_command(options))
+    facts = facts_of(config) | {"dev_nll": dev_nll}
+    page = as_markdown(results, facts, command_with_rates("routers", options))
     data = {**facts, "models": as_data(results), "claims": claims_data(claims(results))}
     write_report(options.output, "routers", page, data, plot(results))
     return results

@@ -13,7 +13,7 @@ from moe_ext.lab.training.config import AnyConfig
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table
-from moe_ext.lab.training.study import Results, has_diverged, run_folder, run_study
+from moe_ext.lab.training.study import Results, command_of, has_diverged, run_folder, run_study
 from moe_ext.lab.training.text import Text
 
 RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
@@ -21,8 +21,17 @@ RATES = [4e-3, 8e-3, 1.6e-2]  # peak learning rates to try
 Model: TypeAlias = tuple[str, float]  # a name and the peak learning rate
 
 
-def add_rates(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --rates to the parser of `moe_ext.lab.training.study.study_parser`."""
+def parse_with_rates(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parses the arguments of a study with the further option --rates.
+
+    Ends the script with an error if an override sets the learning rate.
+
+    Args:
+        parser: the parser of `moe_ext.lab.training.study.study_parser`.
+        arguments: the arguments of the script; None: those of the process.
+    """
     parser.add_argument(
         "--rates",
         type=float,
@@ -31,17 +40,16 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
         default=RATES,
         help="peak learning rates to try",
     )
-
-
-def require_no_rate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the script with an error if the overrides of the options set the learning rate."""
+    options = parser.parse_intermixed_args(arguments)
     if any(change.startswith("optimizer.learning_rate=") for change in options.overrides):
         parser.error("optimizer.learning_rate must be omitted; give --rates instead")
+    return options
 
 
-def rates_of_command(options: argparse.Namespace) -> str:
-    """Formats the option --rates as the end of a command; "" if it has its default."""
-    return "" if options.rates == RATES else f" --rates {' '.join(map(str, options.rates))}"
+def command_with_rates(name: str, options: argparse.Namespace) -> str:
+    """Formats the command of a study as `moe_ext.lab.training.study.command_of`, with --rates."""
+    rates = "" if options.rates == RATES else f" --rates {' '.join(map(str, options.rates))}"
+    return command_of(name, options) + rates
 
 
 def rates_table(dev_nll: Mapping[str, Mapping[float, float]]) -> str:
@@ -64,7 +72,7 @@ def runs_at_best_rates(
 
     Args:
         configs: the configuration of each model at each of `RATES`.
-        options: the arguments of the study, with those of `add_rates`.
+        options: the arguments of the study, from `parse_with_rates`.
         text: the encoded corpus.
         shares: see `moe_ext.lab.training.study.run_study`.
 
