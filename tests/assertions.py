@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_ext import ops
+
 
 def assert_same_bits(actual, expected):
     """Asserts bitwise equality. NaN equals itself; -0 differs from 0."""
@@ -60,6 +62,39 @@ def assert_as_accurate(actual, plain, exact):
 def tensors_of(aux):
     """Returns the tensors of a `MoEAux`, without those that the gate does not set."""
     return [leaf for leaf in tree_leaves(aux) if isinstance(leaf, torch.Tensor)]
+
+
+def dense(routing, num_experts, values=None):
+    """Returns the values of the slots as a matrix [T, E], 0 for experts that are not chosen.
+
+    routing: a `Routing` or a `MoEAux`. values: one for each slot; None: the gates.
+    """
+    values = routing.gates if values is None else values
+    token = ops.token_index(routing.expert_index, routing.token_offsets)
+    offsets = routing.token_offsets
+    num_tokens = len(routing.gates) if offsets is None else len(offsets) - 1
+    matrix = values.new_zeros(num_tokens, num_experts)
+    return matrix.index_put((token, routing.expert_index.flatten()), values.flatten())
+
+
+def run_layer(layer, x, mask=None, expert_index=None):
+    """Returns y, aux and all gradients, with the same noise in every call."""
+    torch.manual_seed(1)
+    leaf = x.detach().clone().requires_grad_()
+    y, aux = layer(leaf, mask, expert_index=expert_index)
+    layer.zero_grad()
+    (y.square().sum() + aux.loss).backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+    return y.detach(), aux, [leaf.grad, *grads]
+
+
+def assert_equal_runs(run_1, run_2, compare=assert_same_bits):
+    """Compares y, aux and all gradients."""
+    compare(run_1[0], run_2[0])
+    for a, b in zip(tensors_of(run_1[1]), tensors_of(run_2[1]), strict=True):
+        compare(a.detach(), b.detach())
+    for a, b in zip(run_1[2], run_2[2], strict=True):
+        compare(a, b)
 
 
 def gradients(outputs, inputs, cotangents, **options):

@@ -9,6 +9,7 @@ from assertions import (
     assert_exact,
     assert_same_bits,
     assert_same_products,
+    dense,
     gradients,
 )
 from operators import tie_break
@@ -68,14 +69,6 @@ def move_thresholds(gate, by=0.02):
             if "threshold" in name:
                 shift = torch.randn(parameter.shape, dtype=parameter.dtype)  # on any device
                 parameter.add_(by * shift.to(parameter.device))
-
-
-def dense(gating, num_experts):
-    """Returns gates [T, E]; 0 for experts that are not selected."""
-    num = gating.token_offsets.diff()
-    token = torch.repeat_interleave(num)
-    gates = gating.gates.new_zeros(len(num), num_experts)
-    return gates.index_put((token, gating.expert_index), gating.gates)
 
 
 def total(y, aux):

@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits, dense
 
 from moe_ext import ExpertChoiceGate, MoE
 
@@ -17,12 +17,6 @@ def make_layer(k=2, device="cpu", **options):
     torch.nn.init.normal_(gate.w_gate)
     options = {"hidden_sizes": [7], "w_load": 0} | options
     return MoE(D, E, k, gate=gate, **options).double().to(device)
-
-
-def dense(aux, num_tokens):
-    token = torch.repeat_interleave(aux.token_offsets.diff())
-    gates = aux.gates.new_zeros(num_tokens, E)
-    return gates.index_put((token, aux.expert_index), aux.gates)
 
 
 @CHOICE
@@ -42,7 +36,7 @@ def test_equals_reference(device, T, k, training):
         for i in range(E):
             if G_X[t, i] != 0:
                 expected[t] = expected[t] + G_X[t, i] * ref.E_i(X[t], [w1[i], w2[i]])
-    assert_exact(dense(aux, T).detach(), G_X.detach())
+    assert_exact(dense(aux, E).detach(), G_X.detach())
     assert_exact(aux.importance.detach(), ref.Importance(G_X).detach())
     m = ref.rows_per_expert(k, T, E)
     assert aux.tokens_per_expert.tolist() == aux.load.tolist() == [m] * E

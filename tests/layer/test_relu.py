@@ -5,7 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits
+from assertions import assert_exact, assert_same_bits, dense
 
 from moe_ext import MoE, ReLUGate, SwitchLoss, update_gates
 
@@ -31,12 +31,6 @@ def make_x(T, device="cpu"):
     return torch.randn(T, D, dtype=torch.float64, device=device)
 
 
-def dense(aux, num_tokens):
-    token = torch.repeat_interleave(aux.token_offsets.diff())
-    gates = aux.gates.new_zeros(num_tokens, E)
-    return gates.index_put((token, aux.expert_index), aux.gates)
-
-
 @RELU
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("k", [1, 2, E])
@@ -56,7 +50,7 @@ def test_equals_reference(device, T, k, training):
                 expected[t] = expected[t] + R_X[t, i] * ref.E_i(X[t], [w1[i], w2[i]])
     loss = LAMBDA * ref.L_reg_lb(R_X, k)
     assert_exact(y.detach(), expected.detach())
-    assert_exact(dense(aux, T).detach(), R_X.detach())
+    assert_exact(dense(aux, E).detach(), R_X.detach())
     assert_exact(aux.importance.detach(), ref.Importance(R_X).detach())
     assert_exact(aux.loss.detach(), loss.detach())
     positive = R_X > 0

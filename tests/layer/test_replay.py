@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits, tensors_of
+from assertions import assert_exact, assert_same_bits, run_layer, tensors_of
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import (
@@ -35,17 +35,6 @@ def make_layer(gate, device="cpu", dtype=torch.float64, k=K, **options):
     return layer.to(device, dtype)
 
 
-def run(layer, x, mask=None, expert_index=None):
-    """Returns y, aux and all gradients, with the same noise in every call."""
-    torch.manual_seed(1)
-    leaf = x.detach().clone().requires_grad_()
-    y, aux = layer(leaf, mask, expert_index=expert_index)
-    layer.zero_grad()
-    (y.square().sum() + aux.loss).backward()
-    grads = [p.grad for p in layer.parameters() if p.grad is not None]
-    return y, aux, [leaf.grad, *grads]
-
-
 def random_index(*shape, k=K):
     """Returns k random experts for each token, in random order."""
     return torch.rand(*shape, E).argsort(-1)[..., :k].contiguous()
@@ -60,8 +49,8 @@ def test_replay_of_itself_is_bitwise_identical(device, gate, k, masked, training
     layer = make_layer(gate, device, dtype, k, w_load=0.1).train(training)
     x = torch.randn(3, 8, D, device=device, dtype=dtype)
     mask = torch.rand(3, 8, device=device) < 0.7 if masked else None
-    y, aux, gradients = run(layer, x, mask)
-    z, replayed, found = run(layer, x, mask, aux.expert_index)
+    y, aux, gradients = run_layer(layer, x, mask)
+    z, replayed, found = run_layer(layer, x, mask, aux.expert_index)
     assert_same_bits(z, y)
     for a, b in zip(tensors_of(replayed), tensors_of(aux), strict=True):
         assert_same_bits(a, b)
@@ -88,8 +77,8 @@ OPTIONS = [
 def test_replay_with_options_is_bitwise_identical(device, options, dtype):
     layer = make_layer(partial(TopKGate, **options), device, dtype)
     x = torch.randn(40, D, device=device, dtype=dtype)
-    y, aux, gradients = run(layer, x)
-    z, replayed, found = run(layer, x, expert_index=aux.expert_index)
+    y, aux, gradients = run_layer(layer, x)
+    z, replayed, found = run_layer(layer, x, expert_index=aux.expert_index)
     again, before = [z, *tensors_of(replayed), *found], [y, *tensors_of(aux), *gradients]
     for a, b in zip(again, before, strict=True):
         assert_same_bits(a, b)
@@ -126,8 +115,8 @@ def test_load_is_that_of_the_gate(device):
     """The load of a noisy gate in training does not depend on the given experts."""
     layer = make_layer(NoisyTopKGate, device)
     x = torch.randn(9, D, dtype=torch.float64, device=device)
-    _, aux, _ = run(layer, x)
-    _, replayed, _ = run(layer, x, expert_index=random_index(9).to(device))
+    _, aux, _ = run_layer(layer, x)
+    _, replayed, _ = run_layer(layer, x, expert_index=random_index(9).to(device))
     assert_same_bits(replayed.load, aux.load)
     assert not torch.equal(replayed.importance, aux.importance)
 
@@ -161,14 +150,14 @@ def test_replay_with_recomputation():
     plain = make_layer(NoisyTopKGate)
     other = make_layer(NoisyTopKGate, recompute=True)
     other.load_state_dict(plain.state_dict())
-    expected = run(plain, x, expert_index=index)
+    expected = run_layer(plain, x, expert_index=index)
 
     def recomputed(x, mask, expert_index):
         return checkpoint(plain, x, mask, expert_index=expert_index, use_reentrant=False)
 
     recomputed.zero_grad, recomputed.parameters = plain.zero_grad, plain.parameters
     for layer in (other, recomputed):
-        y, aux, gradients = run(layer, x, expert_index=index)
+        y, aux, gradients = run_layer(layer, x, expert_index=index)
         assert_same_bits(y, expected[0])
         assert_same_bits(aux.loss, expected[1].loss)
         for a, b in zip(gradients, expected[2], strict=True):
@@ -187,7 +176,7 @@ def test_replay_compiles(masked, real_only, gate):
         mask = torch.rand(shape) < 0.6 if masked else None
         if real_only:
             index = index.flatten(0, 1) if mask is None else index[mask]
-        expected, actual = (run(f, x, mask, index) for f in (layer, compiled))
+        expected, actual = (run_layer(f, x, mask, index) for f in (layer, compiled))
         assert_exact(actual[0].detach(), expected[0].detach())
         assert_exact(actual[1].loss.detach(), expected[1].loss.detach())
         for a, b in zip(actual[2], expected[2], strict=True):

@@ -3,7 +3,13 @@
 import pytest
 import reference as ref
 import torch
-from assertions import assert_exact, assert_same_bits, recorded_ops, tensors_of
+from assertions import (
+    assert_equal_runs,
+    assert_exact,
+    assert_same_bits,
+    recorded_ops,
+    run_layer,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,26 +43,6 @@ def make_layer(device="cpu", dtype=torch.float64, *, gate=TopKGate, k=K, n=2, m=
     layer = MoE(D, E, k, gate=gate(*sizes), **number, **options)
     nn.init.normal_(layer.gate.w_gate)
     return layer.to(device, dtype)
-
-
-def run(layer, x, mask=None, expert_index=None):
-    """Returns y, aux and all gradients, with the same noise in every call."""
-    torch.manual_seed(1)
-    leaf = x.detach().clone().requires_grad_()
-    y, aux = layer(leaf, mask, expert_index=expert_index)
-    layer.zero_grad()
-    (y.square().sum() + aux.loss).backward()
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
-    return y.detach(), aux, [leaf.grad, *grads]
-
-
-def assert_equal_runs(run_1, run_2, compare=assert_same_bits):
-    """Compares y, aux and all gradients."""
-    compare(run_1[0], run_2[0])
-    for a, b in zip(tensors_of(run_1[1]), tensors_of(run_2[1]), strict=True):
-        compare(a.detach(), b.detach())
-    for a, b in zip(run_1[2], run_2[2], strict=True):
-        compare(a, b)
 
 
 @ZERO
@@ -116,7 +102,7 @@ def test_equals_modules(device, gate, k, masked, training):
         layer.train()(x)  # sets the thresholds
         layer.train(training)
     mask = torch.rand(3, 8, device=device) < 0.7 if masked else None
-    found, expected = run(layer, x, mask), run(other, x, mask)
+    found, expected = run_layer(layer, x, mask), run_layer(other, x, mask)
     assert_equal_runs(found, expected, assert_exact)
     aux = found[1]
     for name in ("loss", "importance", "load", "gates", "expert_index", "tokens_per_expert"):
@@ -148,7 +134,7 @@ def test_all_tokens_may_choose_them():
     layer = make_layer(k=1, n=1, m=1, losses=(), w_importance=0)
     x = torch.randn(4, D, dtype=torch.float64)
     index = torch.tensor([[E], [E + 1], [E], [E + 1]])
-    y, aux, gradients = run(layer, x, expert_index=index)
+    y, aux, gradients = run_layer(layer, x, expert_index=index)
     assert_same_bits(y[::2], x[::2])
     assert y[1::2].count_nonzero() == 0
     assert aux.tokens_per_expert.tolist() == [0] * E + [2, 2]
@@ -161,12 +147,12 @@ def test_all_tokens_may_choose_them():
 def test_replay(gate):
     layer = make_layer(gate=gate)
     x = torch.randn(3, 5, D, dtype=torch.float64)
-    first = run(layer, x)
-    second = run(layer, x, expert_index=first[1].expert_index)
+    first = run_layer(layer, x)
+    second = run_layer(layer, x, expert_index=first[1].expert_index)
     compare = assert_exact if gate is NoisyTopKGate else assert_same_bits
     assert_equal_runs(second, first, compare)
     index = torch.rand(3, 5, E + 3).argsort(-1)[..., :K]
-    _, aux, _ = run(layer, x, expert_index=index)
+    _, aux, _ = run_layer(layer, x, expert_index=index)
     wanted = index.flatten().bincount(minlength=E + 3)
     assert torch.equal(aux.tokens_per_expert, wanted)
 
@@ -186,14 +172,14 @@ def test_recomputation_is_bitwise_identical(device):
     plain, other = make_layer(device), make_layer(device, recompute=True)
     other.load_state_dict(plain.state_dict())
     x = torch.randn(9, D, dtype=torch.float64, device=device)
-    expected = run(plain, x)
-    assert_equal_runs(run(other, x), expected)
+    expected = run_layer(plain, x)
+    assert_equal_runs(run_layer(other, x), expected)
 
     def recomputed(x, mask, expert_index):
         return checkpoint(plain, x, mask, expert_index=expert_index, use_reentrant=False)
 
     recomputed.zero_grad, recomputed.parameters = plain.zero_grad, plain.parameters
-    assert_equal_runs(run(recomputed, x), expected)
+    assert_equal_runs(run_layer(recomputed, x), expected)
 
 
 @ZERO
@@ -237,7 +223,7 @@ def test_compiles(masked, gate):
     for shape in ((3, 7), (4, 5)):
         x = torch.randn(*shape, D, dtype=torch.float64)
         mask = torch.rand(shape) < 0.6 if masked else None
-        assert_equal_runs(run(compiled, x, mask), run(layer, x, mask), assert_exact)
+        assert_equal_runs(run_layer(compiled, x, mask), run_layer(layer, x, mask), assert_exact)
 
 
 def test_export_leaves_the_batch_free():
