@@ -446,15 +446,10 @@ def test_thousands_of_experts(browser, tmp_path):
     expert = known["experts"][2_345]
     word = known["words"][expert["words"][0][0]]
     browser.execute_script(
-        "performance.mark('start'); const box = find('#query'); box.value = arguments[0];"
-        "box.dispatchEvent(new Event('input')); document.body.offsetHeight;"
-        "performance.measure('search', 'start')",
+        "const box = find('#query'); box.value = arguments[0];"
+        "box.dispatchEvent(new Event('input'))",
         f'"{word}"',
     )
     found = expert_numbers(browser)
     assert 2_345 in found and len(found) < 100
-    (took,) = browser.execute_script(
-        "return performance.getEntriesByName('search').map((entry) => entry.duration)"
-    )
-    assert took < 1_000  # milliseconds; about 30 on an idle processor
     assert console(browser) == []

@@ -169,20 +169,26 @@ def test_a_large_output_is_a_tensor_as_any_other(problem, expected):
     assert_same_bits(y[T:], expected[0])
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_experts_gradients_take_no_more_for_more_rows(dtype):
-    """All blocks of rows of an expert add to one gradient."""
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_recomputation_keeps_the_rows_of_one_expert(dtype, num_experts):
+    """Of an expert with several blocks of rows, backward keeps the inputs and gradients of layers.
+
+    With one thread, it keeps them for one expert at a time.
+    """
 
     def backward_mib(num_rows):
         x = torch.zeros(num_rows, D, dtype=dtype, requires_grad=True)
-        weights = [torch.zeros(1, D, D, dtype=dtype, requires_grad=True) for _ in range(2)]
+        weights = [torch.zeros(num_experts, D, D, dtype=dtype, requires_grad=True) for _ in "ab"]
         y = ops.experts(x, weights, recompute=True)
         return peak_allocated_mib(lambda: torch.autograd.grad(y, [x, *weights], x.detach()))
 
-    num_rows = 640 * 10
+    num_rows = 640 * 12
     more = backward_mib(2 * num_rows) - backward_mib(num_rows)
-    of_rows = num_rows * D * dtype.itemsize / MIB  # the gradient of x
-    assert more == pytest.approx(of_rows, rel=0.1)
+    grad_x = num_rows * D * dtype.itemsize
+    of_layer = num_rows // num_experts * D * (dtype.itemsize + 4)  # gradients are float32
+    assert more == pytest.approx((grad_x + 2 * of_layer) / MIB, rel=0.1)
 
 
 def test_nothing_is_kept_that_nobody_differentiates():

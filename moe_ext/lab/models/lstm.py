@@ -27,6 +27,10 @@ class LSTMState(NamedTuple):
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 class LSTM(nn.Module):
     """Runs a unidirectional LSTM over whole sentences; every sentence starts from a zero state.
 
@@ -81,6 +85,10 @@ class LSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the output m [B, S, D] for x [B, S, d_input]; m is undefined at padding."""
+        if x.device.type == "cpu" and torch.is_autocast_enabled("cpu") and not _has_avx512():
+            # oneDNN then has no bfloat16 LSTM, and torch's autocast calls it all the same.
+            with torch.autocast("cpu", enabled=False):
+                return self.forward(x.to(self.recurrent_weight.dtype))
         if self.projection is None:
             return self.lstm(x)[0]
         # r is the output before P. As W m_{t-1} = (W P) r_{t-1}, an LSTM with recurrent weight W P
