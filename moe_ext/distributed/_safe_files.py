@@ -52,6 +52,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         **pickle._Unpickler.dispatch,
         pickle.BUILD[0]: _load_build,  # type: ignore[dict-item]
     }
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates as many bytes as the file asks for
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from datetime import timedelta
 from fractions import Fraction
 
@@ -584,6 +585,21 @@ def test_metadata_must_not_change_a_class(tmp_path):
     with pytest.raises(CheckpointError, match="must not change a class"):
         checkpoints.load(model)
     assert not hasattr(Metadata, "a")
+
+
+def test_metadata_cannot_ask_for_memory(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model := nn.Linear(2, 2))
+    folder, size = tmp_path / "step-00000001", (2**28).to_bytes(8, "little")
+    (folder / ".metadata").write_bytes(pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + size + b".")
+    signed(folder)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="must hold the metadata of a checkpoint"):
+            checkpoints.load(model)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("outside", ["../../other", "{folder}/other", "..", "a/../../../other"])
