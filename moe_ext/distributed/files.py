@@ -66,13 +66,10 @@ def read_file(path: Path, limit: int) -> bytes:
         ValueError: the path is not a regular file, or the file is larger.
     """
     size = require_regular(path)
-    if size <= limit:
-        with path.open("rb") as file:
-            content = file.read(limit + 1)
-        size = len(content)
     if size > limit:
         raise ValueError(f"{path} must have at most {limit:,} bytes, got {size:,}")
-    return content
+    with path.open("rb") as file:
+        return file.read(size)
 
 
 def write_text(path: Path, text: str) -> None:
