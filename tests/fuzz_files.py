@@ -14,6 +14,7 @@ loader failed.
 """
 
 import argparse
+import faulthandler
 import fcntl
 import gzip
 import json
@@ -673,6 +674,7 @@ def _fork(function: Callable[[int], None]) -> tuple[int, int]:
         sys.stdout = os.fdopen(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
         torch.set_num_threads(1)
+        faulthandler.disable()  # pytest's would write to the terminal
         function(here)
         status = 0
     except BaseException:
