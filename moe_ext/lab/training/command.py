@@ -50,9 +50,9 @@ def exit_status(main: Callable[[], object]) -> int:
 
 def _print_error(text: str) -> None:
     """Prints an error message in one line; the text may contain parts of a corrupted file."""
-    if len(text) > _LONGEST_ERROR:
-        text = f"{text[: _LONGEST_ERROR // 2]} ... {text[-_LONGEST_ERROR // 2 :]}"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > _LONGEST_ERROR:
+        shown = f"{shown[: _LONGEST_ERROR // 2]} ... {shown[-_LONGEST_ERROR // 2 :]}"
     print(f"error: {shown}", file=sys.stderr)
 
 
