@@ -16,10 +16,11 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from moe_ext.distributed.files import sync_folder, write_text
+from moe_ext.distributed.files import read_file, require_regular, sync_folder, write_text
 
-STEP = re.compile(r"step-(\d+)(\.old)?")
+STEP = re.compile(r"step-(\d{1,18})(\.old)?")
 SUMS = "SHA256SUMS"
+_MAX_LATEST, _MAX_SUMS = 1_000, 2**26  # bytes; a checksum with its name has about 80
 
 
 class CheckpointFolder:
@@ -42,13 +43,19 @@ class CheckpointFolder:
         self.keep = keep
 
     def checkpoints(self) -> dict[int, Path]:
-        """Returns the folder of each checkpoint by step, in ascending order."""
+        """Returns the folder of each checkpoint by step, in ascending order.
+
+        Raises:
+            OSError: the file `latest` cannot be read.
+            ValueError: `latest` is not a regular file, or too large.
+        """
         # In reverse order, step-N comes after step-N.old and replaces it in `found`.
         paths = sorted(self.path.glob("step-*"), reverse=True)
         found = {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name))}
         latest = self.path / "latest"
-        name = latest.read_text(errors="replace").strip() if latest.exists() else ""
-        match = STEP.fullmatch(name)
+        there = latest.exists() or latest.is_symlink()
+        name = read_file(latest, _MAX_LATEST).decode(errors="replace") if there else ""
+        match = STEP.fullmatch(name.strip())
         last = int(match[1]) if match else math.inf
         return {step: found[step] for step in sorted(found) if step <= last}
 
@@ -108,10 +115,11 @@ def verify(folder: Path, share: int, shares: int) -> None:
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: a file is corrupted.
+        ValueError: a file is corrupted, is not a regular file, or lies outside of the folder.
     """
     # A corrupted byte may be invalid UTF-8. The sum or the name that contains it is then wrong too.
-    lines = (folder / SUMS).read_text(errors="replace").removesuffix("\n").split("\n")
+    content = read_file(folder / SUMS, _MAX_SUMS).decode(errors="replace")
+    lines = content.removesuffix("\n").split("\n")
     written = {".metadata", *(p.name for p in folder.iterdir() if p.suffix in (".distcp", ".pt"))}
     missing = written - {line.partition("  ")[2] for line in lines}
     if missing:
@@ -120,6 +128,9 @@ def verify(folder: Path, share: int, shares: int) -> None:
         )
     for line in lines[share::shares]:
         expected, _, name = line.partition("  ")
+        if Path(name).parts != (name,) or name == "..":
+            raise ValueError(f"{folder / SUMS} is corrupted: it must name files, got {name!r:.100}")
+        require_regular(folder / name, follow=False)  # a link may lead out of the folder
         if _sum(folder / name) != expected:
             raise ValueError(f"{folder / name} is corrupted: its checksum differs from {SUMS}")
 

@@ -3,6 +3,7 @@
 The planners of torch support only evenly sized shards.
 """
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -88,6 +95,9 @@ class LoadPlanner(DefaultLoadPlanner):
             if whole and found[name] < value.numel():
                 raise ValueError(f"the checkpoint does not have all elements of the tensor {name}")
         return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         block = self._blocks.get(index.fqn)

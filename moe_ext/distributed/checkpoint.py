@@ -5,7 +5,6 @@ of an expert tensor [E, …]. Each rank reads the block that it needs, even if s
 """
 
 import atexit
-import io
 import shutil
 import warnings
 from collections import ChainMap
@@ -24,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from moe_ext._former_names import current_names
 from moe_ext.checks import require_sizes
 from moe_ext.distributed._checkpoint_folder import CheckpointFolder, sums_of, verify
 from moe_ext.distributed._planners import LoadPlanner, SavePlanner
+from moe_ext.distributed._safe_files import pickled, read_metadata, unpickled, why
 from moe_ext.distributed._state import (
     Key,
     Part,
@@ -117,8 +117,15 @@ class Checkpoints:
         self._under_way: Future[None] | None = None
 
     def steps(self) -> list[int]:
-        """Returns the steps of the checkpoints in ascending order."""
-        return list(self._folder.checkpoints())
+        """Returns the steps of the checkpoints in ascending order.
+
+        Raises:
+            CheckpointError: the file `latest` of the folder cannot be read.
+        """
+        try:
+            return list(self._folder.checkpoints())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(_reason(error)) from error
 
     def save(
         self,
@@ -134,13 +141,14 @@ class Checkpoints:
             step: the number of the checkpoint.
             model: the model, with or without the wrapper of `parallelize`.
             optimizers: the optimizers of the model's parameters.
-            state: any object that can be pickled. Only the state of rank 0 is saved.
-            rank_state: any object that can be pickled. The rank_state of every rank is saved.
+            state: tensors, numbers, texts, and lists, tuples and dicts of these. Only the state of
+                rank 0 is saved. ``torch.serialization.add_safe_globals`` allows other classes.
+            rank_state: an object like state. The rank_state of every rank is saved.
 
         Raises:
             ValueError: step is not a whole number of at least 0.
-            CheckpointError: a rank failed in this save or in the preceding `async_save`. Existing
-                checkpoints do not change.
+            CheckpointError: a rank failed in this save or in the preceding `async_save`, or state
+                contains another class. Existing checkpoints do not change.
         """
         self.wait()
         parts, files = self._collect(step, model, optimizers, state, rank_state)
@@ -193,8 +201,7 @@ class Checkpoints:
     ) -> Loaded:
         """Loads a checkpoint, which any number of ranks may have written.
 
-        Loading unpickles `state` and `rank_state`, which can execute code. Load only checkpoints
-        that you trust.
+        Loading never runs code from the checkpoint, and reads only files in its folder.
 
         Args:
             model: the model, with or without the wrapper of `parallelize`. None: load only state
@@ -249,9 +256,10 @@ class Checkpoints:
             files = {}
             if self._ranks.rank == 0:
                 options = optimizer_options(optimizers)
-                files["state.pt"] = _pickled((state, options, str(torch.__version__)))
+                version = str(torch.__version__)
+                files["state.pt"] = pickled("state", (state, options, version))
             if rank_state is not None:
-                files[f"rank-{self._ranks.rank}.pt"] = _pickled(rank_state)
+                files[f"rank-{self._ranks.rank}.pt"] = pickled("rank_state", rank_state)
             return parts, files
 
         return _together(self._ranks, self._saving(step), collect)
@@ -321,18 +329,20 @@ class Checkpoints:
 
         parts are this rank's tensors of the model, shapes the full shapes by name.
         """
-        state, options, version = _unpickled(path / "state.pt")
+        state, options, version = _common_state(path / "state.pt")
         own = path / f"rank-{self._ranks.rank}.pt"
-        states = state, _unpickled(own) if own.exists() else None
+        states = state, unpickled(own) if own.exists() else None
         if model is None:
             return states
         reader = _Reader(path, shapes)
         try:
             metadata = reader.read_metadata()
         except Exception as error:
+            if version == torch.__version__:
+                raise
             raise CheckpointError(
-                f"torch {torch.__version__} cannot read a checkpoint written by torch {version}; "
-                f"use torch {version}"
+                f"torch {torch.__version__} cannot read a checkpoint written by torch {version}: "
+                f"{_reason(error)}; use torch {version}"
             ) from error
         saved = {
             metadata.planner_data[name]: entry
@@ -347,8 +357,13 @@ class Checkpoints:
         require_same_optimizers("the saved optimizers", options, optimizers)
         parts = parts | new_optimizer_parts(model, optimizers, saved)
         values = flat(parts)
-        with _errors_of(rank=0):
-            dcp.load(values, storage_reader=reader, planner=LoadPlanner(parts), no_dist=True)
+        try:
+            with _errors_of(rank=0):
+                dcp.load(values, storage_reader=reader, planner=LoadPlanner(parts), no_dist=True)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # a corrupted file raises almost any error
+            raise ValueError(f"the tensors in {path} cannot be read: {why(error)}") from error
         load_optimizers(model, optimizers, {key: values[".".join(key)] for key in parts}, options)
         return states
 
@@ -361,7 +376,8 @@ class _Reader(dcp.FileSystemReader):
         self._wanted = list(wanted)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = super().read_metadata(*args, **kwargs)
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         keys: dict[str, Key] = metadata.planner_data
         current = current_names({key[1] for key in keys.values()}, self._wanted)
         if not current:
@@ -395,9 +411,7 @@ def _together(ranks: Ranks, doing: str, function: Callable[[], T]) -> T:
     try:
         result = function()
     except Exception as error:
-        known = isinstance(error, CheckpointError | ValueError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        cause = error
+        reason, cause = _reason(error), error
     failed: dict[str, list[str]] = {}  # reason -> ranks
     for rank, text in enumerate(ranks.gather_objects(reason)):
         if text is not None:
@@ -447,11 +461,21 @@ def _errors_of(rank: int) -> Iterator[None]:
                 raise failed.failures[rank][0] from None
 
 
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+def _common_state(path: Path) -> tuple[Any, list[tuple[str, list[dict[str, Any]]]], str]:
+    """Reads the state, the options of the optimizers and the version of torch."""
+    content = unpickled(path)
+    match content:
+        case (_, list(options), str()) if all(
+            isinstance(kind, str) and all(isinstance(group, dict) for group in groups)
+            for kind, groups in options
+        ):
+            return content
+    raise ValueError(f"{path} must hold a state, the options of optimizers and a version of torch")
 
 
-def _unpickled(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
+def _reason(error: Exception) -> str:
+    """Returns an error as text; with the name of its class, if the text alone is not clear."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    known = isinstance(error, CheckpointError | ValueError)
+    return str(error) if known else f"{type(error).__name__}: {error}"

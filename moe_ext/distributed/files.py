@@ -1,13 +1,14 @@
-"""Atomic writes of files."""
+"""Atomic writes of files, and bounded reads."""
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["atomic_file", "sync_folder", "write_text"]
+__all__ = ["atomic_file", "read_file", "require_regular", "sync_folder", "write_text"]
 
 
 @contextmanager
@@ -36,6 +37,39 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)  # makes the rename durable
+
+
+def require_regular(path: Path, *, follow: bool = True) -> int:
+    """Requires that a path is a regular file, not a folder, a pipe or a device; returns its size.
+
+    Args:
+        path: the path.
+        follow: whether a symbolic link to a regular file is one too.
+
+    Raises:
+        OSError: the path does not exist or is not accessible.
+        ValueError: the path is not a regular file.
+    """
+    status = path.stat() if follow else path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFLNK: "a link"}
+        found = kinds.get(stat.S_IFMT(status.st_mode), "a device or socket")
+        raise ValueError(f"{path} must be a regular file, got {found}")
+    return status.st_size
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Reads a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the path is not a regular file, or the file is larger.
+    """
+    size = require_regular(path)
+    if size > limit:
+        raise ValueError(f"{path} must have at most {limit:,} bytes, got {size:,}")
+    with path.open("rb") as file:
+        return file.read(size)
 
 
 def write_text(path: Path, text: str) -> None:

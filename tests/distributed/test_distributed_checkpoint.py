@@ -1,10 +1,13 @@
 """Checkpoints of sharded experts: any number of ranks reads what any other number wrote."""
 
 import contextlib
+import dataclasses
+import io
 import itertools
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import re
 import resource
@@ -13,15 +16,17 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from datetime import timedelta
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext.distributed.checkpoint
@@ -34,6 +39,8 @@ from moe_ext.distributed import (
     load_full_state_dict,
     parallelize,
 )
+from moe_ext.distributed._checkpoint_folder import sums_of
+from moe_ext.distributed._safe_files import read_metadata
 from moe_ext.optim import FactoredAdam, split_parameters
 
 D = 4
@@ -482,16 +489,169 @@ def test_what_does_not_fit_is_named(tmp_path):
 def test_a_newer_torch_is_named(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, model, (), "state")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "99.0")
+        checkpoints.save(1, model, (), "state")
 
-    def read_metadata(reader):
+    def read_metadata(folder):
         raise ValueError("too many values to unpack")
 
-    monkeypatch.setattr(FileSystemReader, "read_metadata", read_metadata)
-    message = f"torch .* cannot read a checkpoint written by torch {re.escape(torch.__version__)}"
+    monkeypatch.setattr(moe_ext.distributed.checkpoint, "read_metadata", read_metadata)
+    message = "torch .* cannot read a checkpoint written by torch 99.0: too .*; use torch 99.0"
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(model)
     assert checkpoints.load().state == "state"
+
+
+class Runs:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def signed(folder):
+    """Makes the checksums of a checkpoint valid again, as an attacker would."""
+    names = [path.name for path in folder.iterdir() if path.name != "SHA256SUMS"]
+    sums = sums_of(folder, names)
+    (folder / "SHA256SUMS").write_text("".join(f"{sums[name]}  {name}\n" for name in names))
+
+
+def bytes_of_a_tensor(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.pt", "rank-0.pt", "__0_0.distcp"])
+def test_no_file_of_a_checkpoint_runs_code(tmp_path, name):
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path / "there")
+    checkpoints.save(1, model, (), {"tokens": 1}, {"rank": 0})
+    folder, ran = tmp_path / "there" / "step-00000001", tmp_path / "ran"
+    if name == ".metadata":
+        content = pickle.dumps(Runs(ran))
+    elif name == "__0_0.distcp":
+        metadata = read_metadata(folder)
+        places = metadata.storage_data
+        content = bytes_of_a_tensor(Runs(ran))
+        for index, place in places.items():
+            places[index] = dataclasses.replace(place, offset=0, length=len(content))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        content = bytes_of_a_tensor(Runs(ran))
+    (folder / name).write_bytes(content)
+    signed(folder)
+    with pytest.raises(CheckpointError, match="mkdir"):
+        checkpoints.load(model)
+    assert not ran.exists()
+
+
+def test_bytes_of_an_optimizer_state_run_no_code(tmp_path):
+    """A value that is no tensor, such as a step count of a Python number."""
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpoints(tmp_path / "there")
+    checkpoints.save(1, model, [optimizer])
+    folder, ran = tmp_path / "there" / "step-00000001", tmp_path / "ran"
+    metadata = read_metadata(folder)
+    index = next(i for i in metadata.storage_data if i.fqn.endswith(".step"))
+    content = bytes_of_a_tensor(Runs(ran))
+    place = metadata.storage_data[index]
+    begin = (folder / place.relative_path).stat().st_size
+    with (folder / place.relative_path).open("ab") as file:
+        file.write(content)
+    new = dataclasses.replace(place, offset=begin, length=len(content))
+    metadata.storage_data[index] = new
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    signed(folder)
+    with pytest.raises(CheckpointError, match="mkdir"):
+        checkpoints.load(model, [optimizer])
+    assert not ran.exists()
+
+
+def test_metadata_must_not_change_a_class(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model := nn.Linear(2, 2))
+    folder = tmp_path / "step-00000001"
+    change = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\x00\x00\x00aNsb."
+    (folder / ".metadata").write_bytes(change)
+    signed(folder)
+    with pytest.raises(CheckpointError, match="must not change a class"):
+        checkpoints.load(model)
+    assert not hasattr(Metadata, "a")
+
+
+def test_metadata_cannot_ask_for_memory(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model := nn.Linear(2, 2))
+    folder, size = tmp_path / "step-00000001", (2**28).to_bytes(8, "little")
+    (folder / ".metadata").write_bytes(pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + size + b".")
+    signed(folder)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="must hold the metadata of a checkpoint"):
+            checkpoints.load(model)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("outside", ["../../other", "{folder}/other", "..", "a/../../../other"])
+def test_no_path_leaves_the_folder(tmp_path, outside):
+    """Neither a path in the metadata nor a path in the checksums."""
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path / "there")
+    checkpoints.save(1, model)
+    folder, outside = tmp_path / "there" / "step-00000001", outside.format(folder=tmp_path)
+    shutil.copy(folder / "__0_0.distcp", tmp_path / "other")
+    sums = (folder / "SHA256SUMS").read_text()
+    (folder / "SHA256SUMS").write_text(f"{sums}{sums.partition(' ')[0]}  {outside}\n")
+    with pytest.raises(CheckpointError, match="SHA256SUMS is corrupted: it must name files"):
+        checkpoints.load(model)
+    metadata = read_metadata(folder)
+    places = metadata.storage_data
+    for index, place in places.items():
+        places[index] = dataclasses.replace(place, relative_path=outside)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    signed(folder)
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata must .*: it must name files of .*, got '"
+    ):
+        checkpoints.load(model)
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.pt", "__0_0.distcp"])
+def test_no_link_leaves_the_folder(tmp_path, name):
+    checkpoints = Checkpoints(tmp_path / "there")
+    checkpoints.save(1, model := nn.Linear(2, 2))
+    file = tmp_path / "there" / "step-00000001" / name
+    file.rename(tmp_path / "other")
+    file.symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=f"{name} must be a regular file, got a link"):
+        checkpoints.load(model)
+
+
+def test_a_state_of_another_class_is_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    message = "{} must hold tensors, numbers, texts and containers of these, got .*Fraction"
+    model = nn.Linear(2, 2)
+    for states in ((Fraction(1, 2), None), (None, [Fraction(1, 2)])):
+        name = "state" if states[0] else "rank_state"
+        for save in (checkpoints.save, checkpoints.async_save):
+            with pytest.raises(CheckpointError, match=message.format(name)):
+                save(1, model, (), *states)
+    assert checkpoints.steps() == []
+    with torch.serialization.safe_globals([Fraction]):
+        checkpoints.save(1, model, (), {"share": Fraction(1, 2)})
+        assert checkpoints.load().state == {"share": Fraction(1, 2)}
+    with pytest.raises(CheckpointError, match="state.pt cannot be read: it must hold .*Fraction"):
+        checkpoints.load()
 
 
 def test_which_checkpoints_there_are(tmp_path):

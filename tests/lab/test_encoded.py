@@ -289,10 +289,35 @@ def test_damaged_files_are_refused(text, tmp_path, vocabulary):
     with pytest.raises(CorpusError, match=message):
         encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
     (folder / "about.json").write_text("{}")
-    with pytest.raises(CorpusError, match="must .*got 'num_tokens'"):
+    with pytest.raises(CorpusError, match="num_tokens must be a whole number, got None"):
         EncodedSentences.open(folder)
     with pytest.raises(CorpusError, match="nowhere must"):
         EncodedSentences.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("stream.int32", 3, -1, r"ids in stream.int32 must be in \[0, \d+\), got -1 to \d+"),
+        ("stream.int32", 3, 1000, r"ids in stream.int32 must be in \[0, \d+\), got 0 to 1000"),
+        ("stream.int32", 0, 1, r"stream.int32 must hold the id \d+ \d+ times, got \d+"),
+        ("starts.int64", 0, 1, "starts.int64 must begin with 0 and end with"),
+        ("starts.int64", 2, 0, "starts.int64 must hold the places of the id"),
+        ("starts.int64", 2, 2**62, "starts.int64 must hold the places of the id"),
+        ("starts.int64", 1, 1, "starts.int64 must hold the places of the id"),
+    ],
+)
+def test_files_of_other_numbers_are_refused(
+    text, tmp_path, vocabulary, name, place, value, message
+):
+    train = load_corpus(text).train
+    encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
+    (folder,) = (tmp_path / "ids").glob("train-*")
+    dtype = torch.int32 if name == "stream.int32" else torch.int64
+    size = (folder / name).stat().st_size // dtype.itemsize
+    torch.from_file(str(folder / name), True, size, dtype=dtype)[place] = value
+    with pytest.raises(CorpusError, match=message):
+        encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
 
 
 # --- worker processes ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -155,6 +156,64 @@ def test_text_is_escaped(html):
     assert "://" not in template.replace("http://www.w3.org/2000/svg", "")
 
 
+class Elements(HTMLParser):
+    """Collects what a page consists of, without the text of its data."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.found = []
+        self._in_data = False
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, tuple(attributes)))
+        self._in_data = dict(attributes).get("id") == "data"
+
+    def handle_endtag(self, tag):
+        self.found.append(f"/{tag}")
+        self._in_data = False
+
+    def handle_data(self, data):
+        if not self._in_data:
+            self.found.append(data)
+
+    def handle_comment(self, data):
+        self.found.append(("comment", data))
+
+    def handle_decl(self, decl):
+        self.found.append(("decl", decl))
+
+
+def page_with(text, position):
+    """Makes a page that has a text in a position, and harmless text elsewhere."""
+    texts = dict.fromkeys(("title", "layer", "word", "pair"), "harmless") | {position: text}
+    vocabulary = Vocabulary(["<unk>", "</s>", "".join(texts["word"].split())])
+    routed = random_text(3, NUM_EXPERTS, K, num_sentences=4)
+    pair = torch.arange(len(routed.windows)) // 9 % 2
+    routed = replace(routed, pair=pair, pair_names=(texts["pair"], "en-de"))
+    page = ExpertPage(vocabulary, texts["title"])
+    for name in (texts["layer"], "second"):
+        page.add_layer(name, routed, expert_reports(routed, vocabulary))
+    return page.html()
+
+
+@pytest.mark.parametrize("position", ["title", "layer", "word", "pair"])
+@pytest.mark.parametrize("text", [*HOSTILE, TITLE, "`", "'", '"', "-->", "</SCRIPT >", "{{data}}"])
+def test_no_text_is_part_of_the_page(text, position):
+    html = page_with(text, position)
+    harmless = Elements(page_with("harmless", position)).found
+    assert Elements(html).found == harmless
+    assert ("comment", "<script>") not in harmless and len(harmless) > 50
+    shown = "".join(text.split()) if position == "word" else text
+    values = {"title": data_of(html)["title"], "layer": data_of(html)["name"]}
+    words, pairs = (
+        data_of(html)["words"],
+        [name for name, *_ in data_of(html)["experts"][0]["pairs"]],
+    )
+    assert shown in [*values.values(), *words, *pairs]
+
+
 def test_tokens_without_an_expert_are_shown(vocabulary):
     text = random_text(len(WORDS), NUM_EXPERTS, K, num_sentences=1)
     kept = text.position != 4
@@ -226,6 +285,30 @@ def test_hostile_text_is_not_run(page):
     assert page.execute_script("return window.hacked") is None
     assert page.find_elements("tag name", "img") == []
     assert len(page.find_elements("tag name", "script")) == 2
+
+
+@pytest.mark.parametrize(
+    ("position", "place"),
+    [
+        ("title", "#title"),
+        ("layer", "#layer option"),
+        ("word", "#lines a"),
+        ("pair", "#lines .pair"),
+    ],
+)
+def test_hostile_text_in_every_position_is_only_shown(browser, tmp_path, position, place):
+    path = tmp_path / "<script>window.hacked=1<\u2215script>'\"&.html"
+    for text in (*HOSTILE, TITLE):
+        path.write_text(page_with(text, position), "utf-8")
+        browser.get(path.as_uri())
+        found = browser.find_elements("css selector", place)
+        shown = "".join(text.split()) if position == "word" else text
+        assert shown in {element.get_property("textContent") for element in found}
+        assert browser.execute_script("return window.hacked") is None
+        assert browser.find_elements("tag name", "img") == []
+        assert len(browser.find_elements("tag name", "script")) == 2
+        assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert console(browser) == []
 
 
 def test_search_finds_experts_and_sentences(page):

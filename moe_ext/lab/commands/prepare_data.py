@@ -151,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
             f"--from must be a file or folder, got {options.source}, which does not exist"
         )
     output = options.output or Path("data") / options.name
-    output.mkdir(parents=True, exist_ok=True)
 
     vocabulary = options.vocabulary
     if options.name == "text":
@@ -159,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         config = DataConfig(vocab_size=options.vocab_size or DataConfig.vocab_size)
     else:
         expected = SETS[options.name]
+        output.mkdir(parents=True, exist_ok=True)
         corpus = _corpus_of(expected, output, options.source)
         if expected.vocabulary and not vocabulary:
             vocabulary = _file_of(expected.vocabulary, output, options.source)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from moe_ext.lab.decoding import BeamSearch, Translation, corpus_bleu
-from moe_ext.lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines
+from moe_ext.lab.files import READ_ERRORS, atomic_file, open_plain, plain_lines, reason_of
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import at_least, make_parser
@@ -71,8 +71,7 @@ def _read_lines(file: str) -> Iterator[str]:
             for line in plain_lines(lines):
                 yield line.decode("utf-8", errors="replace")
     except READ_ERRORS as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{file} cannot be read: {reason}") from error
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from error
 
 
 def as_text(number: int, translations: Sequence[Translation], n_best: int) -> str:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain
+from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, read_lines, reason_of
 
 PARTS = ("train", "dev", "test")
 PARTS_AND_ALL = (*PARTS, "all")  # the attributes of Corpus
@@ -139,6 +139,7 @@ def load_corpus(
 
     Blank lines are skipped and the order of lines is kept. Each iteration reads the files. A line
     that is not UTF-8 raises an error: guessing the encoding could silently change the vocabulary.
+    A line may have at most 4 MiB.
 
     ``name_or_path`` is one of:
 
@@ -303,6 +304,8 @@ def _place(words: Sequence[str]) -> float:
 
 def _text_files(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES))
+    if other := next((file for file in files if not file.is_file()), None):
+        raise CorpusError(f"{folder} must hold text files, got {other}, which is not a file")
     if not files:
         raise CorpusError(
             f"{folder} must hold text files ({', '.join(_SUFFIXES)}), got none; "
@@ -333,9 +336,9 @@ def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
         with open_plain(file) as lines:
             if begin:
                 lines.seek(begin - 1)
-                first += len(lines.readline()) - 1  # skip the end of the previous line
+                first += len(next(read_lines(lines), b"")) - 1  # the end of the previous line
             position = first
-            for line in lines:
+            for line in read_lines(lines):
                 if end is not None and position >= end:
                     break
                 number += 1
@@ -352,4 +355,4 @@ def _read_lines(file: Path, begin: int, end: int | None) -> Iterator[list[str]]:
         ) from error
     except READ_ERRORS as error:
         place = f"near byte {first}" if begin else f"after line {number}"
-        raise CorpusError(f"{file} cannot be read {place}: {error}") from error
+        raise CorpusError(f"{file} cannot be read {place}: {reason_of(error)}") from error

@@ -1,7 +1,6 @@
 """Sentences as word ids, in memory or in memory-mapped files."""
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -15,13 +14,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moe_ext.checks import is_whole, require
 from moe_ext.lab.data.corpora import CorpusError, Sentences, Shard
 from moe_ext.lab.data.vocabulary import Vocabulary
 from moe_ext.lab.data.workers import in_workers
-from moe_ext.lab.files import file_lock, sync_folder, write_json
+from moe_ext.lab.files import file_lock, read_json, require_regular, sync_folder, write_json
 from moe_ext.lab.progress import progress
 
 _STREAM, _STARTS, _ABOUT = "stream.int32", "starts.int64", "about.json"
+_CHECKED_AT_A_TIME = 2**22  # ids
 
 
 class EncodedSentences:
@@ -59,40 +60,64 @@ class EncodedSentences:
         return self
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
+    def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
         """Maps the files that `encode_to_files` has written to a folder into memory.
 
         The operating system reads the used pages on demand and caches the pages in free memory.
 
+        Args:
+            folder: the folder.
+            num_ids: number of entries of the vocabulary. The files are then read once to check that
+                they hold sentences of such ids. None checks only the sizes of the files.
+
         Raises:
-            CorpusError: a file is missing or has the wrong size.
+            CorpusError: a file is missing or has the wrong size, or does not hold sentences.
         """
         folder = Path(folder)
         try:
-            about = json.loads((folder / _ABOUT).read_text("utf-8"))
-            sizes = {
-                _STREAM: 4 * (about["num_tokens"] + 1),
-                _STARTS: 8 * (about["num_sentences"] + 1),
-            }
-            found = {name: (folder / name).stat().st_size for name in sizes}
-        except (OSError, ValueError, KeyError) as error:
+            about = read_json(folder / _ABOUT)
+            keys = ("num_tokens", "num_sentences", "eos_id")
+            num_tokens, num_sentences, eos_id = (_count(about, key) for key in keys)
+            sizes = {_STREAM: 4 * (num_tokens + 1), _STARTS: 8 * (num_sentences + 1)}
+            for name, size in sizes.items():
+                found = require_regular(folder / name)
+                require(found == size, str(folder / name), f"have {size:,} bytes", found)
+            stream, starts = (
+                torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
+                for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
+            )
+        except (OSError, ValueError, RuntimeError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded sentences, got {error}; delete the folder, so that "
-                "the text is encoded again"
+                f"{folder} must hold encoded sentences, got an error: {error}; delete the folder, "
+                "so that the text is encoded again"
             ) from error
-        for name, size in sizes.items():
-            if found[name] != size:
-                raise CorpusError(
-                    f"{folder / name} must have {size} bytes, got {found[name]}; delete {folder}, "
-                    "so that the text is encoded again"
-                )
-        stream, starts = (
-            torch.from_file(str(folder / name), size=sizes[name] // dtype.itemsize, dtype=dtype)
-            for name, dtype in ((_STREAM, torch.int32), (_STARTS, torch.int64))
-        )
-        self = cls.of_tensors(stream, starts, about["eos_id"])
+        self = cls.of_tensors(stream, starts, eos_id)
         self._folder = folder
+        if num_ids is not None and (wrong := self._wrong(num_ids)):
+            raise CorpusError(
+                f"{folder}: {wrong}; delete the folder, so that the text is encoded again"
+            )
         return self
+
+    def _wrong(self, num_ids: int) -> str | None:
+        """Returns what is wrong with stream and starts, in bounded memory; None if nothing is."""
+        starts, stream, eos_id = self.starts, self.stream, self.eos_id
+        if int(starts[0]) != 0 or int(starts[-1]) != self.num_tokens:
+            return f"{_STARTS} must begin with 0 and end with {self.num_tokens}"
+        num_ends = 0
+        for block in stream.split(_CHECKED_AT_A_TIME):
+            low, high = map(int, block.aminmax())
+            if low < 0 or high >= num_ids:
+                return f"the ids in {_STREAM} must be in [0, {num_ids}), got {low} to {high}"
+            num_ends += int((block == eos_id).sum())
+        if num_ends != len(starts):
+            return f"{_STREAM} must hold the id {eos_id} {len(starts)} times, got {num_ends}"
+        for begin in range(0, len(starts), _CHECKED_AT_A_TIME):
+            block = starts[begin : begin + _CHECKED_AT_A_TIME + 1]
+            rising = bool((block.diff() > 0).all()) and int(block[-1]) <= self.num_tokens
+            if not rising or not bool((stream[block] == eos_id).all()):
+                return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
+        return None
 
     def __reduce__(self) -> Any:
         """Pickles memory-mapped sentences as the path of their folder."""
@@ -179,7 +204,8 @@ def encode_to_files(
         _encode_into(made, sentences, vocabulary, num_workers)
 
     recipe = f"1 {sys.byteorder} {vocabulary.fingerprint()}"
-    return EncodedSentences.open(made_once(Path(folder), name, recipe, sentences.fingerprint, make))
+    made = made_once(Path(folder), name, recipe, sentences.fingerprint, make)
+    return EncodedSentences.open(made, len(vocabulary))
 
 
 def made_once(
@@ -279,6 +305,12 @@ def _encode_piece(vocabulary: Vocabulary, piece: Shard) -> tuple[array, array]:
         raise
     except ValueError as error:
         raise CorpusError(f"{piece}: {error}") from error
+
+
+def _count(about: Any, key: str) -> int:
+    value: Any = about.get(key) if isinstance(about, dict) else None
+    require(is_whole(value) and 0 <= value < 2**60, key, "be a whole number", value)
+    return int(value)
 
 
 def flatten(sentences: Iterable[Sequence[int]], eos_id: int) -> tuple[array, array]:

@@ -10,7 +10,6 @@ For a model of several languages, x1 is the token ``<2xx>``, which requests the 
 (Johnson et al., 2016).
 """
 
-import json
 import math
 import sys
 from array import array
@@ -19,12 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from moe_ext.checks import require, require_at_least
+from moe_ext.checks import is_whole, require, require_at_least
 from moe_ext.lab.data.batches import (
     Batch,
     SentenceBatches,
@@ -40,11 +39,12 @@ from moe_ext.lab.data.encoded import EncodedSentences, SentencesWriter, flatten,
 from moe_ext.lab.data.parallel import KEPT, LengthFilter, Pair, ParallelText, describe
 from moe_ext.lab.data.wordpieces import Wordpieces
 from moe_ext.lab.data.workers import in_workers
-from moe_ext.lab.files import write_json
+from moe_ext.lab.files import read_json, write_json
 from moe_ext.lab.progress import progress
 
 PAIRS_AT_A_TIME = 4096
 _ABOUT = "about.json"
+_KEYS = ("names", "counts")  # of about.json
 
 
 class EncodedPairs:
@@ -102,24 +102,26 @@ class EncodedPairs:
         self.eos_id = source.eos_id
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
+    def open(cls, folder: str | Path, num_ids: int | None = None) -> Self:
         """Maps the files written by `encode_pairs` into memory; see `EncodedSentences.open`.
 
         Raises:
-            CorpusError: a file is missing or has the wrong size.
+            CorpusError: a file is missing or has the wrong size, or the contents do not fit.
         """
         folder = Path(folder)
-        source, target = (EncodedSentences.open(folder / side) for side in ("source", "target"))
+        source, target = (
+            EncodedSentences.open(folder / side, num_ids) for side in ("source", "target")
+        )
         try:
-            about = json.loads((folder / _ABOUT).read_text("utf-8"))
-            counts = [Counter(count) for count in about["counts"]]
-            names = about["names"]
-        except (OSError, ValueError, KeyError) as error:
+            names, counts = _names_and_counts(read_json(folder / _ABOUT))
+            kept = sum(count[KEPT] for count in counts)
+            require(kept == len(source), "counts", f"keep {len(source)} lines", kept)
+            return cls(source, target, _pair_index(counts), names, counts)
+        except (OSError, ValueError) as error:
             raise CorpusError(
-                f"{folder} must hold encoded pairs, got {error}; delete the folder to encode "
-                "the text again"
+                f"{folder} must hold encoded pairs, got an error: {error}; delete the folder to "
+                "encode the text again"
             ) from error
-        return cls(source, target, _pair_index(counts), names, counts)
 
     @property
     def num_tokens(self) -> int:
@@ -244,7 +246,8 @@ def encode_pairs(
 
     options = (target_tokens, max_pieces, max_ratio)
     recipe = f"pairs 1 {sys.byteorder} {wordpieces.fingerprint()} {options}"
-    return EncodedPairs.open(made_once(Path(folder), name, recipe, fingerprint, make))
+    made = made_once(Path(folder), name, recipe, fingerprint, make)
+    return EncodedPairs.open(made, len(wordpieces))
 
 
 _Side = tuple[array, array]  # stream and starts
@@ -313,6 +316,20 @@ class _Encoding:
 def _chunks(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
     while chunk := list(islice(pairs, PAIRS_AT_A_TIME)):
         yield chunk
+
+
+def _names_and_counts(about: Any) -> tuple[list[str], list[Counter[str]]]:
+    """Returns names and counts of about.json; raises ValueError unless they have their types."""
+    values: list[Any] = [about.get(key) if isinstance(about, dict) else None for key in _KEYS]
+    names, counts = values
+    is_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    require(is_names, "names", "be a list of texts", names)
+    is_counts = isinstance(counts, list) and all(
+        isinstance(count, dict) and all(is_whole(n) and n >= 0 for n in count.values())
+        for count in counts
+    )
+    require(is_counts and len(counts) == len(names), "counts", f"be counts of {names}", counts)
+    return names, [Counter(count) for count in counts]
 
 
 def _pair_index(counts: Iterable[Counter[str]]) -> Tensor:

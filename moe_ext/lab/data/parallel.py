@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ext.checks import require, require_at_least
 from moe_ext.lab.data.corpora import PARTS, CorpusError
-from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines
+from moe_ext.lab.files import READ_ERRORS, file_fingerprint, open_plain, plain_lines, reason_of
 
 Pair = tuple[str, str]
 
@@ -488,4 +488,6 @@ def _lines(file: Path) -> Iterator[bytes]:
                 number += 1
                 yield line
     except READ_ERRORS as error:
-        raise CorpusError(f"{file} cannot be read after line {number}: {error}") from error
+        raise CorpusError(
+            f"{file} cannot be read after line {number}: {reason_of(error)}"
+        ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from moe_ext.checks import require_at_least
-from moe_ext.lab.files import atomic_file
+from moe_ext.lab.files import atomic_file, plain_lines
 
 # Spellings of the two special entries in vocabulary files, ours first. One vocabulary file of the
 # 1-billion-word benchmark has <S> and </S>; another marks both ends of a sentence with <S>.
@@ -139,6 +139,8 @@ class Vocabulary:
     def save(self, path: str | Path) -> None:
         """Writes the words to a UTF-8 file, one word per line, in the order of the ids."""
         with atomic_file(Path(path)) as file:
+            if self.words[0].startswith("\ufeff"):
+                file.write(codecs.BOM_UTF8)  # `load` removes one byte order mark
             file.writelines(f"{word}\n".encode() for word in self.words)
 
     @classmethod
@@ -156,30 +158,34 @@ class Vocabulary:
         """
         path = Path(path)
         if not path.is_file():
+            kind = "is not a file" if path.exists() else "does not exist"
             raise FileNotFoundError(
-                f"Vocabulary.load: path must be a vocabulary file, got {path}, which does not exist"
+                f"Vocabulary.load: path must be a vocabulary file, got {path}, which {kind}"
             )
         words: dict[str, int] = {}
-        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(content.rstrip(b"\r\n").split(b"\n"), start=1):
-            try:
-                fields = line.decode("utf-8").split()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"Vocabulary.load: {path}, line {number} must be UTF-8, got {line!r}"
-                ) from error
-            if not (len(fields) == 1 or (len(fields) == 2 and fields[1].isdecimal())):
-                raise ValueError(
-                    f"Vocabulary.load: {path}, line {number} must hold one word "
-                    f"(a count may follow), got {line.decode('utf-8')!r}"
-                )
-            word = fields[0]
-            if word in words:
-                raise ValueError(
-                    f"Vocabulary.load: {path}, line {number} must hold a word that no "
-                    f"earlier line holds, got {word!r} as in line {words[word]}"
-                )
-            words[word] = number
+        blank = 0  # the first of the blank lines before the current line
+        with path.open("rb") as file:
+            for number, line in enumerate(plain_lines(file), start=1):
+                place = f"Vocabulary.load: {path}, line {blank or number}"
+                try:
+                    fields = line.decode("utf-8").split()
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{place} must be UTF-8, got {line!r:.100}") from error
+                if not line:  # blank lines may only follow the last word
+                    blank = blank or number
+                    continue
+                if blank or len(fields) not in (1, 2) or not all(map(str.isdecimal, fields[1:])):
+                    text = "" if blank else line.decode("utf-8")
+                    raise ValueError(
+                        f"{place} must hold one word (a count may follow), got {text!r:.100}"
+                    )
+                word = fields[0]
+                if word in words:
+                    raise ValueError(
+                        f"{place} must hold a word that no earlier line holds, "
+                        f"got {word!r:.100} as in line {words[word]}"
+                    )
+                words[word] = number
         renamed = {}
         for spellings in (_UNK_SPELLINGS, _EOS_SPELLINGS):
             found = next((spelling for spelling in spellings if spelling in words), None)

@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any, Self
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.lab.files import atomic_file
+from moe_ext.lab.files import atomic_file, read_file
 from moe_ext.lab.packages import require_package
 
 _SPACE = "\u2581"  # marks the space before a word in a wordpiece
 _UNKNOWN = "\u2047"  # stands for <unk> in decoded text
+_MAX_BYTES = 2**28  # of a model; a wordpiece needs about 20
 
 
 class Wordpieces:
@@ -40,7 +41,8 @@ class Wordpieces:
 
     Raises:
         ImportError: sentencepiece is not installed.
-        ValueError: the bytes are not a model, or the model has no ``</s>``.
+        ValueError: the bytes are not a model, the model has no ``</s>``, or a wordpiece is not
+            UTF-8.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -58,6 +60,12 @@ class Wordpieces:
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise ValueError("Wordpieces: model must have a wordpiece </s>, got none")
+        try:
+            _ = self.words
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"Wordpieces: model must have wordpieces in UTF-8, got {error.object!r:.100}"
+            ) from error
 
     @classmethod
     def train(
@@ -209,16 +217,17 @@ class Wordpieces:
         Raises:
             ImportError: sentencepiece is not installed.
             FileNotFoundError: the file does not exist.
-            ValueError: the file is not a model, or the model has no ``</s>``.
+            ValueError: the file is not a model, or `Wordpieces` refuses the model.
         """
         path = Path(path)
         if not path.is_file():
+            found = "is not a file" if path.exists() else "does not exist"
             raise FileNotFoundError(
-                f"Wordpieces.load: path must be a sentencepiece model, got {path}, which does not "
-                "exist"
+                f"Wordpieces.load: path must be a sentencepiece model, got {path}, which {found}"
             )
+        content = read_file(path, _MAX_BYTES)
         try:
-            return cls(path.read_bytes())
+            return cls(content)
         except ValueError as error:
             raise ValueError(f"Wordpieces.load: {path}: {error}") from error
 

@@ -20,8 +20,11 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_ext.lab.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.lab.models import AnyModel
-from moe_ext.lab.training.config import AnyConfig, ConfigError, TranslationConfig, config_from_dict
+from moe_ext.lab.training.config import AnyConfig, ConfigError, TranslationConfig, config_from_file
 from moe_ext.lab.training.model import make_model
+
+# What the state of a checkpoint holds; see `Trainer`.
+_KEYS = ("tokens", "epoch", "batch", "config", "vocabulary", "text", "schedules")
 
 
 def checkpoints_of(
@@ -47,11 +50,19 @@ def load_states(checkpoints: Checkpoints, run: Path, fallback: bool = False) -> 
             f"there is no checkpoint in {run}; train first, or give the folder of a run"
         )
     try:
-        return checkpoints.load(fallback=fallback)
+        loaded = checkpoints.load(fallback=fallback)
     except CheckpointError as error:
         raise ConfigError(
             f"{error}; delete the checkpoint's folder to use the previous one"
         ) from error
+    state = loaded.state
+    known = isinstance(state, dict) and {*_KEYS} <= state.keys()
+    if not known or not all(isinstance(state[key], str) for key in ("vocabulary", "text")):
+        raise ConfigError(
+            f"the checkpoint of step {loaded.step} in {run} must hold {', '.join(_KEYS)}, "
+            "got the state of another program"
+        )
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     run = Path(run)
     checkpoints = checkpoints_of(run)
     step, state, _ = load_states(checkpoints, run)
-    config = config_from_dict(state["config"])
+    config = config_from_file(state["config"], run / "checkpoints")
     path = run / vocabulary_file(config)
     kind = Wordpieces if isinstance(config, TranslationConfig) else Vocabulary
     try:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from moe_ext.distributed import CheckpointError
 from moe_ext.lab.training.config import ConfigError
 
+_LONGEST_ERROR = 1_000  # characters
+
 
 def exit_status(main: Callable[[], object]) -> int:
     """Runs a script's `main` and returns its exit status.
@@ -31,19 +33,27 @@ def exit_status(main: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror or error}", file=sys.stderr)
+        _print_error(f"{place}{error.strerror or error}")
         return 2
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _print_error(text: str) -> None:
+    """Prints an error message in one line; the text may contain parts of a corrupted file."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > _LONGEST_ERROR:
+        shown = f"{shown[: _LONGEST_ERROR // 2]} ... {shown[-_LONGEST_ERROR // 2 :]}"
+    print(f"error: {shown}", file=sys.stderr)
 
 
 def shown_command(name: str) -> str:

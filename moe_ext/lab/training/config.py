@@ -8,6 +8,7 @@ The result is a `TranslationConfig` if the file has ``task = "translation"``, ot
 of a language model.
 """
 
+import copy
 import difflib
 import json
 import math
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require, require_at_least
+from moe_ext.lab.files import read_file
 from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
+
+_MAX_BYTES = 2**20  # of a configuration file
 
 
 class ConfigError(ValueError):
@@ -294,16 +298,18 @@ def read_config(
         raise ConfigError(
             f"there is no configuration file {path}; give a file such as configs/small/moe-32.toml"
         )
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} must be TOML, got a syntax error: {error}") from None
+    table = _read_table(path)
+    of_file = copy.deepcopy(table)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an override must be key=value, got {override!r}")
         _set(table, key.strip(), _parse(text.strip()), override)
-    config = config_from_dict(table)
+    try:
+        config = config_from_dict(table)
+    except ConfigError:
+        config_from_file(of_file, path)  # names the file, unless an override is wrong
+        raise
     if kind is not None and not isinstance(config, kind):
         raise ConfigError(
             f'task must be "{kind.task}" for this command, got "{config.task}" in {path}'
@@ -318,11 +324,36 @@ def config_from_dict(table: dict[str, Any]) -> AnyConfig:
     Raises:
         ConfigError: an option is unknown or invalid; the message names key, rule and value.
     """
+    if not isinstance(table, dict):
+        raise ConfigError(f"a configuration must be a table of options, got {_shown(table)}")
     task = table.get("task", Config.task)
-    if task not in _KINDS:
+    if not isinstance(task, str) or task not in _KINDS:
         raise ConfigError(f"task must be one of {', '.join(_KINDS)}, got {task!r}")
     kind = _KINDS[task]
     return _build(kind, table, "", kind)
+
+
+def config_from_file(table: Any, path: Path) -> AnyConfig:
+    """Creates a configuration from the contents of a file, which errors name.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message names file, key, rule and value.
+    """
+    try:
+        return config_from_dict(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        content = read_file(path, _MAX_BYTES)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be TOML, got a syntax error: {error}") from None
 
 
 # Options that do not change the results of a run; the options of [log] do not change them either.
@@ -396,7 +427,7 @@ def _flatten(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 def _build(cls: Any, table: Any, path: str, root: type[AnyConfig]) -> Any:
     if not isinstance(table, dict):
-        raise ConfigError(f"option {path[:-1]} must be a table of options, got {table!r}")
+        raise ConfigError(f"option {path[:-1]} must be a table of options, got {_shown(table)}")
     hints = get_type_hints(cls)
     values = {}
     for key, value in table.items():
@@ -423,15 +454,24 @@ def _check_type(hint: Any, value: Any, key: str) -> Any:
             return [_check_type(item, element, key) for element in value]
         items = value.split(",") if isinstance(value, str) else [value]
         example = f", such as {json.dumps(items)}" if type(items[0]) is item else ""
-        raise ConfigError(f"option {key} must be a list of {item.__name__}{example}, got {value!r}")
+        raise ConfigError(
+            f"option {key} must be a list of {item.__name__}{example}, got {_shown(value)}"
+        )
     if hint is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not hint:
         names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
-        raise ConfigError(f"option {key} must be {names[hint]}, got {value!r}")
+        raise ConfigError(f"option {key} must be {names[hint]}, got {_shown(value)}")
+    if hint is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"option {key} must fit into 64 bits, got {_shown(value)}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"option {key} must be finite, got {value}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Formats a value for an error message; a whole number can have too many digits for Python."""
+    return hex(value) if type(value) is int and abs(value) >= 2**63 else repr(value)
 
 
 def _unknown_key(key: str, root: type[AnyConfig]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_ext.lab.files import atomic_file
+from moe_ext.checks import is_whole
+from moe_ext.lab.files import MAX_JSON, atomic_file, read_file
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.config import ConfigError, LogConfig
 
@@ -151,17 +152,37 @@ class LineBars:
 def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Reads the records of a run's metrics.jsonl in order; [] if the file does not exist.
 
-    Reading stops at a line that a crash has truncated.
+    A last line that a crash has truncated is left out.
 
     Args:
         run: the run's folder.
         kind: "train" or "dev"; None returns both.
+
+    Raises:
+        ConfigError: the file cannot be read, or another line is not a record.
     """
     path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    try:
+        lines = read_file(path, MAX_JSON).split(b"\n")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     records = []
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for number, line in enumerate(lines, start=1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):  # a whole line ends with a line end
+            raise ConfigError(f"{path}, line {number} must be a record, got {line!r:.100}")
     return [record for record in records if kind is None or record["kind"] == kind]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Parses a line of metrics.jsonl; None if it is not a record."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and record.get("kind") in ("train", "dev")
+    return record if known and is_whole(record.get("step")) else None

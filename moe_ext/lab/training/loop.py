@@ -39,7 +39,7 @@ from moe_ext.lab.training.config import (
     to_toml,
 )
 from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.logging import RunLog, summary_writer
+from moe_ext.lab.training.logging import RunLog, read_metrics, summary_writer
 from moe_ext.lab.training.metrics import by_language_pair, evaluate, mean_of
 from moe_ext.lab.training.model import make_model
 from moe_ext.lab.training.text import Text, load_text, training_batches
@@ -441,6 +441,7 @@ class Trainer:
                 f"{', '.join(changed)} must be as in {written} to resume the run; restore the "
                 "value, or start a new run in another folder"
             )
+        read_metrics(folder)  # a corrupted file stops the run here, before it writes
         if not self._checkpoints.steps():
             return None
         earlier = load_states(self._checkpoints, folder, fallback=True)

@@ -1,5 +1,7 @@
 """Construction of a model from a configuration."""
 
+import re
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -27,7 +29,7 @@ def make_model(
     `class_generator`.
 
     Raises:
-        ConfigError: an option does not fit the vocabulary or the world size.
+        ConfigError: an option does not fit the vocabulary, the world size or the memory.
     """
     try:
         if isinstance(config, TranslationModelConfig):
@@ -43,3 +45,8 @@ def make_model(
         )
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not re.search("allocate|out of memory|overflow", reason):
+            raise
+        raise ConfigError(f"model: its sizes must fit into the memory, got: {reason}") from error

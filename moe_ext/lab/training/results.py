@@ -4,19 +4,20 @@
 is resumed.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ext.checks import is_whole, require
 from moe_ext.lab.analysis import Cost, cost
-from moe_ext.lab.files import atomic_file, write_json
-from moe_ext.lab.training.config import AnyConfig, ConfigError, config_differences, config_from_dict
+from moe_ext.lab.files import atomic_file, read_json, require_regular, write_json
+from moe_ext.lab.training.config import AnyConfig, ConfigError, config_differences, config_from_file
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.loop import Trainer
 from moe_ext.lab.training.metrics import Evaluation, evaluate, mean_of, perplexity
@@ -84,7 +85,7 @@ def train_and_test(config: AnyConfig, text: Text, shares: Sequence[float] = ()) 
     records = read_metrics(run, "train")
     recent = records[-math.ceil(BALANCE_BATCHES / config.log.log_every) :]
     keys = ("cv_importance", "cv_load", "max_over_mean_load", "cv_tokens")
-    tests = {share: _measured(run, steps) for share, steps in stops.items()}
+    tests = {share: _measured(run, steps, len(text.test)) for share, steps in stops.items()}
     nll = {share: Evaluation(test, text.test.num_tokens).nll for share, test in tests.items()}
     values = {
         "config": asdict(config),
@@ -110,13 +111,21 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
     """Reads the result of a run; None if the run is not finished.
 
     Raises:
-        ConfigError: the output folder contains the result of another run.
+        ConfigError: the output folder contains the result of another run, or a corrupted file.
     """
     run = Path(config.output)
     if not (run / "result.json").is_file():
         return None
-    values = json.loads((run / "result.json").read_text("utf-8"))
-    changed = config_differences(config_from_dict(values["config"]), config)
+    path = run / "result.json"
+    try:
+        values = read_json(path)
+        numbers = _numbers(values)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} must hold the result of a run, got a corrupted file: {error}; delete the file "
+            "to test the run again"
+        ) from error
+    changed = config_differences(config_from_file(values["config"], path), config)
     changed = [key for key in changed if key != "data.corpus"]  # the contents are compared
     if (values["vocabulary"], values["text"]) != (
         text.vocabulary.fingerprint(),
@@ -131,13 +140,40 @@ def finished(config: AnyConfig, text: Text) -> Result | None:
     return Result(
         run=run,
         seed=config.seed,
-        cost=Cost(**values["cost"]),
-        test_nll=values["test_nll"],
-        earlier_nll={float(share): nll for share, nll in values["earlier_nll"].items()},
-        words_per_second=values["words_per_second"],
-        balance=values["balance"],
-        sentence_nll=_measured(run, config.steps),
+        **numbers,
+        sentence_nll=_measured(run, config.steps, len(text.test)),
     )
+
+
+def _numbers(values: Any) -> dict[str, Any]:
+    """Returns the numbers of result.json as arguments of `Result`.
+
+    Raises:
+        ValueError: an entry is missing or has another type.
+    """
+    keys = ("config", "vocabulary", "text", "cost", "earlier_nll", "balance")
+    known = isinstance(values, dict) and {*keys, "test_nll", "words_per_second"} <= values.keys()
+    require(known, "result.json", f"be a table with {', '.join(keys)}", values if known else "less")
+    sizes = [field.name for field in fields(Cost)]
+    for key, known_names in (("cost", sizes), ("earlier_nll", None), ("balance", None)):
+        names = list(values[key]) if isinstance(values[key], dict) else None
+        rule = f"have the keys {sizes}" if known_names else "be a table"
+        require(names is not None and names == (known_names or names), key, rule, names)
+    return {
+        "cost": Cost(**{name: int(_number(name, values["cost"][name])) for name in sizes}),
+        "test_nll": _number("test_nll", values["test_nll"]),
+        "earlier_nll": {
+            float(share): _number(share, nll) for share, nll in values["earlier_nll"].items()
+        },
+        "words_per_second": _number("words_per_second", values["words_per_second"]),
+        "balance": {name: _number(name, value) for name, value in values["balance"].items()},
+    }
+
+
+def _number(name: str, value: Any) -> float:
+    known = isinstance(value, float) or (is_whole(value) and abs(value) < 2**63)
+    require(known and math.isfinite(value), name, "be a finite number", value)
+    return float(value)
 
 
 def _fingerprints(text: Text) -> dict[str, str]:
@@ -162,8 +198,25 @@ def _train_to(steps: int, config: AnyConfig, text: Text) -> Trainer:
     return trainer
 
 
-def _measured(run: Path, steps: int) -> Tensor:
-    return torch.load(_test_file(run, steps), weights_only=True)
+def _measured(run: Path, steps: int, number: int) -> Tensor:
+    """Reads the nats of each test sentence after a number of steps, [number] float64.
+
+    Raises:
+        ConfigError: the file is corrupted.
+    """
+    path = _test_file(run, steps)
+    try:
+        require_regular(path)
+        nll = torch.load(path, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises almost any error for a corrupted file
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path} cannot be read: {reason}; delete result.json") from error
+    if not isinstance(nll, Tensor) or nll.dtype != torch.float64 or nll.shape != (number,):
+        found = f"{nll.dtype} {list(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
+        raise ConfigError(f"{path} must hold float64 [{number}], got {found}; delete result.json")
+    return nll
 
 
 def _test_file(run: Path, steps: int) -> Path:

@@ -1,0 +1,136 @@
+"""Reads the files of a checkpoint without running code that they name."""
+
+import io
+import pickle
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from moe_ext.checks import is_whole
+from moe_ext.distributed.files import read_file
+
+_MAX_METADATA = 2**30  # bytes; a tensor needs about 500
+_PLAIN = "tensors, numbers, texts and containers of these"
+_METADATA = "torch.distributed.checkpoint.metadata"
+# The names that torch writes to .metadata, without torch's dtypes.
+_NAMES = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((_METADATA, name) for name in ("BytesStorageMetadata", "TensorStorageMetadata")),
+    *((_METADATA, name) for name in ("ChunkStorageMetadata", "TensorProperties")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}
+
+
+# The unpickler in C allocates as much memory as the file asks for.
+class _MetadataUnpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _NAMES:
+            raise ValueError(f"it must not name {module}.{name}")
+        return super().find_class(module, name)
+
+    def _load_build(self) -> None:
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            raise ValueError("it must not change a class")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _load_build,  # type: ignore[dict-item]
+    }
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates as many bytes as the file asks for
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads the file .metadata of a checkpoint in the format of torch.distributed.checkpoint.
+
+    Raises:
+        ValueError: the file is not such metadata, or names a file outside of the folder.
+    """
+    path = folder / ".metadata"
+    content = read_file(path, _MAX_METADATA)
+    names = {file.name for file in folder.iterdir() if file.suffix == ".distcp"}
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        _check(metadata, names)
+    except Exception as error:  # a corrupted pickle raises almost any error
+        raise ValueError(f"{path} must hold the metadata of a checkpoint: {why(error)}") from error
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def _check(metadata: Any, names: Collection[str]) -> None:
+    """Reads every entry of the metadata once; raises an error if one is not as torch writes it."""
+    for name, entry in metadata.state_dict_metadata.items():
+        key = metadata.planner_data[name]
+        if not isinstance(key, tuple) or len(key) < 2 or not all(isinstance(k, str) for k in key):
+            raise ValueError(f"the key of {name!r} must be texts, got {key!r:.100}")
+        if isinstance(entry, TensorStorageMetadata):
+            sizes = [entry.size, *(each for c in entry.chunks for each in (c.offsets, c.sizes))]
+            known = all(isinstance(size, torch.Size) for size in sizes)
+            if not known or not isinstance(entry.properties.dtype, torch.dtype):
+                raise ValueError(f"{name!r} must have a size and a dtype, got {entry!r:.100}")
+        elif not isinstance(entry, BytesStorageMetadata):
+            raise ValueError(f"{name!r} must be a tensor or bytes, got {entry!r:.100}")
+    for index, place in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or place.relative_path not in names:
+            raise ValueError(
+                f"it must name files of the checkpoint, got {place.relative_path!r:.100}"
+            )
+        if not (is_whole(place.offset) and is_whole(place.length)):
+            raise ValueError(f"{index.fqn!r} must have an offset and a length, got {place!r:.100}")
+
+
+def unpickled(path: Path) -> Any:
+    """Reads tensors, numbers, texts and containers of these from a file of ``torch.save``.
+
+    Raises:
+        ValueError: the file is corrupted, or holds another class, which
+            ``torch.serialization.add_safe_globals`` has not registered.
+    """
+    try:
+        if classes := get_unsafe_globals_in_checkpoint(path):
+            raise ValueError(f"it must hold {_PLAIN}, got {', '.join(classes)}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a corrupted file raises almost any error
+        raise ValueError(f"{path} cannot be read: {why(error)}") from error
+
+
+def why(error: Exception) -> str:
+    """Returns in a few words why a file of torch cannot be read."""
+    if found := re.search(r"(?i)unsupported .*?(?= was not| whose|\n|$)", str(error)):
+        return found[0]  # torch's advice to trust the file is left out
+    if isinstance(error, ValueError | RuntimeError):
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return "it is corrupted"
+
+
+def pickled(name: str, value: Any) -> bytes:
+    """Returns the bytes that `unpickled` reads.
+
+    Raises:
+        ValueError: value contains an object that `unpickled` refuses; the message has the name.
+    """
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    if classes := get_unsafe_globals_in_checkpoint(file):
+        raise ValueError(
+            f"{name} must hold {_PLAIN}, got {', '.join(sorted(classes))}; "
+            "torch.serialization.add_safe_globals registers other classes"
+        )
+    return file.getvalue()
