@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_ext.checks import is_whole
-from moe_ext.lab.files import MAX_JSON, atomic_file, read_file
+from moe_ext.lab.files import MAX_JSON, atomic_file, read_lines, require_regular
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.training.config import ConfigError, LogConfig
 
@@ -165,17 +165,18 @@ def read_metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        lines = read_file(path, MAX_JSON).split(b"\n")
+        require_regular(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     records = []
-    for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is not None:
-            records.append(record)
-        elif number < len(lines):  # a whole line ends with a line end
-            raise ConfigError(f"{path}, line {number} must be a record, got {line!r:.100}")
-    return [record for record in records if kind is None or record["kind"] == kind]
+    with path.open("rb") as file:
+        for number, line in enumerate(read_lines(file, MAX_JSON), start=1):
+            record = _record(line)
+            if record is None and line.endswith(b"\n"):
+                raise ConfigError(f"{path}, line {number} must be a record, got {line!r:.100}")
+            if record is not None and kind in (None, record["kind"]):
+                records.append(record)
+    return records
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
