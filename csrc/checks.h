@@ -87,7 +87,8 @@ inline void check_bounds(const char* op, const char* name, const Tensor& bounds,
 
 inline void check_num_experts(const char* op, const c10::SymInt& num_experts, int64_t least = 1) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  // A compiler cannot compare a symbolic number, such as the number of tokens of a mask, with kMost.
+  // A compiler cannot compare a symbolic number, such as the number of tokens of a mask, with
+  // kMost.
   const auto value = num_experts.maybe_as_int();
   TORCH_CHECK_VALUE(num_experts >= least && (!value || *value <= kMost), op,
                     ": num_experts must be between ", least, " and ", kMost, ", got ", num_experts);

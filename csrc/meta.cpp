@@ -5,6 +5,7 @@
 
 #include "balanced_gating.h"
 #include "combine.h"
+#include "cv_squared.h"
 #include "dispatch.h"
 #include "experts.h"
 #include "factored.h"
@@ -96,6 +97,11 @@ Tensor importance_meta(const Tensor& gates, const Tensor& expert_index, c10::Sym
   return importance_output(empty, gates, num_experts);
 }
 
+Tensor cv_squared_meta(const Tensor& values) {
+  check_cv_squared(values);
+  return cv_squared_output(empty, values);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_meta(const Tensor& expert_index,
                                                               c10::SymInt num_experts) {
   check_dispatch_plan(expert_index, num_experts);
@@ -180,6 +186,7 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("selected_softmax", &moe_ext::selected_softmax_meta);
   m.impl("_selected_softmax_backward", &moe_ext::selected_softmax_backward_meta);
   m.impl("importance", &moe_ext::importance_meta);
+  m.impl("cv_squared", &moe_ext::cv_squared_meta);
   m.impl("dispatch_plan", &moe_ext::dispatch_plan_meta);
   m.impl("dispatch", &moe_ext::dispatch_meta);
   m.impl("_dispatch_backward", &moe_ext::dispatch_backward_meta);

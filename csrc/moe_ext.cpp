@@ -74,6 +74,9 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
+  // Eq. 7: CV(values)^2 of values [E], population variance / mean^2; 0 if all values are 0
+  m.def("cv_squared(Tensor values) -> Tensor", tags);
+
   // See routing.h for slots, rows and offsets. The permutation [R] maps a row to its slot. The
   // inverse maps a slot to its row; it has the shape of expert_index, [T, K] or [R]. Shapes:
   // tokens_per_expert [E], offsets [E + 1].

@@ -46,6 +46,11 @@ Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_e
   return op.call(gates, expert_index, num_experts);
 }
 
+Tensor cv_squared(const Tensor& values) {
+  static const auto op = find_operator<decltype(cv_squared)>("moe_ext::cv_squared");
+  return op.call(values);
+}
+
 BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert,
                              std::optional<int64_t> num_experts) {
   static const auto op = find_operator<std::tuple<Tensor, Tensor>(

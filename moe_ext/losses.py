@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least, require_shape
 from moe_ext.gates.gate import Routing
-from moe_ext.ops import accumulation_dtype
+from moe_ext.ops import accumulation_dtype, cv_squared
 
 __all__ = [
     "RouterLoss",
@@ -19,26 +19,6 @@ __all__ = [
     "importance_loss",
     "load_loss",
 ]
-
-
-def cv_squared(values: Tensor) -> Tensor:
-    """Computes the squared coefficient of variation: population variance / mean².
-
-    The result is a scalar between 0 and E - 1. It does not depend on the scale of the values. It is
-    0 if all values are 0. No epsilon is needed: non-negative values have mean 0 only if all are 0.
-
-    Args:
-        values: [E], non-negative.
-
-    Raises:
-        ValueError: values is empty or does not have one dimension.
-    """
-    shape = tuple(values.shape)
-    require(len(shape) == 1 and shape[0] > 0, "cv_squared: values", "have shape [E], E > 0", shape)
-    values = values.to(accumulation_dtype(values))
-    mean = values.mean()
-    deviation = (values - mean) / torch.where(mean > 0, mean, 1)
-    return deviation.square().mean()
 
 
 def importance_loss(importance: Tensor, weight: float) -> Tensor:

@@ -454,6 +454,10 @@ def make_importance(dtype, E, **sizes):
     )
 
 
+def make_cv_squared(dtype, E, offset=0.1):
+    return dict(values=(torch.rand(E, dtype=torch.float64) + offset).to(dtype))
+
+
 def dense(gates, expert_index, num_experts):
     return gates.new_zeros(len(gates), num_experts).scatter(1, expert_index, gates)
 
@@ -1014,6 +1018,19 @@ TABLE = {
             *out_of_range("expert_index", E),
             *numbers("num_experts", 0, -1, 2**31, 2**62),
         ],
+    ),
+    "cv_squared": Operator(
+        function=ops.cv_squared, make=make_cv_squared,
+        reference=lambda values: ref.CV_squared(values),
+        plain=lambda values: values.var(correction=0) / values.mean() ** 2,
+        equations=("Eq. 7", "Eq. 11"),
+        differentiable=("values",), lacks={"second_derivative": "it has one, see gradcheck"},
+        samples=[dict(E=E) for E in (1, 2, 5, 33, 256)] + [dict(E=4, offset=1000)],
+        typical=[dict(E=5), dict(E=40)],
+        limits=[dict(E=E) for E in (255, 256, 257, 4096)],
+        large=[dict(E=100_000)],
+        precise=[dict(E=8), dict(E=4096), dict(E=64, offset=1000)],
+        bad=[(ValueError, "values", dict(values=torch.ones(0)), "0")],
     ),
     "dispatch_plan": Operator(
         function=ops.dispatch_plan, make=make_plan, reference=reference_plan, plain=plain_plan,

@@ -38,17 +38,6 @@ Tensor sum_of_sequences(const Tensor& values, const Tensor& sequence_offsets) {
 
 }  // namespace
 
-Tensor cv_squared(const Tensor& values) {
-  TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) > 0,
-                    "cv_squared: values must have shape [E], E > 0, got ",
-                    tuple_of(values.sizes()));
-  const auto wide = widened(values);
-  const auto mean = wide.mean();
-  // No epsilon is needed: non-negative values have mean 0 only if all are 0.
-  const auto deviation = (wide - mean) / at::where(mean > 0, mean, 1);
-  return deviation.square().mean();
-}
-
 Tensor importance_loss(const Tensor& importance, double weight) {
   return weighted(importance, weight);
 }

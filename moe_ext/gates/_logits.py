@@ -1,7 +1,6 @@
 """Computes the logits and the initial weights of all gates."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -30,12 +29,14 @@ def logits(
 
     `moe_ext.ops.load` subtracts a threshold from a logit, which cancels in lower precision.
     """
-    x = widened(x)
-    wide = torch.promote_types(x.dtype, weight.dtype)
+    wide = torch.promote_types(ops.accumulation_dtype(x), weight.dtype)
+    x, weight = x.to(wide), weight.to(wide)
+    device = x.device.type
     # The meta device does not support autocast.
-    meta = x.device.type == "meta"
-    with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
-        return product(x.to(wide), weight.to(wide))
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return product(x, weight)
+    with torch.autocast(device, enabled=False):
+        return product(x, weight)
 
 
 def only_given(logits: Tensor, expert_index: Tensor | None) -> Tensor:

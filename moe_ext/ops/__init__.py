@@ -3,8 +3,8 @@
 Shapes: T tokens, D model width, E experts, K = k experts per token, R = T·K routed rows.
 
 All operators are pure functions of tensors with C++ autograd. Sums have a fixed order: results do
-not depend on the number of threads. Second derivatives raise RuntimeError, except for the linear
-operator importance. Gradients with torch.func are not supported: torch raises an error.
+not depend on the number of threads. Second derivatives raise RuntimeError, except for importance
+and cv_squared. Gradients with torch.func are not supported: torch raises an error.
 
 Indices and offsets are int64. int32 is accepted but converted, which costs time.
 """
@@ -12,6 +12,7 @@ Indices and offsets are int64. int32 is accepted but converted, which costs time
 from moe_ext.ops import _flops as _flops  # registers the FLOP formulas
 from moe_ext.ops._balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops._combine import combine
+from moe_ext.ops._cv_squared import cv_squared
 from moe_ext.ops._dispatch import DispatchPlan, dispatch, dispatch_plan, token_index
 from moe_ext.ops._dtypes import accumulation_dtype
 from moe_ext.ops._experts import (
@@ -40,6 +41,7 @@ __all__ = [
     "accumulation_dtype",
     "batchwise_topm",
     "combine",
+    "cv_squared",
     "dispatch",
     "dispatch_plan",
     "experts",

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -40,6 +41,7 @@ from moe_ext.lab.training.model import make_model
 from moe_ext.lab.training.results import Result
 from moe_ext.lab.training.study import run_study
 from moe_ext.lab.training.text import load_part, load_text
+from moe_ext.lab.training.threads import ThreadChoice
 from moe_ext.optim import FactoredAdam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -356,6 +358,58 @@ def test_accumulated_step_is_the_mean_over_all_tokens(table):
     assert summary["nll"] == pytest.approx(nll.item(), rel=1e-6)
     assert summary["aux_loss"] == pytest.approx(aux.item(), rel=1e-5)
     assert summary["words_per_second"] == trainer.tokens == total
+
+
+@pytest.mark.parametrize("rate_of_2, expected", [(119, 1), (121, 2)])
+def test_several_threads_must_be_faster(threads, rate_of_2, expected):
+    threads(2)
+    choice = ThreadChoice()
+    said = []
+    while choice.chosen is None:
+        choice.begin_step()
+        said.append(choice.end_step(100 if torch.get_num_threads() == 1 else rate_of_2))
+    assert choice.chosen == torch.get_num_threads() == expected
+    assert said[:-1] == [""] * 6
+    assert said[-1] == f"threads {expected} of 2 (words/s: 100 with 1, {rate_of_2} with 2)"
+
+
+def test_first_step_does_not_count(threads):
+    threads(2)
+    choice = ThreadChoice()
+    for rate in [10**6, 200, 100, 200, 100, 200, 100]:  # the first, then 2 threads, 1 thread, ...
+        choice.begin_step()
+        choice.end_step(rate)
+    assert choice.chosen == 2
+
+
+def test_one_thread_leaves_no_choice():
+    choice = ThreadChoice()
+    choice.begin_step()
+    assert choice.chosen == 1 and choice.end_step(100) == ""
+
+
+@pytest.mark.parametrize("num_threads, lines", [(0, 1), (2, 0)])
+def test_a_run_says_its_choice_of_threads(table, threads, capsys, num_threads, lines):
+    """The trial takes real steps: the run has the same number of steps and records."""
+    threads(2)
+    trainer = Trainer(merged(table, num_threads=num_threads, log={"progress": True}))
+    assert trainer.run() and trainer.step == 12
+    said = [line for line in capsys.readouterr().err.splitlines() if " threads " in line]
+    assert len(said) == lines
+    pattern = r"run: threads [12] of 2 \(words/s: .* with 1, .* with 2\)"
+    assert all(re.search(pattern, line) for line in said)
+
+
+def test_a_run_warns_when_it_slows_down(table, monkeypatch, capsys):
+    rates = iter([300.0, 900.0, 301.0, 299.0, 950.0, 950.0])
+    summary = Window.summary
+    monkeypatch.setattr(
+        Window, "summary", lambda *args: summary(*args) | {"words_per_second": next(rates)}
+    )
+    Trainer(merged(table, log={"progress": True})).run()
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert "warning: 299 words/s after 900 words/s earlier" in said[0]
 
 
 def test_gradients_are_clipped(table, monkeypatch):

@@ -164,6 +164,37 @@ def test_empty_batch(device, kind, shape, training):
     assert kind not in BALANCED or layer.gate.initialized == training
 
 
+# Other tokens
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_token_does_not_depend_on_other_tokens(kind, dtype):
+    """In evaluation, the order and the number of other tokens do not change a token's bits."""
+    layer = make_layer(kind, dtype=dtype).eval()
+    x = make_x(40, dtype=dtype)
+    y, aux = layer(x)
+    order = torch.randperm(40)
+    moved, moved_aux = layer(x[order])
+    assert_same_bits(moved, y[order])
+    assert_same_bits(moved_aux.tokens_per_expert, aux.tokens_per_expert)
+    for size in (1, 2, 13):
+        assert_same_bits(layer(x[:size])[0], y[:size])
+
+
+@pytest.mark.equation("Eq. 6", "Eq. 10")
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scale", [0.1, 100])
+def test_bounds_of_importance_and_load(device, kind, training, scale):
+    """The importances sum to the sum of the gates; Load_i is between 0 and T."""
+    layer = make_layer(kind, device).train(training)
+    aux = layer(scale * make_x(40, device=device))[1]
+    torch.testing.assert_close(aux.importance.sum(), aux.gates.sum())
+    assert aux.importance.min() >= 0 and aux.load.min() >= 0
+    assert aux.load.max() <= 40 * (1 + 1e-12) and aux.tokens_per_expert.max() <= 40
+
+
 # Random numbers
 
 

@@ -44,9 +44,7 @@ using torch::Tensor;
 
 // ---- Losses (Section 4, Appendix A)
 
-// Computes the squared coefficient of variation of values [E], population variance / mean^2: a
-// scalar; 0 if all values are 0.
-MOE_EXT_API Tensor cv_squared(const Tensor& values);
+using ops::cv_squared;
 
 // Computes L_importance = weight * CV(Importance(X))^2 (Eq. 7) of importance [E], a scalar.
 MOE_EXT_API Tensor importance_loss(const Tensor& importance, double weight);

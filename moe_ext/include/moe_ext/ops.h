@@ -5,7 +5,7 @@
 // Every function calls its operator through the dispatcher: autograd, autocast, CUDA, the meta
 // device and torch::NoGradGuard work as for the functions of torch. The operators are pure
 // functions of tensors, except factored_step_. Sums have a fixed order: results do not depend on
-// the number of threads. Second derivatives throw, except for the linear operator importance.
+// the number of threads. Second derivatives throw, except for importance and cv_squared.
 //
 // Indices and offsets are int64. int32 is accepted but converted, which costs time.
 //
@@ -124,6 +124,10 @@ MOE_EXT_API Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev,
 //   expert_index: [T, K] int64, the expert of each gate.
 //   num_experts: E.
 MOE_EXT_API Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_experts);
+
+// Computes the squared coefficient of variation of values [E], population variance / mean^2 (Eq.
+// 7): a scalar; 0 if all values are 0.
+MOE_EXT_API Tensor cv_squared(const Tensor& values);
 
 // The mask M_batchwise of G batches as the m selected rows of each of E experts.
 struct BatchwiseTopM {

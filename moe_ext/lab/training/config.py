@@ -217,7 +217,9 @@ class RunConfig:
         seed: seed of the weights, data order, dropout and noise.
         steps: total number of optimizer steps.
         device: "cpu", "cuda" or "cuda:N".
-        num_threads: number of torch's threads; 0 keeps torch's default.
+        num_threads: number of torch's threads. 0: on a CPU, a single rank compares one thread with
+            torch's default in its first steps and keeps the faster number. Otherwise torch's
+            default.
         timeout: seconds that a rank waits for other ranks before the rank ends with an error.
         autocast: "" for float32, or "bfloat16".
         optimizer: options of the optimizer.

@@ -97,11 +97,16 @@ class RunLog:
             for key, value in values.items()
             if key in shown
         ]
-        line = f"{self._title}: step {step}/{self._steps}, {kind} {', '.join(text)}"
+        if kind == "train" and not self._lines:
+            self._bar.set_postfix_str(", ".join(text))
+        else:
+            self.say(f"step {step}/{self._steps}, {kind} {', '.join(text)}")
+
+    def say(self, text: str) -> None:
+        """Shows one line, above the progress bar on a terminal."""
+        line = f"{self._title}: {text}"
         if self._lines:
             print(line, file=sys.stderr, flush=True)
-        elif kind == "train":
-            self._bar.set_postfix_str(", ".join(text))
         elif not self._bar.disable:
             self._bar.write(line, file=sys.stderr)
 

@@ -43,6 +43,7 @@ from moe_ext.lab.training.logging import RunLog, read_metrics, summary_writer
 from moe_ext.lab.training.metrics import by_language_pair, evaluate, mean_of
 from moe_ext.lab.training.model import make_model
 from moe_ext.lab.training.text import Text, load_text, training_batches
+from moe_ext.lab.training.threads import ThreadChoice
 from moe_ext.optim import FactoredAdam, split_parameters, warmup_schedule
 
 
@@ -240,6 +241,10 @@ class Trainer:
         """
         config, steps = self.config, self.config.steps
         window = Window()
+        fastest = 0.0  # words per second
+        threads = None
+        if config.num_threads == 0 and not self._on_cuda() and self.ranks.size == 1:
+            threads = ThreadChoice()
         with ExitStack() as stack:
             log = None
             if self.ranks.rank == 0:
@@ -256,11 +261,17 @@ class Trainer:
             stopped = stack.enter_context(stop_signal())
             batches = stack.enter_context(closing(self._batch_stream()))
             while self.step < steps and not self._any(stopped()):
-                started = time.perf_counter()
+                if threads:
+                    threads.begin_step()
+                tokens, started = self.tokens, time.perf_counter()
                 self.train_step(list(islice(batches, config.optimizer.accumulate)), window)
-                window.seconds += time.perf_counter() - started
+                seconds = time.perf_counter() - started
+                window.seconds += seconds
                 if log:
                     log.step_done()
+                if threads and (choice := threads.end_step((self.tokens - tokens) / seconds)):
+                    assert log is not None  # a single rank
+                    log.say(choice)
                 end = self.step == steps
                 if end or _due(self.step, config.log.log_every):
                     rate = self.optimizers[0].param_groups[0]["lr"]
@@ -268,6 +279,9 @@ class Trainer:
                     values = window.summary(self.ranks) | progress
                     if log:
                         log.write("train", self.step, values)
+                        if values["words_per_second"] < fastest / 3:
+                            log.say(_slower(values["words_per_second"], fastest))
+                    fastest = max(fastest, values["words_per_second"])
                     window = Window()
                 if end or _due(self.step, config.log.eval_every):
                     values = self._evaluate() | {"tokens": self.tokens}
@@ -496,6 +510,13 @@ class Trainer:
 
     def _on_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+
+def _slower(words_per_second: float, fastest: float) -> str:
+    return (
+        f"warning: {words_per_second:,.0f} words/s after {fastest:,.0f} words/s earlier; other "
+        "processes may be using the processor"
+    )
 
 
 def _due(step: int, every: int) -> bool:
