@@ -1179,6 +1179,7 @@ TABLE = {
             (ValueError, r"biases\[1\]", lambda a: dict(
                 weights=[*a["weights"], torch.ones(3, 7, 3)], biases=a["biases"] * 2)),
             (TypeError, r"biases\[0\]", first("biases", torch.Tensor.double)),
+            (TypeError, r"biases\[0\]", first("biases", torch.Tensor.to_sparse), "Sparse"),
             (ValueError, "inverse", dict(gates=torch.rand(4, 2))),
             (ValueError, "x", dict(inverse=torch.arange(6).view(3, 2))),
             (ValueError, "gates", dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1))),
