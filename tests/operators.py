@@ -855,6 +855,7 @@ TABLE = {
             (ValueError, "grad_gates", shorter("grad_gates")),
             (ValueError, "noise", shorter("noise")),
             (ValueError, "grad_noise_stddev", dict(noise=None, raw_noise_stddev=None)),
+            (ValueError, "gates", lambda a: dict(gates=a["gates"][:, :0]), 0),
         ],
     ),
     "topk_routing": Operator(
@@ -929,6 +930,7 @@ TABLE = {
             (ValueError, "grad_gates", shorter("grad_gates")),
             *numbers("score", "relu"),
             *numbers("scale", 0),
+            (ValueError, "expert_index", lambda a: dict(expert_index=a["expert_index"][:, :0]), 0),
         ],
     ),
     "load": Operator(
