@@ -3,6 +3,7 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,27 @@ inline void check_apart(const char* op,
   }
 }
 
+// Returns whether elements of a tensor may share memory. They do not if each stride is larger than
+// the extent of the axes with smaller strides. Symbolic strides cannot be sorted.
+inline bool may_overlap(const Tensor& tensor) {
+  const auto overlap = at::has_internal_overlap(tensor);
+  if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
+  const auto sizes = c10::asIntArrayRefSlowOpt(tensor.sym_sizes());
+  const auto strides = c10::asIntArrayRefSlowOpt(tensor.sym_strides());
+  if (!sizes || !strides || tensor.numel() == 0) return false;
+  std::vector<std::pair<int64_t, int64_t>> axes;  // strides and sizes
+  for (size_t d = 0; d < sizes->size(); ++d) {
+    if ((*sizes)[d] > 1) axes.emplace_back((*strides)[d], (*sizes)[d]);
+  }
+  std::sort(axes.begin(), axes.end());
+  int64_t extent = 0;
+  for (const auto& [stride, size] : axes) {
+    if (stride <= extent) return true;
+    extent += (size - 1) * stride;
+  }
+  return false;
+}
+
 inline void check_factored_step(const Tensor& param, const Tensor& grad, const Tensor& row,
                                 const Tensor& column, const Tensor& lr, const Tensor& correction,
                                 double decay, double gain, double eps) {
@@ -51,7 +73,7 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   check_argument(op, "column", column, param, type, shape);
   for (const auto& [name, tensor] :
        {std::pair{"param", &param}, {"row", &row}, {"column", &column}}) {
-    TORCH_CHECK_VALUE(at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, op, ": ", name,
+    TORCH_CHECK_VALUE(!may_overlap(*tensor), op, ": ", name,
                       " must not have elements that share memory, got strides ",
                       tensor->sym_strides());
   }
