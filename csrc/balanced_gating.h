@@ -7,7 +7,8 @@
 
 namespace moe_ext {
 
-inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_expert,
+inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& m,
+                                 const c10::SymInt& first_expert,
                                  const std::optional<c10::SymInt>& num_experts) {
   constexpr auto op = "batchwise_topm";
   check_dim(op, "scores", scores, 3);
@@ -16,13 +17,11 @@ inline void check_batchwise_topm(const Tensor& scores, const c10::SymInt& first_
   TORCH_CHECK_VALUE(!num_experts || *num_experts >= scores.sym_size(2), op,
                     ": num_experts must be at least scores.size(2) = ", scores.sym_size(2),
                     ", got ", *num_experts);
-}
-
-// For the CPU and CUDA kernels. In the Meta kernel, m and the number of rows may be symbolic.
-inline void check_m(const Tensor& scores, int64_t m) {
-  TORCH_CHECK_VALUE(m >= 0 && m <= scores.size(1),
-                    "batchwise_topm: m must be between 0 and the number of rows = ", scores.size(1),
-                    ", got ", m);
+  // A compiler cannot compare symbolic numbers, which may depend on the values of tensors.
+  const auto num_rows = scores.sym_size(1);
+  const auto value = m.maybe_as_int(), most = num_rows.maybe_as_int();
+  TORCH_CHECK_VALUE(!value || (*value >= 0 && (!most || *value <= *most)), op,
+                    ": m must be between 0 and the number of rows = ", num_rows, ", got ", m);
 }
 
 // Creates row_index [G, E, m] and mth_score [G, E].

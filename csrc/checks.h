@@ -94,6 +94,13 @@ inline void check_num_experts(const char* op, const c10::SymInt& num_experts, in
                     ": num_experts must be between ", least, " and ", kMost, ", got ", num_experts);
 }
 
+// Checks the number of experts of a token.
+inline void check_k(const char* op, const char* name, const c10::SymInt& k,
+                    const c10::SymInt& num_experts) {
+  TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op, ": ", name,
+                    " must be between 1 and num_experts = ", num_experts, ", got ", k);
+}
+
 // Checks that every element of a contiguous int64 CPU tensor is in [least, limit). Kernels access
 // memory through these indices.
 inline void check_index_range(const char* op, const char* name, const Tensor& index, int64_t limit,

@@ -50,6 +50,10 @@ inline Tensor in_known_layout(const Tensor& weight) {
   return is_transposed(weight) ? weight : weight.contiguous();
 }
 
+// Returns a bias that the kernels can read. Its negative bit is resolved here: the dispatcher does
+// not look for it in an optional list.
+inline Tensor readable_bias(const Tensor& bias) { return bias.resolve_neg().contiguous(); }
+
 // Returns R.
 inline c10::SymInt num_rows_of(const Tensor& x, const Routing& routing) {
   return routing.inverse ? routing.inverse->sym_numel() : x.sym_size(0);
@@ -76,6 +80,8 @@ inline void check_feed_forward(const char* op, const Tensor& x, const FeedForwar
     const auto columns = weights[l].sym_size(2);
     check_argument(op, name("weights").c_str(), weights[l], x, type, {num_experts, width, columns});
     if (!biases.empty()) {
+      TORCH_CHECK_TYPE(biases[l].layout() == at::kStrided, op, ": biases[", l,
+                       "] must be dense, got ", biases[l].layout());
       check_argument(op, name("biases").c_str(), biases[l], x, type, {num_experts, columns});
     }
     const bool halved = gated && l + 1 < weights.size();

@@ -3,6 +3,7 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -18,10 +19,10 @@ inline void check_scalar(const char* op, const char* name, const Tensor& scalar,
   check_dim(op, name, scalar, 0);
 }
 
-// Checks that no two tensors share memory.
-inline void check_apart(const char* op,
+// Checks that no tensor shares memory with one that is written to. The first `num_read` are not.
+inline void check_apart(const char* op, size_t num_read,
                         const std::vector<std::pair<const char*, const Tensor*>>& tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (size_t i = num_read; i < tensors.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       const auto overlap = at::get_overlap_status(*tensors[i].second, *tensors[j].second);
       const bool apart =
@@ -32,6 +33,27 @@ inline void check_apart(const char* op,
                         tensors[j].second->storage_offset());
     }
   }
+}
+
+// Returns whether elements of a tensor may share memory. They do not if each stride is larger than
+// the extent of the axes with smaller strides. Symbolic strides cannot be sorted.
+inline bool may_overlap(const Tensor& tensor) {
+  const auto overlap = at::has_internal_overlap(tensor);
+  if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
+  const auto sizes = c10::asIntArrayRefSlowOpt(tensor.sym_sizes());
+  const auto strides = c10::asIntArrayRefSlowOpt(tensor.sym_strides());
+  if (!sizes || !strides || tensor.numel() == 0) return false;
+  std::vector<std::pair<int64_t, int64_t>> axes;  // strides and sizes
+  for (size_t d = 0; d < sizes->size(); ++d) {
+    if ((*sizes)[d] > 1) axes.emplace_back((*strides)[d], (*sizes)[d]);
+  }
+  std::sort(axes.begin(), axes.end());
+  int64_t extent = 0;
+  for (const auto& [stride, size] : axes) {
+    if (stride <= extent) return true;
+    extent += (size - 1) * stride;
+  }
+  return false;
 }
 
 inline void check_factored_step(const Tensor& param, const Tensor& grad, const Tensor& row,
@@ -51,12 +73,18 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
   check_argument(op, "column", column, param, type, shape);
   for (const auto& [name, tensor] :
        {std::pair{"param", &param}, {"row", &row}, {"column", &column}}) {
-    TORCH_CHECK_VALUE(at::has_internal_overlap(*tensor) != at::MemOverlap::Yes, op, ": ", name,
+    TORCH_CHECK_VALUE(!may_overlap(*tensor), op, ": ", name,
                       " must not have elements that share memory, got strides ",
                       tensor->sym_strides());
   }
   if (!param.is_meta()) {
-    check_apart(op, {{"grad", &grad}, {"param", &param}, {"row", &row}, {"column", &column}});
+    check_apart(op, /*num_read=*/3,
+                {{"lr", &lr},
+                 {"correction", &correction},
+                 {"grad", &grad},
+                 {"param", &param},
+                 {"row", &row},
+                 {"column", &column}});
   }
   check_scalar(op, "lr", lr, param);
   check_scalar(op, "correction", correction, param);

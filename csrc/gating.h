@@ -8,15 +8,14 @@
 
 namespace moe_ext {
 
+// `k_name` is the argument that k comes from.
 inline void check_noisy_topk_gating(const char* op, const Tensor& clean_logits,
                                     const OptionalTensor& raw_noise_stddev,
                                     const OptionalTensor& noise, const c10::SymInt& k,
-                                    double noise_epsilon) {
+                                    double noise_epsilon, const char* k_name = "k") {
   check_dim(op, "clean_logits", clean_logits, 2);
   check_floating(op, "clean_logits", clean_logits);
-  const auto num_experts = clean_logits.sym_size(1);
-  TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op,
-                    ": k must be between 1 and num_experts = ", num_experts, ", got ", k);
+  check_k(op, k_name, k, clean_logits.sym_size(1));
   const bool wide = accumulate_type(clean_logits) == at::kDouble;
   const double in_type = wide ? noise_epsilon : static_cast<float>(noise_epsilon);
   TORCH_CHECK_VALUE(
@@ -54,7 +53,7 @@ inline void check_noisy_topk_gating_backward(
   constexpr auto op = "_noisy_topk_gating_backward";
   check_dim(op, "gates", gates, 2);
   const auto k = gates.sym_size(1);
-  check_noisy_topk_gating(op, clean_logits, raw_noise_stddev, noise, k, 0);
+  check_noisy_topk_gating(op, clean_logits, raw_noise_stddev, noise, k, 0, "gates.size(1)");
   const auto num_tokens = clean_logits.sym_size(0);
   const auto real = accumulate_type(clean_logits);
   const auto check = [&](const char* name, const OptionalTensor& tensor,

@@ -72,10 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> load_backward_meta(
 std::tuple<Tensor, Tensor> batchwise_topm_meta(const Tensor& scores, c10::SymInt m,
                                                c10::SymInt first_expert,
                                                std::optional<c10::SymInt> num_experts) {
-  check_batchwise_topm(scores, first_expert, num_experts);
-  if (const auto value = m.maybe_as_int()) {
-    TORCH_CHECK_VALUE(*value >= 0, "batchwise_topm: m must be at least 0, got ", *value);
-  }
+  check_batchwise_topm(scores, m, first_expert, num_experts);
   return batchwise_topm_outputs(empty, scores, m);
 }
 

@@ -25,13 +25,12 @@ struct Groups {
   Int score_k;  // a group's score is the sum of its score_k largest scores
 };
 
-inline void check_gate_rule(const char* op, const Tensor& logits, const c10::SymInt& k,
-                            const GateRule& rule) {
+// `k_name` is the argument that k comes from.
+inline void check_gate_rule(const char* op, const Tensor& logits, const char* k_name,
+                            const c10::SymInt& k, const GateRule& rule) {
   check_dim(op, "logits", logits, 2);
   check_floating(op, "logits", logits);
-  const auto num_experts = logits.sym_size(1);
-  TORCH_CHECK_VALUE(k >= 1 && k <= num_experts, op,
-                    ": k must be between 1 and num_experts = ", num_experts, ", got ", k);
+  check_k(op, k_name, k, logits.sym_size(1));
   bool known = false;
   math::for_each_score([&](std::string_view name, auto) { known |= name == rule.score; });
   if (!known) {
@@ -47,7 +46,7 @@ inline void check_topk_routing(const Tensor& logits, const c10::SymInt& k,
                                const OptionalTensor& bias, const GateRule& rule,
                                const Groups<c10::SymInt>& groups, const OptionalTensor& given) {
   constexpr auto op = "topk_routing";
-  check_gate_rule(op, logits, k, rule);
+  check_gate_rule(op, logits, "k", k, rule);
   const auto num_experts = logits.sym_size(1);
   if (bias) check_argument(op, "bias", *bias, logits, accumulate_type(logits), {num_experts});
   if (given) check_index(op, "expert_index", *given, logits, {logits.sym_size(0), k});
@@ -79,7 +78,7 @@ inline void check_topk_routing_backward(const Tensor& grad_gates, const Tensor& 
   constexpr auto op = "_topk_routing_backward";
   check_dim(op, "expert_index", expert_index, 2);
   const auto k = expert_index.sym_size(1);
-  check_gate_rule(op, logits, k, rule);
+  check_gate_rule(op, logits, "expert_index.size(1)", k, rule);
   check_index(op, "expert_index", expert_index, logits, {logits.sym_size(0), k});
   check_argument(op, "grad_gates", grad_gates, logits, accumulate_type(logits),
                  expert_index.sym_sizes());

@@ -859,6 +859,7 @@ TABLE = {
             (ValueError, "grad_gates", shorter("grad_gates")),
             (ValueError, "noise", shorter("noise")),
             (ValueError, "grad_noise_stddev", dict(noise=None, raw_noise_stddev=None)),
+            (ValueError, "gates", lambda a: dict(gates=a["gates"][:, :0]), 0),
         ],
     ),
     "topk_routing": Operator(
@@ -933,6 +934,7 @@ TABLE = {
             (ValueError, "grad_gates", shorter("grad_gates")),
             *numbers("score", "relu"),
             *numbers("scale", 0),
+            (ValueError, "expert_index", lambda a: dict(expert_index=a["expert_index"][:, :0]), 0),
         ],
     ),
     "load": Operator(
@@ -1196,6 +1198,7 @@ TABLE = {
             (ValueError, r"biases\[1\]", lambda a: dict(
                 weights=[*a["weights"], torch.ones(3, 7, 3)], biases=a["biases"] * 2)),
             (TypeError, r"biases\[0\]", first("biases", torch.Tensor.double)),
+            (TypeError, r"biases\[0\]", first("biases", torch.Tensor.to_sparse), "Sparse"),
             (ValueError, "inverse", dict(gates=torch.rand(4, 2))),
             (ValueError, "x", dict(inverse=torch.arange(6).view(3, 2))),
             (ValueError, "gates", dict(inverse=torch.arange(7)[:, None], gates=torch.rand(6, 1))),

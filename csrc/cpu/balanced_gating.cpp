@@ -157,8 +157,7 @@ struct KeysOfColumns {
 
 std::tuple<Tensor, Tensor> batchwise_topm_cpu(const Tensor& scores, int64_t m, int64_t first_expert,
                                               std::optional<int64_t> num_experts_of_batch) {
-  check_batchwise_topm(scores, first_expert, num_experts_of_batch);
-  check_m(scores, m);
+  check_batchwise_topm(scores, m, first_expert, num_experts_of_batch);
   const int64_t num_groups = scores.size(0);
   const int64_t num_rows = scores.size(1);
   const int64_t num_experts = scores.size(2);

@@ -79,7 +79,7 @@ class Experts {
       widest_ = std::max({widest_, weight.size(1), weight.size(2)});
       flops_per_row_ += 2 * weight.size(1) * weight.size(2);
     }
-    for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
+    for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     blocks_ = split_into_blocks(offsets_, num_experts(), num_rows_);
     int64_t rows = 0;  // of an expert
     for (const Block& block : blocks_) {

@@ -242,7 +242,7 @@ class Experts {
         num_experts_(network.weights[0].size(0)),
         products_(offsets_, num_rows_, num_experts_) {
     for (const Tensor& weight : network.weights) weights_.push_back(in_known_layout(weight));
-    for (const Tensor& bias : network.biases) biases_.push_back(bias.contiguous());
+    for (const Tensor& bias : network.biases) biases_.push_back(readable_bias(bias));
     if (routing.inverse) {
       row_of_ = contiguous_index(*routing.inverse);
       bounds_ = contiguous_index(routing.token_offsets);

@@ -7,6 +7,10 @@ not depend on the number of threads. Second derivatives raise RuntimeError, exce
 and cv_squared. Gradients with torch.func are not supported: torch raises an error.
 
 Indices and offsets are int64. int32 is accepted but converted, which costs time.
+
+A process that forks after it has used several threads has only one of them in the child. Operators
+then wait forever in the child, as do those of torch. Call ``torch.set_num_threads(1)`` first in the
+child, or start it with the method "spawn".
 """
 
 from moe_ext.ops import _flops as _flops  # registers the FLOP formulas

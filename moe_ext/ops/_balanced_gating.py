@@ -52,7 +52,7 @@ def batchwise_topm(
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or value.
     """
-    if scores.dim() == 2:
+    if isinstance(scores, Tensor) and scores.dim() == 2:
         result = batchwise_topm(scores.unsqueeze(0), m, first_expert, num_experts)
         return BatchwiseTopM(*(tensor.squeeze(0) for tensor in result))
     return BatchwiseTopM(*torch.ops.moe_ext.batchwise_topm(scores, m, first_expert, num_experts))

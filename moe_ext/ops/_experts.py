@@ -6,6 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_ext.ops._gradients import needs_gradient
+
 Activation = Literal[
     "clamped_swiglu",
     "geglu",
@@ -100,8 +102,6 @@ def experts(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    inputs = [x, *weights, *(biases or []), *([] if gates is None else [gates])]
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     y, _ = torch.ops.moe_ext.experts(
         x,
         offsets,
@@ -109,9 +109,9 @@ def experts(
         token_offsets,
         gates,
         weights,
-        biases or None,
+        biases,
         activation,
-        differentiated and not recompute,
+        not recompute and needs_gradient(x, weights, biases, gates),
         activation_args,
     )
     return y

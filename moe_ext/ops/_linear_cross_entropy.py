@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_ext.ops._gradients import needs_gradient
+
 
 def linear_cross_entropy(
     input: Tensor,
@@ -59,7 +61,7 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    keeps = torch.is_grad_enabled() and reduction != "none" and not recompute
+    keeps = reduction != "none" and not recompute
     loss, _, _ = torch.ops.moe_ext.linear_cross_entropy(
         input,
         linear_weight,
@@ -70,9 +72,6 @@ def linear_cross_entropy(
         label_smoothing,
         z_loss,
         softcap,
-        [
-            keeps and tensor is not None and tensor.requires_grad
-            for tensor in (input, linear_weight, linear_bias)
-        ],
+        [keeps and needs_gradient(each) for each in (input, linear_weight, linear_bias)],
     )
     return loss

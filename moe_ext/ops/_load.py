@@ -35,7 +35,7 @@ def load(
     Raises:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
-    if detach_threshold:
+    if detach_threshold and isinstance(threshold, Tensor):
         threshold = threshold.detach()
     return torch.ops.moe_ext.load(
         clean_logits, noise_stddev, threshold, expert_index, group_offsets

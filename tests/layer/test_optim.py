@@ -372,10 +372,12 @@ def sharing(name, other):
 REFUSED = [
     *STEP.bad,
     (ValueError, "row", dict(row=torch.zeros(5).expand(3, 5))),
+    (ValueError, "row", dict(row=torch.zeros(7).as_strided((3, 5), (1, 1)))),
     (ValueError, "param", lambda call: {"param": call["grad"]}),
     (ValueError, "row", sharing("row", "param")),
     (ValueError, "column", sharing("column", "grad")),
     (ValueError, "column", sharing("column", "row")),
+    (ValueError, "row", lambda call: {"lr": call["row"].view(-1)[:2].view(torch.float64)[0]}),
 ]
 
 

@@ -60,6 +60,12 @@ def test_numbers_of_columns_out_of_range(device):
         ops.batchwise_topm(scores, 5, num_experts=3)
 
 
+@pytest.mark.parametrize("m", [-1, 21, 2**62])
+def test_m_is_checked_on_meta(m):
+    with pytest.raises(ValueError, match=f"m must be between 0 and the .* = 20, got {m}"):
+        ops.batchwise_topm(torch.zeros(3, 20, 4, device="meta"), m)
+
+
 # selected_softmax
 
 

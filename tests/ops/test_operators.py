@@ -417,8 +417,13 @@ def negated(x):
 @each("negated", "typical")
 @pytest.mark.emulated(False)  # the dispatcher resolves the bit
 def test_negated_inputs(device, name, sizes):
+    """The results do not depend on the negative bit, of one argument or of all."""
     row, arguments = ROWS[name], sample(name, device, torch.float32, **sizes)
     expected, expected_grads = evaluate(row, arguments)
+    for key, value in arguments.items():
+        outputs = as_tuple(row.function(**arguments | {key: changed(negated, value)}))
+        for a, e in zip(outputs, expected, strict=True):
+            assert_same_bits(a.resolve_neg(), e)
     arguments = changed(negated, arguments)
     leaves = tensors_in([arguments.get(key) for key in row.differentiable])
     for leaf in leaves:

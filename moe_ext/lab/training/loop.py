@@ -515,7 +515,7 @@ class Trainer:
 def _slower(words_per_second: float, fastest: float) -> str:
     return (
         f"warning: {words_per_second:,.0f} words/s after {fastest:,.0f} words/s earlier; other "
-        "processes may be using the processor"
+        "programs may be using the processor"
     )
 
 

@@ -10,8 +10,8 @@ _STEPS = 3  # of each number of threads
 class ThreadChoice:
     """Tries one thread and all threads in the first steps of a run, then keeps the faster number.
 
-    Small models may train faster with one thread. Beside other busy processes, each operation of
-    several threads waits for the slowest thread. The first step is not measured.
+    Small models may train faster with one thread. If other programs keep the processor busy, each
+    operation of several threads waits for the slowest thread. The first step is not measured.
 
     Attributes:
         chosen: the number of threads; None: not yet known.

@@ -1,0 +1,24 @@
+"""What an operator must know about gradients before it is called."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def needs_gradient(*values: object) -> bool:
+    """Returns whether a tensor among the values, or in a list of them, requires a gradient.
+
+    Values of other types need none: the operator refuses them with its own error.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif value is not None and isinstance(value, (list, tuple, Iterable)):
+            for item in value:
+                if isinstance(item, Tensor) and item.requires_grad:
+                    return True
+    return False
