@@ -14,8 +14,8 @@ namespace moe_ext {
 
 // The inputs and the weights: B sentences of at most S tokens, U units, outputs of width P.
 struct Lstm {
-  const Tensor& x;                   // [B, S, I]
-  const Tensor& weight_input;        // [4 U, I], in the order i, f, j, o
+  const Tensor& x;                   // [B, S, D]
+  const Tensor& weight_input;        // [4 U, D], in the order i, f, j, o
   const Tensor& weight_recurrent;    // [4 U, P]
   const OptionalTensor& bias;        // [4 U]
   const OptionalTensor& projection;  // [P, U]; without it, P is U

@@ -148,7 +148,7 @@ TORCH_LIBRARY(moe_ext, m) {
   // Without projection, m_t is what it would multiply. Without m_0 or c_0, the state starts at
   // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
   // and c_n are the states after the last step.
-  // Shapes: x [B, S, I], weight_input [4 U, I], weight_recurrent [4 U, P], projection [P, U],
+  // Shapes: x [B, S, D], weight_input [4 U, D], weight_recurrent [4 U, P], projection [P, U],
   // lengths [B], m [B, S, P]. The gates after their activations [B, S, 4 U] and the states of the
   // cells [B, S, U] have an order of their own.
   m.def(

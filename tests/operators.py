@@ -697,14 +697,14 @@ def plain_losses(X, W, y, b, c, kept, eps, z):
 
 
 def make_lstm(
-    dtype, B, S, I=3, U=4, P=None, bias=True, state=True, lengths=None, reverse=False
+    dtype, B, S, D=3, U=4, P=None, bias=True, state=True, lengths=None, reverse=False
 ):  # fmt: skip
     """Makes sentences; with P, a projection."""
     width = P or U
-    scale = 1 / math.sqrt(max(I + width, 1))
+    scale = 1 / math.sqrt(max(D + width, 1))
     return dict(
-        x=normal(B, S, I, dtype=dtype),
-        weight_input=normal(4 * U, I, dtype=dtype) * scale,
+        x=normal(B, S, D, dtype=dtype),
+        weight_input=normal(4 * U, D, dtype=dtype) * scale,
         weight_recurrent=normal(4 * U, width, dtype=dtype) * scale,
         bias=normal(4 * U, dtype=dtype) if bias else None,
         projection=normal(P, U, dtype=dtype) / math.sqrt(max(U, 1)) if P else None,
@@ -1341,8 +1341,8 @@ TABLE = {
             "half_types": "products are of the type itself, and each m_t is rounded",
         },
         samples=[
-            dict(B=B, S=S, I=I, U=U, P=P, state=state, bias=state, reverse=reverse)
-            for B, S, I, U, P in (
+            dict(B=B, S=S, D=D, U=U, P=P, state=state, bias=state, reverse=reverse)
+            for B, S, D, U, P in (
                 (1, 1, 1, 1, 1), (1, 1, 1, 1, None), (2, 3, 4, 5, 3), (2, 3, 4, 5, None),
                 (5, 4, 3, 16, 16), (3, 2, 5, 18, 20), (2, 2, 3, 132, 7),
             )
@@ -1353,7 +1353,7 @@ TABLE = {
             for lengths in ([4, 2, 0, 4, 1], [1, 1, 2, 2, 0], [0] * 5, [3] * 5)
             for P in (3, None) for state in (False, True) for reverse in (False, True)
         ]
-        + [dict(B=0, S=3, P=2), dict(B=2, S=0, P=2), dict(B=2, S=3, I=0, P=2)],
+        + [dict(B=0, S=3, P=2), dict(B=2, S=0, P=2), dict(B=2, S=3, D=0, P=2)],
         typical=[
             dict(B=T, S=3, P=2, lengths=[2, 3, 0, 1]),
             dict(B=3, S=2, U=5, P=5, bias=False, state=False, reverse=True),
@@ -1361,19 +1361,19 @@ TABLE = {
             dict(B=0, S=2, P=3),
         ],
         limits=[
-            *(dict(B=n, S=1, I=2, U=2, P=1) for n in MANY),
-            *(dict(B=2, S=2, I=2, U=U, P=2) for U in (127, 128, 129, 255, 256, 257, 1000)),
-            dict(B=1, S=2000, I=2, U=2, P=1),
+            *(dict(B=n, S=1, D=2, U=2, P=1) for n in MANY),
+            *(dict(B=2, S=2, D=2, U=U, P=2) for U in (127, 128, 129, 255, 256, 257, 1000)),
+            dict(B=1, S=2000, D=2, U=2, P=1),
         ],
         large=[
-            dict(B=40, S=20, I=24, U=150, P=32, reverse=True),
-            dict(B=40, S=20, I=24, U=150, P=32, lengths=[(7 * n) % 21 for n in range(40)]),
-            dict(B=17, S=9, I=24, U=64),
+            dict(B=40, S=20, D=24, U=150, P=32, reverse=True),
+            dict(B=40, S=20, D=24, U=150, P=32, lengths=[(7 * n) % 21 for n in range(40)]),
+            dict(B=17, S=9, D=24, U=64),
         ],
         precise=[
-            dict(B=30, S=12, I=64, U=150, P=32), dict(B=30, S=12, I=33, U=40),
-            dict(B=3, S=30, I=29, U=37, P=43, reverse=True),
-            dict(B=7, S=9, I=16, U=32, P=16, lengths=[9, 0, 3, 9, 1, 8, 5]),
+            dict(B=30, S=12, D=64, U=150, P=32), dict(B=30, S=12, D=33, U=40),
+            dict(B=3, S=30, D=29, U=37, P=43, reverse=True),
+            dict(B=7, S=9, D=16, U=32, P=16, lengths=[9, 0, 3, 9, 1, 8, 5]),
         ],
         bad=[
             *too_short("weight_input"),

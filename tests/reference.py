@@ -403,8 +403,8 @@ def CrossEntropy(logits, y, eps=0.0, z=0.0):
     return sum(q[v] * (lse - logits[v]) for v in range(V)) + z * lse**2
 
 
-# Appendix C.1: the LSTM with a projection (Sak et al. 2014). W and R have a row for each gate of each
-# unit: all i, then all f, j and o.
+# Appendix C.1: the LSTM with a projection (Sak et al. 2014). W and R have the rows of all gates i,
+# then those of f, j and o.
 
 
 def LSTM(x, W, R, b, P, m, c):

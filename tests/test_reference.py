@@ -398,7 +398,9 @@ def test_lstm_by_hand():
     outputs, m, c = ref.LSTM(x, W[:, None], R[:, None], b, P, vec(3), vec(4))
     c_1 = 2 + math.tanh(0.5) / 2
     c_2 = c_1 / 2 + math.tanh(-1) / 2
-    assert torch.stack(outputs).flatten().tolist() == pytest.approx([math.tanh(c_1), math.tanh(c_2)])
+    assert torch.stack(outputs).flatten().tolist() == pytest.approx(
+        [math.tanh(c_1), math.tanh(c_2)]
+    )
     assert (m.item(), c.item()) == (outputs[1].item(), pytest.approx(c_2))
 
 

@@ -479,8 +479,8 @@ class LstmForward {
 
   const Layer<scalar_t> layer_;
   const LstmOutputs& outputs_;
-  const Tensor x_;                 // [rows, I]
-  const Tensor weight_input_;      // [4 U, I] in the order of the blocks
+  const Tensor x_;                 // [rows, D]
+  const Tensor weight_input_;      // [4 U, D] in the order of the blocks
   const Tensor weight_recurrent_;  // [P, 4 U] by blocks of columns, in acc_t
   const Tensor bias_;              // [4 U] in the order of the blocks, in acc_t
   const Tensor projection_;        // [U, P] in acc_t, or undefined

@@ -48,8 +48,8 @@ def lstm(
     CPU only: on CUDA, ``torch.nn.LSTM`` computes projections with cuDNN.
 
     Args:
-        x: [B, S, I].
-        weight_input: [4 · U, I], the rows of i, f, j and o.
+        x: [B, S, D].
+        weight_input: [4 · U, D], the rows of i, f, j and o.
         weight_recurrent: [4 · U, P].
         bias: [4 · U], or None.
         projection: [P, U]. None: m_t is what it would multiply, and P = U.

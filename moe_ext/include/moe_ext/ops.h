@@ -280,8 +280,8 @@ struct LstmOutputs {
 //
 // CPU only.
 //
-//   x: [B, S, I].
-//   weight_input: [4 U, I].
+//   x: [B, S, D].
+//   weight_input: [4 U, D].
 //   weight_recurrent: [4 U, P].
 //   bias: [4 U]; absent: no bias.
 //   projection: [P, U]; absent: m_t is what it would multiply.

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         type=at_least(1),
         nargs=5,
         action="append",
-        metavar=("B", "S", "I", "U", "P"),
+        metavar=("B", "S", "D", "U", "P"),
         help="sentences, tokens, widths of input, cells and projection; may be repeated; default: "
         "two shapes",
     )
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         rows = [measure(shape, dtype, options.rounds) for shape in options.shape or SHAPES]
     report_rows(
         rows,
-        ["B, S, I, U, P", "moe_ext, ms", "torch, ms"]
+        ["B, S, D, U, P", "moe_ext, ms", "torch, ms"]
         + ["GF/s", "limit", "quartiles", "x", "quartiles"],
         lambda row: [
             row.shape,

@@ -83,9 +83,7 @@ class LSTM(nn.Module):
         # torch adds two biases and orders the gates i, f, j, o.
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, reverse: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         """Computes the output m [B, S, D]; m is undefined at padding.
 
         Args:
