@@ -142,9 +142,9 @@ TORCH_LIBRARY(moe_ext, m) {
       "bool[] needs) -> Tensor[]",
       tags);
 
-  // App. C.1, an LSTM (Sak et al., 2014) of U units over B sentences of S tokens:
-  //   i, f, j, o = weight_input x_t + weight_recurrent m_{t-1} + bias
-  //   c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)    m_t = projection (sigmoid(o) tanh(c_t))
+  // App. C.1: i, f, j, o = weight_input x_t + weight_recurrent m_{t-1} + bias;
+  // c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j); m_t = projection (sigmoid(o) tanh(c_t)).
+  // This is an LSTM of U units over B sentences of S tokens (Sak et al., 2014).
   // Without projection, m_t is what it would multiply. Without m_0 or c_0, the state starts at
   // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
   // and c_n are the states after the last step.

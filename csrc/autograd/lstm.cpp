@@ -5,7 +5,7 @@
 namespace moe_ext::autograd {
 namespace {
 
-// m, m_n and c_n are differentiable; gates and cells are kept for the backward pass.
+// m, m_n and c_n are differentiable; gates and cells are saved for backward.
 struct LstmFunction : torch::autograd::Function<LstmFunction> {
   static constexpr bool is_traceable = true;
 

@@ -370,11 +370,9 @@ def _kept_of_token(config: Config, model: LanguageModel, group: int, travelling:
 def _kept(layer: nn.Module) -> int:
     """Counts the elements that a dense layer saves for backward of a token."""
     if isinstance(layer, LSTM):
-        lstm, projection = layer.lstm, layer.output_projection
-        if projection is None:  # torch on the CPU saves 4 gates before and after, and more
-            return lstm.input_size + 16 * lstm.hidden_size
-        # ops.lstm saves its input and output, and the gates and the state of each cell.
-        return lstm.input_size + 5 * lstm.hidden_size + len(projection)
+        lstm = layer.lstm  # torch on the CPU saves 4 gates before and after, and their products
+        projected = lstm.proj_size if layer.projection is None else lstm.hidden_size
+        return lstm.input_size + 16 * lstm.hidden_size + projected
     assert isinstance(layer, FeedForwardExperts)
     widths = [weight.shape[2] for weight in layer.weights]
     return layer.weights[0].shape[1] + sum(widths) + widths[-1]
