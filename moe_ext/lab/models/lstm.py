@@ -42,8 +42,8 @@ class LSTM(nn.Module):
     weights. The bias of the forget gate starts at 1, so that the cell keeps its state at first. The
     other biases start at 0.
 
-    On CPUs, `moe_ext.ops.lstm` runs an LSTM with a projection: torch has no fast one there. All
-    others are torch's.
+    On CPUs, `moe_ext.ops.lstm` runs an LSTM with a projection, for which torch has no kernel there.
+    It also runs under autocast on processors without AVX-512. All others are torch's.
 
     Args:
         d_model: D, width of the output.
@@ -91,16 +91,24 @@ class LSTM(nn.Module):
             mask: [B, S] bool, True at tokens. Padding follows the tokens. None: all are tokens.
             reverse: whether the LSTM reads each sentence from its last token to its first.
         """
-        p = self.output_projection
-        if p is not None and x.device.type == "cpu":
+        if x.device.type == "cpu" and not self._has_kernel_of_torch():
             lengths = None if mask is None else mask.sum(1)
-            weights = self.input_weight, self.recurrent_weight, self.bias, p
+            weights = self.input_weight, self.recurrent_weight, self.bias, self.output_projection
             return ops.lstm(x, *weights, lengths=lengths, reverse=reverse).m
         if not reverse:
             return self._of_torch(x)
         if mask is None:
             return self._of_torch(x.flip(1)).flip(1)
         return reversed_sentences(self._of_torch(reversed_sentences(x, mask)), mask)
+
+    def _has_kernel_of_torch(self) -> bool:
+        """Returns whether torch has a fast kernel on this CPU: oneDNN's, without projection.
+
+        In bfloat16, oneDNN's raises an error on processors without AVX-512.
+        """
+        in_float32 = not torch.is_autocast_enabled("cpu")
+        supported = in_float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return self.output_projection is None and supported
 
     def _of_torch(self, x: Tensor) -> Tensor:
         """Computes the output with torch's LSTM."""
