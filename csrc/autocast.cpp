@@ -1,5 +1,5 @@
-// Autocast: gating and load run in float32, the GEMMs of the experts and of the cross-entropy in
-// autocast's lower-precision type.
+// Autocast: gating and load run in float32, the GEMMs of the experts, of the cross-entropy
+// and of the LSTM in autocast's lower-precision type.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -7,6 +7,7 @@
 
 #include "experts_operator.h"
 #include "linear_cross_entropy.h"
+#include "lstm.h"
 #include "operator.h"
 
 namespace moe_ext {
@@ -87,12 +88,33 @@ LinearCrossEntropyOutputs linear_cross_entropy(const Classifier& classifier,
 }
 
 template <c10::DeviceType device>
+LstmOutputs lstm(const Lstm& lstm) {
+  const BelowAutocast<device> guard;
+  const auto type = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const auto& tensor) { return cached_cast(type, tensor, device); };
+  const Tensor x = cast(lstm.x), weight_input = cast(lstm.weight_input),
+               weight_recurrent = cast(lstm.weight_recurrent);
+  const OptionalTensor bias = cast(lstm.bias), projection = cast(lstm.projection),
+                       m_0 = cast(lstm.m_0), c_0 = cast(lstm.c_0);
+  return call_lstm({.x = x,
+                    .weight_input = weight_input,
+                    .weight_recurrent = weight_recurrent,
+                    .bias = bias,
+                    .projection = projection,
+                    .m_0 = m_0,
+                    .c_0 = c_0,
+                    .lengths = lstm.lengths,
+                    .reverse = lstm.reverse});
+}
+
+template <c10::DeviceType device>
 void register_for(torch::Library& m) {
   m.impl("noisy_topk_gating", &noisy_topk_gating<device>);
   m.impl("topk_routing", &topk_routing<device>);
   m.impl("load", &load<device>);
   m.impl("experts", &experts_of<experts<device>>);
   m.impl("linear_cross_entropy", &linear_cross_entropy_of<linear_cross_entropy<device>>);
+  m.impl("lstm", &lstm_of<lstm<device>>);
 }
 
 }  // namespace

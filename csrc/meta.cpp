@@ -13,6 +13,7 @@
 #include "importance.h"
 #include "linear_cross_entropy.h"
 #include "load.h"
+#include "lstm.h"
 #include "topk_routing.h"
 
 namespace moe_ext {
@@ -163,6 +164,17 @@ std::vector<Tensor> linear_cross_entropy_backward_meta(const Tensor& grad_loss,
   return linear_cross_entropy_gradients(empty, classifier, needs, classifier.input.scalar_type());
 }
 
+LstmOutputs lstm_meta(const Lstm& lstm) {
+  check_lstm("lstm", lstm);
+  return lstm_outputs(empty, lstm);
+}
+
+std::vector<Tensor> lstm_backward_meta(const LstmOutputGradients& gradients, const Lstm& lstm,
+                                       const LstmSaved& saved, const c10::List<bool>& needs) {
+  check_lstm_backward(gradients, lstm, saved, needs);
+  return lstm_gradients(empty, lstm, needs);
+}
+
 void factored_step_meta(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,
                         const Tensor& lr, const Tensor& correction, double decay, double gain,
                         double eps, bool) {
@@ -195,5 +207,7 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
          &moe_ext::linear_cross_entropy_of<moe_ext::linear_cross_entropy_meta>);
   m.impl("_linear_cross_entropy_backward",
          &moe_ext::linear_cross_entropy_backward_of<moe_ext::linear_cross_entropy_backward_meta>);
+  m.impl("lstm", &moe_ext::lstm_of<moe_ext::lstm_meta>);
+  m.impl("_lstm_backward", &moe_ext::lstm_backward_of<moe_ext::lstm_backward_meta>);
   m.impl("factored_step_", &moe_ext::factored_step_meta);
 }

@@ -145,6 +145,30 @@ TORCH_LIBRARY(moe_ext, m) {
       "bool[] needs) -> Tensor[]",
       tags);
 
+  // App. C.1: i, f, j, o = weight_input x_t + weight_recurrent m_{t-1} + bias;
+  // c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j); m_t = projection (sigmoid(o) tanh(c_t)).
+  // This is an LSTM of U units over B sentences of S tokens (Sak et al., 2014).
+  // Without projection, m_t is what it would multiply. Without m_0 or c_0, the state starts at
+  // zero. Sentence b has lengths[b] tokens, in their order or reversed; m is zero after them. m_n
+  // and c_n are the states after the last step.
+  // Shapes: x [B, S, D], weight_input [4 U, D], weight_recurrent [4 U, P], projection [P, U],
+  // lengths [B], m [B, S, P]. The gates after their activations [B, S, 4 U] and the states of the
+  // cells [B, S, U] have an order of their own.
+  m.def(
+      "lstm(Tensor x, Tensor weight_input, Tensor weight_recurrent, Tensor? bias=None, "
+      "Tensor? projection=None, Tensor? m_0=None, Tensor? c_0=None, Tensor? lengths=None, "
+      "bool reverse=False) "
+      "-> (Tensor m, Tensor m_n, Tensor c_n, Tensor gates, Tensor cells)",
+      tags);
+  // The gradients of x, weight_input, weight_recurrent, bias, projection, m_0 and c_0. A gradient
+  // that is not needed has shape [0].
+  m.def(
+      "_lstm_backward(Tensor? grad_m, Tensor? grad_m_n, Tensor? grad_c_n, Tensor x, "
+      "Tensor weight_input, Tensor weight_recurrent, Tensor? projection, Tensor? m_0, Tensor? c_0, "
+      "Tensor? lengths, bool reverse, Tensor m, Tensor gates, Tensor cells, bool[] needs) "
+      "-> Tensor[]",
+      tags);
+
   // App. D: row <- decay row + gain mean_j(grad^2); column likewise, with the mean over i. Then
   // param <- param - lr grad / (sqrt(row column^T / mean(row) correction) + eps). All three are
   // updated in place, for each matrix of param [..., R, C], with row [..., R] and column [..., C].

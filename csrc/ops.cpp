@@ -7,6 +7,7 @@
 
 #include "experts_operator.h"
 #include "linear_cross_entropy.h"
+#include "lstm.h"
 #include "operator.h"
 #include "tensor.h"
 
@@ -115,6 +116,22 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
        .softcap = options.softcap},
       c10::List<bool>({keeps && input.requires_grad(), keeps && linear_weight.requires_grad(),
                        keeps && bias && bias->requires_grad()})));
+}
+
+LstmOutputs lstm(const Tensor& x, const Tensor& weight_input, const Tensor& weight_recurrent,
+                 const OptionalTensor& bias, const OptionalTensor& projection,
+                 const OptionalTensor& m_0, const OptionalTensor& c_0,
+                 const OptionalTensor& lengths, bool reverse) {
+  auto [m, m_n, c_n, gates, cells] = call_lstm({.x = x,
+                                                .weight_input = weight_input,
+                                                .weight_recurrent = weight_recurrent,
+                                                .bias = bias,
+                                                .projection = projection,
+                                                .m_0 = m_0,
+                                                .c_0 = c_0,
+                                                .lengths = lengths,
+                                                .reverse = reverse});
+  return {m, m_n, c_n};
 }
 
 void factored_step_(Tensor& param, const Tensor& grad, Tensor& row, Tensor& column,

@@ -403,6 +403,24 @@ def CrossEntropy(logits, y, eps=0.0, z=0.0):
     return sum(q[v] * (lse - logits[v]) for v in range(V)) + z * lse**2
 
 
+# Appendix C.1: the LSTM with a projection (Sak et al. 2014). W and R have the rows of all gates i,
+# then those of f, j and o.
+
+
+def LSTM(x, W, R, b, P, m, c):
+    """m_t of each x_t, and the last m and c. Without P, m_t is o_t tanh(c_t)."""
+    sigmoid = ACTIVATIONS["sigmoid"]
+    outputs = []
+    for x_t in x:
+        z = W @ x_t + R @ m + b
+        i, f, j, o = z.split(len(c))
+        c = sigmoid(f) * c + sigmoid(i) * torch.tanh(j)
+        r = sigmoid(o) * torch.tanh(c)
+        m = r if P is None else P @ r
+        outputs.append(m)
+    return outputs, m, c
+
+
 # Appendix F: strictly balanced gating. X is the batch of softmax gates, G_sigma(x) its rows.
 
 

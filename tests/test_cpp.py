@@ -140,7 +140,10 @@ def test_every_operator_has_a_function():
 
 @pytest.mark.parametrize("name", schemas())
 def test_functions_have_the_arguments_of_the_schema(name):
-    """Operators with options differ: C++ and Python pass recompute instead of what to keep."""
+    """Operators with options differ: C++ and Python pass recompute instead of what to keep.
+
+    lstm returns only the outputs of which a gradient can be taken.
+    """
     arguments, results = schemas()[name]
     result, declared = declarations()[name]
     if name in ("experts", "linear_cross_entropy"):
@@ -149,6 +152,8 @@ def test_functions_have_the_arguments_of_the_schema(name):
                      for each in arguments]  # fmt: skip
         arguments.sort(key=lambda each: [other for _, other, _ in declared].index(each[1]))
         results = [""]
+    if name == "lstm":
+        results = results[:3]
     kinds = [TYPES[kind] for kind, _, _ in arguments]
     assert [argument for _, argument, _ in declared] == [argument for _, argument, _ in arguments]
     for (kind, argument, _), expected in zip(declared, kinds, strict=True):

@@ -390,6 +390,32 @@ def test_softcap_by_hand():
     torch.testing.assert_close(logits, vec(1, -1, 2))
 
 
+@pytest.mark.equation("App. C.1")
+def test_lstm_by_hand():
+    """A unit whose gates are 1/2, 1/2, tanh(x) and 1/2, with the projection 2 and no recurrence."""
+    W, R, b = (vec(*values) for values in ((0, 0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0)))
+    x, P = vec(0.5, -1).unsqueeze(1), vec(2).unsqueeze(0)
+    outputs, m, c = ref.LSTM(x, W[:, None], R[:, None], b, P, vec(3), vec(4))
+    c_1 = 2 + math.tanh(0.5) / 2
+    c_2 = c_1 / 2 + math.tanh(-1) / 2
+    assert torch.stack(outputs).flatten().tolist() == pytest.approx(
+        [math.tanh(c_1), math.tanh(c_2)]
+    )
+    assert (m.item(), c.item()) == (outputs[1].item(), pytest.approx(c_2))
+
+
+@pytest.mark.equation("App. C.1")
+def test_lstm_recurrence_by_hand():
+    """The output reaches the forget gate of the next step; m_t is o_t tanh(c_t) without P."""
+    W, R, b = vec(0, 0, 0, 0)[:, None], vec(0, 2, 0, 0)[:, None], vec(0, 0, 1, 0)
+    outputs, m, c = ref.LSTM(vec(0, 0)[:, None], W, R, b, None, vec(0), vec(0))
+    c_1 = math.tanh(1) / 2
+    m_1 = math.tanh(c_1) / 2
+    c_2 = c_1 / (1 + math.exp(-2 * m_1)) + math.tanh(1) / 2
+    assert outputs[0].item() == pytest.approx(m_1)
+    assert c.item() == pytest.approx(c_2) and m.item() == pytest.approx(math.tanh(c_2) / 2)
+
+
 @pytest.mark.equation("App. F")
 def test_masks_by_hand():
     X = torch.stack([vec(0.5, 0.2), vec(0.3, 0.4), vec(0.5, 0.1)])

@@ -30,6 +30,7 @@ from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
 from moe_ext.ops._importance import importance
 from moe_ext.ops._linear_cross_entropy import linear_cross_entropy
 from moe_ext.ops._load import load
+from moe_ext.ops._lstm import LSTMOutput, lstm
 from moe_ext.ops._topk_routing import Score, TopKRouting, topk_routing
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Activation",
     "BatchwiseTopM",
     "DispatchPlan",
+    "LSTMOutput",
     "Score",
     "TopKRouting",
     "TopKSelection",
@@ -52,6 +54,7 @@ __all__ = [
     "importance",
     "linear_cross_entropy",
     "load",
+    "lstm",
     "noisy_topk_gating",
     "selected_softmax",
     "token_index",

@@ -76,3 +76,48 @@ def _linear_cross_entropy_backward(
     """Counts the recomputed logits and the gradients; scaling kept gradients needs no GEMM."""
     *_, gradients, needs = rest
     return 0 if gradients else _of_classes(input, linear_weight, 1 + sum(needs[:2]))
+
+
+def _lstm_widths(x: Shape, weight_recurrent: Shape, projection: Shape | None) -> list[int]:
+    """Returns the multiply-adds of all tokens by each weight of an LSTM, without padding removed.
+
+    The weights are weight_input, weight_recurrent and projection.
+    """
+    rows, d_input = prod(x[:2]), x[2]
+    gates, width = weight_recurrent
+    return [rows * gates * d_input, rows * gates * width, rows * prod(projection or [0])]
+
+
+@register_flop_formula(torch.ops.moe_ext.lstm)
+def _lstm(
+    x: Shape,
+    weight_input: Shape,
+    weight_recurrent: Shape,
+    bias: Shape | None = None,
+    projection: Shape | None = None,
+    *rest: Any,
+    **out: Any,
+) -> int:
+    return 2 * sum(_lstm_widths(x, weight_recurrent, projection))
+
+
+@register_flop_formula(torch.ops.moe_ext._lstm_backward)
+def _lstm_backward(
+    grad_m: Shape | None,
+    grad_m_n: Shape | None,
+    grad_c_n: Shape | None,
+    x: Shape,
+    weight_input: Shape,
+    weight_recurrent: Shape,
+    projection: Shape | None,
+    *rest: Any,
+    **out: Any,
+) -> int:
+    """Counts what the steps pass back and the gradients that are needed."""
+    by_input, by_recurrent, by_projection = _lstm_widths(x, weight_recurrent, projection)
+    of_x, of_input, of_recurrent, _, of_projection, *_ = rest[-1]
+    return 2 * (
+        (of_x + of_input) * by_input
+        + (1 + of_recurrent) * by_recurrent
+        + (1 + of_projection) * by_projection
+    )

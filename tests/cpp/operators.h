@@ -96,6 +96,13 @@ inline const std::map<std::string, Operator> operators = {
             .softcap = softcap ? std::optional(softcap->item<double>()) : std::nullopt,
             .recompute = a.number<bool>("recompute", false)})};
      }},
+    {"lstm",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto out = ops::lstm(a["x"], a["weight_input"], a["weight_recurrent"], a.find("bias"),
+                                  a.find("projection"), a.find("m_0"), a.find("c_0"),
+                                  a.find("lengths"), a.number<bool>("reverse"));
+       return {out.m, out.m_n, out.c_n};
+     }},
     {"factored_step_",
      [](const Tree& a) -> std::vector<Tensor> {
        auto param = a["param"].clone(), row = a["row"].clone(), column = a["column"].clone();

@@ -25,7 +25,7 @@ from moe_ext.lab.models import (
     TranslationModelConfig,
     evaluating,
 )
-from moe_ext.lab.models.translation import reverse
+from moe_ext.lab.models.lstm import reversed_sentences
 from moe_ext.optim import split_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,7 +208,8 @@ def used(model):
 def test_reverse():
     x = torch.arange(12.0).view(2, 6, 1)
     mask = torch.arange(6) < torch.tensor([[4], [6]])
-    assert reverse(x, mask).squeeze(2).tolist() == [[3, 2, 1, 0, 4, 5], [11, 10, 9, 8, 7, 6]]
+    reversed_x = reversed_sentences(x, mask).squeeze(2).tolist()
+    assert reversed_x == [[3, 2, 1, 0, 4, 5], [11, 10, 9, 8, 7, 6]]
 
 
 @pytest.mark.parametrize("encoder", ["parallel", "stacked"])

@@ -52,7 +52,16 @@ def short(value):
     return value if len(str(value)) < 60 else f"{len(value)} numbers"
 
 
-PROPERTIES = set()  # the properties that a row can lack
+PROPERTIES = {"cuda"}  # the properties that a row can lack
+
+
+@pytest.fixture(autouse=True)
+def skip_devices_without_kernels(request):
+    """Skips tests of an operator that lacks CUDA, on CUDA and with emulated kernels."""
+    sizes = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    reason = ROWS[sizes["name"]].lacks.get("cuda") if "name" in sizes else None
+    if reason and sizes.get("device", "cpu") != "cpu":
+        pytest.skip(reason)
 
 
 def each(prop, kind, rows=TABLE, count=None):

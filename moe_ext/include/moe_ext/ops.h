@@ -269,6 +269,38 @@ MOE_EXT_API Tensor linear_cross_entropy(const Tensor& input, const Tensor& linea
                                         const Tensor& target,
                                         const LinearCrossEntropyOptions& options = {});
 
+// The outputs of lstm.
+struct LstmOutputs {
+  Tensor m;    // [B, S, P], zero after the tokens of a sentence
+  Tensor m_n;  // [B, P], the output of the last step
+  Tensor c_n;  // [B, U], the state of the cells after the last step
+};
+
+// Runs an LSTM of U units over B sentences of at most S tokens (Sak et al., 2014):
+//
+//   i, f, j, o = weight_input x_t + weight_recurrent m_{t-1} + bias
+//   c_t = sigmoid(f) c_{t-1} + sigmoid(i) tanh(j)
+//   m_t = projection (sigmoid(o) tanh(c_t))
+//
+// CPU only.
+//
+//   x: [B, S, D].
+//   weight_input: [4 U, D].
+//   weight_recurrent: [4 U, P].
+//   bias: [4 U]; absent: no bias.
+//   projection: [P, U]; absent: m_t is what it would multiply.
+//   m_0: [B, P], the output before the first step; absent: zeros.
+//   c_0: [B, U], the state of the cells before the first step; absent: zeros.
+//   lengths: [B] int64, the number of tokens of each sentence; absent: S.
+//   reverse: whether the steps go from the last token of a sentence to its first.
+MOE_EXT_API LstmOutputs lstm(const Tensor& x, const Tensor& weight_input,
+                             const Tensor& weight_recurrent,
+                             const OptionalTensor& bias = std::nullopt,
+                             const OptionalTensor& projection = std::nullopt,
+                             const OptionalTensor& m_0 = std::nullopt,
+                             const OptionalTensor& c_0 = std::nullopt,
+                             const OptionalTensor& lengths = std::nullopt, bool reverse = false);
+
 // Updates param [..., R, C] by one step of factored Adam or Adagrad (Appendix D):
 //
 //   row    <- decay * row    + gain * mean over the columns of grad^2      [..., R]

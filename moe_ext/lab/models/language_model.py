@@ -193,7 +193,7 @@ class LanguageModel(WordModel):
         reports: list[MoEAux] = []
         for layer in self.layers:
             if isinstance(layer, LSTM):
-                y = layer(h)
+                y = layer(h, mask)
             elif isinstance(layer, MoELSTM):
                 y, _, aux = layer(h, mask=mask)
                 reports.append(aux)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_ext import ops
 from moe_ext.checks import require
 from moe_ext.experts import uniform_
 from moe_ext.recurrent import lstm_state
@@ -27,10 +28,6 @@ class LSTMState(NamedTuple):
         return type(self)(*(part.index_select(0, index) for part in self))
 
 
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
 class LSTM(nn.Module):
     """Runs a unidirectional LSTM over whole sentences; every sentence starts from a zero state.
 
@@ -44,6 +41,9 @@ class LSTM(nn.Module):
     Weights are initialised uniformly with variance 1 / fan_in; fan_in counts input and recurrent
     weights. The bias of the forget gate starts at 1, so that the cell keeps its state at first. The
     other biases start at 0.
+
+    On CPUs, `moe_ext.ops.lstm` runs an LSTM with a projection, for which torch has no kernel there.
+    It also runs under autocast on processors without AVX-512. All others are torch's.
 
     Args:
         d_model: D, width of the output.
@@ -83,12 +83,35 @@ class LSTM(nn.Module):
         # torch adds two biases and orders the gates i, f, j, o.
         nn.init.ones_(self.lstm.get_parameter("bias_ih_l0")[units : 2 * units])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the output m [B, S, D] for x [B, S, d_input]; m is undefined at padding."""
-        if x.device.type == "cpu" and torch.is_autocast_enabled("cpu") and not _has_avx512():
-            # oneDNN then has no bfloat16 LSTM, and torch's autocast calls it all the same.
-            with torch.autocast("cpu", enabled=False):
-                return self.forward(x.to(self.recurrent_weight.dtype))
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, reverse: bool = False) -> Tensor:
+        """Computes the output m [B, S, D]; m is undefined at padding.
+
+        Args:
+            x: [B, S, d_input].
+            mask: [B, S] bool, True at tokens. Padding follows the tokens. None: all are tokens.
+            reverse: whether the LSTM reads each sentence from its last token to its first.
+        """
+        if x.device.type == "cpu" and not self._has_kernel_of_torch():
+            lengths = None if mask is None else mask.sum(1)
+            weights = self.input_weight, self.recurrent_weight, self.bias, self.output_projection
+            return ops.lstm(x, *weights, lengths=lengths, reverse=reverse).m
+        if not reverse:
+            return self._of_torch(x)
+        if mask is None:
+            return self._of_torch(x.flip(1)).flip(1)
+        return reversed_sentences(self._of_torch(reversed_sentences(x, mask)), mask)
+
+    def _has_kernel_of_torch(self) -> bool:
+        """Returns whether torch has a fast kernel on this CPU: oneDNN's, without projection.
+
+        In bfloat16, oneDNN's raises an error on processors without AVX-512.
+        """
+        in_float32 = not torch.is_autocast_enabled("cpu")
+        supported = in_float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return self.output_projection is None and supported
+
+    def _of_torch(self, x: Tensor) -> Tensor:
+        """Computes the output with torch's LSTM."""
         if self.projection is None:
             return self.lstm(x)[0]
         # r is the output before P. As W m_{t-1} = (W P) r_{t-1}, an LSTM with recurrent weight W P
@@ -110,8 +133,13 @@ class LSTM(nn.Module):
     def cell(self, gates: Tensor, c: Tensor) -> LSTMState:
         """Computes the state from c_{t-1} and the gates W [x_t, m_{t-1}] + b, [N, 4 · units]."""
         r, c = lstm_state(gates, c)
-        p = self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
+        p = self.output_projection
         return LSTMState(r if p is None else F.linear(r, p), c)
+
+    @property
+    def output_projection(self) -> Tensor | None:
+        """The projection P [D, units], if there is one."""
+        return self.lstm.get_parameter("weight_hr_l0") if self.lstm.proj_size else self.projection
 
     @property
     def input_weight(self) -> Tensor:
@@ -127,3 +155,15 @@ class LSTM(nn.Module):
     def bias(self) -> Tensor:
         """The bias b of the gates, [4 · units]."""
         return self.lstm.get_parameter("bias_ih_l0") + self.lstm.get_parameter("bias_hh_l0")
+
+
+def reversed_sentences(x: Tensor, mask: Tensor) -> Tensor:
+    """Reverses the tokens of each sentence; the padding stays at the end.
+
+    Args:
+        x: vectors of the tokens, [B, S, D].
+        mask: [B, S] bool, True at tokens. Padding follows the tokens.
+    """
+    place = torch.arange(mask.shape[1], device=mask.device)
+    place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)
+    return x.gather(1, place.unsqueeze(2).expand_as(x))

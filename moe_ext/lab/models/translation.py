@@ -294,7 +294,7 @@ class TranslationModel(WordModel):
         x = self._embed_target(inputs)
         h = x + self.dropout(self.attention_lstm(x, encoded))
         h, more = self._between(self.decoder_between, h, mask)
-        h = h + self.dropout(self.decoder_top(h))
+        h = h + self.dropout(self.decoder_top(h, mask))
         return h, aux + more
 
     def of_batch(self, batch: PairBatch) -> tuple[Tensor, tuple[MoEAux, ...]]:
@@ -340,16 +340,14 @@ class TranslationModel(WordModel):
     def _encode(self, source: Tensor, mask: Tensor) -> tuple[Encoded, tuple[MoEAux, ...]]:
         h = self.dropout(self.embedding(source))
         if self.config.encoder == "parallel":
-            h = h + self.dropout(self.forwards(h) + self._from_the_right(h, mask))
+            from_the_left = self.forwards(h, mask)
+            h = h + self.dropout(from_the_left + self.backwards(h, mask, reverse=True))
         else:
-            h = h + self.dropout(self.forwards(h))
-            h = h + self.dropout(self._from_the_right(h, mask))
+            h = h + self.dropout(self.forwards(h, mask))
+            h = h + self.dropout(self.backwards(h, mask, reverse=True))
         h, aux = self._between(self.encoder_between, h, mask)
-        h = h + self.dropout(self.encoder_top(h))
+        h = h + self.dropout(self.encoder_top(h, mask))
         return Encoded(h, self.attention_lstm.attention.keys(h), mask), aux
-
-    def _from_the_right(self, h: Tensor, mask: Tensor) -> Tensor:
-        return reverse(self.backwards(reverse(h, mask)), mask)
 
     def _between(
         self, layer: nn.Module | None, h: Tensor, mask: Tensor | None
@@ -361,15 +359,3 @@ class TranslationModel(WordModel):
 
     def _embed_target(self, tokens: Tensor) -> Tensor:
         return self.dropout((self.target_embedding or self.embedding)(tokens))
-
-
-def reverse(x: Tensor, mask: Tensor) -> Tensor:
-    """Reverses the tokens of each sentence; the padding stays at the end.
-
-    Args:
-        x: vectors of the tokens, [B, S, D].
-        mask: [B, S] bool, True at tokens. Padding follows the tokens.
-    """
-    place = torch.arange(mask.shape[1], device=mask.device)
-    place = torch.where(mask, mask.sum(1, keepdim=True) - 1 - place, place)
-    return x.gather(1, place.unsqueeze(2).expand_as(x))

@@ -1,0 +1,131 @@
+"""The LSTM: what the table of operators does not show."""
+
+import pytest
+import torch
+from assertions import assert_exact, assert_same_bits
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ext import ops
+
+pytestmark = pytest.mark.equation("App. C.1")
+
+B, S, D = 6, 7, 5
+LENGTHS = torch.tensor([3, 7, 1, 7, 2, 5])
+
+
+def weights_of(lstm, suffix=""):
+    """Returns the weights of an `nn.LSTM` in the order of the operator's arguments."""
+    w = {name: lstm.get_parameter(f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh")}
+    bias = [lstm.get_parameter(f"bias_{kind}_l0{suffix}") for kind in ("ih", "hh")]
+    projection = lstm.get_parameter(f"weight_hr_l0{suffix}") if lstm.proj_size else None
+    return w["weight_ih"], w["weight_hh"], sum(bias), projection
+
+
+@pytest.mark.parametrize(("units", "width"), [(9, 4), (9, 0), (150, 33), (300, 0)])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("state", [False, True])
+def test_is_the_lstm_of_torch(units, width, lengths, state):
+    """Outputs, last states and all gradients, in both directions, with the weights of torch."""
+    options = dict(proj_size=width, batch_first=True, bidirectional=True, dtype=torch.float64)
+    lstm = nn.LSTM(D, units, **options)
+    x = torch.randn(B, S, D, dtype=torch.float64, requires_grad=True)
+    m_0 = torch.randn(2, B, width or units, dtype=torch.float64, requires_grad=True)
+    c_0 = torch.randn(2, B, units, dtype=torch.float64, requires_grad=True)
+    given = (m_0, c_0) if state else None
+    if lengths is None:
+        y, (m_n, c_n) = lstm(x, given)
+    else:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, (m_n, c_n) = lstm(packed, given)
+        y = pad_packed_sequence(y, batch_first=True, total_length=S)[0]
+    actual = [
+        ops.lstm(
+            x,
+            *weights_of(lstm, suffix),
+            m_0[direction] if state else None,
+            c_0[direction] if state else None,
+            lengths=lengths,
+            reverse=direction == 1,
+        )
+        for direction, suffix in enumerate(["", "_reverse"])
+    ]
+    together = torch.cat([each.m for each in actual], 2)
+    last = [torch.stack(each) for each in list(zip(*actual, strict=True))[1:]]
+    leaves = [x, *lstm.parameters(), *([m_0, c_0] if state else [])]
+    upstream = [torch.randn_like(each) for each in (y, m_n, c_n)]
+    gradients = [
+        torch.autograd.grad(outputs, leaves, upstream)
+        for outputs in ([together, *last], [y, m_n, c_n])
+    ]
+    for a, e in zip([together, *last, *gradients[0]], [y, m_n, c_n, *gradients[1]], strict=True):
+        assert_exact(a, e)
+
+
+def draw(num_sentences, units=70, width=24, dtype=torch.float32):
+    lstm = nn.LSTM(16, units, proj_size=width, dtype=dtype)
+    weights = [each.detach().requires_grad_() for each in weights_of(lstm)]
+    return torch.randn(num_sentences, 9, 16).to(dtype), weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sentence_does_not_depend_on_the_others(dtype, reverse, padded):
+    x, weights = draw(40, dtype=dtype)
+    lengths = torch.randint(10, (40,)) if padded else torch.full((40,), 9)
+
+    def of(chosen):
+        part = x[chosen].requires_grad_()
+        out = ops.lstm(part, *weights, lengths=lengths[chosen], reverse=reverse)
+        grad = torch.autograd.grad(sum(each.float().square().sum() for each in out), part)
+        return [*(each.detach() for each in out), *grad]
+
+    whole = of(slice(0, 40))
+    for chosen in (slice(0, 1), slice(3, 12), slice(10, 39), slice(39, 40)):
+        for part, all_sentences in zip(of(chosen), whole, strict=True):
+            assert_same_bits(part, all_sentences[chosen])
+
+
+def test_padding_changes_nothing():
+    """The numbers in the padding and its length have no effect on any result."""
+    x, weights = draw(6)
+    lengths = torch.tensor([3, 5, 0, 2, 5, 1])
+
+    def of(inputs):
+        leaf = inputs.clone().requires_grad_()
+        out = ops.lstm(leaf, *weights, lengths=lengths)
+        loss = out.m.square().sum() + out.c_n.sum()
+        return [*(y.detach() for y in out), *torch.autograd.grad(loss, [leaf, *weights])]
+
+    changed = x.clone()
+    for sentence, length in zip(changed, lengths, strict=True):
+        sentence[length:] = torch.nan
+    expected = of(x)
+    for actual in (of(changed), of(changed[:, :5])):
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a, e[:, : a.shape[1]] if a.dim() == 3 else e)
+    for sentence, grad, length in zip(expected[0], expected[3], lengths, strict=True):
+        assert not sentence[length:].any() and not grad[length:].any()
+
+
+def test_a_state_continues_a_sentence():
+    x, weights = draw(5)
+    whole = ops.lstm(x, *weights)
+    first = ops.lstm(x[:, :4], *weights)
+    second = ops.lstm(x[:, 4:], *weights, first.m_n, first.c_n)
+    assert_same_bits(torch.cat([first.m, second.m], 1), whole.m)
+    assert_same_bits(second.m_n, whole.m_n)
+    assert_same_bits(second.c_n, whole.c_n)
+
+
+def test_operations_are_counted():
+    x, weights = draw(3, units=12, width=8)
+    x.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        m = ops.lstm(x, *weights).m
+        forward = 2 * 3 * 9 * (48 * 16 + 48 * 8 + 8 * 12)
+        assert counter.get_total_flops() == forward
+        m.sum().backward()
+    assert counter.get_total_flops() == 3 * forward
