@@ -301,8 +301,8 @@ Tensor MoEImpl::checked_index(const Tensor& expert_index, const Tensor& tokens) 
   if (!index.is_cpu() || index.numel() == 0) return index;
   const auto low = index.min().item<int64_t>(), high = index.max().item<int64_t>();
   TORCH_CHECK_VALUE(low >= 0 && high < num_experts,
-                    "MoE: expert_index must be at least 0 and below gate.num_experts = ", num_experts,
-                    ", got ", low < 0 ? low : high);
+                    "MoE: expert_index must be at least 0 and below gate.num_experts = ",
+                    num_experts, ", got ", low < 0 ? low : high);
   const auto same = (std::get<0>(index.sort(1)).diff(1, 1) == 0).any(1);
   if (same.any().item<bool>()) {
     const auto wrong = index[same.nonzero()[0].item<int64_t>()].contiguous();
