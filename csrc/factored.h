@@ -19,10 +19,10 @@ inline void check_scalar(const char* op, const char* name, const Tensor& scalar,
   check_dim(op, name, scalar, 0);
 }
 
-// Checks that no two tensors share memory.
-inline void check_apart(const char* op,
+// Checks that no tensor shares memory with one that is written to. The first `num_read` are not.
+inline void check_apart(const char* op, size_t num_read,
                         const std::vector<std::pair<const char*, const Tensor*>>& tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (size_t i = num_read; i < tensors.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       const auto overlap = at::get_overlap_status(*tensors[i].second, *tensors[j].second);
       const bool apart =
@@ -78,7 +78,13 @@ inline void check_factored_step(const Tensor& param, const Tensor& grad, const T
                       tensor->sym_strides());
   }
   if (!param.is_meta()) {
-    check_apart(op, {{"grad", &grad}, {"param", &param}, {"row", &row}, {"column", &column}});
+    check_apart(op, /*num_read=*/3,
+                {{"lr", &lr},
+                 {"correction", &correction},
+                 {"grad", &grad},
+                 {"param", &param},
+                 {"row", &row},
+                 {"column", &column}});
   }
   check_scalar(op, "lr", lr, param);
   check_scalar(op, "correction", correction, param);
