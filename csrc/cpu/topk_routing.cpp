@@ -206,13 +206,13 @@ std::tuple<Tensor, Tensor> topk_routing_cpu(const Tensor& logits, int64_t k,
                                             const OptionalTensor& given) {
   check_topk_routing(logits, k, bias, {score, renormalize, scale},
                      {num_groups, groups_per_token, group_score_k}, given);
+  const Tensor input = logits.contiguous();  // the check of the experts needs memory for a row
   const auto outputs = topk_routing_outputs(empty, logits, k);
   const auto& [gates, expert_index] = outputs;
   if (given) {
     expert_index.copy_(*given);
     check_chosen_experts("topk_routing", expert_index, logits.size(1));
   }
-  const Tensor input = logits.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, input.scalar_type(), "topk_routing", [&] {
