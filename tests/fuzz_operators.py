@@ -407,7 +407,9 @@ ERRORS_OF_TORCH = {
     r"^moe_ext::\w+\(\) Expected a value of type": "a value that the schema does not take",
     r"^Could not run '(moe_ext::\w+|aten::empty_strided)' with arguments from the "
     "'(Sparse|Quantized|Mkldnn|Nested)": "a layout that has no kernel",
-    "^tensor does not have a device$": "None for a tensor: the dispatcher asks for its device",
+    "^(tensor does not have a device$|There were no tensor arguments to this function)": (
+        "None for a tensor: the dispatcher asks for its device"
+    ),
     "NestedTensorImpl doesn't support sizes|not supported for NestedTensor": (
         "a nested tensor has no sizes"
     ),
