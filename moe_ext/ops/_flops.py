@@ -78,11 +78,8 @@ def _linear_cross_entropy_backward(
     return 0 if gradients else _of_classes(input, linear_weight, 1 + sum(needs[:2]))
 
 
-def _lstm_widths(x: Shape, weight_recurrent: Shape, projection: Shape | None) -> list[int]:
-    """Returns the multiply-adds of all tokens by each weight of an LSTM, without padding removed.
-
-    The weights are weight_input, weight_recurrent and projection.
-    """
+def _lstm_products(x: Shape, weight_recurrent: Shape, projection: Shape | None) -> list[int]:
+    """Returns the multiply-adds of weight_input, weight_recurrent and projection, with padding."""
     rows, d_input = prod(x[:2]), x[2]
     gates, width = weight_recurrent
     return [rows * gates * d_input, rows * gates * width, rows * prod(projection or [0])]
@@ -98,7 +95,7 @@ def _lstm(
     *rest: Any,
     **out: Any,
 ) -> int:
-    return 2 * sum(_lstm_widths(x, weight_recurrent, projection))
+    return 2 * sum(_lstm_products(x, weight_recurrent, projection))
 
 
 @register_flop_formula(torch.ops.moe_ext._lstm_backward)
@@ -114,7 +111,7 @@ def _lstm_backward(
     **out: Any,
 ) -> int:
     """Counts what the steps pass back and the gradients that are needed."""
-    by_input, by_recurrent, by_projection = _lstm_widths(x, weight_recurrent, projection)
+    by_input, by_recurrent, by_projection = _lstm_products(x, weight_recurrent, projection)
     of_x, of_input, of_recurrent, _, of_projection, *_ = rest[-1]
     return 2 * (
         (of_x + of_input) * by_input
