@@ -408,10 +408,8 @@ class MoE(nn.Module):
             {name: value.detach() for name, value in values.items()},
             routing.kept,
         )
-        if x.dim() != 2:
-            # Like matmul, return no autograd view, so that the caller can modify y in place.
-            y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-        return y, aux
+        # Like matmul, return no autograd view, so that the caller can modify y in place.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
 
     def _jagged(
         self, x: Any, mask: Tensor | None, expert_index: Tensor | None

@@ -348,8 +348,8 @@ def test_pairs_are_encoded_once_for_each_text_and_choice(folder, wordpieces, tmp
 
     assert encode() == 1
     (made,) = ids.glob("pairs-*")
-    before = made.stat()
-    assert encode() == 1 and made.stat() == before
+    before = made.stat().st_ino
+    assert encode() == 1 and made.stat().st_ino == before
     assert encode(max_pieces=40) == 2
     assert encode(max_ratio=2.0) == 3
     assert encode(target_tokens=True) == 4
