@@ -405,8 +405,9 @@ def outcome_in_a_fork(name, arguments):
 # Errors that Python or torch raises before the operator runs.
 ERRORS_OF_TORCH = {
     r"^moe_ext::\w+\(\) Expected a value of type": "a value that the schema does not take",
-    r"^Could not run '(moe_ext::\w+|aten::empty_strided)' with arguments from the "
+    r"^Could not run '(moe_ext|aten)::\w+' with arguments from the "
     "'(Sparse|Quantized|Mkldnn|Nested)": "a layout that has no kernel",
+    "^Sparse CSR tensors do not have strides": "batchwise_topm calls unsqueeze first",
     "^(tensor does not have a device$|There were no tensor arguments to this function)": (
         "None for a tensor: the dispatcher asks for its device"
     ),
