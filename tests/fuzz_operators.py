@@ -411,6 +411,7 @@ ERRORS_OF_TORCH = {
     "^(tensor does not have a device$|There were no tensor arguments to this function)": (
         "None for a tensor: the dispatcher asks for its device"
     ),
+    "^Unimplemented scalar type$": "None for a tensor: autocast asks for its type",
     "NestedTensorImpl doesn't support sizes|not supported for NestedTensor": (
         "a nested tensor has no sizes"
     ),
