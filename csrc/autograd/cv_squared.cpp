@@ -22,7 +22,8 @@ struct CvSquared : torch::autograd::Function<CvSquared> {
     const auto saved = ctx->get_saved_variables();
     const Tensor& values = saved[0];
     const Tensor& cv_squared = saved[1];
-    const Tensor wide = values.to(cv_squared.scalar_type());
+    // The bits of torch's mean depend on the strides.
+    const Tensor wide = values.contiguous().to(cv_squared.scalar_type());
     const Tensor mean = wide.mean();
     const Tensor positive = at::where(mean > 0, mean, 1);
     const Tensor relative = (wide - mean) / positive - cv_squared;
