@@ -22,7 +22,7 @@ struct CvSquared : torch::autograd::Function<CvSquared> {
     const auto saved = ctx->get_saved_variables();
     const Tensor& values = saved[0];
     const Tensor& cv_squared = saved[1];
-    // The bits of torch's mean depend on the strides.
+    // The rounding of torch's mean depends on the strides.
     const Tensor wide = values.contiguous().to(cv_squared.scalar_type());
     const Tensor mean = wide.mean();
     const Tensor positive = at::where(mean > 0, mean, 1);
