@@ -96,15 +96,8 @@ LstmOutputs lstm(const Lstm& lstm) {
                weight_recurrent = cast(lstm.weight_recurrent);
   const OptionalTensor bias = cast(lstm.bias), projection = cast(lstm.projection),
                        m_0 = cast(lstm.m_0), c_0 = cast(lstm.c_0);
-  return call_lstm({.x = x,
-                    .weight_input = weight_input,
-                    .weight_recurrent = weight_recurrent,
-                    .bias = bias,
-                    .projection = projection,
-                    .m_0 = m_0,
-                    .c_0 = c_0,
-                    .lengths = lstm.lengths,
-                    .reverse = lstm.reverse});
+  return lstm_of<call_lstm>(x, weight_input, weight_recurrent, bias, projection, m_0, c_0,
+                            lstm.lengths, lstm.reverse);
 }
 
 template <c10::DeviceType device>

@@ -122,15 +122,8 @@ LstmOutputs lstm(const Tensor& x, const Tensor& weight_input, const Tensor& weig
                  const OptionalTensor& bias, const OptionalTensor& projection,
                  const OptionalTensor& m_0, const OptionalTensor& c_0,
                  const OptionalTensor& lengths, bool reverse) {
-  auto [m, m_n, c_n, gates, cells] = call_lstm({.x = x,
-                                                .weight_input = weight_input,
-                                                .weight_recurrent = weight_recurrent,
-                                                .bias = bias,
-                                                .projection = projection,
-                                                .m_0 = m_0,
-                                                .c_0 = c_0,
-                                                .lengths = lengths,
-                                                .reverse = reverse});
+  auto [m, m_n, c_n, gates, cells] = lstm_of<call_lstm>(x, weight_input, weight_recurrent, bias,
+                                                        projection, m_0, c_0, lengths, reverse);
   return {m, m_n, c_n};
 }
 

@@ -15,15 +15,8 @@ struct LstmFunction : torch::autograd::Function<LstmFunction> {
                                const OptionalTensor& c_0, const OptionalTensor& lengths,
                                bool reverse) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [m, m_n, c_n, gates, cells] = call_lstm({.x = x,
-                                                        .weight_input = weight_input,
-                                                        .weight_recurrent = weight_recurrent,
-                                                        .bias = bias,
-                                                        .projection = projection,
-                                                        .m_0 = m_0,
-                                                        .c_0 = c_0,
-                                                        .lengths = lengths,
-                                                        .reverse = reverse});
+    const auto [m, m_n, c_n, gates, cells] = lstm_of<call_lstm>(
+        x, weight_input, weight_recurrent, bias, projection, m_0, c_0, lengths, reverse);
     const auto needs = [](const OptionalTensor& each) { return each && each->requires_grad(); };
     ctx->saved_data["needs"] =
         c10::List<bool>({needs(x), needs(weight_input), needs(weight_recurrent), needs(bias),
