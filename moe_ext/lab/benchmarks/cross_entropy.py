@@ -11,7 +11,7 @@ torch.exp in cache. "limit" is the limit divided by the time of `ops.linear_cros
 the time of the faster function of torch divided by that time. Both are medians over the rounds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,28 @@ def exponentials(values: Tensor, out: Tensor) -> None:
         torch.exp(values, out=out)
 
 
+def probes(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Returns the functions that measure the rates of GEMMs, "peak", and exponentials, "exp"."""
+    square, values = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), torch.randn(NUM_EXPONENTIALS)
+    return {
+        "peak": partial(peak, square, square[None]),
+        "exp": partial(exponentials, values, torch.empty_like(values)),
+    }
+
+
+def limits(
+    seconds: Mapping[str, Sequence[float]], flops: int, num_exponentials: int
+) -> list[float]:
+    """Returns the least seconds of GEMMs and exponentials, from the measured rates of each round.
+
+    seconds: of each of `probes` in each round.
+    """
+    return [
+        gemm * flops / (2 * PEAK_SIZE**3) + exp * num_exponentials / (REPEATS * NUM_EXPONENTIALS)
+        for gemm, exp in zip(seconds["peak"], seconds["exp"], strict=True)
+    ]
+
+
 def gradients(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> None:
     x.grad = weight.grad = None
     loss(x, weight, target).backward()
@@ -76,20 +98,11 @@ def measure(shape: Sequence[int], dtype: torch.dtype, rounds: int) -> Row:
     x = torch.randn(num_tokens, width, dtype=dtype, requires_grad=True)
     weight = (torch.randn(num_classes, width) / width**0.5).to(dtype).requires_grad_()
     target = torch.randint(num_classes, (num_tokens,))
-    square, values = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), torch.randn(NUM_EXPONENTIALS)
-    functions: dict[str, Callable[[], object]] = {
-        "peak": partial(peak, square, square[None]),
-        "exp": partial(exponentials, values, torch.empty_like(values)),
-    }
+    functions = probes(dtype)
     for name, loss in LOSSES.items():
         functions[name] = partial(gradients, loss, x, weight, target)
     seconds = interleaved(functions, rounds, warm_up=1)
     flops = 6 * num_tokens * width * num_classes
-    limits = [
-        gemm * flops / (2 * PEAK_SIZE**3)
-        + exp * num_tokens * num_classes / (REPEATS * NUM_EXPONENTIALS)
-        for gemm, exp in zip(seconds["peak"], seconds["exp"], strict=True)
-    ]
     ours = seconds["moe_ext"]
     torchs = [min(each) for each in zip(*(seconds[n] for n in list(LOSSES)[1:]), strict=True)]
     quartiles = {name: Quartiles.of(seconds[name]) for name in LOSSES}
@@ -97,7 +110,7 @@ def measure(shape: Sequence[int], dtype: torch.dtype, rounds: int) -> Row:
         f"{num_tokens}, {width}, {num_classes}",
         **quartiles,
         gflops=flops / quartiles["moe_ext"].median / 1e9,
-        fraction=ratio(limits, ours),
+        fraction=ratio(limits(seconds, flops, num_tokens * num_classes), ours),
         speedup=ratio(torchs, ours),
     )
 

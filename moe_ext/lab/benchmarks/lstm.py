@@ -21,13 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.lab.benchmarks.cross_entropy import (
-    NUM_EXPONENTIALS,
-    PEAK_SIZE,
-    REPEATS,
-    exponentials,
-    peak,
-)
+from moe_ext.lab.benchmarks.cross_entropy import limits, probes
 from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, pinned, ratio
 from moe_ext.lab.training.command import at_least, make_parser
 from moe_ext.lab.training.report import report_rows
@@ -67,11 +61,9 @@ def measure(shape: Sequence[int], dtype: torch.dtype, rounds: int) -> Row:
     num_sentences, num_tokens, d_input, units, width = shape
     lstm = nn.LSTM(d_input, units, proj_size=width, batch_first=True, dtype=dtype)
     x = torch.randn(num_sentences, num_tokens, d_input, dtype=dtype, requires_grad=True)
-    square, values = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), torch.randn(NUM_EXPONENTIALS)
     seconds = interleaved(
         {
-            "peak": partial(peak, square, square[None]),
-            "exp": partial(exponentials, values, torch.empty_like(values)),
+            **probes(dtype),
             "moe_ext": partial(gradients, of_moe_ext, lstm, x),
             "torch": partial(gradients, of_torch, lstm, x),
         },
@@ -80,17 +72,13 @@ def measure(shape: Sequence[int], dtype: torch.dtype, rounds: int) -> Row:
     )
     cells = num_sentences * num_tokens * units
     flops = 6 * cells * (4 * (d_input + width) + width)
-    limits = [
-        gemm * flops / (2 * PEAK_SIZE**3) + exp * EXPONENTIALS * cells / (REPEATS * values.numel())
-        for gemm, exp in zip(seconds["peak"], seconds["exp"], strict=True)
-    ]
     ours = Quartiles.of(seconds["moe_ext"])
     return Row(
         ", ".join(map(str, shape)),
         moe_ext=ours,
         torch=Quartiles.of(seconds["torch"]),
         gflops=flops / ours.median / 1e9,
-        fraction=ratio(limits, seconds["moe_ext"]),
+        fraction=ratio(limits(seconds, flops, EXPONENTIALS * cells), seconds["moe_ext"]),
         speedup=ratio(seconds["torch"], seconds["moe_ext"]),
     )
 
