@@ -1,9 +1,10 @@
 # Sourced by docs.sh, quickstart.sh and test.sh. Creates a virtual environment with torch, the
-# packages that the scripts need, and moe_ext built in place. Keeps packages that are installed, and
-# rebuilds the extension only if its sources have changed.
+# packages that the scripts need, and moe_ext built in place. Installs the versions of
+# requirements.txt, whose hashes pip checks. Rebuilds the extension only if its sources have changed.
 #
 # PYTHON is the interpreter (default python3). MOE_EXT_VENV is the folder of the environment
-# (default .venv).
+# (default .venv). MOE_EXT_LOCKED=0 keeps installed packages and installs missing ones in their
+# newest versions, or those of PIP_CONSTRAINT.
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf 'moe_ext: %s\n' "$*" >&2; exit 2; }
@@ -27,18 +28,24 @@ if ! "$venv/bin/python" -m pip --version > /dev/null 2>&1; then
 fi
 python=$venv/bin/python
 
-sources=$(find setup.py pyproject.toml scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include -type f \
+sources=$(find setup.py pyproject.toml requirements.txt scripts/setup.sh csrc moe_ext/_C.cpp moe_ext/include -type f \
   -print0 | LC_ALL=C sort -z | xargs -0 cat | sha256sum | cut -c1-16)
 if [ ! -e "$venv/moe_ext-$sources" ]; then
   "$python" -c 'import torch' 2> /dev/null || say "installing torch (downloads several gigabytes the first time)"
-  "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
-    'torch>=2.11' 'setuptools>=77' wheel ninja
+  if [ "${MOE_EXT_LOCKED:-1}" = 1 ]; then
+    "$python" -m pip install --require-hashes --progress-bar on -r requirements.txt
+    dependencies=--no-deps  # all installed
+  else
+    dependencies=
+    "$python" -m pip install --upgrade --upgrade-strategy only-if-needed --progress-bar on \
+      'torch>=2.11' 'setuptools>=77' wheel ninja
+  fi
   # With a CUDA toolkit, compiles the kernels for the installed GPU, or for sm_90 without a GPU.
   architecture='import torch as t; g = t.cuda
 print("%d.%d" % g.get_device_capability() if g.is_available() else "9.0")'
   export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c "$architecture")}
   say "building the extension (two to five minutes on 2 cores) and installing the scripts' libraries"
-  "$python" -m pip install --no-build-isolation -e '.[train,translation,test,docs,dev,wheels]'
+  "$python" -m pip install $dependencies --no-build-isolation -e '.[scripts]'
   rm -f "$venv"/moe_ext-*
   touch "$venv/moe_ext-$sources"
 fi

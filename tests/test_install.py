@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from machine import cpu_info, instruction_sets
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import moe_ext
 from moe_ext import _build
@@ -34,6 +37,27 @@ def test_building_without_torch_is_one_sentence(tmp_path):
     assert result.returncode != 0
     assert len(result.stderr.strip().splitlines()) == 1
     assert "--no-build-isolation" in result.stderr
+
+
+def test_requirements_lock_all_that_the_scripts_need():
+    """Every requirement has one version for this Python, that fits, and the hashes of its files."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = options["optional-dependencies"]
+    [scripts] = map(Requirement, optional["scripts"])
+    needed = [Requirement("torch>=2.11")]
+    needed += [Requirement(line) for name in scripts.extras for line in optional[name]]
+    locked = {}
+    for entry in re.split(r"\n(?=\w)", (ROOT / "requirements.txt").read_text()):
+        if entry.startswith("#"):
+            continue
+        assert " --hash=sha256:" in entry
+        pin = Requirement(entry.split("\\")[0])
+        if pin.marker is None or pin.marker.evaluate():
+            assert pin.name not in locked
+            locked[pin.name] = pin.specifier
+    for requirement in needed:
+        [pin] = locked[canonicalize_name(requirement.name)]
+        assert pin.operator == "==" and requirement.specifier.contains(pin.version)
 
 
 def test_unknown_choice_of_cuda_is_one_sentence():
