@@ -25,11 +25,15 @@ avoid_missing_amx()  # before the first GEMM
 
 def pytest_addoption(parser):
     parser.addoption("--equation", help='run the tests of one equation alone, as "Eq. 8"')
+    parser.addoption(
+        "--guarantee", help='run the tests of one guarantee of README alone, as "Determinism"'
+    )
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "equation(*names): of these equations of docs/equations.md")
+    config.addinivalue_line("markers", "guarantee(name): of this guarantee of README.md")
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "long: runs only with --long")
     config.addinivalue_line(
@@ -48,20 +52,23 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps only the tests of the option --equation; drops the long ones without --long."""
-    wanted = config.getoption("--equation")
+    """Keeps only the tests of --equation and --guarantee; drops the long ones without --long."""
+    wanted = {marker: config.getoption(f"--{marker}") for marker in ("equation", "guarantee")}
 
     def is_kept(item):
         if item.get_closest_marker("long") and not config.getoption("--long"):
             return False
-        return not wanted or wanted in equations_of(item)
+        return all(
+            name is None or name in names_in(item, marker) for marker, name in wanted.items()
+        )
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
     items[:] = [item for item in items if is_kept(item)]
 
 
-def equations_of(item):
-    return {name for mark in item.iter_markers("equation") for name in mark.args}
+def names_in(item, marker):
+    """Returns the names in a test's markers `equation` or `guarantee`."""
+    return {name for mark in item.iter_markers(marker) for name in mark.args}
 
 
 @pytest.fixture

@@ -1,46 +1,12 @@
 """Compares docs/equations.md with the tests and their tags, the files and the names."""
 
-import functools
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from marked import marked
+
 ROOT = Path(__file__).resolve().parent.parent
-TAGGED = ["ops", "layer", "distributed", "test_reference.py"]  # tests of the lab have no tags
-
-COLLECT = """
-import sys, pytest
-from conftest import equations_of
-
-class Tags:
-    def pytest_collection_modifyitems(self, items):
-        for item in items:
-            for equation in sorted(equations_of(item)):
-                print(f"tag|{item.path}|{equation}")
-
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], [Tags()]))
-"""
-
-
-@functools.cache
-def tags():
-    """Returns (test file, equation) of all tests that pytest collects."""
-    paths = [str(ROOT / "tests" / name) for name in TAGGED]
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECT, *paths],
-        cwd=ROOT / "tests",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    found = re.findall(r"^tag\|(.*)\|(.*)$", done.stdout, re.M)
-    return {(file_of(Path(path)), equation) for path, equation in found}
-
-
-def file_of(path):
-    return str(path.relative_to(ROOT / "tests").with_suffix(""))
 
 
 def rows():
@@ -70,12 +36,13 @@ def test_every_row_has_its_tests():
     """The files exist and have a test with the equation's tag."""
     missing = [test for test, _ in documented() if not (ROOT / "tests" / f"{test}.py").exists()]
     assert missing == []
+    # Tests of the lab have no tags.
     expected = {(test, equation) for test, equation in documented() if not test.startswith("lab/")}
-    assert expected - tags() == set()
+    assert expected - marked("equation") == set()
 
 
 def test_every_tag_has_its_row():
-    assert tags() - documented() == set()
+    assert marked("equation") - documented() == set()
 
 
 def test_every_file_and_name_exists():

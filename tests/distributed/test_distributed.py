@@ -259,6 +259,7 @@ HOW = {
 }
 
 
+@pytest.mark.guarantee("Sharding does not change the result")
 @pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368", "arXiv 2412.14711")
 @pytest.mark.equation("arXiv 2101.03961", "arXiv 2410.07348", "arXiv 2509.01322")
 @pytest.mark.parametrize("how", HOW)
@@ -276,6 +277,7 @@ def test_equals_one_process(workers, kind, counts, num_chunks, how):
     assert_equal_steps(parts, counts, layer, x, y, aux)
 
 
+@pytest.mark.guarantee("Sharding does not change the result")
 @pytest.mark.equation("Sec. 3.1")
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["", "recompute"])
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -890,6 +892,7 @@ def train_process(group, rank, counts, optimizer, steps, layout, options):
     return params, bounds, norms
 
 
+@pytest.mark.guarantee("Sharding does not change the result")
 @pytest.mark.parametrize("optimizer, steps", [("sgd", 1), ("adam", 5)])
 @pytest.mark.parametrize(
     "layout, counts",

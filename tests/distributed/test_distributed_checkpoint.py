@@ -182,6 +182,7 @@ def assert_same_contents(actual, expected):
             assert_same_bits(values[name], others[name])
 
 
+@pytest.mark.guarantee("Crashes do not corrupt checkpoints")
 @pytest.mark.parametrize("kind", ["adam", "factored"])
 def test_saved_by_four_loaded_by_any(workers, tmp_path, kind):
     four = tmp_path / "4"
@@ -337,6 +338,7 @@ def corrupted(group, rank, folder):
     return str(raised.value)
 
 
+@pytest.mark.guarantee("Crashes do not corrupt checkpoints")
 def test_corrupted_files_are_named(workers, tmp_path):
     model = Model()
     optimizers = optimizers_of("factored", model)
@@ -764,6 +766,7 @@ def crash_after(patch, number):
         patch.setattr(os, name, counted(getattr(os, name)))
 
 
+@pytest.mark.guarantee("Crashes do not corrupt checkpoints")
 @pytest.mark.parametrize("step", [1, 2], ids=["replaced", "next"])
 def test_a_crash_between_any_changes_of_the_folder(tmp_path, step):
     model = nn.Linear(2, 2)
@@ -849,6 +852,7 @@ def kill_at_random(folder, moments, pipe):
         pipe.send(steps)
 
 
+@pytest.mark.guarantee("Crashes do not corrupt checkpoints")
 def test_killed_at_any_moment(tmp_path):
     moments = [random.uniform(0, 0.2) for _ in range(8)]
     context = multiprocessing.get_context("spawn")

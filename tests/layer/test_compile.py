@@ -95,6 +95,7 @@ def test_gated_and_deep_experts_compile(device):
     assert_close(results(compiled, layer, x), results(layer, layer, x))
 
 
+@pytest.mark.guarantee("It works with PyTorch's tools")
 def test_export_keeps_the_ops(device):
     """Exports with a dynamic number of tokens; the graph contains the ops."""
     layer = make_layer(device).eval()
@@ -108,6 +109,7 @@ def test_export_keeps_the_ops(device):
     assert_same_bits(program.module()(other)[0], layer(other)[0])
 
 
+@pytest.mark.guarantee("It works with PyTorch's tools")
 def test_an_exported_layer_can_be_saved():
     layer, x = make_layer().eval(), torch.randn(9, D)
     file = io.BytesIO()

@@ -195,6 +195,24 @@ def test_bounds_of_importance_and_load(device, kind, training, scale):
     assert aux.load.max() <= 40 * (1 + 1e-12) and aux.tokens_per_expert.max() <= 40
 
 
+@pytest.mark.guarantee("No dropped tokens")
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize("training", [True, False])
+def test_all_tokens_reach_the_same_experts(device, kind, training):
+    """If all tokens choose the same k experts, those experts compute all of the tokens."""
+    layer = make_layer(kind, device).train(training)
+    with torch.no_grad():
+        for name, weight in layer.gate.named_parameters():
+            if "noise" in name:
+                weight.zero_()
+    x = 1e6 * make_x(1, device=device).expand(1000, D)  # large, so that noise changes nothing
+    y, aux = layer(x)
+    assert aux.tokens_per_expert.tolist().count(1000) == layer.k
+    assert int(aux.tokens_per_expert.sum()) == 1000 * layer.k
+    assert_same_bits(y, layer(x[:1])[0].expand_as(y))
+    assert y.abs().min() > 0
+
+
 # Random numbers
 
 
@@ -319,6 +337,7 @@ def test_gradcheck(device, kind):
     assert torch.autograd.gradcheck(function, leaves)
 
 
+@pytest.mark.guarantee("It works with PyTorch's tools")
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("training", [True, False])
 def test_autocast_leaves_the_gate_in_float32(device, kind, training):
@@ -366,6 +385,7 @@ def test_gates_are_computed_in_float32(device, kind, training, dtype):
 # Recomputation and copies
 
 
+@pytest.mark.guarantee("It works with PyTorch's tools")
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(device, kind, reentrant):
@@ -430,6 +450,7 @@ def test_copies_pickles_and_states(device, kind):
 # Compilation and threads
 
 
+@pytest.mark.guarantee("It works with PyTorch's tools")
 @pytest.mark.emulated(False)  # the compiler does not support the device
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(
@@ -477,6 +498,7 @@ LARGE = {
 }
 
 
+@pytest.mark.guarantee("Determinism")
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic(threads, kind, dtype):

@@ -89,6 +89,7 @@ def by_reference(x, layer, noise, k, w_importance=0.1, w_load=0.1):
     return y, losses, importance, load, grads
 
 
+@pytest.mark.guarantee("The paper's equations")
 @pytest.mark.equation("Eq. 1")
 @pytest.mark.parametrize("k", [1, 2, E - 1, E])
 @pytest.mark.parametrize("training", [True, False])
@@ -114,6 +115,7 @@ def test_equals_reference(device, k, training, bias):
         assert_exact(actual, grads[name])
 
 
+@pytest.mark.guarantee("No dropped tokens")
 @pytest.mark.equation("Eq. 1")
 @pytest.mark.parametrize("T", [0, 1, 2, 7, 64, 1000])
 @pytest.mark.parametrize("k", [1, 2, E])
@@ -585,6 +587,7 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 """
 
 
+@pytest.mark.guarantee("Determinism")
 def test_routing_does_not_depend_on_the_instruction_set():
     """GEMMs of the gate are in float32, so all instruction sets with fused multiply-adds agree."""
     names = [isa for isa in instruction_sets() if isa not in ("default", "avx512_bf16")]

@@ -43,6 +43,7 @@ def reference_load(clean, raw, noise, k, detach_threshold=False):
 SIZES = [sizes for sizes in EDGES if sizes["T"]] + shapes((1, 8, 2), (2, 64, 4), (1, 256, 4))
 
 
+@pytest.mark.guarantee("The paper's equations")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("detach_threshold", [False, True])
 def test_gating_and_load_equal_reference(device, sizes, detach_threshold):

@@ -112,6 +112,7 @@ def test_the_table_is_complete():
 # Against the reference
 
 
+@pytest.mark.guarantee("The paper's equations")
 @each("reference", "samples")
 def test_equals_reference(device, name, sizes):
     row, arguments = ROWS[name], sample(name, **sizes)
@@ -131,6 +132,7 @@ def test_limits(device, name, sizes):
         assert_equal([a], [e])
 
 
+@pytest.mark.guarantee("The paper's equations")
 @each("gradients", "samples")
 def test_gradients_equal_reference(device, name, sizes):
     """The gradients of all outputs together, and of each output without gradients of the others."""
@@ -448,6 +450,7 @@ def test_negated_inputs(device, name, sizes):
 # Determinism
 
 
+@pytest.mark.guarantee("Determinism")
 @each("deterministic", "large")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic(threads, name, sizes, dtype):
