@@ -305,6 +305,13 @@ def test_damaged_files_are_refused(text, tmp_path, vocabulary):
         ("starts.int64", 2, 0, "starts.int64 must hold the places of the id"),
         ("starts.int64", 2, 2**62, "starts.int64 must hold the places of the id"),
         ("starts.int64", 1, 1, "starts.int64 must hold the places of the id"),
+        # Their differences are positive in int64.
+        (
+            "starts.int64",
+            slice(1, 4),
+            [2**62, 2**63 - 1, -(2**62)],
+            "starts.int64 must hold the places of the id",
+        ),
     ],
 )
 def test_files_of_other_numbers_are_refused(
@@ -315,7 +322,7 @@ def test_files_of_other_numbers_are_refused(
     (folder,) = (tmp_path / "ids").glob("train-*")
     dtype = torch.int32 if name == "stream.int32" else torch.int64
     size = (folder / name).stat().st_size // dtype.itemsize
-    torch.from_file(str(folder / name), True, size, dtype=dtype)[place] = value
+    torch.from_file(str(folder / name), True, size, dtype=dtype)[place] = torch.tensor(value)
     with pytest.raises(CorpusError, match=message):
         encode_to_files(train, vocabulary, tmp_path / "ids", name="train")
 

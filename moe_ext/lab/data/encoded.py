@@ -114,7 +114,9 @@ class EncodedSentences:
             return f"{_STREAM} must hold the id {eos_id} {len(starts)} times, got {num_ends}"
         for begin in range(0, len(starts), _CHECKED_AT_A_TIME):
             block = starts[begin : begin + _CHECKED_AT_A_TIME + 1]
-            rising = bool((block.diff() > 0).all()) and int(block[-1]) <= self.num_tokens
+            low, high = map(int, block.aminmax())
+            within = low >= 0 and high <= self.num_tokens  # differences then do not overflow
+            rising = within and bool((block.diff() > 0).all())
             if not rising or not bool((stream[block] == eos_id).all()):
                 return f"{_STARTS} must hold the places of the id {eos_id} in {_STREAM}"
         return None
