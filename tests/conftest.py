@@ -18,6 +18,7 @@ from moe_ext.info import cmake_prefix
 from moe_ext.lab.training.device import avoid_missing_amx
 
 ROOT = Path(__file__).resolve().parents[1]
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulator)
 
 pytest.register_assert_rewrite("assertions")  # a failing assertion shows its values
 avoid_missing_amx()  # before the first GEMM
@@ -39,6 +40,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "emulated(also=True): a `device` too: CUDA's kernels emulated"
     )
+    config.addinivalue_line("markers", "emulator: runs on the device `emulated`")
 
 
 def pytest_generate_tests(metafunc):
@@ -47,7 +49,7 @@ def pytest_generate_tests(metafunc):
         has_gpu = moe_ext._C.cuda_version is not None and torch.cuda.is_available()
         gpu = [pytest.param("cuda", marks=pytest.mark.cuda)] if has_gpu else []
         marker = metafunc.definition.get_closest_marker("emulated")
-        also = ["emulated"] if marker and (not marker.args or marker.args[0]) else []
+        also = [EMULATED] if marker and (not marker.args or marker.args[0]) else []
         metafunc.parametrize("device", ["cpu", *gpu, *also], indirect=True)
 
 
