@@ -27,6 +27,8 @@ say "building the emulation of the CUDA kernels"
 "$python" tests/emulated.py
 
 say "Python tests"
-# A waiting OpenMP thread leaves its core to the other test workers.
+# A waiting OpenMP thread leaves its core to the other test workers. Tests of several processes often
+# wait, so there are more workers than cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist worksteal "$@"
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
+exec "$python" -m pytest -q -n $workers --dist worksteal "$@"

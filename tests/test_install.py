@@ -114,10 +114,14 @@ def test_without_a_toolkit(toolkit):
         "moe_ext: MOE_EXT_CUDA=1, but no CUDA toolkit was found for torch's CUDA "
         f"{torch.version.cuda}"
     )
-    for choice in ("0", "auto"):
-        result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
-        assert result.returncode == 0, result.stderr
-        assert ("building only for the CPU" in result.stdout) == (choice == "auto")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("choice", ["0", "auto"])
+def test_building_for_the_cpu(toolkit, choice):
+    result = run_setup(CUDA_HOME=toolkit(), MOE_EXT_CUDA=choice)
+    assert result.returncode == 0, result.stderr
+    assert ("building only for the CPU" in result.stdout) == (choice == "auto")
 
 
 def run_with_toolkit(home, **given):
@@ -136,8 +140,8 @@ def run_with_toolkit(home, **given):
     ("has", "given", "expected"),
     [
         ("75 80 90 100 120", {}, "8.0;9.0;10.0;12.0+PTX"),
-        ("75 80 90", {}, "8.0;9.0+PTX"),
-        ("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
+        pytest.param("75 80 90", {}, "8.0;9.0+PTX", marks=pytest.mark.long),
+        pytest.param("80", {"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0", marks=pytest.mark.long),
     ],
 )
 def test_architectures(toolkit, has, given, expected):

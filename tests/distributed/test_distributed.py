@@ -263,8 +263,16 @@ HOW = {
 @pytest.mark.equation("Sec. 3.1", "arXiv 2401.06066", "arXiv 2202.09368", "arXiv 2412.14711")
 @pytest.mark.equation("arXiv 2101.03961", "arXiv 2410.07348", "arXiv 2509.01322")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("num_chunks", [1, 2])
-@pytest.mark.parametrize("counts", COUNTS, ids=len)
+@pytest.mark.parametrize(
+    "counts, num_chunks",
+    [
+        (COUNTS[0], 1),
+        (COUNTS[2], 2),
+        (COUNTS[3], 1),
+        *(pytest.param(counts, 1, marks=pytest.mark.long) for counts in COUNTS[1:3]),
+        *(pytest.param(counts, 2, marks=pytest.mark.long) for counts in (*COUNTS[:2], COUNTS[3])),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_process(workers, kind, counts, num_chunks, how):
     layer, x, y, aux = step_of_all(kind, counts, {})

@@ -255,7 +255,11 @@ def test_padding_is_left_out():
 
 @pytest.mark.parametrize(
     "checkpointing, w_importance, fullgraph",
-    [(False, 0.1, True), (True, 0, True), (True, 0.1, False)],
+    [
+        (False, 0.1, True),
+        pytest.param(True, 0, True, marks=pytest.mark.long),
+        pytest.param(True, 0.1, False, marks=pytest.mark.long),
+    ],
 )
 def test_compiled_models(checkpointing, w_importance, fullgraph):
     torch._dynamo.reset()

@@ -93,7 +93,10 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("counts", [[7], [7, 5], [7, 0, 3], [1, 1, 1]])
+@pytest.mark.parametrize(
+    "counts",
+    [pytest.param([7], marks=pytest.mark.long), [7, 5], [7, 0, 3], [1, 1, 1]],
+)
 @pytest.mark.parametrize(
     ("num_experts", "style"),
     [

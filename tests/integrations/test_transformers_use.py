@@ -153,7 +153,9 @@ def test_loop_with_fused_adamw(model_type):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("qwen3_moe", marks=pytest.mark.long), "gpt_oss"]
+)
 def test_compiled_training_step(model_type):
     model = tiny(model_type).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -48,8 +48,15 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(
+    "recompute, compiled",
+    [
+        *((recompute, False) for recompute in RECOMPUTED),
+        ("not reentrant", True),
+        pytest.param("no", True, marks=pytest.mark.long),
+        pytest.param("reentrant", True, marks=pytest.mark.long),
+    ],
+)
 @all_gates
 def test_a_token_counts_once(state, recompute, compiled):
     """Also if checkpoints are nested, and if the layer is a graph that runs in both passes."""

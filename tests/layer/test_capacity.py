@@ -239,9 +239,16 @@ def test_half_precision(device, drop):
     assert torch.equal(aux.kept, kept) and y.dtype == torch.float32
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize("gate", [TopKGate, ExpertChoiceGate])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize(
+    "gate, drop",
+    [
+        (TopKGate, "position"),
+        (ExpertChoiceGate, "score"),
+        pytest.param(TopKGate, "score", marks=pytest.mark.long),
+        pytest.param(ExpertChoiceGate, "position", marks=pytest.mark.long),
+    ],
+)
 def test_compiles(gate, drop, masked):
     torch._dynamo.reset()
     layer = make_layer(drop, gate=gate)

@@ -44,8 +44,15 @@ def assert_close(actual, expected):
             assert_same_bits(a, e)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(
+    "training, dynamic",
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.long),
+        pytest.param(False, True, marks=pytest.mark.long),
+    ],
+)
 def test_layer_equals_eager(device, training, dynamic):
     """Runs the compiled graph with eager kernels: the noise is the same for the same seed."""
     layer = make_layer(device).train(training)
@@ -71,7 +78,7 @@ def test_inductor_equals_eager(device):
     assert float(actual[2].sum()) == pytest.approx(7, rel=1e-5)  # importance: the gates sum to 1
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("balanced", [False, True])
 def test_losses_compile(device, masked, balanced):
     gate = BalancedGate(D, E, 2) if balanced else TopKGate(D, E, 2)

@@ -165,7 +165,7 @@ def test_replay_with_recomputation():
 
 
 @pytest.mark.parametrize("gate", [TopKGate, NoisyTopKGate])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("real_only", [False, True])
 def test_replay_compiles(masked, real_only, gate):
     torch._dynamo.reset()

@@ -213,7 +213,7 @@ def test_half_precision_rounds_the_sum_once(dtype):
     torch.testing.assert_close(y[only], expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("gate", [TopKGate, BalancedGate])
 def test_compiles(masked, gate):
     torch._dynamo.reset()
