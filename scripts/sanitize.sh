@@ -37,8 +37,9 @@ case $kind in
   address)
     build -DMOE_EXT_SANITIZE=address,undefined -DMOE_EXT_TESTS=ON
     # torch's own libraries are not compiled with sanitizers: containers that cross into them would
-    # look overflown, and what they never free would look leaked.
-    export ASAN_OPTIONS=detect_container_overflow=0:detect_leaks=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}
+    # look overflown, and what they never free would look leaked. Tests ask for too much memory.
+    options=detect_container_overflow=0:detect_leaks=0:allocator_may_return_null=1
+    export ASAN_OPTIONS=$options${ASAN_OPTIONS:+:$ASAN_OPTIONS}
     export UBSAN_OPTIONS=print_stacktrace=1${UBSAN_OPTIONS:+:$UBSAN_OPTIONS}
     [ $# -gt 1 ] || ctest --test-dir "$build" --output-on-failure
     test_python "$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" "${@:2}"
