@@ -29,6 +29,7 @@ missing=()
 command -v aarch64-linux-gnu-g++ > /dev/null || missing+=(g++-aarch64-linux-gnu)
 command -v qemu-aarch64 > /dev/null || missing+=(qemu-user)
 command -v ninja > /dev/null || missing+=(ninja-build)
+[ $mode != --wheel ] || command -v patchelf > /dev/null || missing+=(patchelf)
 if [ ${#missing[@]} -gt 0 ]; then
   apt-get update && apt-get install -y --no-install-recommends "${missing[@]}"
 fi

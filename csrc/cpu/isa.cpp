@@ -26,13 +26,10 @@ struct Choice {
 };
 
 // From best to worst.
-constexpr Choice kChoices[] = {{Isa::kAmx, "amx"},
-                               {Isa::kAvx512Bf16, "avx512_bf16"},
-                               {Isa::kAvx512, "avx512"},
-                               {Isa::kAvx2, "avx2"},
-                               {Isa::kNeonBf16, "neon_bf16"},
-                               {Isa::kNeon, "neon"},
-                               {Isa::kDefault, "default"}};
+constexpr Choice kChoices[] = {
+    {Isa::kAmx, "amx"},        {Isa::kAvx512Bf16, "avx512_bf16"}, {Isa::kAvx512, "avx512"},
+    {Isa::kAvx2, "avx2"},      {Isa::kNeonBf16, "neon_bf16"},     {Isa::kNeon, "neon"},
+    {Isa::kDefault, "default"}};
 
 #if defined(__x86_64__)
 // The x86-64 ABI levels; clang's __builtin_cpu_supports knows them from version 18 on.

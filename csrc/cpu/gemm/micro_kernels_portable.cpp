@@ -12,9 +12,7 @@ struct Portable {
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
   // Not every processor has a fused multiply-add; each product is rounded first.
-  MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {
-    sum += a * b;
-  }
+  MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) { sum += a * b; }
 };
 
 }  // namespace

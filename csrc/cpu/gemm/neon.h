@@ -93,10 +93,7 @@ struct NeonGroups {
       asm volatile("ldr q0, [%0], %2" : "+r"(a), "=w"(a_0) : "i"(kStep) : "memory");
       add_vectors<kFirst>({a_0}, column, sum);
     } else if constexpr (kLeft <= 2 * kLanes) {
-      asm volatile("ldp q0, q1, [%0], %3"
-                   : "+r"(a), "=w"(a_0), "=w"(a_1)
-                   : "i"(kStep)
-                   : "memory");
+      asm volatile("ldp q0, q1, [%0], %3" : "+r"(a), "=w"(a_0), "=w"(a_1) : "i"(kStep) : "memory");
       add_vectors<kFirst>({a_0, a_1}, column, sum);
     } else {
       asm volatile("ld1 {v0.16b, v1.16b, v2.16b}, [%0], %4"
