@@ -182,6 +182,6 @@ done
 say "tests"
 tests=(tests/ops tests/layer)
 if [ $mode = --subset ]; then
-  tests=(tests/ops/test_operators.py tests/ops/test_products.py tests/layer/test_gates.py)
+  tests=(tests/ops/test_{combine,dispatch,gating,importance,load}.py tests/layer/test_gates.py)
 fi
 "$python" -m pytest -q -p no:cacheprovider --timeout 3600 "${tests[@]}" "$@"
