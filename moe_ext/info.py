@@ -33,8 +33,10 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     name = re.search(r"model name\s*:\s*(.*)", text)
-    flags = set(re.findall(r"\S+", (re.search(r"flags\s*:\s*(.*)", text) or ["", ""])[1]))
-    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    found = re.search(r"(?:flags|Features)\s*:\s*(.*)", text)
+    flags = set(found[1].split()) if found else set()
+    vectors = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # asimd is NEON
+    known = [flag for flag in vectors if flag in flags]
     return f"{name[1] if name else platform.machine()} ({', '.join(known) or 'no vector flags'})"
 
 

@@ -2,6 +2,9 @@
 # Checks csrc/**/*.cpp and moe_ext/_C.cpp with clang 16 or later and generates no code.
 # Warnings are errors. Prints a message and succeeds if no such clang is installed.
 #
+# With Debian's g++-aarch64-linux-gnu, also checks csrc/cpu for 64-bit Arm, and compiles the NEON
+# micro-kernels with both compilers. scripts/test_aarch64.sh runs them.
+#
 # PYTHON is an interpreter with torch (default .venv/bin/python). CLANG is the compiler (default:
 # the first clang++ of version 16 or later in PATH).
 set -euo pipefail
@@ -29,3 +32,16 @@ flags+=(-fsyntax-only -std=c++20 -Werror -I moe_ext/include)
 echo "clang: csrc/**/*.cpp and moe_ext/_C.cpp with $("$clang" --version | head -1)"
 find csrc moe_ext/_C.cpp -name '*.cpp' -print0 |
   xargs -0 -n 1 -P "$(nproc)" "$clang" "${flags[@]}" "${includes[@]}"
+
+if ! command -v aarch64-linux-gnu-g++ > /dev/null; then
+  echo "clang: skipped 64-bit Arm, found no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)"
+  exit 0
+fi
+echo "clang: csrc/cpu/**/*.cpp for 64-bit Arm"
+find csrc/cpu -name '*.cpp' -print0 |
+  xargs -0 -n 1 -P "$(nproc)" "$clang" --target=aarch64-linux-gnu "${flags[@]}" "${includes[@]}"
+echo "NEON micro-kernels with clang and $(aarch64-linux-gnu-g++ --version | head -1)"
+for compiler in "$clang --target=aarch64-linux-gnu" aarch64-linux-gnu-g++; do
+  printf '%s\0' csrc/cpu/gemm/micro_kernels_neon*.cpp |
+    xargs -0 -n 1 -P "$(nproc)" $compiler "${flags[@]/-fsyntax-only/-c}" "${includes[@]}" -o /dev/null
+done

@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import platform
 import re
 
 
@@ -15,6 +16,9 @@ def cpu_info(name):
 
 def instruction_sets():
     """Returns the values of MOE_EXT_ISA that this processor supports, from lowest to highest."""
+    if platform.machine() in ("aarch64", "arm64"):
+        bf16 = "bf16" in cpu_info("Features").split()
+        return ["default", "neon", *["neon_bf16"] * bf16]
     flags = set(cpu_info("flags").split())
     needed = {
         "default": set(),

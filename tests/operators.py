@@ -4,15 +4,17 @@ A row defines the arguments of an operator, the expected results from reference.
 properties that it lacks, with the reason. Arguments come from torch's CPU generator, which
 conftest.py seeds. The arguments of a backward operator are those that autograd passes to it.
 
-`python operators.py` prints a hash of each operator's results, to compare instruction sets.
+`python operators.py` prints a hash of each operator's results, to compare instruction sets. Random
+numbers differ between x86-64 and Arm; with --save and --load both have the same arguments.
 """
 
+import argparse
 import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import reference as ref
 import torch
@@ -1461,19 +1463,36 @@ TABLE = {
 ROWS = TABLE | {row.backward: row for row in TABLE.values() if row.backward}
 
 
-def results(dtype):
-    """Yields the results of the operators for their precise samples, by name and sample."""
+def precise_calls(dtype):
+    """Yields (name and number, row, arguments, upstream gradients) of the precise samples."""
     for name, row in TABLE.items():
         for number, sizes in enumerate(row.precise):
             torch.manual_seed(number)
-            outputs, grads = evaluate(row, row.make(dtype, **sizes))
-            yield f"{name} {number}", [*outputs, *grads]
+            arguments = row.make(dtype, **sizes)
+            upstream = upstream_of(as_tuple(row.function(**changed(torch.clone, arguments))))
+            yield f"{name} {number} {dtype}".replace("torch.", ""), row, arguments, upstream
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[-1])
+    file = parser.add_mutually_exclusive_group()
+    file.add_argument("--save", metavar="FILE", help="also save the arguments")
+    file.add_argument("--load", metavar="FILE", help="load the arguments, made on another machine")
+    options = parser.parse_args()
+    if options.load:
+        saved = torch.load(options.load, weights_only=True)
+        calls = [(line, ROWS[line.split()[0]], *values) for line, values in saved.items()]
+    else:
+        calls = list(chain(*map(precise_calls, (torch.float64, torch.float32, *HALF))))
+    for line, row, arguments, upstream in calls:
+        outputs, grads = evaluate(row, arguments, upstream=upstream)
+        digest = hashlib.sha256()
+        for x in [*outputs, *grads]:
+            digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        print(line, digest.hexdigest())
+    if options.save:
+        torch.save({line: values for line, _, *values in calls}, options.save)
 
 
 if __name__ == "__main__":
-    for dtype in (torch.float64, torch.float32, *HALF):
-        for name, tensors in results(dtype):
-            digest = hashlib.sha256()
-            for x in tensors:
-                digest.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            print(f"{name} {dtype}".replace("torch.", ""), digest.hexdigest())
+    main()

@@ -345,6 +345,8 @@ def test_the_best_instruction_set_is_chosen():
             "avx512": "AVX-512",
             "avx512_bf16": "AVX512-BF16",
             "amx": "AMX",
+            "neon": "NEON",
+            "neon_bf16": "NEON-BF16",
         }[best]
     )
 
@@ -352,7 +354,9 @@ def test_the_best_instruction_set_is_chosen():
 @pytest.mark.skipif(sys.platform != "linux", reason="AMX is used on Linux only")
 def test_instruction_sets_that_are_missing():
     unknown, missing, chosen = lines_of(WITHOUT_AMX)
-    assert unknown == "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got mmx"
+    assert unknown == (
+        "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16, amx, neon or neon_bf16, got mmx"
+    )
     assert missing == "MOE_EXT_ISA must name an instruction set of this processor, got amx"
     assert chosen == [isa for isa in preferred_instruction_sets() if isa != "amx"][-1]
 

@@ -3,8 +3,11 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include <algorithm>
@@ -23,11 +26,10 @@ struct Choice {
 };
 
 // From best to worst.
-constexpr Choice kChoices[] = {{Isa::kAmx, "amx"},
-                               {Isa::kAvx512Bf16, "avx512_bf16"},
-                               {Isa::kAvx512, "avx512"},
-                               {Isa::kAvx2, "avx2"},
-                               {Isa::kDefault, "default"}};
+constexpr Choice kChoices[] = {
+    {Isa::kAmx, "amx"},        {Isa::kAvx512Bf16, "avx512_bf16"}, {Isa::kAvx512, "avx512"},
+    {Isa::kAvx2, "avx2"},      {Isa::kNeonBf16, "neon_bf16"},     {Isa::kNeon, "neon"},
+    {Isa::kDefault, "default"}};
 
 #if defined(__x86_64__)
 // The x86-64 ABI levels; clang's __builtin_cpu_supports knows them from version 18 on.
@@ -68,6 +70,21 @@ bool has_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of the kernel's asm/hwcap.h
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 bool available(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
@@ -79,6 +96,11 @@ bool available(Isa isa) {
       return has_x86_64_v4();
     case Isa::kAvx2:
       return has_x86_64_v3();
+#elif defined(__aarch64__)
+    case Isa::kNeonBf16:
+      return has_bf16();
+    case Isa::kNeon:
+      return true;
 #endif
     case Isa::kDefault:
       return true;
@@ -102,7 +124,9 @@ Isa choose() {
         return forced == nullptr ? preferred(choice.isa) : forced == std::string(choice.name);
       });
   TORCH_CHECK_VALUE(chosen != std::end(kChoices),
-                    "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16 or amx, got ", forced);
+                    "MOE_EXT_ISA must be default, avx2, avx512, avx512_bf16, amx, neon or "
+                    "neon_bf16, got ",
+                    forced);
   TORCH_CHECK_VALUE(available(chosen->isa),
                     "MOE_EXT_ISA must name an instruction set of this processor, got ", forced);
   return chosen->isa;

@@ -2,9 +2,9 @@
 //
 // A kernel is a struct with a static, always_inline `run`. `vectorized<Kernel>(args...)` calls the
 // version for the best instruction set of the processor.
-// MOE_EXT_ISA=default|avx2|avx512|avx512_bf16|amx forces one; the last two add instructions for
-// bfloat16 GEMMs. The results of these loops do not depend on the choice: sums have a fixed order
-// and nothing is contracted.
+// MOE_EXT_ISA=default|avx2|avx512|avx512_bf16|amx|neon|neon_bf16 forces one; avx512_bf16, amx and
+// neon_bf16 add instructions for bfloat16 GEMMs. The results of these loops do not depend on the
+// choice: sums have a fixed order and nothing is contracted.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,8 @@
 #define MOE_EXT_NO_ALIAS _Pragma("GCC ivdep")
 #endif
 
-// The function attributes for an instruction set, with its full vector width.
+// The function attributes for an instruction set, with its full vector width. Every 64-bit Arm
+// processor has NEON.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #define MOE_EXT_TARGET_OF_512_BITS(set) __attribute__((target(set), min_vector_width(512)))
@@ -32,12 +33,15 @@
 #define MOE_EXT_TARGET_AVX512 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4")
 #define MOE_EXT_TARGET_AVX512_BF16 MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,avx512bf16")
 #define MOE_EXT_TARGET_AMX MOE_EXT_TARGET_OF_512_BITS("arch=x86-64-v4,amx-tile,amx-bf16")
+#elif defined(__aarch64__)
+#define MOE_EXT_TARGET_NEON
+#define MOE_EXT_TARGET_NEON_BF16 __attribute__((target("arch=armv8.2-a+bf16")))
 #endif
 
 namespace moe_ext::cpu {
 
-// Each instruction set includes the sets before it.
-enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+// Each instruction set includes the sets of its architecture before it.
+enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
 
 // Returns the instruction set in use. Throws if MOE_EXT_ISA is invalid or names an instruction set
 // that this processor lacks.

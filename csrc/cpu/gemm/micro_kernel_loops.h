@@ -11,6 +11,7 @@
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
 //   kHasStream, stream: whether it has non-temporal vector stores, and the store
+//   kHasGroups, add_groups: whether it has its own loop over the K-groups of a tile, and the loop
 //   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
 #pragma once
 
@@ -67,7 +68,7 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
     ld_needed = 0;
   }
   const Prefetch later = prefetch;  // a copy in registers
-  const auto run = [&](auto packs) __attribute__((always_inline)) MOE_EXT_TARGET {
+  [[maybe_unused]] const auto run = [&](auto packs) __attribute__((always_inline)) MOE_EXT_TARGET {
     const auto group = [&](int64_t q) __attribute__((always_inline)) MOE_EXT_TARGET {
       __builtin_prefetch(a + 16 * Simd::kAPanelWidth);
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -101,7 +102,11 @@ MOE_EXT_TARGET MOE_EXT_KERNEL void gemm_loop(int64_t num_groups, const acc_t* __
     }
     if (q < num_groups) group(q);
   };
-  packed != nullptr ? run(std::true_type()) : run(std::false_type());
+  if constexpr (Simd::kHasGroups) {
+    Simd::add_groups(num_groups, a, b, ldb, packed, sum);
+  } else {
+    packed != nullptr ? run(std::true_type()) : run(std::false_type());
+  }
   if (tile.add != nullptr) {
     MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
       MOE_EXT_UNROLL for (int v = 0; v < kVectors; ++v) {

@@ -18,6 +18,11 @@ const MicroKernels<acc_t>& micro_kernels() {
   }
   if (isa() >= Isa::kAvx512) return avx512_micro_kernels<acc_t>();
   if (isa() == Isa::kAvx2) return avx2_micro_kernels<acc_t>();
+#elif defined(__aarch64__)
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+    if (isa() == Isa::kNeonBf16) return neon_bf16_micro_kernels();
+  }
+  if (isa() >= Isa::kNeon) return neon_micro_kernels<acc_t>();
 #endif
   return portable_micro_kernels<acc_t>();
 }

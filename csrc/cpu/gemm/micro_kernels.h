@@ -104,5 +104,8 @@ template <typename acc_t>
 const MicroKernels<acc_t>& avx512_micro_kernels();
 const MicroKernels<float>& avx512_bf16_micro_kernels();
 const MicroKernels<float>& amx_micro_kernels();
+template <typename acc_t>
+const MicroKernels<acc_t>& neon_micro_kernels();
+const MicroKernels<float>& neon_bf16_micro_kernels();
 
 }  // namespace moe_ext::cpu

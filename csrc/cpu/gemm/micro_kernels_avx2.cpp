@@ -13,7 +13,7 @@ namespace {
 template <typename acc_t>
 struct Avx2 {
   static constexpr int kBytes = 32, kMaxRows = 6, kAPanelWidth = 8;
-  static constexpr bool kPairs = false, kHasStream = false;
+  static constexpr bool kPairs = false, kHasStream = false, kHasGroups = false;
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {

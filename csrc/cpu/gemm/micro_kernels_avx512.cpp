@@ -13,7 +13,7 @@ namespace {
 template <typename acc_t>
 struct Avx512 {
   static constexpr int kBytes = 64, kMaxRows = 14, kAPanelWidth = 16;
-  static constexpr bool kPairs = false, kHasStream = true;
+  static constexpr bool kPairs = false, kHasStream = true, kHasGroups = false;
   using Aligned = typename Vector<acc_t, kBytes>::Aligned;
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const acc_t& a, const Aligned& b, Aligned& sum) {

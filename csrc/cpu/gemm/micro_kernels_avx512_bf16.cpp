@@ -12,7 +12,7 @@ namespace {
 
 struct Avx512Bf16 {
   static constexpr int kBytes = 64, kMaxRows = 14, kAPanelWidth = 16;
-  static constexpr bool kPairs = true, kHasStream = true;
+  static constexpr bool kPairs = true, kHasStream = true, kHasGroups = false;
   using Aligned = typename Vector<float, kBytes>::Aligned;
 
   MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add(const float& a, const Aligned& b, Aligned& sum) {

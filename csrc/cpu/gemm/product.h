@@ -83,6 +83,10 @@ void pack_micro_panel(bool pairs, const View<T>& view, int64_t i, int64_t p, int
   if (isa() == Isa::kAvx2) {
     return arguments([](auto... all) { run_avx2<PackMicroPanel<Groups<32, acc_t>>>(all...); });
   }
+#else
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (pairs) return arguments([](auto... all) { PackMicroPanel<Pairs<16>>::run(all...); });
+  }
 #endif
   arguments([](auto... all) { PackMicroPanel<Groups<16, acc_t>>::run(all...); });
 }
