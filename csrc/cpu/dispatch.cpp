@@ -76,6 +76,7 @@ Tensor dispatch_cpu(const Tensor& x, const Tensor& inverse, const OptionalTensor
   const Tensor source = x.contiguous();
   const Slots slots("dispatch", inverse, token_offsets);
   Tensor rows = dispatch_output(empty, x, inverse);
+  if (rows.numel() == 0) return rows;  // memcpy must not get a null pointer
   const int64_t bytes = x.size(1) * x.element_size();
   const auto* source_data = static_cast<const char*>(source.const_data_ptr());
   auto* rows_data = static_cast<char*>(rows.mutable_data_ptr());
