@@ -1,4 +1,4 @@
-"""The study of the bits of facts that a layer stores, and the store of its runs."""
+"""The study of how many bits of facts a layer stores, and the file of its runs."""
 
 import json
 import math
@@ -55,11 +55,11 @@ def test_a_known_fact_is_eight_bits_and_a_guess_is_none(monkeypatch):
 
 def test_sizes_and_operations_of_the_layers():
     """A mixture never has more operations than the dense layer."""
-    dense = study.make_layer(study.DENSE)
+    dense = study.make_layer(study.DENSE, 1.0)
     limit = sum(study.layer_ops(dense))
     assert limit == study.num_parameters(dense) == 2 * 16 * 160
     for arm, number in zip(study.MIXTURES, study.NUM_EXPERTS, strict=True):
-        layer = study.make_layer(arm)
+        layer = study.make_layer(arm, 1.0)
         groups = math.isqrt(number)
         per_group = number // groups
         experts, gate = study.layer_ops(layer)
@@ -71,22 +71,20 @@ def test_sizes_and_operations_of_the_layers():
 
 
 def test_a_layer_learns_what_fits_and_a_longer_text_no_more():
-    results = {
-        size: study.run_of(f"moe-16 x{size}", seed=1, bits=2.0, epochs=20) for size in (0.1, 1)
-    }
-    few, many = results.values()
+    settings = study.Settings(epochs=20)
+    few, many = (study.run_of(f"moe-16 x{size}", 1, settings) for size in (0.1, 1))
     # 8,832 parameters: 2 bits for each of them, 8 bits in a fact.
     assert many["parameters"] == 8832 and many["facts"] == 2208 and few["facts"] == 221
     assert 0.9 * 8 * 221 < few["bits"] <= 8 * 221  # nearly all of a small corpus
     assert few["bits"] < many["bits"] < 8 * 2208
-    again = study.run_of("moe-16 x0.1", seed=1, bits=2.0, epochs=20)
+    again = study.run_of("moe-16 x0.1", 1, settings)
     assert {**again, "seconds": 0} == {**few, "seconds": 0}
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch):
     monkeypatch.setattr(study, "RATE", math.inf)
     with pytest.raises(FloatingPointError, match="moe-4-seed1: the loss is not finite"):
-        study.run_of("moe-4", 1, bits=0.2, epochs=3)
+        study.run_of("moe-4", 1, study.Settings(bits=0.2, epochs=3))
 
 
 def table_of(density):
@@ -133,9 +131,10 @@ def test_the_study_grows_and_its_page_is_made_of_the_stored_runs(tmp_path, capsy
         "dense": [1], "moe-4": [1, 3], "moe-16": [1, 2, 3], "moe-16 x2": [1],
     }  # fmt: skip
     text = page.read_text()
-    assert "python scripts/studies/facts.py --epochs 5 --bits 0.2" in text
+    assert "python scripts/studies/facts.py --bits 0.2 --epochs 5" in text
     data = json.loads(stored.read_text())
-    assert data["settings"] == {"bits": 0.2, "epochs": 5} and len(data["runs"]) == 7
+    assert data["settings"] == study.Settings(bits=0.2, epochs=5)._asdict()
+    assert len(data["runs"]) == 7
     for arm, gap in study.deviations(table).items():
         assert gap.num_seeds == 2 and f"| {arm} against the mean" in text
     before = [file.read_bytes() for file in (page, stored, plot)]
@@ -177,7 +176,8 @@ def test_runs_are_stored_one_by_one(tmp_path):
     "content, message",
     [
         ("{", "must be JSON"),
-        ("[]", "must be a table with runs, got 'list'"),
+        ("[]", "must be a table with settings and runs, got 'list'"),
+        ('{"runs": []}', "must be a table with settings and runs, got 'dict'"),
         ('{"settings": {"epochs": 2}, "runs": [{"arm": "a"}]}', "must each have an arm and a seed"),
         ('{"settings": {"epochs": 9}, "runs": []}', "must hold runs with {'epochs': 2}, got"),
     ],

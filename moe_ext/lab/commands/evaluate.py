@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
     )
     if isinstance(text, EncodedSentences) and isinstance(trained.vocabulary, Wordpieces):
         num_bytes = bytes_of(text, trained.vocabulary)
-        each = perplexity(result.nll * result.num_tokens / num_bytes)
-        print(f"  perplexity per byte {each:.4f}  ({num_bytes:,} bytes)")
+        per_byte = perplexity(result.nll * result.num_tokens / num_bytes)
+        print(f"  perplexity per byte {per_byte:.4f}  ({num_bytes:,} bytes)")
     if isinstance(text, EncodedPairs) and len(text.names) > 1:
         for name, each in by_language_pair(result.sentence_nll, text).items():
             print(

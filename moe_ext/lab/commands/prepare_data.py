@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         "--languages",
         nargs="+",
         default=["fr", "de", "es", "pt", "ja", "ko"],
-        help="languages beside English, for languages only (%(default)s)",
+        help="languages in addition to English, for languages only (%(default)s)",
     )
     parser.add_argument(
         "--sentences",

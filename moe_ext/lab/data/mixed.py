@@ -17,9 +17,11 @@ from moe_ext.lab.data.wordpieces import uniform_sample
 from moe_ext.lab.files import write_text
 from moe_ext.lab.progress import progress
 
-_HELD_OUT = 2_000  # the maximum number of sentences of each kind in dev, and in test
-_CODE_WORDS = 64  # the maximum number of words in a sentence of code
-_PART_ENDS = {"test": 0.02, "dev": 0.04, "train": 1.0}  # of the hashes of a part's files
+_HELD_OUT = 2_000  # sentences of each kind at most, in dev and in test
+_CODE_WORDS = 64  # words at most in a sentence of code
+
+# A file of code is in the first part whose number exceeds the hash of the file's name.
+_PART_ENDS = {"test": 0.02, "dev": 0.04, "train": 1.0}
 
 Kind = dict[str, Iterable[str]]  # the sentences of one kind of text in each of PARTS
 Parts = dict[str, list[str]]  # the sentences of a mixed corpus in each of PARTS

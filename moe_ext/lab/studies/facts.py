@@ -17,8 +17,7 @@ operations as the largest mixture.
 
 One seed takes 4 minutes on an idle processor. The file OUTPUT/facts.json (default: docs/results)
 keeps every finished run; the same command continues the study. To share the runs, start the command
-several times. The script writes facts.md and facts.png beside that file. --report writes them
-without training.
+several times. The script also writes facts.md and facts.png. --report writes them without training.
 """
 
 import math
@@ -44,19 +43,40 @@ from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import Run, run_missing, stored_runs
 from moe_ext.lab.training.study import verdict
 
-WIDTH, VALUES = 16, 256  # of keys and of values' vectors; number of distinct values
-HIDDEN, DENSE_HIDDEN = 16, 160  # of an expert and of the dense layer
-GROUPS_OR_EXPERTS = 2  # groups of a fact, and experts in each of these groups
-BATCHES = 32  # of an epoch: the same number of steps for every model
-EPOCHS, BITS = 50, 2.0  # epochs; bits of a corpus for each parameter of its layer
-RATE, WARMUP, BETAS = 0.03, 100, (0.9, 0.99)
+WIDTH = 16  # D, of a key and of a value's vector
+VALUES = 256  # V, distinct values
+
+# Hidden units of an expert and of the dense layer.
+HIDDEN, DENSE_HIDDEN = 16, 160
+
+# Each fact has 2 groups, and 2 experts in each group.
+K = 2
 NUM_EXPERTS = (4, 16, 64, 256, 1024)
 DENSE, MIXTURES = "dense", tuple(f"moe-{number}" for number in NUM_EXPERTS)
-SATURATION = "moe-16"  # the mixture that learns corpora of several sizes
-SIZES = (0.25, 0.5, 2.0, 4.0)  # of these corpora, relative to the usual one
+
+# One mixture also learns corpora of other sizes, to show that the usual one exceeds its capacity.
+SATURATION, SIZES = "moe-16", (0.25, 0.5, 2.0, 4.0)
 ARMS = (DENSE, *MIXTURES, *(f"{SATURATION} x{size:g}" for size in SIZES))
+
+# Every model has the same number of steps: a larger corpus has larger batches.
+BATCHES, RATE, WARMUP, BETAS = 32, 0.03, 100, (0.9, 0.99)
 MARGIN = 0.15  # of "proportional", set before the runs
 _AT_ONCE = 8_192  # facts in a batch of the evaluation
+
+
+class Settings(NamedTuple):
+    """Options that all runs share.
+
+    Attributes:
+        bits: bits of the facts for each parameter of the layer.
+        epochs: number of epochs.
+        logit_std: standard deviation of the gates' logits at the start. The standard deviation of
+            their noise is Softplus(0) = 0.69 at the start.
+    """
+
+    bits: float = 2.0
+    epochs: int = 50
+    logit_std: float = 3.0
 
 
 class Facts(NamedTuple):
@@ -81,18 +101,17 @@ def make_facts(number: int, seed: int) -> Facts:
     return Facts(keys, torch.randint(VALUES, (number,), generator=generator), vectors)
 
 
-def make_layer(arm: str) -> MoE | FeedForwardExperts:
-    """Creates the layer of an arm, with torch's default generator."""
+def make_layer(arm: str, logit_std: float) -> MoE | FeedForwardExperts:
+    """Creates the layer of an arm, with torch's default generator; see `Settings`."""
     if arm == DENSE:
         return FeedForwardExperts(1, WIDTH, (DENSE_HIDDEN,))
     num_experts = int(arm.partition("-")[2])
     num_groups = math.isqrt(num_experts)
-    k = GROUPS_OR_EXPERTS
-    gate = HierarchicalNoisyTopKGate(WIDTH, num_groups, num_experts // num_groups, k)
-    # From zero, a gate selects by noise alone until it has learned to tell keys apart.
+    gate = HierarchicalNoisyTopKGate(WIDTH, num_groups, num_experts // num_groups, K)
+    # From zero, a gate would first select by noise alone, and a fact would change its experts.
     for weight in (gate.w_gate, gate.w_gate_secondary):
-        nn.init.normal_(weight, std=WIDTH**-0.5)
-    return MoE(WIDTH, num_experts, k * k, gate=gate, hidden_sizes=(HIDDEN,))
+        nn.init.normal_(weight, std=logit_std * WIDTH**-0.5)
+    return MoE(WIDTH, num_experts, K * K, gate=gate, hidden_sizes=(HIDDEN,))
 
 
 def layer_ops(layer: MoE | FeedForwardExperts) -> tuple[int, int]:
@@ -154,23 +173,22 @@ def arm_and_size(name: str) -> tuple[str, float]:
     return arm, float(size or 1)
 
 
-def run_of(name: str, seed: int, bits: float, epochs: int) -> Run:
+def run_of(name: str, seed: int, settings: Settings) -> Run:
     """Trains the layer of an arm on its facts and measures what it has stored.
 
     Args:
         name: the name of the arm.
         seed: seed of the facts, the weights, the order of the facts and the gate's noise.
-        bits: bits of the usual corpus for each parameter.
-        epochs: number of epochs.
+        settings: the options of the study.
     """
     started = time.process_time()
     arm, size = arm_and_size(name)
     torch.manual_seed(seed)
-    layer = make_layer(arm)
+    layer = make_layer(arm, settings.logit_std)
     parameters = num_parameters(layer)
-    number = round(size * bits * parameters / math.log2(VALUES))
+    number = round(size * settings.bits * parameters / math.log2(VALUES))
     facts = make_facts(number, seed)
-    learn(layer, facts, epochs, f"{name}-seed{seed}")
+    learn(layer, facts, settings.epochs, f"{name}-seed{seed}")
     experts, gate = layer_ops(layer)
     return {
         "facts": number,
@@ -211,7 +229,9 @@ def deviations(table: Table) -> dict[str, PairedDifference | None]:
 
     means = {seed: statistics.fmean(density(arm, seed) for arm in arms) for seed in sorted(seeds)}
     return {
-        arm: mean_difference([density(arm, seed) / mean - 1 for seed, mean in means.items() if mean])
+        arm: mean_difference(
+            [density(arm, seed) / mean - 1 for seed, mean in means.items() if mean]
+        )
         for arm in arms
     }
 
@@ -255,7 +275,7 @@ def _percent(gap: PairedDifference | None) -> str:
     return "" if gap is None else gap.text(lambda value: f"{100 * value:+.1f}", "%")
 
 
-def as_markdown(table: Table, settings: dict[str, Any], command: str) -> str:
+def as_markdown(table: Table, settings: Settings, command: str) -> str:
     """Formats the page: plot, table, verdicts, command."""
     of_mean = deviations(table)
     rows = []
@@ -287,15 +307,15 @@ def as_markdown(table: Table, settings: dict[str, Any], command: str) -> str:
     doublings = math.log2(max(parameters) / min(parameters)) if parameters else 0.0
     seconds = sum(run["seconds"] for runs in table.values() for run in runs.values())
     return (
-        "# The bits of facts that experts store\n\n"
+        "# Bits of facts that experts store\n\n"
         "![bits stored against parameters](facts.png)\n\n"
         "The paper's argument for conditional computation is that the capacity of a network to "
         "absorb information is limited by its number of parameters (Sec. 1). This study measures "
         "that capacity alone. A fact is a random key and a random value out of "
         f"{VALUES}, so a fact has {math.log2(VALUES):g} bits and only memory can answer. Keys and "
         "the vectors of values are fixed; only the layer is trained, for "
-        f"{settings['epochs']:,} epochs of {BATCHES} batches. "
-        f"A corpus has {settings['bits']:g} bits for each parameter of its layer, more than the "
+        f"{settings.epochs:,} epochs of {BATCHES} batches. "
+        f"A corpus has {settings.bits:g} bits for each parameter of its layer, more than the "
         f'layer can store; an arm such as "{SATURATION} x2" has a corpus of twice that size. '
         "The bits stored are N · (log2 V - mean cross-entropy) of the N facts, at least 0.\n\n"
         f"{sizes}\n"
@@ -357,9 +377,16 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="train only these")
-    parser.add_argument("--epochs", type=at_least(1), default=EPOCHS)
+    usual = Settings()
+    parser.add_argument("--epochs", type=at_least(1), default=usual.epochs)
     parser.add_argument(
-        "--bits", type=float, default=BITS, help="bits of the facts for each parameter"
+        "--bits", type=float, default=usual.bits, help="bits of the facts for each parameter"
+    )
+    parser.add_argument(
+        "--logit-std",
+        type=float,
+        default=usual.logit_std,
+        help="standard deviation of the gates' logits at the start",
     )
     parser.add_argument("--runs", default="runs/facts", help="folder of the lock files")
     parser.add_argument("--output", default="docs/results", help="folder of the results")
@@ -367,35 +394,32 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     options = parser.parse_args(arguments)
     if options.bits <= 0:
         parser.error(f"--bits must be positive, got {options.bits}")
-    settings = {"bits": options.bits, "epochs": options.epochs}
+    settings = Settings(options.bits, options.epochs, options.logit_std)
     path, locks = Path(options.output) / "facts.json", Path(options.runs)
     if not options.report:
         torch.set_num_threads(1)
         run_missing(
-            [(arm, seed) for seed in options.seeds for arm in options.arms],
-            lambda arm, seed: run_of(arm, seed, **settings),
+            [(arm, seed) for arm in options.arms for seed in options.seeds],
+            lambda arm, seed: run_of(arm, seed, settings),
             path,
-            settings,
+            settings._asdict(),
             ARMS,
             locks,
         )
     locks.mkdir(parents=True, exist_ok=True)
     with file_lock(locks / ".lock", wait=True):
-        runs = stored_runs(path, settings)
+        runs = stored_runs(path, settings._asdict())
         table = by_arm(runs)
         if not any(arm in table for arm in MIXTURES):
             print("nothing to report yet: no run of a mixture is finished")
             return table
         changes = [
-            f"--{name} {value}"
-            for name, value, usual in (
-                ("epochs", options.epochs, EPOCHS),
-                ("bits", options.bits, BITS),
-            )
-            if value != usual
+            f"--{name.replace('_', '-')} {value:g}"
+            for name, value in settings._asdict().items()
+            if value != getattr(usual, name)
         ]
         command = " ".join(["python scripts/studies/facts.py", *changes])
-        data = {"settings": settings, "runs": runs, "claims": claims(table)}
+        data = {"settings": settings._asdict(), "runs": runs, "claims": claims(table)}
         page = as_markdown(table, settings, command)
         write_report(options.output, "facts", page, data, plot(table))
     return table

@@ -1,13 +1,13 @@
-"""Results of a study that grows over many occasions, in one small JSON file beside its page.
+"""Results of a study that grows over many occasions, in one small JSON file.
 
-The file OUTPUT/NAME.json is both result and input of a study: a run that the file holds is not
-repeated, on any machine, and the page is made of the file alone.
+The file OUTPUT/NAME.json is both result and input of a study. A run that the file holds is not
+repeated, on any machine. The page is made of the file alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_ext.checks import require
 from moe_ext.lab.files import Locked, file_lock, read_json, write_json
@@ -16,33 +16,62 @@ from moe_ext.lab.training.config import ConfigError
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
 
 
-def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
-    """Reads the finished runs of a study, ordered by arm and seed; [] if there is no file.
+_HINT = "delete the file, or give another --output"
 
-    Args:
-        path: the JSON file.
+
+class Stored(NamedTuple):
+    """The contents of the file of a study.
+
+    Attributes:
         settings: the options of the study that all runs share, as data for JSON.
+        runs: the finished runs, ordered by arm and seed.
+    """
+
+    settings: dict[str, Any]
+    runs: list[Run]
+
+
+def read_stored(path: Path) -> Stored | None:
+    """Reads the file of a study; None if there is no file.
+
+    Raises:
+        ConfigError: the file is corrupted.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        known = isinstance(values, dict) and isinstance(values.get("runs"), list)
+        known = known and isinstance(values.get("settings"), dict)
+        require(known, str(path), "be a table with settings and runs", type(values).__name__)
+        for run in values["runs"]:
+            known = isinstance(run, dict) and {"arm", "seed"} <= run.keys()
+            require(known, f"{path}: runs", "each have an arm and a seed", run)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {_HINT}") from error
+    return Stored(values["settings"], values["runs"])
+
+
+def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
+    """Reads the finished runs of a study with the given settings; [] if there is no file.
 
     Raises:
         ConfigError: the file is corrupted, or belongs to other settings.
     """
-    if not path.is_file():
+    stored = read_stored(path)
+    if stored is None:
         return []
-    hint = "delete the file, or give another --output"
-    try:
-        values = read_json(path)
-        known = isinstance(values, dict) and isinstance(values.get("runs"), list)
-        require(known, str(path), "be a table with runs", type(values).__name__)
-        runs: list[Run] = values["runs"]
-        for run in runs:
-            known = isinstance(run, dict) and {"arm", "seed"} <= run.keys()
-            require(known, f"{path}: runs", "each have an arm and a seed", run)
-    except ValueError as error:
-        raise ConfigError(f"{error}; {hint}") from error
-    found = values.get("settings")
-    if found != dict(settings):
-        raise ConfigError(f"{path} must hold runs with {dict(settings)}, got {found}; {hint}")
-    return runs
+    different = sorted(
+        key
+        for key in stored.settings.keys() | settings.keys()
+        if stored.settings.get(key) != settings.get(key)
+    )
+    if different:
+        found, wanted = (
+            {key: each.get(key) for key in different} for each in (stored.settings, settings)
+        )
+        raise ConfigError(f"{path} must hold runs with {wanted}, got {found}; {_HINT}")
+    return stored.runs
 
 
 def run_missing(
@@ -62,7 +91,7 @@ def run_missing(
         keys: the arm and seed of each run, in the order in which to run them.
         run: function from arm and seed to the numbers of the finished run, as data for JSON.
         path: the JSON file.
-        settings: see `stored_runs`.
+        settings: the options of the study that all runs share, as data for JSON.
         order: the arms in the order of the file.
         locks: the folder of the lock files, which is created if missing.
 
