@@ -20,6 +20,7 @@ keeps every finished run; the same command continues the study. To share the run
 several times. The script also writes facts.md and facts.png. --report writes them without training.
 """
 
+import argparse
 import math
 import statistics
 import time
@@ -59,7 +60,7 @@ SATURATION, SIZES = "moe-16", (0.25, 0.5, 2.0, 4.0)
 ARMS = (DENSE, *MIXTURES, *(f"{SATURATION} x{size:g}" for size in SIZES))
 
 # Every model has the same number of steps: a larger corpus has larger batches.
-BATCHES, RATE, WARMUP, BETAS = 32, 0.03, 100, (0.9, 0.99)
+BATCHES, WARMUP, BETAS = 32, 100, (0.9, 0.99)
 MARGIN = 0.15  # of "proportional", set before the runs
 _AT_ONCE = 8_192  # facts in a batch of the evaluation
 
@@ -72,11 +73,15 @@ class Settings(NamedTuple):
         epochs: number of epochs.
         logit_std: standard deviation of the gates' logits at the start. The standard deviation of
             their noise is Softplus(0) = 0.69 at the start.
+        rate: peak learning rate of the mixtures.
+        dense_rate: peak learning rate of the dense layer.
     """
 
     bits: float = 2.0
     epochs: int = 50
     logit_std: float = 3.0
+    rate: float = 0.03
+    dense_rate: float = 0.015
 
 
 class Facts(NamedTuple):
@@ -144,18 +149,19 @@ def stored_bits(layer: MoE | FeedForwardExperts, facts: Facts) -> float:
     return max(0.0, (len(facts.keys) * math.log(VALUES) - nats) / math.log(2))
 
 
-def learn(layer: MoE | FeedForwardExperts, facts: Facts, epochs: int, title: str) -> None:
+def learn(layer: MoE | FeedForwardExperts, facts: Facts, settings: Settings, title: str) -> None:
     """Trains the layer with Adam; the rate falls linearly to 0 after the warmup.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    optimizer = torch.optim.Adam(layer.parameters(), lr=RATE, betas=BETAS, fused=True)
-    steps = epochs * BATCHES
+    rate = settings.rate if isinstance(layer, MoE) else settings.dense_rate
+    optimizer = torch.optim.Adam(layer.parameters(), lr=rate, betas=BETAS, fused=True)
+    steps = settings.epochs * BATCHES
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
     )
-    for _ in progress(range(epochs), title, "epochs"):
+    for _ in progress(range(settings.epochs), title, "epochs"):
         for rows in torch.randperm(len(facts.keys)).chunk(BATCHES):
             logits, aux_loss = recalled(layer, facts.keys[rows], facts.vectors)
             loss = F.cross_entropy(logits, facts.values[rows]) + aux_loss
@@ -188,7 +194,7 @@ def run_of(name: str, seed: int, settings: Settings) -> Run:
     parameters = num_parameters(layer)
     number = round(size * settings.bits * parameters / math.log2(VALUES))
     facts = make_facts(number, seed)
-    learn(layer, facts, settings.epochs, f"{name}-seed{seed}")
+    learn(layer, facts, settings, f"{name}-seed{seed}")
     experts, gate = layer_ops(layer)
     return {
         "facts": number,
@@ -214,24 +220,30 @@ def mean_of(runs: dict[int, Run], key: str) -> float:
     return statistics.fmean(run[key] for run in runs.values())
 
 
+def compared_mixtures(table: Table) -> list[str]:
+    """Returns the mixtures with the most seeds; the runs of the others are not finished yet."""
+    found = [arm for arm in MIXTURES if arm in table]
+    most = max((len(table[arm]) for arm in found), default=0)
+    return [arm for arm in found if len(table[arm]) == most]
+
+
 def deviations(table: Table) -> dict[str, PairedDifference | None]:
-    """Compares the bits per parameter of each mixture with the mean over all mixtures.
+    """Compares the bits per parameter of each of `compared_mixtures` with their mean.
 
     Returns:
-        By arm, the relative deviation as a fraction, over the seeds that all mixtures have and
-        whose mixtures have stored anything.
+        By arm, the relative deviation as a fraction, over the seeds that all these mixtures have
+        and with which they have stored anything.
     """
-    arms = [arm for arm in MIXTURES if arm in table]
-    seeds = set.intersection(*(set(table[arm]) for arm in arms)) if arms else set()
+    arms = compared_mixtures(table)
+    seeds = sorted(set.intersection(*(set(table[arm]) for arm in arms))) if arms else []
 
     def density(arm: str, seed: int) -> float:
         return float(table[arm][seed]["bits"] / table[arm][seed]["parameters"])
 
-    means = {seed: statistics.fmean(density(arm, seed) for arm in arms) for seed in sorted(seeds)}
+    means = {seed: statistics.fmean(density(arm, seed) for arm in arms) for seed in seeds}
+    known = [seed for seed, mean in means.items() if mean]
     return {
-        arm: mean_difference(
-            [density(arm, seed) / mean - 1 for seed, mean in means.items() if mean]
-        )
+        arm: mean_difference([density(arm, seed) / means[seed] - 1 for seed in known])
         for arm in arms
     }
 
@@ -302,9 +314,9 @@ def as_markdown(table: Table, settings: Settings, command: str) -> str:
         rows,
     )  # fmt: skip
     verdicts = markdown_table(["claim", "compared", "value, 95%", "verdict"], claims(table))
-    found = [table[arm] for arm in MIXTURES if arm in table]
-    parameters = [next(iter(runs.values()))["parameters"] for runs in found]
-    doublings = math.log2(max(parameters) / min(parameters)) if parameters else 0.0
+    compared = compared_mixtures(table)
+    parameters = [next(iter(table[arm].values()))["parameters"] for arm in compared]
+    doublings = math.log2(max(parameters) / min(parameters))
     seconds = sum(run["seconds"] for runs in table.values() for run in runs.values())
     return (
         "# Bits of facts that experts store\n\n"
@@ -317,9 +329,13 @@ def as_markdown(table: Table, settings: Settings, command: str) -> str:
         f"{settings.epochs:,} epochs of {BATCHES} batches. "
         f"A corpus has {settings.bits:g} bits for each parameter of its layer, more than the "
         f'layer can store; an arm such as "{SATURATION} x2" has a corpus of twice that size. '
+        f"The peak learning rate is {settings.rate:g} for the mixtures and "
+        f"{settings.dense_rate:g} for the dense layer. The gates' logits start with a standard "
+        f"deviation of {settings.logit_std:g}. "
         "The bits stored are N · (log2 V - mean cross-entropy) of the N facts, at least 0.\n\n"
         f"{sizes}\n"
-        f"The parameters of the mixtures span {doublings:.1f} doublings. "
+        f"The mean is that of {', '.join(compared)}, which have the most seeds; their parameters "
+        f"span {doublings:.2f} doublings. "
         "With three seeds or more, brackets hold the 95% t interval over seeds. A claim is "
         "supported if the whole interval lies inside the claimed range, contradicted if it lies "
         "outside, and otherwise not decided.\n\n"
@@ -336,7 +352,10 @@ def plot(table: Table) -> Figure:
     found = [arm for arm in MIXTURES if arm in table]
     parameters = [mean_of(table[arm], "parameters") for arm in found]
     bits = [mean_of(table[arm], "bits") for arm in found]
-    density = statistics.fmean(b / p for b, p in zip(bits, parameters, strict=True))
+    density = statistics.fmean(
+        mean_of(table[arm], "bits") / mean_of(table[arm], "parameters")
+        for arm in compared_mixtures(table)
+    )
     line = [density * p for p in parameters]
     capacity.plot(parameters, line, "--", color="grey", label=f"{density:.2f} bits per parameter")
     capacity.fill_between(
@@ -372,29 +391,42 @@ def plot(table: Table) -> Figure:
     return figure
 
 
+def _positive(text: str) -> float:
+    """Parses the value of an option that must be a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     """Runs the study and returns the finished runs."""
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="train only these")
     usual = Settings()
+    usual = Settings()
     parser.add_argument("--epochs", type=at_least(1), default=usual.epochs)
-    parser.add_argument(
-        "--bits", type=float, default=usual.bits, help="bits of the facts for each parameter"
-    )
-    parser.add_argument(
-        "--logit-std",
-        type=float,
-        default=usual.logit_std,
-        help="standard deviation of the gates' logits at the start",
-    )
+    for name, what in (
+        ("bits", "bits of the facts for each parameter"),
+        ("logit_std", "standard deviation of the gates' logits at the start"),
+        ("rate", "peak learning rate of the mixtures"),
+        ("dense_rate", "peak learning rate of the dense layer"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_positive,
+            default=getattr(usual, name),
+            help=f"{what} (%(default)s)",
+        )
     parser.add_argument("--runs", default="runs/facts", help="folder of the lock files")
     parser.add_argument("--output", default="docs/results", help="folder of the results")
     parser.add_argument("--report", action="store_true", help="write the page without training")
     options = parser.parse_args(arguments)
-    if options.bits <= 0:
-        parser.error(f"--bits must be positive, got {options.bits}")
-    settings = Settings(options.bits, options.epochs, options.logit_std)
+    settings = Settings(*(getattr(options, name) for name in Settings._fields))
     path, locks = Path(options.output) / "facts.json", Path(options.runs)
     if not options.report:
         torch.set_num_threads(1)
