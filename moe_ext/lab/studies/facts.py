@@ -15,7 +15,7 @@ A corpus holds about twice the bits that its model can store. The mixtures have 
 in groups (App. B), with 2 experts in each of 2 groups for each fact. The dense layer has as many
 operations as the largest mixture.
 
-One seed takes 4 minutes on an idle processor. The file OUTPUT/facts.json (default: docs/results)
+One seed takes 3 minutes on an idle processor. The file OUTPUT/facts.json (default: docs/results)
 keeps every finished run; the same command continues the study. To share the runs, start the command
 several times. The script also writes facts.md and facts.png. --report writes them without training.
 """
