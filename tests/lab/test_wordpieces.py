@@ -118,12 +118,12 @@ def test_a_sample_of_a_long_text_is_of_all_its_parts(monkeypatch):
     from moe_ext.lab.data import wordpieces
 
     numbers = list(map(str, range(10_000)))
-    sample = list(wordpieces._sample(numbers, 500))
-    assert sample == list(wordpieces._sample(iter(numbers), 500))
+    sample = list(wordpieces.uniform_sample(numbers, 500))
+    assert sample == list(wordpieces.uniform_sample(iter(numbers), 500))
     assert len({*sample}) == 500 and {*sample} <= {*numbers}
     # 500 samples without replacement: mean 4,999.5, standard deviation 126; the bound is 5 of them.
     assert abs(sum(map(int, sample)) / 500 - 4999.5) < 630
-    assert list(wordpieces._sample(["a", "b"], 500)) == ["a", "b"]
+    assert list(wordpieces.uniform_sample(["a", "b"], 500)) == ["a", "b"]
     taken = Wordpieces.train(iter(TEXT * 20), 140, max_sentences=30)
     assert (
         taken.fingerprint()

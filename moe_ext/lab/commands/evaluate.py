@@ -8,23 +8,30 @@
 
 Perplexity is exp(nats / predictions) under the full softmax. Predictions include unknown words and
 ends of sentences. Each sentence starts from a zero state, so perplexity does not depend on the
-batch size. The text of --corpus is encoded with the model's vocabulary. For a translation model,
-predictions are the target wordpieces, given the source. With two or more language pairs, each pair
-is reported too. --bleu translates the sources and compares the translations with the original
-targets; scripts/translate.py has more options for translation.
+batch size. The text of --corpus is encoded with the model's vocabulary. For a language model of
+wordpieces, the perplexity per byte of UTF-8 is printed too: it compares models of different
+vocabularies. For a translation model, predictions are the target wordpieces, given the source. With
+two or more language pairs, each pair is reported too. --bleu translates the sources and compares
+the translations with the original targets; scripts/translate.py has more options for translation.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ext.lab.data import EncodedPairs
+from moe_ext.lab.data import EncodedPairs, EncodedSentences, Wordpieces
 from moe_ext.lab.data.corpora import PARTS_AND_ALL
 from moe_ext.lab.decoding import corpus_bleu
 from moe_ext.lab.training.checkpoint import load_run
 from moe_ext.lab.training.command import add_threads, at_least, make_parser
 from moe_ext.lab.training.config import ConfigError, ParallelDataConfig
 from moe_ext.lab.training.device import set_up_torch
-from moe_ext.lab.training.metrics import Evaluation, by_language_pair, evaluate
+from moe_ext.lab.training.metrics import (
+    Evaluation,
+    by_language_pair,
+    bytes_of,
+    evaluate,
+    perplexity,
+)
 from moe_ext.lab.training.text import load_part, parallel_text
 from moe_ext.lab.training.translation import require_bleu, translations_of
 
@@ -60,12 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
         raise ConfigError("--bleu must be omitted: the run is a language model")
     text = load_part(data, trained.vocabulary, part)
     result = evaluate(trained.model, text, tokens_per_batch=options.tokens_per_batch)
-    unit = "piece" if isinstance(text, EncodedPairs) else "word"
+    unit = "word" if data.kind == "words" else "piece"
     print(
         f"{part} perplexity {result.perplexity:.3f}  ({result.nll:.4f} nats per {unit}, "
         f"{result.num_tokens:,} {unit}s and ends of {len(text):,} sentences; "
         f"step {trained.step})"
     )
+    if isinstance(text, EncodedSentences) and isinstance(trained.vocabulary, Wordpieces):
+        num_bytes = bytes_of(text, trained.vocabulary)
+        per_byte = perplexity(result.nll * result.num_tokens / num_bytes)
+        print(f"  perplexity per byte {per_byte:.4f}  ({num_bytes:,} bytes)")
     if isinstance(text, EncodedPairs) and len(text.names) > 1:
         for name, each in by_language_pair(result.sentence_nll, text).items():
             print(

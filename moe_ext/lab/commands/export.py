@@ -79,9 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = load_run(options.run)
     model, vocabulary = trained.model, trained.vocabulary
     if not isinstance(model, LanguageModel) or not isinstance(vocabulary, Vocabulary):
-        raise ConfigError(
-            f"{options.run} must be the run of a language model, got a translation model"
-        )
+        found = "wordpieces" if isinstance(model, LanguageModel) else "a translation model"
+        raise ConfigError(f"{options.run} must be a run of a language model of words, got {found}")
     if "moe_lstm" in model.config.layers:
         raise ConfigError(f"{options.run}: a model with moe_lstm layers cannot be exported")
     output.parent.mkdir(parents=True, exist_ok=True)

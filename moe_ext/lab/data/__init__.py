@@ -27,7 +27,12 @@ From parallel text to batches for translation (App. E)::
 
 from moe_ext.lab.data.batches import Batch, SentenceBatches
 from moe_ext.lab.data.corpora import Corpus, CorpusError, Sentences, load_corpus
-from moe_ext.lab.data.encoded import EncodedSentences, encode_sentences, encode_to_files
+from moe_ext.lab.data.encoded import (
+    AnyVocabulary,
+    EncodedSentences,
+    encode_sentences,
+    encode_to_files,
+)
 from moe_ext.lab.data.pairs import EncodedPairs, PairBatch, PairBatches, batches_of, encode_pairs
 from moe_ext.lab.data.parallel import ParallelCorpus, ParallelText, load_parallel
 from moe_ext.lab.data.vocabulary import Vocabulary
@@ -35,7 +40,6 @@ from moe_ext.lab.data.wordpieces import Wordpieces
 from moe_ext.lab.data.workers import in_workers
 
 AnyText = EncodedSentences | EncodedPairs
-AnyVocabulary = Vocabulary | Wordpieces
 
 __all__ = [
     "AnyText",

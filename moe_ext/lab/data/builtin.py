@@ -68,13 +68,18 @@ def _key(files: list[Path]) -> str:
     return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"
 
 
+def torch_folder() -> Path:
+    """Returns the folder of the installed package torch, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def source_files() -> list[Path]:
     """Lists the .py files of the standard library and of torch in a fixed order."""
     stdlib = Path(sysconfig.get_path("stdlib"))
-    torch_spec = importlib.util.find_spec("torch")
-    assert torch_spec is not None and torch_spec.origin is not None
     roots = [stdlib / name for name in sorted(sys.stdlib_module_names | {"pydoc_data"})]
-    roots.append(Path(torch_spec.origin).parent)
+    roots.append(torch_folder())
     files = []
     for root in roots:
         module = root.with_name(f"{root.name}.py")

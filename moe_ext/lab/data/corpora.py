@@ -74,7 +74,7 @@ class _Placed(Shard):
     high: float
 
     def __iter__(self) -> Iterator[list[str]]:
-        return (words for words in self.shard if self.low <= _place(words) < self.high)
+        return (words for words in self.shard if self.low <= place_of(words) < self.high)
 
     def __str__(self) -> str:
         return str(self.shard)
@@ -296,7 +296,7 @@ def _hash_split(shards: Sequence[Shard], dev_share: float, test_share: float) ->
     )
 
 
-def _place(words: Sequence[str]) -> float:
+def place_of(words: Sequence[str]) -> float:
     """Hashes a sentence to a number in [0, 1), uniformly over sentences."""
     digest = hashlib.blake2b(" ".join(words).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48

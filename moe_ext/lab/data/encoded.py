@@ -1,4 +1,4 @@
-"""Sentences as word ids, in memory or in memory-mapped files."""
+"""Sentences as ids of words or wordpieces, in memory or in memory-mapped files."""
 
 import hashlib
 import os
@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_ext.checks import is_whole, require
 from moe_ext.lab.data.corpora import CorpusError, Sentences, Shard
 from moe_ext.lab.data.vocabulary import Vocabulary
+from moe_ext.lab.data.wordpieces import Wordpieces
 from moe_ext.lab.data.workers import in_workers
 from moe_ext.lab.files import file_lock, read_json, require_regular, sync_folder, write_json
 from moe_ext.lab.progress import progress
@@ -167,16 +168,30 @@ class EncodedSentences:
         return self.stream[self.starts[index] + 1 : self.starts[index + 1]].tolist()
 
 
+AnyVocabulary = Vocabulary | Wordpieces
+
+
 def encode_sentences(
-    sentences: Iterable[Sequence[str]], vocabulary: Vocabulary
+    sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary
 ) -> EncodedSentences:
-    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order."""
-    return EncodedSentences(map(vocabulary.encode, sentences), vocabulary.eos_id)
+    """Encodes sentences with a vocabulary, in memory; reads the sentences once, in order.
+
+    Args:
+        sentences: the words of each sentence.
+        vocabulary: words or wordpieces; wordpieces split the words further.
+    """
+    return EncodedSentences(_ids(sentences, vocabulary), vocabulary.eos_id)
+
+
+def _ids(sentences: Iterable[Sequence[str]], vocabulary: AnyVocabulary) -> Iterator[list[int]]:
+    if isinstance(vocabulary, Vocabulary):
+        return map(vocabulary.encode, sentences)
+    return map(vocabulary.encode, map(" ".join, sentences))
 
 
 def encode_to_files(
     sentences: Sentences,
-    vocabulary: Vocabulary,
+    vocabulary: AnyVocabulary,
     folder: str | Path,
     *,
     name: str,
@@ -193,7 +208,7 @@ def encode_to_files(
 
     Args:
         sentences: a part of a corpus.
-        vocabulary: the vocabulary that maps words to ids.
+        vocabulary: words or wordpieces; see `encode_sentences`.
         folder: the parent folder of all encoded texts; created if missing.
         name: name of the part; the files are in a subfolder whose name begins with `name`.
         num_workers: number of worker processes that read and encode; 0 uses the calling process.
@@ -287,7 +302,7 @@ class SentencesWriter:
 
 
 def _encode_into(
-    folder: Path, sentences: Sentences, vocabulary: Vocabulary, num_workers: int
+    folder: Path, sentences: Sentences, vocabulary: AnyVocabulary, num_workers: int
 ) -> None:
     pieces = in_workers(partial(_encode_piece, vocabulary), sentences.pieces, num_workers)
     text = sentences.fingerprint().splitlines()
@@ -300,9 +315,9 @@ def _encode_into(
             writer.write(stream, starts)
 
 
-def _encode_piece(vocabulary: Vocabulary, piece: Shard) -> tuple[array, array]:
+def _encode_piece(vocabulary: AnyVocabulary, piece: Shard) -> tuple[array, array]:
     try:
-        return flatten(map(vocabulary.encode, piece), vocabulary.eos_id)
+        return flatten(_ids(piece, vocabulary), vocabulary.eos_id)
     except CorpusError:
         raise
     except ValueError as error:

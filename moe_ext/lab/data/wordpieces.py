@@ -14,6 +14,8 @@ from moe_ext.checks import require, require_at_least
 from moe_ext.lab.files import atomic_file, read_file
 from moe_ext.lab.packages import require_package
 
+PIECE_KINDS = ("bpe", "unigram")
+
 _SPACE = "\u2581"  # marks the space before a word in a wordpiece
 _UNKNOWN = "\u2047"  # stands for <unk> in decoded text
 _MAX_BYTES = 2**28  # of a model; a wordpiece needs about 20
@@ -96,7 +98,7 @@ class Wordpieces:
             ValueError: an argument is out of range, or the text is too short for vocab_size, or the
                 text has more distinct characters than vocab_size.
         """
-        require(kind in ("bpe", "unigram"), "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
+        require(kind in PIECE_KINDS, "Wordpieces.train: kind", 'be "bpe" or "unigram"', kind)
         name = "Wordpieces.train"
         require_at_least(1, name, vocab_size=vocab_size, max_sentences=max_sentences)
         require(
@@ -114,7 +116,7 @@ class Wordpieces:
         sentencepiece = _sentencepiece()
         texts: Iterable[str] = filter(None, map(cls.normalise, sentences))
         if max_sentences is not None:
-            texts = _sample(texts, max_sentences)
+            texts = uniform_sample(texts, max_sentences)
         model = io.BytesIO()
         failed: list[Exception] = []
 
@@ -205,6 +207,21 @@ class Wordpieces:
         tokens = [self._processor.IdToPiece(index) for index in controls]
         return [token[2:-1] for token in tokens if token.startswith("<2")]
 
+    @property
+    def num_bytes(self) -> list[int]:
+        """The number of UTF-8 bytes that each wordpiece stands for, in the order of the ids.
+
+        The space before a word counts as one byte. The sum over a sentence is therefore the bytes
+        of its text plus one, for the end of the line. ``</s>`` and tokens ``<2xx>`` have no bytes.
+        ``<unk>`` counts as one byte, the fewest that it can stand for.
+        """
+        sizes = [len(piece.replace(_SPACE, " ").encode("utf-8")) for piece in self.words]
+        for index in range(len(self)):
+            if self._processor.IsControl(index):
+                sizes[index] = 0
+        sizes[self.unk_id] = 1
+        return sizes
+
     def save(self, path: str | Path) -> None:
         """Writes the model to a file that sentencepiece can read."""
         with atomic_file(Path(path)) as file:
@@ -265,7 +282,7 @@ def _sentencepiece() -> ModuleType:
     return require_package("Wordpieces", "sentencepiece", "translation")
 
 
-def _sample(items: Iterable[str], number: int) -> Iterator[str]:
+def uniform_sample(items: Iterable[str], number: int) -> Iterator[str]:
     """Samples `number` items uniformly without replacement, or all if there are fewer."""
     draw = random.Random(0)
     sample: list[str] = []

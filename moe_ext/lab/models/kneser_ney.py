@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.checks import require, require_at_least
-from moe_ext.lab.data import EncodedSentences, Vocabulary
+from moe_ext.lab.data import AnyVocabulary, EncodedSentences
 from moe_ext.lab.files import atomic_file
 from moe_ext.lab.progress import progress
 
@@ -94,7 +94,7 @@ class NGramModel:
         sentence = torch.repeat_interleave(sentences.lengths)
         return nll.new_zeros(len(sentences)).index_add_(0, sentence, nll)
 
-    def write_arpa(self, path: str | Path, vocabulary: Vocabulary) -> None:
+    def write_arpa(self, path: str | Path, vocabulary: AnyVocabulary) -> None:
         """Writes the model to a file in the ARPA format; ``<s>`` marks the start of a sentence.
 
         Args:

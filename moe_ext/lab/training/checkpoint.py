@@ -4,7 +4,7 @@ The output folder contains::
 
     config.toml  vocabulary.txt  metrics.jsonl  checkpoints/  tensorboard/
 
-A translation model has wordpieces.model instead of vocabulary.txt.
+A model of wordpieces has wordpieces.model instead of vocabulary.txt.
 
 The files are written atomically: a crash leaves the old or the new file. The configuration is
 written first, so a folder with config.toml contains a run to resume. `Checkpoints` describes the
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_ext.lab.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.lab.models import AnyModel
-from moe_ext.lab.training.config import AnyConfig, ConfigError, TranslationConfig, config_from_file
+from moe_ext.lab.training.config import AnyConfig, ConfigError, config_from_file
 from moe_ext.lab.training.model import make_model
 
 # What the state of a checkpoint holds; see `Trainer`.
@@ -90,7 +90,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     step, state, _ = load_states(checkpoints, run)
     config = config_from_file(state["config"], run / "checkpoints")
     path = run / vocabulary_file(config)
-    kind = Wordpieces if isinstance(config, TranslationConfig) else Vocabulary
+    kind = Vocabulary if config.data.kind == "words" else Wordpieces
     try:
         vocabulary: AnyVocabulary = kind.load(path)
     except ImportError as error:
@@ -105,7 +105,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
 
 def vocabulary_file(config: AnyConfig) -> str:
     """Returns the name of the vocabulary file in the folder of a run."""
-    return "wordpieces.model" if isinstance(config, TranslationConfig) else "vocabulary.txt"
+    return "vocabulary.txt" if config.data.kind == "words" else "wordpieces.model"
 
 
 def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:

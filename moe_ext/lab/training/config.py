@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from moe_ext.checks import require, require_at_least
+from moe_ext.lab.data.wordpieces import PIECE_KINDS
 from moe_ext.lab.files import read_file
 from moe_ext.lab.models import LanguageModelConfig, TranslationModelConfig
 
@@ -35,9 +36,14 @@ class DataConfig:
 
     Attributes:
         corpus: "builtin" or a path; see `load_corpus`.
-        vocabulary: a file with one word per line. "" builds the vocabulary from the training part.
-        vocab_size: maximum number of entries of a built vocabulary, with ``<unk>`` and ``</s>``.
-        min_count: minimum number of occurrences of a word in a built vocabulary.
+        kind: what the model reads and predicts: "words", or wordpieces of the kind "bpe" or
+            "unigram"; see `Wordpieces.train`. A sampled softmax needs ids in the order of
+            frequency: with model.num_sampled, use "words" or "unigram".
+        vocabulary: a file with one word per line, or for wordpieces a sentencepiece model. "" makes
+            the vocabulary from the training part.
+        vocab_size: number of entries of a made vocabulary, with ``<unk>`` and ``</s>``. Words may
+            be fewer.
+        min_count: minimum number of occurrences of a word in a made vocabulary; 1 for wordpieces.
         encoded: folder of memory-mapped files for the ids, reused by later runs. Use a folder for a
             corpus larger than the memory. "" keeps the ids in memory.
         num_workers: number of worker processes for each rank. Workers read the text, and make the
@@ -49,6 +55,7 @@ class DataConfig:
     """
 
     corpus: str = "builtin"
+    kind: str = "words"
     vocabulary: str = ""
     vocab_size: int = 10_000
     min_count: int = 1
@@ -59,8 +66,12 @@ class DataConfig:
     max_train_sentences: int = 0
 
     def __post_init__(self) -> None:
+        kinds = ("words", *PIECE_KINDS)
+        require(self.kind in kinds, "kind", f"be one of {', '.join(kinds)}", self.kind)
         require_at_least(3, vocab_size=self.vocab_size)
         require_at_least(1, min_count=self.min_count, tokens_per_batch=self.tokens_per_batch)
+        no_minimum = self.kind == "words" or self.min_count == 1
+        require(no_minimum, "min_count", f'be 1 with kind = "{self.kind}"', self.min_count)
         require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
         require_at_least(0, max_train_sentences=self.max_train_sentences)
 
@@ -118,7 +129,7 @@ class ParallelDataConfig:
             )
         require(len(set(self.pairs)) == len(self.pairs), "pairs", "be distinct", self.pairs)
         require_at_least(3, vocab_size=self.vocab_size)
-        require(self.kind in ("bpe", "unigram"), "kind", 'be "bpe" or "unigram"', self.kind)
+        require(self.kind in PIECE_KINDS, "kind", 'be "bpe" or "unigram"', self.kind)
         require_at_least(0, max_train_pairs=self.max_train_pairs)
         require_at_least(0, num_workers=self.num_workers, max_length=self.max_length)
         require(

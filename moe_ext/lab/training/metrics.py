@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.distributed import Ranks
-from moe_ext.lab.data import AnyText, EncodedPairs, batches_of
+from moe_ext.lab.data import AnyText, EncodedPairs, EncodedSentences, Wordpieces, batches_of
 from moe_ext.lab.models import AnyModel, evaluating
 from moe_ext.lab.progress import progress
 
@@ -20,6 +20,19 @@ def perplexity(nll: float) -> float:
         return math.exp(nll)
     except OverflowError:
         return math.inf
+
+
+_COUNTED_AT_A_TIME = 2**22  # ids
+
+
+def bytes_of(sentences: EncodedSentences, wordpieces: Wordpieces) -> int:
+    """Counts the UTF-8 bytes of a text of wordpieces, with one byte for the end of each sentence.
+
+    nll * num_tokens / bytes is the nats per byte. It compares models of different vocabularies.
+    """
+    sizes = torch.tensor(wordpieces.num_bytes)
+    blocks = sentences.stream.split(_COUNTED_AT_A_TIME)
+    return sum(int(sizes[block.long()].sum()) for block in blocks)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The encoded text of a run, for training and evaluation."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,9 @@ _SENTENCES_FOR_WORDPIECES = 2_000_000  # maximum number of training sentences ov
 
 @dataclass(frozen=True)
 class SentenceText:
-    """The three parts of a corpus as word ids, with their vocabulary."""
+    """The three parts of a corpus as ids of words or wordpieces, with their vocabulary."""
 
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     train: EncodedSentences
     dev: EncodedSentences
     test: EncodedSentences
@@ -67,7 +67,7 @@ def load_text(config: DataConfig) -> SentenceText: ...
 @overload
 def load_text(config: ParallelDataConfig) -> PairText: ...
 def load_text(config: DataConfig | ParallelDataConfig) -> Text:
-    """Loads and encodes a corpus; builds the vocabulary on the training part if config has none.
+    """Loads and encodes a corpus; makes the vocabulary of the training part if config has none.
 
     Raises:
         ConfigError: the corpus or the vocabulary cannot be used.
@@ -78,8 +78,7 @@ def load_text(config: DataConfig | ParallelDataConfig) -> Text:
     with _config_errors():
         corpus = load_corpus(config.corpus, max_train_sentences=config.max_train_sentences or None)
         if vocabulary is None:
-            counts = _count_words(corpus.train, config.num_workers)
-            vocabulary = Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
+            vocabulary = _made_vocabulary(corpus.train, config)
         return SentenceText(
             vocabulary,
             train=_encode(corpus, "train", vocabulary, config),
@@ -105,7 +104,6 @@ def load_part(
         if isinstance(config, ParallelDataConfig):
             assert isinstance(vocabulary, Wordpieces)
             return _encode_pairs(parallel_text(config, part), vocabulary, config, part)
-        assert isinstance(vocabulary, Vocabulary)
         corpus = load_corpus(
             config.corpus, parts=[part], max_train_sentences=config.max_train_sentences or None
         )
@@ -193,15 +191,45 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
             return Wordpieces.load(config.wordpieces)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.wordpieces: {error}") from error
-    languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
     # Both directions of a language pair have the same sentences.
     once = {frozenset((text.source, text.target)): text for text in texts}.values()
+    languages = sorted({text.target for text in texts}) if len(config.pairs) > 1 else []
+    return _trained_wordpieces(
+        lambda: (side for text in once for pair in text for side in pair),
+        lambda: "\n".join(text.fingerprint() for text in once),
+        config,
+        languages,
+    )
+
+
+def _made_vocabulary(train: Sentences, config: DataConfig) -> AnyVocabulary:
+    """Makes the vocabulary of the words or the wordpieces of a training part."""
+    if config.kind == "words":
+        counts = _count_words(train, config.num_workers)
+        return Vocabulary.of_counts(counts, config.vocab_size, config.min_count)
+    return _trained_wordpieces(lambda: map(" ".join, train), train.fingerprint, config)
+
+
+def _trained_wordpieces(
+    sentences: Callable[[], Iterable[str]],
+    fingerprint: Callable[[], str],
+    config: DataConfig | ParallelDataConfig,
+    languages: Sequence[str] = (),
+) -> Wordpieces:
+    """Trains wordpieces and stores them in config.encoded, if given; reuses stored wordpieces.
+
+    Args:
+        sentences: function that returns the training text.
+        fingerprint: function that returns a string that changes when the text changes.
+        config: options of the wordpieces.
+        languages: the languages that need a target token.
+    """
+    languages = list(languages)
 
     def found() -> Wordpieces:
-        sentences = (side for text in once for pair in text for side in pair)
         try:
             return Wordpieces.train(
-                progress(sentences, "training wordpieces", "sentences"),
+                progress(sentences(), "training wordpieces", "sentences"),
                 config.vocab_size,
                 kind=config.kind,
                 target_tokens=languages,
@@ -214,9 +242,6 @@ def _wordpieces(texts: Sequence[ParallelText], config: ParallelDataConfig) -> Wo
 
     if not config.encoded:
         return found()
-
-    def fingerprint() -> str:
-        return "\n".join(text.fingerprint() for text in once)
 
     def make(made: Path) -> None:
         found().save(made / "wordpieces.model")
@@ -240,9 +265,10 @@ def _encode_pairs(
     )
 
 
-def _given_vocabulary(config: DataConfig) -> Vocabulary | None:
+def _given_vocabulary(config: DataConfig) -> AnyVocabulary | None:
+    kind = Vocabulary if config.kind == "words" else Wordpieces
     try:
-        return Vocabulary.load(config.vocabulary) if config.vocabulary else None
+        return kind.load(config.vocabulary) if config.vocabulary else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.vocabulary: {error}") from error
 
@@ -259,7 +285,7 @@ def _count_words(sentences: Sentences, num_workers: int) -> Counter[str]:
 
 
 def _encode(
-    corpus: Corpus, part: str, vocabulary: Vocabulary, config: DataConfig
+    corpus: Corpus, part: str, vocabulary: AnyVocabulary, config: DataConfig
 ) -> EncodedSentences:
     sentences = getattr(corpus, part)
     if config.encoded:

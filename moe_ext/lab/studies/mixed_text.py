@@ -1,0 +1,296 @@
+"""Compares models with 4 to 256 experts on text of many kinds, at equal operations (Figs. 2 and 3).
+
+    python scripts/prepare_data.py sources --vocab-size 2000
+    python scripts/studies/mixed_text.py data.corpus=data/sources/60000-sentences \
+        data.vocabulary=data/sources/wordpieces.model data.encoded=data/sources/encoded
+    python scripts/studies/mixed_text.py --report
+
+The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
+full softmax. Text of one kind needs little capacity; here the training text has Python code, C++
+headers and documentation. With --text languages, the corpus is that of `prepare_data.py languages`,
+which has English and six other languages.
+
+The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
+can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
+in RUNS. To share the runs, start the command several times; --seeds and --arms select some of them.
+A run takes 20 minutes on an idle processor. The script also writes mixed_sources.md and
+.png; --report writes them without training and without the corpus.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from moe_ext.lab.analysis import Cost
+from moe_ext.lab.data import Wordpieces
+from moe_ext.lab.files import file_lock
+from moe_ext.lab.training.config import Config, ConfigError, read_config
+from moe_ext.lab.training.device import set_up_for
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import bytes_of, perplexity
+from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.results import Result, train_and_test
+from moe_ext.lab.training.statistics import PairedDifference, mean_difference
+from moe_ext.lab.training.stored import Run, read_stored, run_missing
+from moe_ext.lab.training.study import (
+    HOW_COMPARED,
+    HOW_DECIDED,
+    Claim,
+    Results,
+    as_change,
+    claims_data,
+    claims_table,
+    difference,
+    mean_perplexity,
+    run_folder,
+    size_cells,
+    study_parser,
+    widening,
+)
+from moe_ext.lab.training.text import SentenceText, load_text
+
+MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers of experts
+DENSE = ("moe-1-wide", "4xlstm")
+ARMS = (*MIXTURES, *DENSE)
+FIRST = "moe-4"
+QUARTER = 0.25
+SETTINGS = (
+    "num_threads=1",
+    "steps=1500",
+    "data.kind=bpe",
+    "data.vocab_size=2000",
+    "model.d_model=96",
+    "model.dropout=0.0",
+    "optimizer.learning_rate=8e-3",
+    "log.eval_every=150",
+    "log.save_every=50",
+    "log.tensorboard=false",
+)
+# Four experts of a mixture, and the layer of MoE-1-Wide, have 768 hidden units.
+_OF_ARM = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
+    "moe-1-wide": ["model.ffn.hidden_sizes=[768]"],
+    "4xlstm": [],
+}
+TEXTS = {
+    "sources": "Python code, C++ headers and documentation",
+    "languages": "sentences of English and six other languages",
+}
+
+
+def settings_of(config: Config, text: SentenceText, corpus: str) -> dict[str, Any]:
+    """Returns what all runs of the study share: text, sizes and options of training."""
+    if not isinstance(text.vocabulary, Wordpieces):
+        raise ConfigError('data.kind must be "bpe" or "unigram" for this study, got "words"')
+    return {
+        "text": corpus,
+        "pieces": len(text.vocabulary),
+        "vocabulary": text.vocabulary.fingerprint(),
+        "train": text.train.fingerprint(),
+        "test": text.test.fingerprint(),
+        "train_tokens": text.train.num_tokens,
+        "test_tokens": text.test.num_tokens,
+        "test_bytes": bytes_of(text.test, text.vocabulary),
+        "steps": config.steps,
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "learning_rate": config.optimizer.learning_rate,
+        "d_model": config.model.d_model,
+        "dropout": config.model.dropout,
+        "num_sampled": config.model.num_sampled,
+    }
+
+
+def record_of(result: Result) -> Run:
+    """Converts a finished run to data for JSON, with its learning curve on the dev part."""
+    return {
+        "cost": asdict(result.cost),
+        "test_nll": result.test_nll,
+        "earlier_nll": {str(share): nll for share, nll in result.earlier_nll.items()},
+        "words_per_second": result.words_per_second,
+        "balance": result.balance,
+        "dev": [[record["tokens"], record["nll"]] for record in read_metrics(result.run, "dev")],
+    }
+
+
+def results_of(runs: Sequence[Run]) -> Results:
+    """Converts stored runs back, without the nats of each sentence."""
+    results: Results = {arm: {} for arm in ARMS}
+    for run in runs:
+        results[run["arm"]][run["seed"]] = Result(
+            run=Path(),
+            seed=run["seed"],
+            cost=Cost(**run["cost"]),
+            test_nll=run["test_nll"],
+            earlier_nll={float(share): nll for share, nll in run["earlier_nll"].items()},
+            words_per_second=run["words_per_second"],
+            balance=run["balance"],
+            sentence_nll=torch.empty(0),
+        )
+    return results
+
+
+def slope(results: Results) -> PairedDifference | None:
+    """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
+    seeds = set.intersection(*(set(results[arm]) for arm in MIXTURES))
+    doublings = [number.bit_length() - 1 for number in MIXTURES.values()]
+    return mean_difference(
+        [
+            statistics.linear_regression(
+                doublings, [results[arm][seed].test_nll for arm in MIXTURES]
+            ).slope
+            for seed in sorted(seeds)
+        ]
+    )
+
+
+def claims(results: Results) -> list[Claim]:
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim."""
+
+    def row(claim: str, a: str, b: str) -> Claim:
+        return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
+
+    more = [*MIXTURES][1:]
+    rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
+    what = "change of the perplexity for each doubling of the number of experts"
+    rows.append(Claim("the perplexity falls with the number of experts", what, slope(results)))
+    claim = "a mixture has a lower perplexity than an equally costly dense model"
+    rows += [row(claim, a, dense) for dense in DENSE for a in more]
+    rows += [
+        Claim(
+            "more training text increases the advantage of more experts",
+            f"{a} against {FIRST}: difference after all steps minus difference after 25%",
+            widening(results[a], results[FIRST], QUARTER),
+        )
+        for a in more
+    ]
+    return rows
+
+
+def as_markdown(name: str, settings: Mapping[str, Any], results: Results, command: str) -> str:
+    """Formats the page: plot, table, verdicts, command."""
+    per_byte = settings["test_tokens"] / settings["test_bytes"]
+    rows = []
+    for arm in (arm for arm in ARMS if results[arm]):
+        runs = results[arm]
+        mean = statistics.fmean(run.test_nll for run in runs.values())
+        gaps = [
+            as_change(difference(runs, results[base])) if base != arm else ""
+            for base in (FIRST, *DENSE)
+        ]
+        rows.append(
+            [
+                arm,
+                *size_cells(next(iter(runs.values())).cost),
+                len(runs),
+                f"{mean_perplexity(runs, QUARTER):.2f}",
+                f"{mean_perplexity(runs):.2f}",
+                f"{perplexity(mean * per_byte):.4f}",
+                *gaps,
+            ]
+        )
+    table = markdown_table(
+        [
+            "model", "ops/timestep", "parameters", "seeds", "test ppl after 25%", "test ppl",
+            "ppl per byte", *(f"change from {base}, 95%" for base in (FIRST, *DENSE)),
+        ],
+        rows,
+    )  # fmt: skip
+    seen = settings["steps"] * settings["tokens_per_batch"]
+    return (
+        "# More experts on text of many kinds\n\n"
+        f"![learning curves, and perplexity against the number of experts]({name}.png)\n\n"
+        "The paper finds that more experts lower the perplexity at equal operations (Figs. 2 and "
+        "3), on text that its smallest models cannot hold. On text of one kind, small models lack "
+        "little capacity ([More experts](capacity.md)). Here the text has many kinds: "
+        f"{TEXTS[settings['text']]}, {settings['train_tokens']:,} wordpieces and ends of sentences "
+        f"of a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of them, with "
+        f"the learning rate {settings['learning_rate']:g} for every model and dropout "
+        f"{settings['dropout']:g}. "
+        "Operations and parameters do not include embedding and softmax. "
+        f"{HOW_COMPARED}\n\n"
+        f"{table}\n{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"```\n{command}\n```\n"
+    )
+
+
+def plot(runs: Sequence[Run], results: Results) -> Figure:
+    """Plots the mean learning curves, and test perplexity over the number of experts."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
+    learning, capacity = figure.subplots(1, 2)
+    for arm in (arm for arm in ARMS if results[arm]):
+        curves = [run["dev"] for run in runs if run["arm"] == arm]
+        points = [
+            (step[0][0] / 1e6, perplexity(statistics.fmean(nll for _, nll in step)))
+            for step in zip(*curves, strict=False)
+        ]
+        learning.plot(*zip(*points, strict=True), marker=".", label=arm)
+    learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
+    learning.legend()
+    found = [arm for arm in MIXTURES if results[arm]]
+    for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
+        means = [mean_perplexity(results[arm], share) for arm in found]
+        (line,) = capacity.plot([MIXTURES[arm] for arm in found], means, "o-", label=label)
+        for arm in found:
+            values = [perplexity(run.nll_at(share)) for run in results[arm].values()]
+            capacity.plot([MIXTURES[arm]] * len(values), values, ".", color=line.get_color(), ms=4)
+    for dense in (dense for dense in DENSE if results[dense]):
+        level = mean_perplexity(results[dense])
+        capacity.axhline(level, lw=0.8, ls="--", color="grey")
+        where = capacity.get_yaxis_transform()
+        capacity.annotate(dense, (0.02, level), xycoords=where, fontsize=7, va="bottom")
+    capacity.set_xscale("log", base=4)
+    capacity.set(xlabel="experts", ylabel="test perplexity", title="equal operations")
+    capacity.legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    """Runs the study and returns the finished runs."""
+    parser = study_parser(__doc__, "mixed_text", ARMS)
+    parser.add_argument("--text", choices=TEXTS, default="sources", help="the kind of the corpus")
+    options = parser.parse_intermixed_args(arguments)
+    name = f"mixed_{options.text}"
+    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs)
+
+    def config_of(arm: str, seed: int) -> Config:
+        config = read_config(
+            root / "configs" / "small" / f"{arm}.toml",
+            [*SETTINGS, *_OF_ARM[arm], *options.overrides],
+            Config,
+        )
+        return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
+
+    if not options.report:
+        first = config_of(FIRST, 0)
+        set_up_for(first)
+        text = load_text(first.data)
+        settings = settings_of(first, text, options.text)
+        run_missing(
+            [(arm, seed) for seed in options.seeds for arm in options.arms],
+            lambda arm, seed: record_of(train_and_test(config_of(arm, seed), text, [QUARTER])),
+            path,
+            settings,
+            ARMS,
+            runs_folder,
+        )
+    runs_folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(runs_folder / ".lock", wait=True):
+        stored = read_stored(path)
+        results = results_of(stored.runs if stored else [])
+        if stored is None or not results[FIRST]:
+            print(f"nothing to report yet: no run of {FIRST} is finished")
+            return results
+        size = stored.settings["pieces"]
+        command = (
+            f"python scripts/prepare_data.py {options.text} --vocab-size {size}\n"
+            f"python scripts/studies/mixed_text.py --text {options.text} data.corpus=CORPUS "
+            "data.vocabulary=VOCABULARY"
+        )
+        page = as_markdown(name, stored.settings, results, command)
+        data = {**stored._asdict(), "claims": claims_data(claims(results))}
+        write_report(options.output, name, page, data, plot(stored.runs, results))
+    return results

@@ -1,0 +1,111 @@
+"""Results of a study that grows over many occasions, in one small JSON file.
+
+The file OUTPUT/NAME.json is both result and input of a study. A run that the file holds is not
+repeated, on any machine. The page is made of the file alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_ext.checks import require
+from moe_ext.lab.files import Locked, file_lock, read_json, write_json
+from moe_ext.lab.training.config import ConfigError
+
+Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
+
+
+_HINT = "delete the file, or give another --output"
+
+
+class Stored(NamedTuple):
+    """The contents of the file of a study.
+
+    Attributes:
+        settings: the options of the study that all runs share, as data for JSON.
+        runs: the finished runs, ordered by arm and seed.
+    """
+
+    settings: dict[str, Any]
+    runs: list[Run]
+
+
+def read_stored(path: Path) -> Stored | None:
+    """Reads the file of a study; None if there is no file.
+
+    Raises:
+        ConfigError: the file is corrupted.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        known = isinstance(values, dict) and isinstance(values.get("runs"), list)
+        known = known and isinstance(values.get("settings"), dict)
+        require(known, str(path), "be a table with settings and runs", type(values).__name__)
+        for run in values["runs"]:
+            known = isinstance(run, dict) and {"arm", "seed"} <= run.keys()
+            require(known, f"{path}: runs", "each have an arm and a seed", run)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {_HINT}") from error
+    return Stored(values["settings"], values["runs"])
+
+
+def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
+    """Reads the finished runs of a study with the given settings; [] if there is no file.
+
+    Raises:
+        ConfigError: the file is corrupted, or belongs to other settings.
+    """
+    stored = read_stored(path)
+    if stored is None:
+        return []
+    different = sorted(
+        key
+        for key in stored.settings.keys() | settings.keys()
+        if stored.settings.get(key) != settings.get(key)
+    )
+    if different:
+        found, wanted = (
+            {key: each.get(key) for key in different} for each in (stored.settings, settings)
+        )
+        raise ConfigError(f"{path} must hold runs with {wanted}, got {found}; {_HINT}")
+    return stored.runs
+
+
+def run_missing(
+    keys: Iterable[tuple[str, int]],
+    run: Callable[[str, int], Run],
+    path: Path,
+    settings: Mapping[str, Any],
+    order: Sequence[str],
+    locks: Path,
+) -> None:
+    """Runs what the file of a study lacks, and stores each run as soon as it is finished.
+
+    You can start the same study several times: each process skips runs that another process has
+    begun.
+
+    Args:
+        keys: the arm and seed of each run, in the order in which to run them.
+        run: function from arm and seed to the numbers of the finished run, as data for JSON.
+        path: the JSON file.
+        settings: the options of the study that all runs share, as data for JSON.
+        order: the arms in the order of the file.
+        locks: the folder of the lock files, which is created if missing.
+
+    Raises:
+        ConfigError: the file is corrupted, or belongs to other settings.
+    """
+    locks.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for arm, seed in keys:
+        with suppress(Locked), file_lock(locks / f".{arm}-seed{seed}.lock", wait=False):
+            if any((r["arm"], r["seed"]) == (arm, seed) for r in stored_runs(path, settings)):
+                continue
+            finished = {"arm": arm, "seed": seed, **run(arm, seed)}
+            with file_lock(locks / ".lock", wait=True):
+                runs = [*stored_runs(path, settings), finished]
+                runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
+                write_json(path, {"settings": dict(settings), "runs": runs})

@@ -1,0 +1,139 @@
+"""The study of models on text of many kinds."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ext.lab.analysis import Cost
+from moe_ext.lab.studies import mixed_text as study
+from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.results import Result, train_and_test
+from moe_ext.lab.training.stored import read_stored
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(seed, nll, quarter):
+    cost = Cost(1_000_000, 2_000_000, 3_000_000)
+    return Result(Path(), seed, cost, nll, {0.25: quarter}, 1.0, {}, torch.empty(0))
+
+
+def test_claims():
+    """Each doubling of the experts lowers ln(ppl) by 0.01; the widening is half of that."""
+    results = {
+        arm: {
+            seed: result(seed, 4 - 0.01 * math.log2(n), 5 - 0.005 * math.log2(n))
+            for seed in (1, 2, 3)
+        }
+        for arm, n in study.MIXTURES.items()
+    }
+    results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in study.DENSE}
+    found = {(c.claim, c.compared): c.difference for c in study.claims(results)}
+    assert study.slope(results).mean == pytest.approx(-0.01)
+    means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
+    assert means == pytest.approx([-0.02, -0.04, -0.06])
+    dense = [gap for (_, what), gap in found.items() if "against moe-1-wide" in what]
+    assert [gap.mean for gap in dense] == pytest.approx([-0.04, -0.06, -0.08])
+    assert all(gap.low is None for gap in dense)  # two seeds decide nothing
+    widening = [gap.mean for (claim, _), gap in found.items() if claim.startswith("more training")]
+    assert widening == pytest.approx([-0.01, -0.02, -0.03])
+    results["moe-64"] = {}
+    assert study.slope(results) is None
+
+
+def run(corpus, tmp_path, *options):
+    return study.main(
+        [
+            f"data.corpus={corpus}",
+            "steps=4",
+            "data.vocab_size=40",
+            "data.tokens_per_batch=200",
+            "model.d_model=8",
+            "log.progress=false",
+            f"--runs={tmp_path / 'runs'}",
+            f"--output={tmp_path / 'results'}",
+            *options,
+        ],
+        ROOT,
+    )
+
+
+def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
+    files = [tmp_path / "results" / f"mixed_sources.{end}" for end in ("md", "png", "json")]
+    page, _, stored = files
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "4xlstm")
+    assert "nothing to report yet" in capsys.readouterr().out and not page.exists()
+    results = run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
+    assert "(one seed, not decided) | not decided |" in page.read_text()
+    of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
+    assert [*of_file] == [(arm, 1) for arm in study.ARMS]
+    folder = tmp_path / "runs" / "moe-16-seed1"
+    assert of_file["moe-16", 1]["dev"] == [
+        [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
+    ]
+    # Another machine has the file, but neither the runs nor their checkpoints.
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    results = run(corpus, tmp_path, "--seeds", "1", "2", "--arms", "moe-4", "moe-64")
+    assert {arm: [*seeds] for arm, seeds in results.items()} == {
+        "moe-4": [1, 2], "moe-16": [1], "moe-64": [1, 2], "moe-256-h": [1],
+        "moe-1-wide": [1], "4xlstm": [1],
+    }  # fmt: skip
+    assert not (tmp_path / "runs" / "moe-4-seed1").exists()
+    assert (tmp_path / "runs" / "moe-4-seed2" / "result.json").exists()
+    text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
+    assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
+    nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
+    assert f"| {math.exp(nats):.4f} |" in text
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    study.main(["--report", f"--runs={tmp_path / 'x'}", f"--output={tmp_path / 'results'}"], ROOT)
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_other_text_or_options_are_refused(corpus, tmp_path):
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
+    for options in (["steps=5"], ["data.vocab_size=41"]):
+        with pytest.raises(ConfigError, match="mixed_sources.json must hold runs with"):
+            run(corpus, tmp_path, *options, "--seeds", "2", "--arms", "moe-4")
+    with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
+        run(corpus, tmp_path, "data.kind=words")
+
+
+def test_an_interrupted_run_continues(corpus, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupted(config, text, shares):
+        calls.append(config.output)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return train_and_test(config, text, shares)
+
+    monkeypatch.setattr(study, "train_and_test", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
+    assert read_stored(tmp_path / "results" / "mixed_sources.json") is None
+    assert [*run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")["moe-4"]] == [1]
+    assert calls == [str(tmp_path / "runs" / "moe-4-seed1")] * 2
+
+
+def test_all_models_have_equal_operations(corpus, tmp_path):
+    """The gates' operations are the only difference, at most 5%."""
+    results = study.main(
+        [
+            f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
+            "--seeds", "1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
+        ],
+        ROOT,
+    )  # fmt: skip
+    ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items()}
+    assert max(ops.values()) < 1.05 * min(ops.values())
+    config = json.loads((tmp_path / "runs" / "moe-64-seed1" / "result.json").read_text())["config"]
+    assert config["model"]["d_model"] == 96 and config["model"]["dropout"] == 0
+    assert config["model"]["num_sampled"] == 0 and config["data"]["kind"] == "bpe"
