@@ -46,7 +46,7 @@ case $kind in
     ;;
   thread)
     # ThreadSanitizer does not see how threads wait for each other in gcc's OpenMP. clang's OpenMP
-    # reports it with libarcher; loaded first, it also runs torch's parallel loops.
+    # tells it through libarcher. Loaded first, clang's also runs torch's parallel loops.
     build -DMOE_EXT_SANITIZE=thread -DCMAKE_CXX_COMPILER=clang++-16 -DCMAKE_CXX_FLAGS=-shared-libsan
     lib=$(dirname "$(realpath "$(command -v clang++-16)")")/../lib
     export OMP_TOOL_LIBRARIES=$lib/libarcher.so

@@ -27,7 +27,7 @@ say "building the emulation of the CUDA kernels"
 "$python" tests/emulated.py
 
 say "Python tests"
-# A waiting OpenMP thread leaves its core to the other test workers. Tests of several processes often
+# A waiting OpenMP thread leaves its core to the other test workers. Tests of several ranks often
 # wait, so there are more workers than cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
