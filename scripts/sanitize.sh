@@ -16,6 +16,7 @@ cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 kind=${1:-}
 build=build/$kind
+common=allocator_may_return_null=1  # tests ask for too much memory
 
 # Builds with the given options of cmake.
 build() {
@@ -37,8 +38,8 @@ case $kind in
   address)
     build -DMOE_EXT_SANITIZE=address,undefined -DMOE_EXT_TESTS=ON
     # torch's own libraries are not compiled with sanitizers: containers that cross into them would
-    # look overflown, and what they never free would look leaked. Tests ask for too much memory.
-    options=detect_container_overflow=0:detect_leaks=0:allocator_may_return_null=1
+    # look overflown, and what they never free would look leaked.
+    options=$common:detect_container_overflow=0:detect_leaks=0
     export ASAN_OPTIONS=$options${ASAN_OPTIONS:+:$ASAN_OPTIONS}
     export UBSAN_OPTIONS=print_stacktrace=1${UBSAN_OPTIONS:+:$UBSAN_OPTIONS}
     [ $# -gt 1 ] || ctest --test-dir "$build" --output-on-failure
@@ -50,7 +51,7 @@ case $kind in
     build -DMOE_EXT_SANITIZE=thread -DCMAKE_CXX_COMPILER=clang++-16 -DCMAKE_CXX_FLAGS=-shared-libsan
     lib=$(dirname "$(realpath "$(command -v clang++-16)")")/../lib
     export OMP_TOOL_LIBRARIES=$lib/libarcher.so
-    export TSAN_OPTIONS=ignore_noninstrumented_modules=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}
+    export TSAN_OPTIONS=$common:ignore_noninstrumented_modules=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}
     runtime=$(clang++-16 -print-file-name=libclang_rt.tsan-x86_64.so)
     test_python "$runtime $lib/libomp.so" "${@:2}"
     ;;
