@@ -328,7 +328,7 @@ def as_markdown(table: Table, settings: Settings, command: str) -> str:
         "the vectors of values are fixed; only the layer is trained, for "
         f"{settings.epochs:,} epochs of {BATCHES} batches. "
         f"A corpus has {settings.bits:g} bits for each parameter of its layer, more than the "
-        f'layer can store; an arm such as "{SATURATION} x2" has a corpus of twice that size. '
+        f'layer can store. An arm such as "{SATURATION} x2" has a corpus of twice that size. '
         f"The peak learning rate is {settings.rate:g} for the mixtures and "
         f"{settings.dense_rate:g} for the dense layer. The gates' logits start with a standard "
         f"deviation of {settings.logit_std:g}. "
