@@ -184,4 +184,4 @@ tests=(tests/ops tests/layer)
 if [ $mode = --subset ]; then
   tests=(tests/ops/test_{combine,dispatch,gating,importance,load}.py tests/layer/test_gates.py)
 fi
-"$python" -m pytest -q -p no:cacheprovider --timeout 3600 "${tests[@]}" "$@"
+"$python" -m pytest -q -p no:cacheprovider -m "not emulator" --timeout 3600 "${tests[@]}" "$@"
