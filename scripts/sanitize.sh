@@ -3,14 +3,13 @@
 #
 #   scripts/sanitize.sh address [PYTEST ARGUMENTS]   # AddressSanitizer, UndefinedBehaviorSanitizer
 #   scripts/sanitize.sh thread [PYTEST ARGUMENTS]    # ThreadSanitizer
-#   scripts/sanitize.sh memcheck                     # valgrind, on examples/cpp/ops.cpp
 #
 # Without further arguments, `address` runs the C++ tests. Then both run the Python tests of the
 # operators and the layer, without those of emulated CUDA kernels, which have no sanitizers.
 #
 # PYTHON is an interpreter with torch and moe_ext (default .venv/bin/python). The script needs
 # Debian's cmake and ninja-build. `address` needs libgtest-dev too, `thread` clang-16 and
-# libomp-16-dev, `memcheck` valgrind.
+# libomp-16-dev.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
@@ -55,15 +54,8 @@ case $kind in
     runtime=$(clang++-16 -print-file-name=libclang_rt.tsan-x86_64.so)
     test_python "$runtime $lib/libomp.so" "${@:2}"
     ;;
-  memcheck)
-    cmake -S examples/cpp -B "$build" -G Ninja \
-      -DCMAKE_PREFIX_PATH="$("$python" -m moe_ext.info --cmake-prefix)"
-    cmake --build "$build" --target ops
-    # valgrind does not know AVX-512.
-    MOE_EXT_ISA=avx2 OMP_NUM_THREADS=2 valgrind --error-exitcode=1 "$build/ops"
-    ;;
   *)
-    echo "sanitize.sh: the first argument must be address, thread or memcheck, got '$kind'" >&2
+    echo "sanitize.sh: the first argument must be address or thread, got '$kind'" >&2
     exit 2
     ;;
 esac
