@@ -47,7 +47,6 @@ and times the second call.
 With --output, the script writes transformers_experts.md, .json and .png to a folder.
 """
 
-import argparse
 import functools
 import importlib
 import importlib.metadata
@@ -95,7 +94,7 @@ from moe_ext.lab.benchmarks.roofline import Work, experts_work
 from moe_ext.lab.files import write_json
 from moe_ext.lab.packages import require_package
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.command import at_least, make_parser, positive
 from moe_ext.lab.training.config import ConfigError
 from moe_ext.lab.training.device import avoid_missing_amx
 from moe_ext.lab.training.report import markdown_table, write_report
@@ -433,17 +432,6 @@ def versions() -> str:
     return f"transformers {importlib.metadata.version('transformers')}"
 
 
-def _positive(text: str) -> float:
-    """Parses a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -459,16 +447,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=at_least(1), default=512, help="T of prefill and training")
     parser.add_argument("--rounds", type=at_least(2), default=3, help="maximum number of rounds")
     parser.add_argument(
-        "--seconds", type=_positive, default=30.0, help="time limit for the rounds of a problem"
+        "--seconds",
+        type=positive(finite=False),
+        default=30.0,
+        help="time limit for the rounds of a problem",
     )
     parser.add_argument(
-        "--weights", type=_positive, default=3.0, help="GiB of a layer's weights in float32"
+        "--weights",
+        type=positive(finite=False),
+        default=3.0,
+        help="GiB of a layer's weights in float32",
     )
     parser.add_argument(
-        "--memory", type=_positive, default=2.0, help="GiB of weights that batched_mm may copy"
+        "--memory",
+        type=positive(finite=False),
+        default=2.0,
+        help="GiB of weights that batched_mm may copy",
     )
     parser.add_argument(
-        "--patience", type=_positive, default=10.0,
+        "--patience", type=positive(finite=False), default=10.0,
         help="seconds that an implementation may take in addition to the GEMMs",
     )  # fmt: skip
     parser.add_argument(

@@ -42,6 +42,7 @@ from moe_ext.lab.data.corpora import PARTS, CorpusError
 from moe_ext.lab.data.mixed import of_languages, of_sources, write_parts
 from moe_ext.lab.data.wordpieces import PIECE_KINDS
 from moe_ext.lab.progress import progress
+from moe_ext.lab.training.checkpoint import vocabulary_file
 from moe_ext.lab.training.command import at_least, make_parser, shown_command
 from moe_ext.lab.training.config import ConfigError, DataConfig
 from moe_ext.lab.training.report import markdown_table
@@ -212,8 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     )
     text = load_text(config)
     if not vocabulary:
-        words = config.kind == "words"
-        vocabulary = output / ("vocabulary.txt" if words else "wordpieces.model")
+        vocabulary = output / vocabulary_file(config)
         text.vocabulary.save(vocabulary)
     check(text, expected)
     values = {"corpus": corpus, "vocabulary": vocabulary, "encoded": config.encoded}

@@ -20,7 +20,6 @@ keeps every finished run; the same command continues the study. To share the run
 several times. The script also writes facts.md and facts.png. --report writes them without training.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -38,7 +37,7 @@ from moe_ext.lab.analysis.costs import moe_ops
 from moe_ext.lab.files import file_lock
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
-from moe_ext.lab.training.command import at_least, make_parser
+from moe_ext.lab.training.command import at_least, make_parser, positive
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
 from moe_ext.lab.training.stored import Run, run_missing, stored_runs
@@ -391,23 +390,11 @@ def plot(table: Table) -> Figure:
     return figure
 
 
-def _positive(text: str) -> float:
-    """Parses the value of an option that must be a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
-
-
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     """Runs the study and returns the finished runs."""
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="train only these")
-    usual = Settings()
     usual = Settings()
     parser.add_argument("--epochs", type=at_least(1), default=usual.epochs)
     for name, what in (
@@ -418,7 +405,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
     ):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_positive,
+            type=positive(),
             default=getattr(usual, name),
             help=f"{what} (%(default)s)",
         )

@@ -20,7 +20,13 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed import CheckpointError, Checkpoints, Loaded
 from moe_ext.lab.data import AnyVocabulary, Vocabulary, Wordpieces
 from moe_ext.lab.models import AnyModel
-from moe_ext.lab.training.config import AnyConfig, ConfigError, config_from_file
+from moe_ext.lab.training.config import (
+    AnyConfig,
+    ConfigError,
+    DataConfig,
+    ParallelDataConfig,
+    config_from_file,
+)
 from moe_ext.lab.training.model import make_model
 
 # What the state of a checkpoint holds; see `Trainer`.
@@ -89,7 +95,7 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     checkpoints = checkpoints_of(run)
     step, state, _ = load_states(checkpoints, run)
     config = config_from_file(state["config"], run / "checkpoints")
-    path = run / vocabulary_file(config)
+    path = run / vocabulary_file(config.data)
     kind = Vocabulary if config.data.kind == "words" else Wordpieces
     try:
         vocabulary: AnyVocabulary = kind.load(path)
@@ -103,9 +109,9 @@ def load_run(run: str | Path, device: str = "cpu") -> TrainedModel:
     return TrainedModel(model.to(device).eval(), vocabulary, config, step)
 
 
-def vocabulary_file(config: AnyConfig) -> str:
-    """Returns the name of the vocabulary file in the folder of a run."""
-    return "vocabulary.txt" if config.data.kind == "words" else "wordpieces.model"
+def vocabulary_file(data: DataConfig | ParallelDataConfig) -> str:
+    """Returns the name of the file that holds the vocabulary of a text."""
+    return "vocabulary.txt" if data.kind == "words" else "wordpieces.model"
 
 
 def check_vocabulary(vocabulary: AnyVocabulary, state: dict[str, Any], source: object) -> None:

@@ -1,6 +1,7 @@
 """Parsers and exit statuses of the scripts."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -108,6 +109,21 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number of at least {minimum}, got {text!r}"
             )
+        return value
+
+    return parse
+
+
+def positive(*, finite: bool = True) -> Callable[[str], float]:
+    """Makes an argparse type for positive numbers; `finite` excludes infinity."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not value > 0 or (finite and math.isinf(value)):
+            raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
         return value
 
     return parse

@@ -415,7 +415,7 @@ class Trainer:
     def _write_folder(self) -> None:
         """Writes the configuration, which makes a killed run resumable, then the vocabulary."""
         write_text(self.folder / "config.toml", to_toml(replace(self.config, resume=False)))
-        vocabulary = self.folder / vocabulary_file(self.config)
+        vocabulary = self.folder / vocabulary_file(self.config.data)
         if self.step == 0 or not vocabulary.is_file():
             self.text.vocabulary.save(vocabulary)
 
