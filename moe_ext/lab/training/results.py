@@ -208,9 +208,9 @@ def _measured(run: Path, steps: int, number: int) -> Tensor:
     try:
         require_regular(path)
         nll = torch.load(path, weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # torch.load raises almost any error for a corrupted file
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}; delete result.json") from error
     if not isinstance(nll, Tensor) or nll.dtype != torch.float64 or nll.shape != (number,):
