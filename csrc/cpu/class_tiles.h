@@ -3,12 +3,13 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/ceil_div.h>
+#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include "../linear_cross_entropy.h"
@@ -83,19 +84,29 @@ struct AddSums {
   }
 };
 
-// Computes the sums of a tile, without the target's logit.
+// Computes the sums of a tile, without the target's logit, and the exponentials e^(l - shift). They
+// are not stored if `exponentials` is null.
 struct SumTile {
-  template <typename acc_t>
+  template <typename acc_t, typename p_t>
   MOE_EXT_KERNEL void run(const acc_t* tile, int64_t num_tokens, int64_t width, bool sums_logits,
-                          Sums<acc_t>* sums) {
+                          p_t* exponentials, Sums<acc_t>* sums) {
     for (int64_t t = 0; t < num_tokens; ++t) {
       const acc_t* row = tile + t * width;
       const acc_t largest = largest_of(row, width);
       const acc_t shift = AddSums::finite_shift(largest);
-      const acc_t sum = sum_of_terms<acc_t>(
-          width, [&](int64_t v, acc_t partial) __attribute__((always_inline)) {
-            return partial + math::exp(row[v] - shift);
-          });
+      const auto exponential = [&](int64_t v) __attribute__((always_inline)) {
+        return math::exp(row[v] - shift);
+      };
+      const auto add = [&](int64_t v, acc_t partial) __attribute__((always_inline)) {
+        return partial + exponential(v);
+      };
+      const auto store_and_add = [&](int64_t v, acc_t partial) __attribute__((always_inline)) {
+        const acc_t value = exponential(v);
+        exponentials[t * width + v] = static_cast<p_t>(value);
+        return partial + value;
+      };
+      const acc_t sum = exponentials == nullptr ? sum_of_terms<acc_t>(width, add)
+                                                : sum_of_terms<acc_t>(width, store_and_add);
       sums[t] = {.shift = largest, .exponentials = sum};
       if (sums_logits) sums[t].logits = cpu::sum(row, width);
     }
@@ -117,24 +128,50 @@ struct SumTile {
   }
 };
 
-// Replaces the logits of a tile by their gradients, without the target's term.
-struct LogitGradients {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(acc_t* tile, int64_t num_tokens, int64_t width,
-                          const math::LogitGradient<acc_t>* gradients,
-                          const math::Softcap<acc_t>* softcap) {
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      acc_t* row = tile + t * width;
+// Computes the gradients P of the logits of a tile from the exponentials of SumTile. `targets` are
+// the columns of the targets, or -1.
+struct GradientsOfExponentials {
+  template <typename acc_t, typename p_t>
+  MOE_EXT_KERNEL void run(const p_t* exponentials, int64_t num_tokens, int64_t width,
+                          const Sums<acc_t>* sums, const math::LogitGradient<acc_t>* gradients,
+                          const int64_t* targets, p_t* p) {
+    for (int64_t t = 0; t < num_tokens; ++t, exponentials += width, p += width) {
       const math::LogitGradient<acc_t> gradient = gradients[t];
       if (gradient.is_zero()) {
-        std::fill_n(row, width, acc_t(0));
-      } else if (softcap == nullptr) {
-        for (int64_t v = 0; v < width; ++v) row[v] = gradient.other(row[v]);
-      } else {
-        const math::Softcap<acc_t> function = *softcap;
-        for (int64_t v = 0; v < width; ++v) {
-          row[v] = gradient.other(row[v]) * function.slope(row[v]);
-        }
+        std::fill_n(p, width, p_t(0));
+        continue;
+      }
+      const acc_t softmax = gradient.softmax * math::exp(sums[t].shift - gradient.lse);
+      const auto other = [&](int64_t v) __attribute__((always_inline)) {
+        return std::fma(softmax, static_cast<acc_t>(exponentials[v]), -gradient.uniform);
+      };
+      for (int64_t v = 0; v < width; ++v) p[v] = static_cast<p_t>(other(v));
+      const int64_t target = targets[t];
+      if (target >= 0) p[target] = static_cast<p_t>(other(target) - gradient.target);
+    }
+  }
+};
+
+// Computes the gradients of the products whose softcapped logits are in a tile.
+struct GradientsOfSoftcap {
+  template <typename acc_t, typename p_t>
+  MOE_EXT_KERNEL void run(const acc_t* logits, int64_t num_tokens, int64_t width,
+                          math::Softcap<acc_t> softcap, const math::LogitGradient<acc_t>* gradients,
+                          const int64_t* targets, p_t* p) {
+    for (int64_t t = 0; t < num_tokens; ++t, logits += width, p += width) {
+      const math::LogitGradient<acc_t> gradient = gradients[t];
+      if (gradient.is_zero()) {
+        std::fill_n(p, width, p_t(0));
+        continue;
+      }
+      for (int64_t v = 0; v < width; ++v) {
+        p[v] = static_cast<p_t>(gradient.other(logits[v]) * softcap.slope(logits[v]));
+      }
+      const int64_t target = targets[t];
+      if (target >= 0) {
+        const acc_t logit = logits[target];
+        p[target] =
+            static_cast<p_t>((gradient.other(logit) - gradient.target) * softcap.slope(logit));
       }
     }
   }
@@ -146,6 +183,8 @@ template <typename scalar_t>
 class ClassTiles {
  public:
   using acc_t = at::opmath_type<scalar_t>;
+  // The type of P, the gradients of the logits. Products of bfloat16 numbers would round P anyway.
+  using p_t = std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, scalar_t, acc_t>;
 
   ClassTiles(const char* op, const Classifier& classifier, const LossOptions& options)
       : num_tokens(classifier.input.size(0)),
@@ -193,11 +232,23 @@ class ClassTiles {
     }
   }
 
-  // Computes the sums of a tile, one for each token.
-  void sum(Tokens tokens, const Classes& classes, const acc_t* logits, Sums<acc_t>* sums) const {
-    vectorized<SumTile>(logits, tokens.count, classes.count, function_.smoothing != acc_t(0), sums);
-    for_each_target(tokens, classes,
-                    [&](int64_t t, int64_t place) { sums[t].target_logit = logits[place]; });
+  // The number of elements of type acc_t in which sum() keeps a tile of some logits.
+  int64_t kept_size(int64_t num_logits) const {
+    return softcap_ ? whole_lines(num_logits) : space_of<p_t, acc_t>(num_logits);
+  }
+
+  // Computes the sums of a tile, one for each token. If `kept` is not null, keeps in it what
+  // differentiate() needs: the exponentials, or the logits if there is a softcap.
+  void sum(Tokens tokens, const Classes& classes, const acc_t* logits, acc_t* kept,
+           Sums<acc_t>* sums) const {
+    auto* exponentials = softcap_ ? nullptr : reinterpret_cast<p_t*>(kept);
+    if (softcap_ && kept != nullptr) std::copy_n(logits, tokens.count * classes.count, kept);
+    vectorized<SumTile>(logits, tokens.count, classes.count, function_.smoothing != acc_t(0),
+                        exponentials, sums);
+    const auto columns = columns_of_targets(tokens, classes);
+    for (int64_t t = 0; t < tokens.count; ++t) {
+      if (columns[t] >= 0) sums[t].target_logit = logits[t * classes.count + columns[t]];
+    }
   }
 
   // Computes losses and log-sum-exps from the sums over all tiles. The arrays have all tokens.
@@ -224,21 +275,24 @@ class ClassTiles {
     return gradients;
   }
 
-  // Replaces the logits of a tile by their gradients.
-  void differentiate(Tokens tokens, const Classes& classes,
-                     const math::LogitGradient<acc_t>* of_logits, acc_t* logits) const {
-    std::vector<std::pair<int64_t, acc_t>> targets;  // the place and the term of each target
-    for_each_target(tokens, classes, [&](int64_t t, int64_t place) {
-      const acc_t slope = softcap_ ? softcap_->slope(logits[place]) : acc_t(1);
-      targets.emplace_back(place, of_logits[t].target * slope);
-    });
-    vectorized<LogitGradients>(logits, tokens.count, classes.count, of_logits, softcap());
-    for (const auto& [place, term] : targets) logits[place] -= term;
+  // Computes the gradients P of the logits of a tile, [tokens.count, classes.count], from the
+  // tile's sums and what sum() kept.
+  void differentiate(Tokens tokens, const Classes& classes, const acc_t* kept,
+                     const Sums<acc_t>* sums, const math::LogitGradient<acc_t>* of_logits,
+                     p_t* p) const {
+    const auto columns = columns_of_targets(tokens, classes);
+    const int64_t* targets = columns.data();
+    if (softcap_) {
+      vectorized<GradientsOfSoftcap>(kept, tokens.count, classes.count, *softcap_, of_logits,
+                                     targets, p);
+    } else {
+      vectorized<GradientsOfExponentials>(reinterpret_cast<const p_t*>(kept), tokens.count,
+                                          classes.count, sums, of_logits, targets, p);
+    }
   }
 
-  // Writes or adds the share of a tile in the gradient of input: P W. P are the gradients of the
-  // logits, [tokens.count, classes.count].
-  void add_to_input(Tokens tokens, const Classes& classes, const acc_t* p, Write write,
+  // Writes or adds the share of a tile in the gradient of input: P W.
+  void add_to_input(Tokens tokens, const Classes& classes, const p_t* p, Write write,
                     acc_t* grad_input, acc_t* gemm_space) const {
     gemm<scalar_t>(tokens.count, width, classes.count, plain(p, classes.count),
                    plain(weight_of(classes), width), write, grad_input + tokens.first * width,
@@ -247,7 +301,7 @@ class ClassTiles {
 
   // Writes or adds the share of the tokens in the gradients of weight, P^T X, and of bias, the sum
   // of the rows of P. A gradient may be null. bias_space has bias_space_size() elements.
-  void add_to_weight(Tokens tokens, const Classes& classes, const acc_t* p, Write write,
+  void add_to_weight(Tokens tokens, const Classes& classes, const p_t* p, Write write,
                      acc_t* grad_weight, acc_t* grad_bias, acc_t* gemm_space,
                      acc_t* bias_space) const {
     if (grad_weight != nullptr) {
@@ -298,14 +352,14 @@ class ClassTiles {
 
   const math::Softcap<acc_t>* softcap() const { return softcap_ ? &*softcap_ : nullptr; }
 
-  // Calls body(t, place) for each of the tokens whose target is in the tile. t counts from the
-  // first token. `place` is the target's place in the tile.
-  template <typename Body>
-  void for_each_target(Tokens tokens, const Classes& classes, const Body& body) const {
+  // Returns the column of each token's target in the tile, or -1 if another tile has it.
+  std::vector<int64_t> columns_of_targets(Tokens tokens, const Classes& classes) const {
+    std::vector<int64_t> columns(tokens.count);
     for (int64_t t = 0; t < tokens.count; ++t) {
       const int64_t column = targets()[tokens.first + t] - classes.first;
-      if (column >= 0 && column < classes.count) body(t, t * classes.count + column);
+      columns[t] = column >= 0 && column < classes.count ? column : -1;
     }
+    return columns;
   }
 
   int64_t ignore_index_;

@@ -29,15 +29,15 @@ struct Add {
 
 // Sums rows in groups: a single long sum would round away small terms.
 struct SumOfRows {
-  template <typename acc_t>
-  MOE_EXT_KERNEL void run(const acc_t* rows, int64_t num_rows, int64_t width, acc_t* group,
+  template <typename from_t, typename acc_t>
+  MOE_EXT_KERNEL void run(const from_t* rows, int64_t num_rows, int64_t width, acc_t* group,
                           acc_t* sum) {
     constexpr int64_t kGroup = 32;
     std::fill_n(sum, width, acc_t(0));
     for (int64_t first = 0; first < num_rows; first += kGroup) {
       std::fill_n(group, width, acc_t(0));
       for (int64_t r = first; r < std::min(num_rows, first + kGroup); ++r) {
-        for (int64_t i = 0; i < width; ++i) group[i] += rows[r * width + i];
+        for (int64_t i = 0; i < width; ++i) group[i] += static_cast<acc_t>(rows[r * width + i]);
       }
       for (int64_t i = 0; i < width; ++i) sum[i] += group[i];
     }

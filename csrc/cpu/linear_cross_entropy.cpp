@@ -1,17 +1,17 @@
 // The cross-entropy of a linear layer on the CPU. The logits exist only as tiles: some tokens by
 // kTileClasses classes.
 //
-// Two passes go over the tiles. The first computes the log-sum-exp of each token. The second turns
-// the logits into their gradients P and adds P W to the gradient of input and P^T X to the gradient
-// of weight. There are two orders:
+// Two passes go over the tiles. The first computes the log-sum-exp of each token. The second
+// computes the gradients P of the logits, and adds P W to the gradient of input and P^T X to the
+// gradient of weight. If a tile's exponentials are kept between the passes, only three GEMMs are
+// necessary; otherwise the second pass recomputes them. There are two orders:
 //
-// By tokens, if the logits of kMinKept tokens fit into kKeptBytes: a thread makes both passes over
-// all tiles of a block of tokens. It keeps the logits, so that only three GEMMs are necessary.
+// By tokens: a thread makes both passes over all tiles of a block of tokens. It keeps them if those
+// of kMinKept tokens fit into kKeptBytes.
 //
-// By classes, otherwise: the threads make each pass over the tiles of at most kMaxTokens tokens
-// together. So the weight is packed once for many tokens. If the logits of a tile fit into its rows
-// of the gradient of weight, they stay there between the passes. Otherwise the second pass
-// recomputes them.
+// By classes: the threads make each pass over the tiles of at most kMaxTokens tokens together. So
+// the weight is packed once, and its gradient is written once, for many tokens. If a tile fits into
+// its rows of the gradient of weight, it is kept there.
 //
 // A token's results do not depend on the order or on other tokens. The gradients of weight and bias
 // are summed over the blocks in order.
@@ -37,7 +37,7 @@
 namespace moe_ext::cpu {
 namespace {
 
-// The kept logits of a thread, and the fewest tokens for which keeping them is faster.
+// The kept tiles of a thread, and the fewest tokens for which keeping them is faster.
 constexpr int64_t kKeptBytes = 7 << 20, kMinKept = 48;
 
 // By tokens: the limits of a block's tokens. With few tokens, reading and packing the weight takes
@@ -101,6 +101,7 @@ template <typename scalar_t>
 class LinearCrossEntropy {
  public:
   using acc_t = at::opmath_type<scalar_t>;
+  using p_t = typename ClassTiles<scalar_t>::p_t;
 
   // `losses` and `new_lse` are outputs, or null. `lse` may be new_lse; `grad` is dL/dloss of each
   // token.
@@ -117,18 +118,25 @@ class LinearCrossEntropy {
   // Computes the losses and log-sum-exps that are not null, then the gradients that are not empty.
   void run() {
     if (tiles_.num_tokens == 0 || !(sums() || gradients_.any())) return;
-    const int64_t fit = kKeptBytes / static_cast<int64_t>(sizeof(acc_t)) / tiles_.num_classes;
+    const int64_t fit = kKeptBytes / bytes(tiles_.kept_size(tiles_.num_classes));
     const int64_t kept = std::min(fit / kTokensMultiple * kTokensMultiple, kMaxBlockTokens);
-    if (kept >= kMinKept) {
-      by_tokens(kept);
-    } else {
+    const bool fit_at_once = tiles_.num_tokens <= kMaxTokens && keeps_in_weight(tiles_.num_tokens);
+    if (kept < kMinKept || fit_at_once) {
       by_classes();
+    } else {
+      by_tokens(kept);
     }
   }
 
  private:
+  static int64_t bytes(int64_t size) { return size * static_cast<int64_t>(sizeof(acc_t)); }
   bool sums() const { return losses_ != nullptr; }
   bool keeps() const { return sums() && gradients_.any(); }
+
+  // Whether the rows of the gradient of weight can keep the tiles of some tokens.
+  bool keeps_in_weight(int64_t num_tokens) const {
+    return keeps() && gradients_.weight != nullptr && tiles_.kept_size(num_tokens) <= tiles_.width;
+  }
 
   void by_tokens(int64_t max_kept) {
     const int64_t most = keeps() ? max_kept : kMaxBlockTokens;
@@ -137,7 +145,7 @@ class LinearCrossEntropy {
     const auto blocks =
         split({0, tiles_.num_tokens}, std::clamp(equal, std::min(kMinBlockTokens, most), most));
     const int64_t tokens = at::ceil_div(tiles_.num_tokens, static_cast<int64_t>(blocks.size()));
-    const int64_t kept_size = keeps() ? whole_lines(tokens * tiles_.num_classes) : 0;
+    const int64_t kept_size = keeps() ? tiles_.num_tiles * kept_size_of_tile(tokens) : 0;
     Turns turns(tiles_.num_tiles);
     for_each(blocks.size(), gradients_.of_classes(), kept_size + tile_space(tokens),
              [&](int64_t block, acc_t* workspace) {
@@ -149,28 +157,21 @@ class LinearCrossEntropy {
 
   void block_of_tokens(int block, Tokens tokens, Turns& turns, acc_t* kept, acc_t* workspace) {
     const Space space(tiles_, tokens.count, workspace);
-    const auto logits_of = [&](const Classes& classes) {
-      return kept == nullptr ? space.tile : kept + tokens.count * classes.first;
+    const auto kept_tile = [&](int64_t i) {
+      return kept == nullptr ? nullptr : kept + i * kept_size_of_tile(tokens.count);
     };
+    std::vector<Sums<acc_t>> of_tiles(tiles_.num_tiles * tokens.count);
     if (sums()) {
-      std::vector<Sums<acc_t>> sums(tokens.count), of_tile(tokens.count);
       for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
-        const Classes classes = tiles_.tile(i);
-        acc_t* const logits = logits_of(classes);
-        tiles_.compute_logits(tokens, classes, space.gemm, logits);
-        tiles_.sum(tokens, classes, logits, of_tile.data());
-        vectorized<AddSums>(static_cast<const Sums<acc_t>*>(of_tile.data()), tokens.count,
-                            sums.data());
+        sum_tile(tokens, i, space, kept_tile(i), of_tiles);
       }
-      tiles_.finish(tokens, sums.data(), losses_, new_lse_);
+      finish(tokens, of_tiles);
     }
     if (!gradients_.any()) return;
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
       const Classes classes = tiles_.tile(i);
-      acc_t* const p = logits_of(classes);
-      if (kept == nullptr) tiles_.compute_logits(tokens, classes, space.gemm, p);
-      tiles_.differentiate(tokens, classes, of_logits.data(), p);
+      const p_t* p = differentiate_tile(tokens, i, space, kept_tile(i), of_tiles, of_logits);
       if (gradients_.input != nullptr) {
         tiles_.add_to_input(tokens, classes, p, added(i), gradients_.input, space.gemm);
       }
@@ -186,36 +187,30 @@ class LinearCrossEntropy {
     const auto blocks = split({0, tiles_.num_tokens}, kMaxTokens);
     for (size_t b = 0; b < blocks.size(); ++b) {
       // Only the first block finds the memory of the gradient of weight unused.
-      const bool fits = b == 0 && gradients_.weight != nullptr && blocks[b].count <= tiles_.width;
-      acc_t* const kept = keeps() && fits ? gradients_.weight : nullptr;
-      if (sums()) sum_by_classes(blocks[b], kept);
-      if (gradients_.any()) differentiate_by_classes(static_cast<int>(b), blocks[b], kept);
+      acc_t* kept = b == 0 && keeps_in_weight(blocks[b].count) ? gradients_.weight : nullptr;
+      std::vector<Sums<acc_t>> of_tiles(tiles_.num_tiles * blocks[b].count);
+      if (sums()) sum_by_classes(blocks[b], kept, of_tiles);
+      if (gradients_.any()) {
+        differentiate_by_classes(static_cast<int>(b), blocks[b], kept, of_tiles);
+      }
     }
   }
 
-  // Returns where the logits of a tile stay between the passes.
-  acc_t* kept_tile(acc_t* kept, const Classes& classes) const {
-    return kept + classes.first * tiles_.width;
+  // Returns the part of the gradient of weight that keeps a tile, or null.
+  acc_t* kept_in_weight(acc_t* kept, int64_t tile) const {
+    return kept == nullptr ? nullptr : kept + tiles_.tile(tile).first * tiles_.width;
   }
 
-  void sum_by_classes(Tokens tokens, acc_t* kept) {
-    std::vector<Sums<acc_t>> of_tiles(tiles_.num_tiles * tokens.count);
+  void sum_by_classes(Tokens tokens, acc_t* kept, std::vector<Sums<acc_t>>& of_tiles) {
     for_each(tiles_.num_tiles, false, tile_space(tokens.count), [&](int64_t i, acc_t* workspace) {
       const Space space(tiles_, tokens.count, workspace);
-      const Classes classes = tiles_.tile(i);
-      acc_t* const logits = kept == nullptr ? space.tile : kept_tile(kept, classes);
-      tiles_.compute_logits(tokens, classes, space.gemm, logits);
-      tiles_.sum(tokens, classes, logits, of_tiles.data() + i * tokens.count);
+      sum_tile(tokens, i, space, kept_in_weight(kept, i), of_tiles);
     });
-    std::vector<Sums<acc_t>> sums(tokens.count);
-    for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
-      vectorized<AddSums>(static_cast<const Sums<acc_t>*>(of_tiles.data() + i * tokens.count),
-                          tokens.count, sums.data());
-    }
-    tiles_.finish(tokens, sums.data(), losses_, new_lse_);
+    finish(tokens, of_tiles);
   }
 
-  void differentiate_by_classes(int block, Tokens tokens, acc_t* kept) {
+  void differentiate_by_classes(int block, Tokens tokens, acc_t* kept,
+                                std::vector<Sums<acc_t>>& of_tiles) {
     const auto of_logits = tiles_.logit_gradients(tokens, lse_, grad_);
     const auto parts = split(tokens, kPartTokens);
     Turns turns(parts.size());
@@ -223,20 +218,15 @@ class LinearCrossEntropy {
              [&](int64_t i, acc_t* workspace) {
                const Space space(tiles_, tokens.count, workspace);
                const Classes classes = tiles_.tile(i);
-               acc_t* const p = space.tile;
-               if (kept == nullptr) {
-                 tiles_.compute_logits(tokens, classes, space.gemm, p);
-               } else {
-                 std::copy_n(kept_tile(kept, classes), tokens.count * classes.count, p);
-               }
-               tiles_.differentiate(tokens, classes, of_logits.data(), p);
+               const p_t* p = differentiate_tile(tokens, i, space, kept_in_weight(kept, i),
+                                                 of_tiles, of_logits);
                if (gradients_.of_classes()) {
                  tiles_.add_to_weight(tokens, classes, p, added(block), gradients_.weight,
                                       gradients_.bias, space.gemm, space.bias);
                }
                if (gradients_.input == nullptr) return;
                for (size_t part = 0; part < parts.size(); ++part) {
-                 const acc_t* of_part = p + (parts[part].first - tokens.first) * classes.count;
+                 const p_t* of_part = p + (parts[part].first - tokens.first) * classes.count;
                  turns.take(part, static_cast<int>(i), [&] {
                    tiles_.add_to_input(parts[part], classes, of_part, added(i), gradients_.input,
                                        space.gemm);
@@ -253,14 +243,53 @@ class LinearCrossEntropy {
     Space(const ClassTiles<scalar_t>& tiles, int64_t tokens, acc_t* workspace)
         : gemm(take<acc_t>(workspace, tiles.gemm_size(tokens))),
           tile(take<acc_t>(workspace, tokens * tiles.max_classes())),
+          kept(take<acc_t>(workspace, tiles.kept_size(tokens * tiles.max_classes()))),
           bias(take<acc_t>(workspace, tiles.bias_space_size())) {}
 
-    acc_t *gemm, *tile, *bias;
+    acc_t* gemm;
+    acc_t* tile;  // the logits, then P
+    acc_t* kept;  // if the tile is not kept elsewhere
+    acc_t* bias;
   };
+
+  int64_t kept_size_of_tile(int64_t tokens) const {
+    return tiles_.kept_size(tokens * tiles_.max_classes());
+  }
 
   int64_t tile_space(int64_t tokens) const {
     return tiles_.gemm_size(tokens) + whole_lines(tokens * tiles_.max_classes()) +
-           tiles_.bias_space_size();
+           kept_size_of_tile(tokens) + tiles_.bias_space_size();
+  }
+
+  // The first pass of a tile. `kept` may be null.
+  void sum_tile(Tokens tokens, int64_t tile, const Space& space, acc_t* kept,
+                std::vector<Sums<acc_t>>& of_tiles) const {
+    const Classes classes = tiles_.tile(tile);
+    tiles_.compute_logits(tokens, classes, space.gemm, space.tile);
+    tiles_.sum(tokens, classes, space.tile, kept, of_tiles.data() + tile * tokens.count);
+  }
+
+  // The second pass of a tile; returns P. Recomputes what is not kept.
+  const p_t* differentiate_tile(Tokens tokens, int64_t tile, const Space& space, acc_t* kept,
+                                std::vector<Sums<acc_t>>& of_tiles,
+                                const std::vector<math::LogitGradient<acc_t>>& of_logits) const {
+    if (kept == nullptr) {
+      kept = space.kept;
+      sum_tile(tokens, tile, space, kept, of_tiles);
+    }
+    auto* p = reinterpret_cast<p_t*>(space.tile);
+    tiles_.differentiate(tokens, tiles_.tile(tile), kept, of_tiles.data() + tile * tokens.count,
+                         of_logits.data(), p);
+    return p;
+  }
+
+  // Computes losses and log-sum-exps from the sums of all tiles.
+  void finish(Tokens tokens, const std::vector<Sums<acc_t>>& of_tiles) const {
+    std::vector<Sums<acc_t>> sums(tokens.count);
+    for (int64_t i = 0; i < tiles_.num_tiles; ++i) {
+      vectorized<AddSums>(of_tiles.data() + i * tokens.count, tokens.count, sums.data());
+    }
+    tiles_.finish(tokens, sums.data(), losses_, new_lse_);
   }
 
   template <typename Body>
