@@ -114,7 +114,7 @@ def measure(shape: Sequence[int], num_tokens: int, rounds: int) -> Row:
     for each in (layer, training):
         nn.init.normal_(each.gate.get_parameter("w_gate"))
     inputs = [torch.randn(num_tokens, d_model) for _ in range(16)]
-    torch.testing.assert_close(layer(inputs[0])[0], Loop(layer)(inputs[0]))
+    torch.testing.assert_close(layer(inputs[0])[0], Loop(layer)(inputs[0]), rtol=1e-4, atol=1e-4)
     once = interleaved({"": partial(calls, layer, inputs)}, 3)[""]
     repeats = max(1, round(MIN_SECONDS / min(once)))
     inputs *= repeats
