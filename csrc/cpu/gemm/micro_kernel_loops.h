@@ -10,13 +10,19 @@
 //   kAPanelWidth: the width of the micro-panels of A
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
-//   kHasStream, stream: whether it has non-temporal vector stores, and the store
-//   kHasGroups, add_groups: whether it has its own loop over the K-groups of a tile, and the loop
+//   multiply_add_once: optionally, a multiply_add that is faster if a vector of `a` is used only
+//   once kHasStream, stream: whether it has non-temporal vector stores, and the store kHasGroups,
+//   add_groups: whether it has its own loop over the K-groups of a tile, and the loop
 //   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -211,25 +217,63 @@ MOE_EXT_TARGET void axpyf_kernel(int64_t num_groups, const acc_t* a, const acc_t
   while (q < num_groups) add(std::integral_constant<int, 1>());
 }
 
-// A DotxfKernel. Transposes B in registers, in blocks with as many columns as a vector has lanes.
+// Loads a vector of pieces of 16 bytes, one from each of some rows.
+template <typename acc_t, int kBytes>
+MOE_EXT_TARGET MOE_EXT_KERNEL void load_pieces(const acc_t* row, int64_t stride,
+                                               typename Vector<acc_t, kBytes>::Aligned& to) {
+  if constexpr (kBytes == 16) {
+    std::memcpy(&to, row, kBytes);
+  } else {
+#if defined(__x86_64__)
+    using To = typename Vector<acc_t, kBytes>::Aligned;
+    // With shuffles of the compiler instead, gcc 12 does not join the halves while it loads them.
+    typename Vector<acc_t, kBytes / 2>::Aligned low, high;
+    load_pieces<acc_t, kBytes / 2>(row, stride, low);
+    load_pieces<acc_t, kBytes / 2>(row + kBytes / 32 * stride, stride, high);
+    if constexpr (kBytes == 32) {
+      to = (To)_mm256_insertf128_ps(_mm256_castps128_ps256((__m128)low), (__m128)high, 1);
+    } else {
+      to = (To)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)low), (__m256)high, 1);
+    }
+#endif
+  }
+}
+
+// A DotxfKernel. Transposes B in registers, in blocks with as many columns as a vector has lanes. A
+// block has one cache line, or a part of one, of each column.
 template <typename acc_t, typename Simd, int kRows>
 MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, const acc_t* b,
                                  int64_t ldb, const acc_t* prefetch_b, bool starts, acc_t* c,
                                  int64_t ldc) {
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
-  constexpr int kLanes = Simd::kBytes / sizeof(acc_t);
-  Aligned sum[kRows] = {};
-  for (int64_t p = 0; p < depth; p += kLanes, prefetch_b += kLanes * kLanes) {
-    Aligned block[kLanes];
-    MOE_EXT_UNROLL for (int l = 0; l < kLanes; ++l) {
-      __builtin_prefetch(prefetch_b + l * kLanes, 0, 2);
-      block[l] = *reinterpret_cast<const Unaligned*>(b + l * ldb + p);
+  using Groups = Groups<Simd::kBytes, acc_t>;
+  constexpr int kLanes = Groups::kLanes, kSquare = Groups::kSquare, kSquares = kLanes / kSquare;
+  const auto multiply_add = [](const acc_t& a, const Aligned& b, Aligned& sum)
+      __attribute__((always_inline)) MOE_EXT_TARGET {
+    if constexpr (requires { Simd::multiply_add_once(a, b, sum); }) {
+      Simd::multiply_add_once(a, b, sum);
+    } else {
+      Simd::multiply_add(a, b, sum);
     }
-    Groups<Simd::kBytes, acc_t>::transpose(block);
-    MOE_EXT_UNROLL for (int q = 0; q < kLanes; ++q) {
-      MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
-        Simd::multiply_add(a[r * lda + p + q], block[q], sum[r]);
+  };
+  Aligned sum[kRows] = {};
+  for (int64_t p = 0; p < depth; p += kLanes) {
+    Aligned block[kSquares][kSquare];
+    const acc_t* row = b + p;
+    MOE_EXT_UNROLL for (int i = 0; i < kSquare; ++i, row += ldb) {
+      asm("" : "+r"(row));  // otherwise gcc 12 holds a pointer to every column, and they spill
+      MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s, prefetch_b += kLanes) {
+        __builtin_prefetch(prefetch_b, 0, 2);
+        load_pieces<acc_t, Simd::kBytes>(row + s * kSquare, kSquare * ldb, block[s][i]);
+      }
+    }
+    MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
+      Groups::transpose_squares(block[s]);
+      MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
+        MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
+          multiply_add(a[r * lda + p + s * kSquare + q], block[s][q], sum[r]);
+        }
       }
     }
   }

@@ -21,6 +21,11 @@ struct Avx512Bf16 {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(pairs));
   }
 
+  MOE_EXT_TARGET MOE_EXT_KERNEL void multiply_add_once(const float& a, const Aligned& b,
+                                                       Aligned& sum) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(a));
+  }
+
   MOE_EXT_TARGET MOE_EXT_KERNEL void stream(float* to, const Aligned& vector) {
     _mm512_stream_ps(to, vector);
   }
