@@ -10,9 +10,9 @@
 //   kAPanelWidth: the width of the micro-panels of A
 //   kPairs: whether K-groups are pairs of bfloat16 numbers
 //   multiply_add: sum += a b in each lane, rounded once if there is a fused multiply-add
-//   multiply_add_once: optionally, a multiply_add that is faster if a vector of `a` is used only
-//   once kHasStream, stream: whether it has non-temporal vector stores, and the store kHasGroups,
-//   add_groups: whether it has its own loop over the K-groups of a tile, and the loop
+//   multiply_add_once: optional; a multiply_add that is faster if `a` is used only once
+//   kHasStream, stream: whether it has non-temporal vector stores, and the store
+//   kHasGroups, add_groups: whether it has its own loop over the K-groups of a tile, and the loop
 //   store_rounded: with kPairs, rounds two vectors to bfloat16 and stores them
 #pragma once
 
