@@ -245,7 +245,10 @@ def test_main_reports_and_writes(monkeypatch, capsys, tmp_path):
     ):
         assert part in out
     assert (tmp_path / "layer.png").stat().st_size > 10_000
-    results = json.loads(path.read_text())["results"]
+    record = json.loads(path.read_text())
+    assert record["arguments"]["rounds"] == "2"
+    assert str(tmp_path) not in path.read_text()
+    results = record["results"]
     assert [(r["name"], r["threads"]) for r in results] == [
         (name, n) for name in ("48,5,2,16,32", "16,4,2,8,16,zipf") for n in (1, 2)
     ]

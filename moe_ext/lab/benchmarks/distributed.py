@@ -71,7 +71,7 @@ from moe_ext.distributed import (
     Placement,
     Ranks,
 )
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, ratio
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, options_as_text, ratio
 from moe_ext.lab.benchmarks.memory import keep_freed_memory
 from moe_ext.lab.files import write_json
 from moe_ext.lab.progress import progress
@@ -716,7 +716,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.json:
             record = {
                 "environment": title,
-                "arguments": {key: str(value) for key, value in vars(args).items()},
+                "arguments": options_as_text(args),
                 "results": [asdict(result) for result in results],
             }
             write_json(args.json, record)

@@ -1,5 +1,6 @@
 """Measures the run time of functions in interleaved rounds; shared by all benchmarks."""
 
+import argparse
 import contextlib
 import os
 import statistics
@@ -45,6 +46,15 @@ def environment(device: str = "cpu") -> str:
         name = torch.cuda.get_device_name(device)
         return f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}; {cpu_name()}"
     return f"{cpu_name()}; torch {torch.__version__}, {blas_name()}, kernels {isa()}"
+
+
+def options_as_text(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the options of a benchmark for its record, without files that it reads or writes."""
+
+    def is_path(value: object) -> bool:
+        return isinstance(value, Path) or (isinstance(value, list) and any(map(is_path, value)))
+
+    return {name: str(value) for name, value in vars(options).items() if not is_path(value)}
 
 
 def host_seconds(function: Callable[[], object]) -> float:

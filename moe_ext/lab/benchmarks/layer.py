@@ -79,6 +79,7 @@ from moe_ext.lab.benchmarks.harness import (
     environment,
     host_seconds,
     interleaved,
+    options_as_text,
     pinned,
     ratio,
 )
@@ -1007,7 +1008,7 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {
         "environment": environment(args.device),
         "versions": versions(),
-        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "arguments": options_as_text(args),
         "results": [],
         "memory": [],
         "routing": [],

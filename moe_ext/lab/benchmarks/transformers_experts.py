@@ -61,7 +61,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved
+from moe_ext.lab.benchmarks.harness import Quartiles, environment, interleaved, options_as_text
 from moe_ext.lab.benchmarks.layer import (
     LONG_ON_CPU,
     Candidates,
@@ -501,7 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {
         "environment": environment(),
         "versions": versions(),
-        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "arguments": options_as_text(args),
         "results": [],
         "warnings": [],
     }
