@@ -28,20 +28,30 @@ import sysconfig
 from torch.utils.cpp_extension import include_paths
 print(*(f"-isystem {path}" for path in [*include_paths(), sysconfig.get_path("include")]))')
 mapfile -t flags < csrc/cxx_flags.txt
-flags+=(-fsyntax-only -std=c++20 -Werror -I moe_ext/include)
+flags+=(-std=c++20 -Werror -I moe_ext/include)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# Checks the files of standard input, separated by zero bytes. Arguments are options of clang. The
+# headers that most files include are compiled once.
+check() {
+  printf '#include <%s>\n' ATen/Dispatch.h torch/csrc/autograd/custom_function.h torch/library.h |
+    "$clang" "$@" "${flags[@]}" "${includes[@]}" -x c++-header - -o "$work/torch.pch"
+  xargs -0 -n 1 -P "$(nproc)" \
+    "$clang" "$@" -fsyntax-only -include-pch "$work/torch.pch" "${flags[@]}" "${includes[@]}"
+}
+
 echo "clang: csrc/**/*.cpp and moe_ext/_C.cpp with $("$clang" --version | head -1)"
-find csrc moe_ext/_C.cpp -name '*.cpp' -print0 |
-  xargs -0 -n 1 -P "$(nproc)" "$clang" "${flags[@]}" "${includes[@]}"
+find csrc moe_ext/_C.cpp -name '*.cpp' -print0 | check
 
 if ! command -v aarch64-linux-gnu-g++ > /dev/null; then
   echo "clang: skipped 64-bit Arm, found no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)"
   exit 0
 fi
 echo "clang: csrc/cpu/**/*.cpp for 64-bit Arm"
-find csrc/cpu -name '*.cpp' -print0 |
-  xargs -0 -n 1 -P "$(nproc)" "$clang" --target=aarch64-linux-gnu "${flags[@]}" "${includes[@]}"
+find csrc/cpu -name '*.cpp' -print0 | check --target=aarch64-linux-gnu
 echo "NEON micro-kernels with clang and $(aarch64-linux-gnu-g++ --version | head -1)"
 for compiler in "$clang --target=aarch64-linux-gnu" aarch64-linux-gnu-g++; do
   printf '%s\0' csrc/cpu/gemm/micro_kernels_neon*.cpp |
-    xargs -0 -n 1 -P "$(nproc)" $compiler "${flags[@]/-fsyntax-only/-c}" "${includes[@]}" -o /dev/null
+    xargs -0 -n 1 -P "$(nproc)" $compiler -c "${flags[@]}" "${includes[@]}" -o /dev/null
 done
