@@ -47,6 +47,13 @@ def test_claims():
     assert study.slope(results) is None
 
 
+def test_spread_over_the_seeds():
+    results = {"a": {1: result(1, 3.0, 4.0), 2: result(2, 3.2, 4.0)}, "b": {1: result(1, 9.0, 9.0)}}
+    assert study.spread(results) == pytest.approx(0.02**0.5)
+    assert "0.141 on the test part" in study.spread_sentence(results, results)
+    assert study.spread_sentence({"b": results["b"]}, results) == ""
+
+
 def run(corpus, tmp_path, *options):
     return study.main(
         [

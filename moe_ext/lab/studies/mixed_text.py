@@ -17,6 +17,7 @@ A run takes 20 minutes on an idle processor. The script also writes mixed_source
 .png; --report writes them without training and without the corpus.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -116,15 +117,18 @@ def record_of(result: Result) -> Run:
     }
 
 
-def results_of(runs: Sequence[Run]) -> Results:
-    """Converts stored runs back, without the nats of each sentence."""
+def results_of(runs: Sequence[Run], part: str = "test") -> Results:
+    """Converts stored runs back, without the nats of each sentence.
+
+    part: "test", or "dev" for results whose test_nll is that of the dev part.
+    """
     results: Results = {arm: {} for arm in ARMS}
     for run in runs:
         results[run["arm"]][run["seed"]] = Result(
             run=Path(),
             seed=run["seed"],
             cost=Cost(**run["cost"]),
-            test_nll=run["test_nll"],
+            test_nll=run["test_nll"] if part == "test" else run["dev"][-1][1],
             earlier_nll={float(share): nll for share, nll in run["earlier_nll"].items()},
             words_per_second=run["words_per_second"],
             balance=run["balance"],
@@ -147,8 +151,11 @@ def slope(results: Results) -> PairedDifference | None:
     )
 
 
-def claims(results: Results) -> list[Claim]:
-    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim."""
+def claims(results: Results, *, shares: bool = True) -> list[Claim]:
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
+
+    shares: whether results have `earlier_nll` of the same part of the text.
+    """
 
     def row(claim: str, a: str, b: str) -> Claim:
         return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
@@ -159,6 +166,8 @@ def claims(results: Results) -> list[Claim]:
     rows.append(Claim("the perplexity falls with the number of experts", what, slope(results)))
     claim = "a mixture has a lower perplexity than an equally costly dense model"
     rows += [row(claim, a, dense) for dense in DENSE for a in more]
+    if not shares:
+        return rows
     rows += [
         Claim(
             "more training text increases the advantage of more experts",
@@ -170,8 +179,30 @@ def claims(results: Results) -> list[Claim]:
     return rows
 
 
-def as_markdown(name: str, settings: Mapping[str, Any], results: Results, command: str) -> str:
-    """Formats the page: plot, table, verdicts, command."""
+def spread(results: Results) -> float:
+    """Returns the standard deviation of ln(perplexity) over the seeds of a model, or NaN.
+
+    It is the root of the mean variance over the models with two seeds or more.
+    """
+    runs = [[run.test_nll for run in of_arm.values()] for of_arm in results.values()]
+    variances = [statistics.variance(each) for each in runs if len(each) > 1]
+    return statistics.fmean(variances) ** 0.5 if variances else math.nan
+
+
+def spread_sentence(results: Results, on_dev: Results) -> str:
+    """Compares the spread over the seeds on the test part and on the dev part."""
+    if math.isnan(spread(results)):
+        return ""
+    return (
+        "Over the seeds of a model, ln ppl has a standard deviation of "
+        f"{spread(results):.3f} on the test part and {spread(on_dev):.3f} on the dev part."
+    )
+
+
+def as_markdown(
+    name: str, settings: Mapping[str, Any], results: Results, on_dev: Results, command: str
+) -> str:
+    """Formats the page: plot, tables, verdicts, command."""
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
     for arm in (arm for arm in ARMS if results[arm]):
@@ -199,6 +230,20 @@ def as_markdown(name: str, settings: Mapping[str, Any], results: Results, comman
         ],
         rows,
     )  # fmt: skip
+    changes_on_dev = markdown_table(
+        ["model", "dev ppl", *(f"change from {base}, 95%" for base in (FIRST, *DENSE))],
+        [
+            [
+                arm,
+                f"{mean_perplexity(on_dev[arm]):.2f}",
+                *(
+                    as_change(difference(on_dev[arm], on_dev[base])) if base != arm else ""
+                    for base in (FIRST, *DENSE)
+                ),
+            ]
+            for arm in (arm for arm in ARMS if on_dev[arm])
+        ],
+    )
     seen = settings["steps"] * settings["tokens_per_batch"]
     return (
         "# More experts on text of many kinds\n\n"
@@ -212,7 +257,12 @@ def as_markdown(name: str, settings: Mapping[str, Any], results: Results, comman
         f"{settings['dropout']:g}. "
         "Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED}\n\n"
-        f"{table}\n{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"{table}\n"
+        "The dev part is used only for the learning curves: nothing was selected by it. "
+        f"{spread_sentence(results, on_dev)}\n\n"
+        f"{changes_on_dev}\n"
+        f"## Claims, on the test part\n\n{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"## Claims, on the dev part\n\n{claims_table(claims(on_dev, shares=False))}\n"
         f"```\n{command}\n```\n"
     )
 
@@ -290,7 +340,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             f"python scripts/studies/mixed_text.py --text {options.text} data.corpus=CORPUS "
             "data.vocabulary=VOCABULARY"
         )
-        page = as_markdown(name, stored.settings, results, command)
+        on_dev = results_of(stored.runs, "dev")
+        page = as_markdown(name, stored.settings, results, on_dev, command)
         data = {**stored._asdict(), "claims": claims_data(claims(results))}
         write_report(options.output, name, page, data, plot(stored.runs, results))
     return results
