@@ -130,8 +130,8 @@ END
     "$home/stub.o" "$home/stub.s" -o libtorch_cuda.so
   for name in libcudnn.so.9 libcufile.so.0 libcupti.so.13; do ln -sf libtorch_cuda.so "$name"; done
   cd - > /dev/null
-  # torch looks for the CUDA kernels of its own operators.
-  cat > "$site/without_cuda.py" << 'END'
+  # torch looks for the CUDA kernels of its own operators. Every environment has the standard library.
+  cat > "$root/usr/lib/$version/without_cuda.py" << 'END'
 def order(operator, dispatch_key, graph):
     return [] if dispatch_key == "CUDA" else graph
 END
