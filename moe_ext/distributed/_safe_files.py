@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -35,9 +36,18 @@ _NAMES = {
 }
 
 
+def _memory_format(of: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """Returns the member of the enumeration; takes the place of getattr."""
+    if of is not _MEM_FORMAT_ENCODING:
+        raise ValueError(f"it must not name an attribute of {of!r:.100}")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 # The unpickler in C allocates as much memory as the file asks for.
 class _MetadataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 for enumerations
+            return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _NAMES:
             raise ValueError(f"it must not name {module}.{name}")

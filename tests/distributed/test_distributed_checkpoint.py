@@ -26,7 +26,7 @@ import torch.distributed as dist
 from assertions import assert_exact, assert_same_bits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext.distributed.checkpoint
@@ -575,6 +575,27 @@ def test_bytes_of_an_optimizer_state_run_no_code(tmp_path):
     with pytest.raises(CheckpointError, match="mkdir"):
         checkpoints.load(model, [optimizer])
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("of", [_MEM_FORMAT_ENCODING, os])
+def test_metadata_may_use_getattr_only_for_memory_formats(of, monkeypatch, tmp_path):
+    """Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, name)."""
+    Checkpoints(tmp_path).save(1, nn.Linear(2, 2))
+    folder = tmp_path / "step-00000001"
+    metadata = read_metadata(folder)
+    reduced = getattr, (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda *_: reduced)
+    content = pickle.dumps(metadata, protocol=3)  # names as texts
+    assert b"getattr" in content
+    if of is os:
+        named = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+        content = content.replace(named, b"ctorch\nSize\n")
+    (folder / ".metadata").write_bytes(content)
+    if of is os:
+        with pytest.raises(ValueError, match="must not name an attribute of"):
+            read_metadata(folder)
+    else:
+        assert read_metadata(folder) == metadata
 
 
 def test_metadata_must_not_change_a_class(tmp_path):
