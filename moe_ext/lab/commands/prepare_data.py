@@ -364,11 +364,22 @@ def unpack(archive: Path, folder: Path) -> None:
         else:
             with tarfile.open(archive) as packed:
                 for member in progress(packed, f"unpacking {archive.name}", "files"):
-                    packed.extract(member, folder, filter="data")
+                    _extract(packed, member, folder)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
         raise ConfigError(
             f"{archive} cannot be unpacked: {error}; download the archive again"
         ) from error
+
+
+def _extract(packed: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Extracts a member of a tar archive; Python 3.11.0 to 3.11.3 have no filters for this."""
+    if hasattr(tarfile, "data_filter"):
+        packed.extract(member, folder, filter="data")
+        return
+    inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+    if not inside or not (member.isfile() or member.isdir()):
+        raise tarfile.TarError(f"{member.name} is no file or folder within the archive")
+    packed.extract(member, folder)
 
 
 def check(text: SentenceText, expected: _DataSet | None) -> None:
