@@ -128,8 +128,23 @@ struct SumTile {
   }
 };
 
-// Computes the gradients P of the logits of a tile from the exponentials of SumTile. `targets` are
-// the columns of the targets, or -1.
+// Computes the gradients P of a token: (other - [v = target] target_term) slope. `target` is the
+// column of the target, or -1.
+template <typename acc_t, typename p_t, typename Other, typename Slope>
+MOE_EXT_KERNEL void gradients_of_row(const math::LogitGradient<acc_t>& gradient, int64_t width,
+                                     int64_t target, const Other& other, const Slope& slope,
+                                     p_t* p) {
+  if (gradient.is_zero()) {
+    std::fill_n(p, width, p_t(0));
+    return;
+  }
+  for (int64_t v = 0; v < width; ++v) p[v] = static_cast<p_t>(other(v) * slope(v));
+  if (target >= 0) {
+    p[target] = static_cast<p_t>((other(target) - gradient.target) * slope(target));
+  }
+}
+
+// Computes the gradients P of the logits of a tile from the exponentials of SumTile.
 struct GradientsOfExponentials {
   template <typename acc_t, typename p_t>
   MOE_EXT_KERNEL void run(const p_t* exponentials, int64_t num_tokens, int64_t width,
@@ -137,17 +152,12 @@ struct GradientsOfExponentials {
                           const int64_t* targets, p_t* p) {
     for (int64_t t = 0; t < num_tokens; ++t, exponentials += width, p += width) {
       const math::LogitGradient<acc_t> gradient = gradients[t];
-      if (gradient.is_zero()) {
-        std::fill_n(p, width, p_t(0));
-        continue;
-      }
       const acc_t softmax = gradient.softmax * math::exp(sums[t].shift - gradient.lse);
       const auto other = [&](int64_t v) __attribute__((always_inline)) {
         return std::fma(softmax, static_cast<acc_t>(exponentials[v]), -gradient.uniform);
       };
-      for (int64_t v = 0; v < width; ++v) p[v] = static_cast<p_t>(other(v));
-      const int64_t target = targets[t];
-      if (target >= 0) p[target] = static_cast<p_t>(other(target) - gradient.target);
+      const auto slope = [](int64_t) __attribute__((always_inline)) { return acc_t(1); };
+      gradients_of_row(gradient, width, targets[t], other, slope, p);
     }
   }
 };
@@ -160,19 +170,13 @@ struct GradientsOfSoftcap {
                           const int64_t* targets, p_t* p) {
     for (int64_t t = 0; t < num_tokens; ++t, logits += width, p += width) {
       const math::LogitGradient<acc_t> gradient = gradients[t];
-      if (gradient.is_zero()) {
-        std::fill_n(p, width, p_t(0));
-        continue;
-      }
-      for (int64_t v = 0; v < width; ++v) {
-        p[v] = static_cast<p_t>(gradient.other(logits[v]) * softcap.slope(logits[v]));
-      }
-      const int64_t target = targets[t];
-      if (target >= 0) {
-        const acc_t logit = logits[target];
-        p[target] =
-            static_cast<p_t>((gradient.other(logit) - gradient.target) * softcap.slope(logit));
-      }
+      const auto other = [&](int64_t v) __attribute__((always_inline)) {
+        return gradient.other(logits[v]);
+      };
+      const auto slope = [&](int64_t v) __attribute__((always_inline)) {
+        return softcap.slope(logits[v]);
+      };
+      gradients_of_row(gradient, width, targets[t], other, slope, p);
     }
   }
 };

@@ -248,7 +248,8 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
   using Aligned = typename Vector<acc_t, Simd::kBytes>::Aligned;
   using Unaligned = typename Vector<acc_t, Simd::kBytes>::Unaligned;
   using Groups = Groups<Simd::kBytes, acc_t>;
-  constexpr int kLanes = Groups::kLanes, kSquare = Groups::kSquare, kSquares = kLanes / kSquare;
+  constexpr int kLanes = Groups::kLanes;
+  constexpr int kSquare = 16 / sizeof(acc_t), kSquares = kLanes / kSquare;  // of 16 bytes
   const auto multiply_add = [](const acc_t& a, const Aligned& b, Aligned& sum)
       __attribute__((always_inline)) MOE_EXT_TARGET {
     if constexpr (requires { Simd::multiply_add_once(a, b, sum); }) {
@@ -269,7 +270,7 @@ MOE_EXT_TARGET void dotxf_kernel(int64_t depth, const acc_t* a, int64_t lda, con
       }
     }
     MOE_EXT_UNROLL for (int s = 0; s < kSquares; ++s) {
-      Groups::transpose_squares(block[s]);
+      Groups::template transpose<kSquare>(block[s]);
       MOE_EXT_UNROLL for (int q = 0; q < kSquare; ++q) {
         MOE_EXT_UNROLL for (int r = 0; r < kRows; ++r) {
           multiply_add(a[r * lda + p + s * kSquare + q], block[s][q], sum[r]);

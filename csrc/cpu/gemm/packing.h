@@ -47,55 +47,35 @@ struct Groups {
     load(row, to);
   }
 
-  // Transposes squares of 16 bytes by 16 bytes; each of the first kSquare vectors has one row of
-  // each square. A part of transpose().
-  static constexpr int kSquare = 16 / sizeof(acc_t);
-
-  MOE_EXT_KERNEL void transpose_squares(Vector* rows) {
-    MOE_EXT_UNROLL for (int step = 1; step < kSquare; step *= 2) {
-      Vector from[kSquare];
-      MOE_EXT_UNROLL for (int r = 0; r < kSquare; ++r) from[r] = rows[r];
-      MOE_EXT_UNROLL for (int r = 0; r < kSquare / 2; ++r) {
-        interleave_squares(from[r], from[r + kSquare / 2], rows + 2 * r,
-                           std::make_integer_sequence<int, kLanes>());
-      }
-    }
-  }
-
   // Makes K-groups of kNumbers rows, each with kLanes groups of kNumbers adjacent numbers. Vector i
   // of the result has the K-groups of columns i * kLanes and later.
   MOE_EXT_KERNEL void join_rows(Vector* /*rows*/) {}
 
-  // Transposes a block: log2(kLanes) times, interleaves the rows of the first half with those of
-  // the second. Each time, the highest bit of the row index becomes the lowest bit of the lane
-  // index. The highest bit of the lane index becomes the lowest bit of the row index.
+  // Transposes blocks of kSize by kSize numbers. Each of the first kSize vectors has one row of each
+  // block. Interleaves, log2(kSize) times, the rows of the first half with those of the second. Each
+  // time, the highest bit of the row index becomes the lowest bit of the lane index. The highest
+  // bit of the lane index becomes the lowest bit of the row index.
+  template <int kSize = kLanes>
   MOE_EXT_KERNEL void transpose(Vector* rows) {
-    MOE_EXT_UNROLL for (int step = 1; step < kLanes; step *= 2) {
-      Vector from[kLanes];
-      MOE_EXT_UNROLL for (int r = 0; r < kLanes; ++r) from[r] = rows[r];
-      MOE_EXT_UNROLL for (int r = 0; r < kLanes / 2; ++r) {
-        interleave(from[r], from[r + kLanes / 2], rows + 2 * r,
-                   std::make_integer_sequence<int, kLanes>());
+    MOE_EXT_UNROLL for (int step = 1; step < kSize; step *= 2) {
+      Vector from[kSize];
+      MOE_EXT_UNROLL for (int r = 0; r < kSize; ++r) from[r] = rows[r];
+      MOE_EXT_UNROLL for (int r = 0; r < kSize / 2; ++r) {
+        interleave<kSize>(from[r], from[r + kSize / 2], rows + 2 * r,
+                          std::make_integer_sequence<int, kLanes>());
       }
     }
   }
 
  private:
-  template <int... lane>
+  template <int kSize, int... lane>
   MOE_EXT_KERNEL void interleave(const Vector& a, const Vector& b, Vector* to,
                                  std::integer_sequence<int, lane...>) {
-    to[0] = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes)...);
-    to[1] = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * kLanes + kLanes / 2)...);
-  }
-
-  template <int... lane>
-  MOE_EXT_KERNEL void interleave_squares(const Vector& a, const Vector& b, Vector* to,
-                                         std::integer_sequence<int, lane...>) {
     constexpr auto from = [](int to) {
-      return to / kSquare * kSquare + to % kSquare / 2 + to % 2 * kLanes;
+      return to / kSize * kSize + to % kSize / 2 + to % 2 * kLanes;
     };
     to[0] = __builtin_shufflevector(a, b, from(lane)...);
-    to[1] = __builtin_shufflevector(a, b, (from(lane) + kSquare / 2)...);
+    to[1] = __builtin_shufflevector(a, b, (from(lane) + kSize / 2)...);
   }
 };
 
