@@ -179,6 +179,14 @@ def claims(results: Results, *, shares: bool = True) -> list[Claim]:
     return rows
 
 
+def changes(results: Results, arm: str) -> list[str]:
+    """Formats the changes of the perplexity from the first mixture and from the dense models."""
+    return [
+        as_change(difference(results[arm], results[base])) if base != arm else ""
+        for base in (FIRST, *DENSE)
+    ]
+
+
 def spread(results: Results) -> float:
     """Returns the standard deviation of ln(perplexity) over the seeds of a model, or NaN.
 
@@ -208,10 +216,6 @@ def as_markdown(
     for arm in (arm for arm in ARMS if results[arm]):
         runs = results[arm]
         mean = statistics.fmean(run.test_nll for run in runs.values())
-        gaps = [
-            as_change(difference(runs, results[base])) if base != arm else ""
-            for base in (FIRST, *DENSE)
-        ]
         rows.append(
             [
                 arm,
@@ -220,7 +224,7 @@ def as_markdown(
                 f"{mean_perplexity(runs, QUARTER):.2f}",
                 f"{mean_perplexity(runs):.2f}",
                 f"{perplexity(mean * per_byte):.4f}",
-                *gaps,
+                *changes(results, arm),
             ]
         )
     table = markdown_table(
@@ -233,15 +237,9 @@ def as_markdown(
     changes_on_dev = markdown_table(
         ["model", "dev ppl", *(f"change from {base}, 95%" for base in (FIRST, *DENSE))],
         [
-            [
-                arm,
-                f"{mean_perplexity(on_dev[arm]):.2f}",
-                *(
-                    as_change(difference(on_dev[arm], on_dev[base])) if base != arm else ""
-                    for base in (FIRST, *DENSE)
-                ),
-            ]
-            for arm in (arm for arm in ARMS if on_dev[arm])
+            [arm, f"{mean_perplexity(on_dev[arm]):.2f}", *changes(on_dev, arm)]
+            for arm in ARMS
+            if on_dev[arm]
         ],
     )
     seen = settings["steps"] * settings["tokens_per_batch"]
