@@ -51,10 +51,10 @@ struct Groups {
   // of the result has the K-groups of columns i * kLanes and later.
   MOE_EXT_KERNEL void join_rows(Vector* /*rows*/) {}
 
-  // Transposes blocks of kSize by kSize numbers. Each of the first kSize vectors has one row of each
-  // block. Interleaves, log2(kSize) times, the rows of the first half with those of the second. Each
-  // time, the highest bit of the row index becomes the lowest bit of the lane index. The highest
-  // bit of the lane index becomes the lowest bit of the row index.
+  // Transposes blocks of kSize by kSize numbers. Each of the first kSize vectors has one row of
+  // each block. Interleaves, log2(kSize) times, the rows of the first half with those of the
+  // second. Each time, the highest bit of the row index becomes the lowest bit of the lane index.
+  // The highest bit of the lane index becomes the lowest bit of the row index.
   template <int kSize = kLanes>
   MOE_EXT_KERNEL void transpose(Vector* rows) {
     MOE_EXT_UNROLL for (int step = 1; step < kSize; step *= 2) {
