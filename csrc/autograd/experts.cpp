@@ -1,5 +1,3 @@
-#include <torch/csrc/autograd/functions/utils.h>
-
 #include "../experts_operator.h"
 #include "function.h"
 
@@ -78,20 +76,9 @@ struct Experts : torch::autograd::Function<Experts> {
   }
 };
 
-// Returns whether autograd follows the experts, backward or forward; Experts::apply refuses the
-// latter.
-bool is_differentiated(const Tensor& x, const OptionalTensor& gates, at::TensorList weights,
-                       at::TensorList biases) {
-  using namespace torch::autograd;
-  return compute_requires_grad(x, gates, weights, biases) || isFwGradDefined(x) ||
-         isFwGradDefined(gates) || isFwGradDefinedTensorList(weights) ||
-         isFwGradDefinedTensorList(biases);
-}
-
 ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
                        bool keep_hidden) {
   if (!is_differentiated(x, routing.gates, network.weights, network.biases)) {
-    // The bookkeeping of a Function takes longer than the experts of one token.
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_experts(x, routing, network, keep_hidden);
   }

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include "../operator.h"
@@ -18,6 +19,22 @@ inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_o
 
 inline OptionalTensor if_defined(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// Returns whether autograd follows one of the tensors, backward or forward. Otherwise an operator
+// skips its Function, whose bookkeeping takes longer than a small kernel. Function::apply refuses
+// forward derivatives.
+template <typename... Tensors>
+bool is_differentiated(const Tensors&... tensors) {
+  const auto has_forward_gradient = [](const auto& each) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(each)>, at::TensorList>) {
+      return torch::autograd::isFwGradDefinedTensorList(each);
+    } else {
+      return torch::autograd::isFwGradDefined(each);
+    }
+  };
+  return torch::autograd::compute_requires_grad(tensors...) ||
+         (has_forward_gradient(tensors) || ...);
 }
 
 // A backward operator has no derivative: a second derivative is an error, not zero.
