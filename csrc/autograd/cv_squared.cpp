@@ -3,21 +3,17 @@
 namespace moe_ext::autograd {
 namespace {
 
-Tensor call_weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      find_operator<decltype(call_weighted_cv_squared)>("moe_ext::weighted_cv_squared");
-  return op.call(values, weights);
-}
-
 struct WeightedCvSquared : torch::autograd::Function<WeightedCvSquared> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const at::TensorList& values,
                         at::ArrayRef<double> weights) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward(values.vec());
     ctx->saved_data["weights"] = weights.vec();
-    return call_weighted_cv_squared(values, weights);
+    static const auto op =
+        find_operator<Tensor(at::TensorList, at::ArrayRef<double>)>("moe_ext::weighted_cv_squared");
+    return op.call(values, weights);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -32,7 +28,6 @@ struct WeightedCvSquared : torch::autograd::Function<WeightedCvSquared> {
 };
 
 Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) {
-  if (!is_differentiated(values)) return call_weighted_cv_squared(values, weights);
   return WeightedCvSquared::apply(values, weights);
 }
 
@@ -40,6 +35,7 @@ Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) 
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("weighted_cv_squared", &moe_ext::autograd::weighted_cv_squared);
+  moe_ext::autograd::differentiable<"weighted_cv_squared", &moe_ext::autograd::weighted_cv_squared>(
+      m);
   m.impl("_weighted_cv_squared_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -78,10 +78,6 @@ struct Experts : torch::autograd::Function<Experts> {
 
 ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
                        bool keep_hidden) {
-  if (!is_differentiated(x, routing.gates, network.weights, network.biases)) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_experts(x, routing, network, keep_hidden);
-  }
   const auto out = Experts::apply(
       x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, network.weights,
       network.biases, std::string(network.activation), network.activation_args, keep_hidden);
@@ -92,6 +88,6 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("experts", &moe_ext::experts_of<moe_ext::autograd::experts>);
+  moe_ext::autograd::differentiable<"experts", &moe_ext::experts_of<moe_ext::autograd::experts>>(m);
   m.impl("_experts_backward", moe_ext::autograd::no_second_derivative());
 }

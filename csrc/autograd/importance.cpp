@@ -3,23 +3,6 @@
 namespace moe_ext::autograd {
 namespace {
 
-Tensor call_importance(const Tensor& gates, const Tensor& expert_index,
-                       const c10::SymInt& num_experts) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
-  return op.call(gates, expert_index, num_experts);
-}
-
-std::tuple<Tensor, Tensor> call_importance_and_load(const Tensor& gates, const Tensor& expert_index,
-                                                    const c10::SymInt& num_experts) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op =
-      find_operator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>(
-          "moe_ext::importance_and_load");
-  return op.call(gates, expert_index, num_experts);
-}
-
 // Importance is linear: the gradient of a gate is the gradient of its expert's importance. The load
 // does not depend on the gates.
 struct Importance : torch::autograd::Function<Importance> {
@@ -28,10 +11,18 @@ struct Importance : torch::autograd::Function<Importance> {
   static variable_list forward(AutogradContext* ctx, const Tensor& gates,
                                const Tensor& expert_index, const c10::SymInt& num_experts,
                                bool with_load) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({expert_index});
     ctx->saved_data["gates_type"] = gates.scalar_type();
-    if (!with_load) return {call_importance(gates, expert_index, num_experts)};
-    auto [importance, load] = call_importance_and_load(gates, expert_index, num_experts);
+    if (!with_load) {
+      static const auto op =
+          find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt)>("moe_ext::importance");
+      return {op.call(gates, expert_index, num_experts)};
+    }
+    static const auto op =
+        find_operator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>(
+            "moe_ext::importance_and_load");
+    auto [importance, load] = op.call(gates, expert_index, num_experts);
     ctx->mark_non_differentiable({load});
     return {importance, load};
   }
@@ -46,13 +37,11 @@ struct Importance : torch::autograd::Function<Importance> {
 };
 
 Tensor importance(const Tensor& gates, const Tensor& expert_index, c10::SymInt num_experts) {
-  if (!is_differentiated(gates)) return call_importance(gates, expert_index, num_experts);
   return Importance::apply(gates, expert_index, num_experts, /*with_load=*/false)[0];
 }
 
 std::tuple<Tensor, Tensor> importance_and_load(const Tensor& gates, const Tensor& expert_index,
                                                c10::SymInt num_experts) {
-  if (!is_differentiated(gates)) return call_importance_and_load(gates, expert_index, num_experts);
   const auto out = Importance::apply(gates, expert_index, num_experts, /*with_load=*/true);
   return {out[0], out[1]};
 }
@@ -61,6 +50,7 @@ std::tuple<Tensor, Tensor> importance_and_load(const Tensor& gates, const Tensor
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("importance", &moe_ext::autograd::importance);
-  m.impl("importance_and_load", &moe_ext::autograd::importance_and_load);
+  moe_ext::autograd::differentiable<"importance", &moe_ext::autograd::importance>(m);
+  moe_ext::autograd::differentiable<"importance_and_load", &moe_ext::autograd::importance_and_load>(
+      m);
 }
