@@ -38,6 +38,8 @@ def test_claims():
     assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
+    steps = [gap.mean for (claim, _), gap in found.items() if claim.startswith("each increase")]
+    assert steps == pytest.approx([-0.02, -0.02])
     dense = [gap for (_, what), gap in found.items() if "against moe-1-wide" in what]
     assert [gap.mean for gap in dense] == pytest.approx([-0.04, -0.06, -0.08])
     assert all(gap.low is None for gap in dense)  # two seeds decide nothing
@@ -54,13 +56,15 @@ def test_spread_over_the_seeds():
     assert study.spread_sentence({"b": results["b"]}, results) == ""
 
 
-def test_found_names_the_best_mixture():
+def test_found_names_the_mixture_that_is_best_on_dev():
     results = dict.fromkeys(study.ARMS, {})
     results |= {"moe-16": {1: result(1, 2.99, 4.0)}, "moe-4": {1: result(1, 3.0, 4.0)}}
-    text = study.found(results)
+    on_dev = dict.fromkeys(study.ARMS, {})
+    on_dev |= {"moe-16": {1: result(1, 3.2, 4.0)}, "moe-4": {1: result(1, 3.3, 4.0)}}
+    text = study.found(results, on_dev)
     assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
-    results["moe-4"] = {1: result(1, 2.9, 4.0)}
-    assert "is moe-4." in study.found(results)
+    on_dev["moe-4"] = {1: result(1, 3.1, 4.0)}
+    assert "is moe-4." in study.found(results, on_dev)
 
 
 def run(corpus, tmp_path, *options):

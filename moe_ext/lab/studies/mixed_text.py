@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def claims(results: Results) -> list[Claim]:
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
+    each = "each increase in the number of experts lowers the perplexity"
+    rows += [row(each, a, b) for b, a in pairwise(more)]
     what = "change of the perplexity for each doubling of the number of experts"
     rows.append(Claim("the perplexity falls with the number of experts", what, slope(results)))
     claim = "a mixture has a lower perplexity than an equally costly dense model"
@@ -207,17 +210,20 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
     )
 
 
-def found(results: Results) -> str:
-    """Says which mixture has the lowest perplexity, and compares it with the smaller models."""
+def found(results: Results, on_dev: Results) -> str:
+    """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
     best = min(
-        (arm for arm in MIXTURES if results[arm]), key=lambda arm: mean_perplexity(results[arm])
+        (arm for arm in MIXTURES if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm])
     )
     gaps = [
         f"{as_change(difference(results[best], results[base]))} from {base}"
         for base in (FIRST, *DENSE)
         if base != best and results[base]
     ]
-    return f"The mixture with the lowest perplexity is {best}. Its change is {'; '.join(gaps)}."
+    return (
+        f"The mixture with the lowest dev perplexity is {best}. "
+        f"The change of its test perplexity is {'; '.join(gaps)}."
+    )
 
 
 def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
@@ -254,7 +260,7 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         "The paper finds that more experts lower the perplexity at equal operations (Figs. 2 and "
         "3), on text that its smallest models cannot hold. On text of one kind, small models lack "
         "little capacity ([More experts](capacity.md)). Here the text has many kinds: "
-        f"{TEXTS[settings['text']]}. {found(results)} "
+        f"{TEXTS[settings['text']]}. {found(results, on_dev)} "
         "In the plot, a band is the 95% interval of a change, and a dashed line is a dense model "
         "after all steps.\n\n"
         f"{table}\n"
@@ -262,7 +268,7 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         f"a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of them, with "
         f"the learning rate {settings['learning_rate']:g} for every model and dropout "
         f"{settings['dropout']:g}. The test part has {settings['test_tokens']:,}. "
-        "Nothing was selected by the dev part. "
+        "Nothing else was selected by the dev part. "
         "Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
         f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
