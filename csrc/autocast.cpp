@@ -81,7 +81,7 @@ LinearCrossEntropyOutputs linear_cross_entropy(const Classifier& classifier,
   const auto type = at::autocast::get_autocast_dtype(device);
   const Tensor input = cached_cast(type, classifier.input, device);
   const Tensor weight = cached_cast(type, classifier.weight, device);
-  const OptionalTensor bias = cached_cast(type, classifier.bias, device);
+  const OptionalTensor bias = cached_cast(at::kFloat, classifier.bias, device);
   return call_linear_cross_entropy(
       {.input = input, .weight = weight, .target = classifier.target, .bias = bias}, options,
       keep_gradients);

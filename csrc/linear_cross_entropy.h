@@ -106,7 +106,12 @@ inline void check_linear_cross_entropy(const char* op, const Classifier& classif
   const auto num_classes = classifier.num_classes();
   check_argument(op, "linear_weight", weight, input, type, {num_classes, input.sym_size(1)});
   check_index(op, "target", target, input, {classifier.num_tokens()});
-  if (bias) check_argument(op, "linear_bias", *bias, input, type, {num_classes});
+  if (bias) {
+    // Only sums use the bias, so it may be more precise than half-precision weights.
+    const bool wide = bias->scalar_type() == accumulate_type(input);
+    check_argument(op, "linear_bias", *bias, input, wide ? bias->scalar_type() : type,
+                   {num_classes});
+  }
   TORCH_CHECK_VALUE(num_classes >= 1, op, ": linear_weight must have at least 1 row, got ",
                     num_classes);
   const auto& [reduction, ignore_index, label_smoothing, z_loss, softcap] = options;
@@ -137,22 +142,29 @@ inline int64_t count_targets(const char* op, const Tensor& target, int64_t num_c
   return count;
 }
 
-// Creates the gradients of input, weight and bias in `type`. A gradient has shape [0] if it is not
-// needed or there is no bias.
-inline std::vector<Tensor> linear_cross_entropy_gradients(Empty& empty,
-                                                          const Classifier& classifier,
-                                                          const c10::List<bool>& needs,
-                                                          at::ScalarType type) {
+// Creates the gradients of input, weight and bias in `type`, or in the types of these tensors. A
+// gradient has shape [0] if it is not needed or there is no bias.
+inline std::vector<Tensor> linear_cross_entropy_gradients(
+    Empty& empty, const Classifier& classifier, const c10::List<bool>& needs,
+    std::optional<at::ScalarType> type = std::nullopt) {
   std::vector<Tensor> gradients;
   const Tensor& input = classifier.input;
   const auto add = [&](const Tensor* of) {
     const bool needed = of != nullptr && needs[gradients.size()];
-    gradients.push_back(needed ? empty(input, of->sym_sizes(), type) : empty(input, {0}, type));
+    const auto type_of = type.value_or((of != nullptr ? *of : input).scalar_type());
+    gradients.push_back(empty(input, needed ? of->sym_sizes() : c10::SymIntArrayRef({0}), type_of));
   };
   add(&input);
   add(&classifier.weight);
   add(classifier.bias ? &*classifier.bias : nullptr);
   return gradients;
+}
+
+// Converts the gradients of input, weight and bias to the types of these tensors.
+inline void convert_gradients(const Classifier& classifier, std::vector<Tensor>& gradients) {
+  const Tensor& input = classifier.input;
+  for (size_t i : {0, 1}) gradients[i] = gradients[i].to(input.scalar_type());
+  gradients[2] = gradients[2].to(classifier.bias.value_or(input).scalar_type());
 }
 
 inline c10::SymDimVector loss_shape(const Classifier& classifier, const LossOptions& options) {

@@ -91,13 +91,26 @@ Tensor selected_softmax_backward_meta(const Tensor& grad_gates, const Tensor& ga
 }
 
 Tensor importance_meta(const Tensor& gates, const Tensor& expert_index, c10::SymInt num_experts) {
-  check_importance(gates, expert_index, num_experts);
+  check_importance("importance", gates, expert_index, num_experts);
   return importance_output(empty, gates, num_experts);
 }
 
-Tensor cv_squared_meta(const Tensor& values) {
-  check_cv_squared(values);
-  return cv_squared_output(empty, values);
+std::tuple<Tensor, Tensor> importance_and_load_meta(const Tensor& gates, const Tensor& expert_index,
+                                                    c10::SymInt num_experts) {
+  check_importance("importance_and_load", gates, expert_index, num_experts);
+  return {importance_output(empty, gates, num_experts),
+          importance_output(empty, gates, num_experts)};
+}
+
+Tensor weighted_cv_squared_meta(at::TensorList values, at::ArrayRef<double> weights) {
+  check_weighted_cv_squared("weighted_cv_squared", values, weights);
+  return weighted_cv_squared_output(empty, values);
+}
+
+std::vector<Tensor> weighted_cv_squared_backward_meta(const Tensor& grad, at::TensorList values,
+                                                      at::ArrayRef<double> weights) {
+  check_weighted_cv_squared_backward(grad, values, weights);
+  return weighted_cv_squared_gradients(empty, values);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dispatch_plan_meta(const Tensor& expert_index,
@@ -161,7 +174,7 @@ std::vector<Tensor> linear_cross_entropy_backward_meta(const Tensor& grad_loss,
                                                        const Tensor& lse, at::TensorList gradients,
                                                        const c10::List<bool>& needs) {
   check_linear_cross_entropy_backward(grad_loss, classifier, options, lse, gradients, needs);
-  return linear_cross_entropy_gradients(empty, classifier, needs, classifier.input.scalar_type());
+  return linear_cross_entropy_gradients(empty, classifier, needs);
 }
 
 LstmOutputs lstm_meta(const Lstm& lstm) {
@@ -195,7 +208,9 @@ TORCH_LIBRARY_IMPL(moe_ext, Meta, m) {
   m.impl("selected_softmax", &moe_ext::selected_softmax_meta);
   m.impl("_selected_softmax_backward", &moe_ext::selected_softmax_backward_meta);
   m.impl("importance", &moe_ext::importance_meta);
-  m.impl("cv_squared", &moe_ext::cv_squared_meta);
+  m.impl("importance_and_load", &moe_ext::importance_and_load_meta);
+  m.impl("weighted_cv_squared", &moe_ext::weighted_cv_squared_meta);
+  m.impl("_weighted_cv_squared_backward", &moe_ext::weighted_cv_squared_backward_meta);
   m.impl("dispatch_plan", &moe_ext::dispatch_plan_meta);
   m.impl("dispatch", &moe_ext::dispatch_meta);
   m.impl("_dispatch_backward", &moe_ext::dispatch_backward_meta);

@@ -74,8 +74,17 @@ TORCH_LIBRARY(moe_ext, m) {
   // Eq. 6: Importance(X) = sum_x G(x)
   m.def("importance(Tensor gates, Tensor expert_index, SymInt num_experts) -> Tensor", tags);
 
-  // Eq. 7: CV(values)^2 of values [E], population variance / mean^2; 0 if all values are 0
-  m.def("cv_squared(Tensor values) -> Tensor", tags);
+  // Importance(X), and the exact number of tokens of each expert
+  m.def(
+      "importance_and_load(Tensor gates, Tensor expert_index, SymInt num_experts) "
+      "-> (Tensor importance, Tensor load)",
+      tags);
+
+  // Eq. 7: sum_j weights_j CV(values_j)^2, where CV(v)^2 = population variance / mean^2 of v [E]; 0
+  // if all v are 0
+  m.def("weighted_cv_squared(Tensor[] values, float[] weights) -> Tensor", tags);
+  m.def("_weighted_cv_squared_backward(Tensor grad, Tensor[] values, float[] weights) -> Tensor[]",
+        tags);
 
   // See routing.h for slots, rows and offsets. The permutation [R] maps a row to its slot. The
   // inverse maps a slot to its row; it has the shape of expert_index, [T, K] or [R]. Shapes:

@@ -47,9 +47,21 @@ Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_e
   return op.call(gates, expert_index, num_experts);
 }
 
-Tensor cv_squared(const Tensor& values) {
-  static const auto op = find_operator<decltype(cv_squared)>("moe_ext::cv_squared");
-  return op.call(values);
+ImportanceAndLoad importance_and_load(const Tensor& gates, const Tensor& expert_index,
+                                      int64_t num_experts) {
+  static const auto op =
+      find_operator<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymInt)>(
+          "moe_ext::importance_and_load");
+  auto [importance, load] = op.call(gates, expert_index, num_experts);
+  return {importance, load};
+}
+
+Tensor cv_squared(const Tensor& values) { return weighted_cv_squared(values, 1.0); }
+
+Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights) {
+  static const auto op =
+      find_operator<decltype(weighted_cv_squared)>("moe_ext::weighted_cv_squared");
+  return op.call(values, weights);
 }
 
 BatchwiseTopM batchwise_topm(const Tensor& scores, int64_t m, int64_t first_expert,

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.checks import require, require_at_least, require_shape
 from moe_ext.gates.gate import Routing
-from moe_ext.ops import accumulation_dtype, cv_squared
+from moe_ext.ops import cv_squared
 
 __all__ = [
     "RouterLoss",
@@ -28,7 +28,7 @@ def importance_loss(importance: Tensor, weight: float) -> Tensor:
         importance: [E], the gates of each expert, summed over the whole batch.
         weight: w_importance, the scale of the loss.
     """
-    return _weighted(importance, weight)
+    return ops.weighted_cv_squared([importance], [weight])
 
 
 def load_loss(load: Tensor, weight: float) -> Tensor:
@@ -38,7 +38,7 @@ def load_loss(load: Tensor, weight: float) -> Tensor:
         load: [E], the estimated tokens of each expert, summed over the whole batch.
         weight: w_load, the scale of the loss.
     """
-    return _weighted(load, weight)
+    return ops.weighted_cv_squared([load], [weight])
 
 
 def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
@@ -64,13 +64,6 @@ def batchwise_loss(scores: Tensor, threshold: Tensor, mask: Tensor) -> Tensor:
     require_shape("batchwise_loss", shape, mask=mask)
     excess = scores - threshold.unsqueeze(-2)
     return (((excess > 0).to(excess.dtype) - mask.to(excess.dtype)) * excess).sum()
-
-
-def _weighted(values: Tensor, weight: float) -> Tensor:
-    """Computes weight · CV(values)²; skips the computation if the weight is 0."""
-    if weight == 0:
-        return values.new_zeros((), dtype=accumulation_dtype(values))
-    return weight * cv_squared(values)
 
 
 class RouterLoss:

@@ -33,12 +33,8 @@ from moe_ext.distributed.ranks import Ranks
 from moe_ext.distributed.sharding import ExpertParallel, ExpertSharding
 from moe_ext.experts import Experts, FeedForwardExperts
 from moe_ext.gates import Gate, NoisyTopKGate, Routing
-from moe_ext.losses import (
-    RouterLoss,
-    cv_squared,
-    importance_loss,
-    load_loss,
-)
+from moe_ext.losses import RouterLoss, cv_squared
+from moe_ext.ops._dtypes import cast
 
 __all__ = ["MoE", "MoEAux"]
 
@@ -359,7 +355,7 @@ class MoE(nn.Module):
                 f"got shape {tuple(x.shape)}"
             )
         require_floating("MoE", x)
-        tokens = x.reshape(-1, self.d_model)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.d_model)
         if mask is not None:
             require_mask("MoE", mask, tuple(x.shape[:-1]))
             position = mask.reshape(-1).nonzero().squeeze(1)
@@ -372,7 +368,7 @@ class MoE(nn.Module):
             expert_index = checked_index(self.gate, expert_index, tokens.shape[0])
 
         y, routing, tokens_per_expert = self._route_and_mix(tokens, expert_index)
-        y = y.to(x.dtype)
+        y = cast(y, x.dtype)
         if self.num_identity_experts > 0:
             first = self.num_experts
             y = add_identity(y, tokens, routing, range(first, first + self.num_identity_experts))
@@ -381,8 +377,9 @@ class MoE(nn.Module):
 
         if mask is not None:
             y = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, position, y)
-        loss = importance_loss(routing.importance, self.w_importance)
-        loss = loss + load_loss(routing.load, self.w_load)
+        # L_importance + L_load in one operator; a gate may return another dtype for the load.
+        balanced = [routing.importance, cast(routing.load, routing.importance.dtype)]
+        loss = ops.weighted_cv_squared(balanced, [self.w_importance, self.w_load])
         if routing.loss is not None:
             loss = loss + routing.loss
         values = {}
@@ -408,8 +405,10 @@ class MoE(nn.Module):
             {name: value.detach() for name, value in values.items()},
             routing.kept,
         )
-        # Like matmul, return no autograd view, so that the caller can modify y in place.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])), aux
+        if x.dim() != 2:
+            # Like matmul, return no autograd view, so that the caller can modify y in place.
+            y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return y, aux
 
     def _jagged(
         self, x: Any, mask: Tensor | None, expert_index: Tensor | None
@@ -459,7 +458,7 @@ class MoE(nn.Module):
             how = self.capacity_factor, self.drop
             routing = drop_slots(routing, self.num_experts, self.k, *how, ranks)
         if dtype is not None:
-            tokens = tokens.to(dtype)
+            tokens = cast(tokens, dtype)
         num_choices = self.num_experts + self.num_identity_experts + self.num_null_experts
         if routing.kept is None and num_choices == self.num_experts:
             y, tokens_per_expert = self._mixture(tokens, routing)

@@ -48,6 +48,7 @@ class Operator:
     precise: list[dict]  # Sizes for the measurement of rounding errors.
     plain: Callable | None = None  # The same in plain torch, in the dtype of the arguments.
     differentiable: tuple[str, ...] = ()
+    constant: tuple[int, ...] = ()  # The floating-point outputs without a gradient.
     backward: str | None = None  # The operator that computes the gradients.
     autocast: torch.dtype | None = None  # The dtype of floating-point arguments under autocast.
     products: bool = False  # Uses GEMMs: bits depend on instruction set and device.
@@ -456,12 +457,25 @@ def make_importance(dtype, E, **sizes):
     )
 
 
-def make_cv_squared(dtype, E, offset=0.1):
-    return dict(values=(torch.rand(E, dtype=torch.float64) + offset).to(dtype))
+def make_cv_squared(dtype, sizes, offset=0.1):
+    """Draws one vector of each size; the weights are 1, 2, …, except that the second is 0."""
+    values = [(torch.rand(E, dtype=torch.float64) + offset).to(dtype) for E in sizes]
+    return dict(values=values, weights=[0.0 if j == 1 else j + 1.0 for j in range(len(sizes))])
+
+
+def plain_cv_squared(values, weights):
+    return sum(
+        w * v.var(correction=0) / v.mean() ** 2 for v, w in zip(values, weights, strict=True)
+    )
 
 
 def dense(gates, expert_index, num_experts):
     return gates.new_zeros(len(gates), num_experts).scatter(1, expert_index, gates)
+
+
+def plain_importance_and_load(gates, expert_index, num_experts):
+    ones = torch.ones_like(gates.detach())
+    return tuple(dense(each, expert_index, num_experts).sum(0) for each in (gates, ones))
 
 
 def make_plan(dtype, E, **sizes):
@@ -890,6 +904,22 @@ TWICE = (  # a token has an expert twice
     dict(expert_index=torch.tensor([[0, 1], [2, 1], [3, 3], [4, 4]])),
     [3, 3],
 )
+OF_IMPORTANCE = dict(
+    make=make_importance,
+    equations=("Eq. 6",),
+    differentiable=("gates",),
+    lacks={"second_derivative": "it has one, see gradcheck"},
+    samples=EDGES + [dict(T=9, E=5, k=1, all_to=3), dict(T=5, E=3, k=0)],
+    typical=TYPICAL,
+    limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
+    large=shapes((5000, 16, 4), (3000, 2000, 2)),
+    precise=shapes((10, 8, 2), (301, 37, 3), (5000, 8, 2)),
+    bad=[
+        *too_short("expert_index"),
+        *out_of_range("expert_index", E),
+        *numbers("num_experts", 0, -1, 2**31, 2**62),
+    ],
+)
 
 # fmt: off
 TABLE = {
@@ -1074,34 +1104,34 @@ TABLE = {
         ],
     ),
     "importance": Operator(
-        function=ops.importance, make=make_importance,
+        function=ops.importance,
         reference=lambda **arguments: ref.Importance(dense(**arguments)),
         plain=lambda **arguments: dense(**arguments).sum(0),
-        equations=("Eq. 6",),
-        differentiable=("gates",), lacks={"second_derivative": "it has one, see gradcheck"},
-        samples=EDGES + [dict(T=9, E=5, k=1, all_to=3), dict(T=5, E=3, k=0)],
-        typical=TYPICAL,
-        limits=shapes((3, 255, 2), (3, 256, 17), (3, 257, 64), (3, 1000, 1), (3, 4096, 4096)),
-        large=shapes((5000, 16, 4), (3000, 2000, 2)),
-        precise=shapes((10, 8, 2), (301, 37, 3), (5000, 8, 2)),
-        bad=[
-            *too_short("expert_index"),
-            *out_of_range("expert_index", E),
-            *numbers("num_experts", 0, -1, 2**31, 2**62),
-        ],
+        **OF_IMPORTANCE,
     ),
-    "cv_squared": Operator(
-        function=ops.cv_squared, make=make_cv_squared,
-        reference=lambda values: ref.CV_squared(values),
-        plain=lambda values: values.var(correction=0) / values.mean() ** 2,
+    "importance_and_load": Operator(
+        function=ops.importance_and_load, constant=(1,),
+        reference=plain_importance_and_load, plain=plain_importance_and_load,
+        **OF_IMPORTANCE,
+    ),
+    "weighted_cv_squared": Operator(
+        function=ops.weighted_cv_squared, make=make_cv_squared,
+        reference=lambda values, weights: sum(
+            w * ref.CV_squared(v) for v, w in zip(values, weights, strict=True)
+        ),
+        plain=plain_cv_squared,
         equations=("Eq. 7", "Eq. 11"),
-        differentiable=("values",), lacks={"second_derivative": "it has one, see gradcheck"},
-        samples=[dict(E=E) for E in (1, 2, 5, 33, 256)] + [dict(E=4, offset=1000)],
-        typical=[dict(E=5), dict(E=40)],
-        limits=[dict(E=E) for E in (255, 256, 257, 4096)],
-        large=[dict(E=100_000)],
-        precise=[dict(E=8), dict(E=4096), dict(E=64, offset=1000)],
-        bad=[(ValueError, "values", dict(values=torch.ones(0)), "0")],
+        differentiable=("values",), backward="_weighted_cv_squared_backward",
+        samples=[dict(sizes=sizes) for sizes in ([1], [2], [5, 3], [33, 256], [256, 1, 7])]
+        + [dict(sizes=[4, 2, 40], offset=1000)],
+        typical=[dict(sizes=[5]), dict(sizes=[40, 3, 7])],
+        limits=[dict(sizes=[E]) for E in (255, 256, 257, 4096)],
+        large=[dict(sizes=[100_000])],
+        precise=[dict(sizes=[8]), dict(sizes=[4096]), dict(sizes=[64, 2, 64], offset=1000)],
+        bad=[
+            (ValueError, "values", dict(values=[torch.ones(0)]), "0"),
+            (ValueError, "weights", dict(weights=[1.0, 2.0]), "2 for 1"),
+        ],
     ),
     "dispatch_plan": Operator(
         function=ops.dispatch_plan, make=make_plan, reference=reference_plan, plain=plain_plan,

@@ -188,6 +188,17 @@ def test_commands_that_are_shown_can_be_parsed(monkeypatch):
             pytest.fail(f"{file}: scripts/{script}.py {shlex.join(arguments)}")
 
 
+def test_claims_have_the_figures_and_verdicts_of_their_pages():
+    results = ROOT / "docs" / "results"
+    index = (results / "index.md").read_text()
+    section = index.partition("## The paper's claims at small scale\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (M\d): .*\]\((\w+\.md)\).*\| (.+) \| (.+) \|$", section, re.M)
+    assert {row[0] for row in rows} == {f"M{number}" for number in range(1, 10)}
+    for _, page, figure, verdict in rows:
+        lines = (results / page).read_text().splitlines()
+        assert any(figure in line and verdict in line for line in lines), (page, figure, verdict)
+
+
 def test_documents_that_are_named_exist():
     places = (
         "*.md",

@@ -40,6 +40,6 @@ Tensor selected_softmax(const Tensor& logits, const Tensor& expert_index,
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
   m.impl("batchwise_topm", torch::CppFunction::makeFallthrough());  // no derivative
-  m.impl("selected_softmax", &moe_ext::autograd::selected_softmax);
+  moe_ext::autograd::differentiable<"selected_softmax", &moe_ext::autograd::selected_softmax>(m);
   m.impl("_selected_softmax_backward", moe_ext::autograd::no_second_derivative());
 }

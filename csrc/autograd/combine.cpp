@@ -36,6 +36,6 @@ Tensor combine(const Tensor& expert_output, const Tensor& gates, const Tensor& i
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("combine", &moe_ext::autograd::combine);
+  moe_ext::autograd::differentiable<"combine", &moe_ext::autograd::combine>(m);
   m.impl("_combine_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -32,6 +32,6 @@ Tensor dispatch(const Tensor& x, const Tensor& inverse, const OptionalTensor& to
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
   m.impl("dispatch_plan", torch::CppFunction::makeFallthrough());  // no floating-point inputs
-  m.impl("dispatch", &moe_ext::autograd::dispatch);
+  moe_ext::autograd::differentiable<"dispatch", &moe_ext::autograd::dispatch>(m);
   m.impl("_dispatch_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -1,5 +1,3 @@
-#include <torch/csrc/autograd/functions/utils.h>
-
 #include "../experts_operator.h"
 #include "function.h"
 
@@ -78,23 +76,8 @@ struct Experts : torch::autograd::Function<Experts> {
   }
 };
 
-// Returns whether autograd follows the experts, backward or forward; Experts::apply refuses the
-// latter.
-bool is_differentiated(const Tensor& x, const OptionalTensor& gates, at::TensorList weights,
-                       at::TensorList biases) {
-  using namespace torch::autograd;
-  return compute_requires_grad(x, gates, weights, biases) || isFwGradDefined(x) ||
-         isFwGradDefined(gates) || isFwGradDefinedTensorList(weights) ||
-         isFwGradDefinedTensorList(biases);
-}
-
 ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForward& network,
                        bool keep_hidden) {
-  if (!is_differentiated(x, routing.gates, network.weights, network.biases)) {
-    // The bookkeeping of a Function takes longer than the experts of one token.
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_experts(x, routing, network, keep_hidden);
-  }
   const auto out = Experts::apply(
       x, routing.offsets, routing.inverse, routing.token_offsets, routing.gates, network.weights,
       network.biases, std::string(network.activation), network.activation_args, keep_hidden);
@@ -105,6 +88,6 @@ ExpertsOutputs experts(const Tensor& x, const Routing& routing, const FeedForwar
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("experts", &moe_ext::experts_of<moe_ext::autograd::experts>);
+  moe_ext::autograd::differentiable<"experts", &moe_ext::experts_of<moe_ext::autograd::experts>>(m);
   m.impl("_experts_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -3,7 +3,13 @@
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 #include "../operator.h"
 #include "../tensor.h"
@@ -18,6 +24,52 @@ inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_o
 
 inline OptionalTensor if_defined(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// Returns whether autograd follows an argument of an operator, backward or forward.
+template <typename T>
+bool is_differentiated(const T& argument) {
+  using torch::autograd::compute_requires_grad;
+  if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor>) {
+    return compute_requires_grad(argument) || torch::autograd::isFwGradDefined(argument);
+  } else if constexpr (std::is_same_v<T, at::TensorList>) {
+    return compute_requires_grad(argument) || torch::autograd::isFwGradDefinedTensorList(argument);
+  } else if constexpr (std::is_same_v<T, std::optional<at::TensorList>>) {
+    return argument && is_differentiated(*argument);
+  }
+  return false;
+}
+
+// A string as a template argument.
+template <size_t size>
+struct Name {
+  constexpr Name(const char (&literal)[size]) { std::copy_n(literal, size, text); }
+  char text[size];
+};
+
+// The autograd kernel of the operator `name`.
+template <Name name, auto function>
+struct Differentiable;
+
+template <Name name, typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Differentiable<name, function> {
+  static Result run(Arguments... arguments) {
+    if ((is_differentiated<std::decay_t<Arguments>>(arguments) || ...)) {
+      return function(std::forward<Arguments>(arguments)...);
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        find_operator<Result(Arguments...)>((std::string("moe_ext::") + name.text).c_str());
+    return op.call(std::forward<Arguments>(arguments)...);
+  }
+};
+
+// Registers `function`, which applies a Function, as the derivative of the operator `name`. It runs
+// only if autograd follows an argument: the bookkeeping of a Function takes longer than a small
+// kernel.
+template <Name name, auto function>
+void differentiable(torch::Library& m) {
+  m.impl(name.text, &Differentiable<name, function>::run);
 }
 
 // A backward operator has no derivative: a second derivative is an error, not zero.

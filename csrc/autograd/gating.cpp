@@ -49,6 +49,6 @@ Outputs noisy_topk_gating(const Tensor& clean_logits, const OptionalTensor& raw_
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("noisy_topk_gating", &moe_ext::autograd::noisy_topk_gating);
+  moe_ext::autograd::differentiable<"noisy_topk_gating", &moe_ext::autograd::noisy_topk_gating>(m);
   m.impl("_noisy_topk_gating_backward", moe_ext::autograd::no_second_derivative());
 }

@@ -98,7 +98,8 @@ LinearCrossEntropyOutputs linear_cross_entropy(const Classifier& classifier,
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("linear_cross_entropy",
-         &moe_ext::linear_cross_entropy_of<moe_ext::autograd::linear_cross_entropy>);
+  moe_ext::autograd::differentiable<
+      "linear_cross_entropy",
+      &moe_ext::linear_cross_entropy_of<moe_ext::autograd::linear_cross_entropy>>(m);
   m.impl("_linear_cross_entropy_backward", moe_ext::autograd::no_second_derivative());
 }

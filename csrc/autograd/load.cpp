@@ -38,6 +38,6 @@ Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev, const Tensor
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("load", &moe_ext::autograd::load);
+  moe_ext::autograd::differentiable<"load", &moe_ext::autograd::load>(m);
   m.impl("_load_backward", moe_ext::autograd::no_second_derivative());
 }

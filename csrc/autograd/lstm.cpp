@@ -70,6 +70,6 @@ LstmOutputs lstm(const Lstm& lstm) {
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("lstm", &moe_ext::lstm_of<moe_ext::autograd::lstm>);
+  moe_ext::autograd::differentiable<"lstm", &moe_ext::lstm_of<moe_ext::autograd::lstm>>(m);
   m.impl("_lstm_backward", moe_ext::autograd::no_second_derivative());
 }

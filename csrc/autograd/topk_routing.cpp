@@ -58,6 +58,6 @@ Outputs topk_routing(const Tensor& logits, c10::SymInt k, const OptionalTensor& 
 }  // namespace moe_ext::autograd
 
 TORCH_LIBRARY_IMPL(moe_ext, Autograd, m) {
-  m.impl("topk_routing", &moe_ext::autograd::topk_routing);
+  moe_ext::autograd::differentiable<"topk_routing", &moe_ext::autograd::topk_routing>(m);
   m.impl("_topk_routing_backward", moe_ext::autograd::no_second_derivative());
 }

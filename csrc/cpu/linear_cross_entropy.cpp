@@ -365,15 +365,21 @@ std::vector<Tensor> linear_cross_entropy_backward_cpu(const Tensor& grad_loss,
     const Tensor grads = grad_loss.contiguous();
     const auto* grad = grads.const_data_ptr<acc_t>();
     if (!gradients.empty()) {
-      results = linear_cross_entropy_gradients(empty, classifier, needs, type);
+      results = linear_cross_entropy_gradients(empty, classifier, needs);
       for (size_t i = 0; i < results.size(); ++i) {
         if (results[i].numel() == 0) continue;
         const Tensor kept = gradients[i].contiguous();
         const auto* from = kept.const_data_ptr<acc_t>();
-        auto* to = results[i].mutable_data_ptr<scalar_t>();
-        parallel_for(kept.numel(), 2, [&](int64_t begin, int64_t end) {
-          vectorized<ScaledCopy>(*grad, from + begin, end - begin, to + begin);
-        });
+        const auto copy = [&](auto* to) {
+          parallel_for(kept.numel(), 2, [&](int64_t begin, int64_t end) {
+            vectorized<ScaledCopy>(*grad, from + begin, end - begin, to + begin);
+          });
+        };
+        if (results[i].scalar_type() == type) {
+          copy(results[i].mutable_data_ptr<scalar_t>());
+        } else {
+          copy(results[i].mutable_data_ptr<acc_t>());
+        }
       }
       return;
     }
@@ -383,10 +389,10 @@ std::vector<Tensor> linear_cross_entropy_backward_cpu(const Tensor& grad_loss,
     LinearCrossEntropy<scalar_t>(tiles, nullptr, nullptr, sums.const_data_ptr<acc_t>(),
                                  tiles.grad_of_tokens(options, grad), results)
         .run();
-    for (Tensor& result : results) {
-      if (tiles.num_tokens == 0) result.zero_();
-      result = result.to(type);
+    if (tiles.num_tokens == 0) {
+      for (const Tensor& result : results) result.zero_();
     }
+    convert_gradients(classifier, results);
   });
   return results;
 }

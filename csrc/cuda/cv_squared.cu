@@ -1,4 +1,4 @@
-// CV(values)^2 (Eq. 7) on CUDA.
+// sum_j weights_j CV(values_j)^2 (Eq. 7) on CUDA.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <torch/library.h>
@@ -10,10 +10,15 @@
 namespace moe_ext::cuda {
 namespace {
 
-// One block sums all values, in an order that depends on their number only.
+template <typename acc_t>
+struct Moments {
+  acc_t count, mean, cv_squared;
+};
+
+// The block of one vector sums its values, in an order that depends on their number only.
 template <typename scalar_t, typename acc_t>
-__global__ void cv_squared_kernel(const scalar_t* __restrict__ values, int64_t size,
-                                  acc_t* __restrict__ result) {
+__device__ __forceinline__ Moments<acc_t> moments_of(const scalar_t* __restrict__ values,
+                                                     int64_t size) {
   __shared__ acc_t space[kThreads / kWarp];
   const acc_t count = static_cast<acc_t>(size);
   acc_t total = 0;
@@ -24,26 +29,70 @@ __global__ void cv_squared_kernel(const scalar_t* __restrict__ values, int64_t s
     const acc_t u = math::relative_deviation(static_cast<acc_t>(values[i]), mean);
     squares += u * u;
   }
-  squares = block_sum(squares, space);
-  if (threadIdx.x == 0) *result = squares / count;
+  return {.count = count, .mean = mean, .cv_squared = block_sum(squares, space) / count};
 }
 
-Tensor cv_squared_cuda(const Tensor& values) {
-  check_cv_squared(values);
-  const c10::cuda::OptionalCUDAGuard guard(values.device());
-  const Tensor contiguous = values.contiguous();
-  Tensor result = cv_squared_output(empty, values);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, contiguous.scalar_type(), "cv_squared",
-                                  [&] {
-                                    using acc_t = at::opmath_type<scalar_t>;
-                                    launch(cv_squared_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
-                                           contiguous.const_data_ptr<scalar_t>(),
-                                           contiguous.numel(), result.mutable_data_ptr<acc_t>());
-                                  });
+// Adds weight CV(values)^2 to the result of the vectors before.
+template <typename scalar_t, typename acc_t>
+__global__ void cv_squared_kernel(const scalar_t* __restrict__ values, int64_t size, acc_t weight,
+                                  bool first, acc_t* __restrict__ result) {
+  const acc_t cv_squared = moments_of<scalar_t, acc_t>(values, size).cv_squared;
+  if (threadIdx.x != 0) return;
+  *result = (first ? acc_t(0) : *result) + (weight == acc_t(0) ? acc_t(0) : weight * cv_squared);
+}
+
+template <typename scalar_t, typename acc_t>
+__global__ void cv_squared_backward_kernel(const acc_t* __restrict__ grad,
+                                           const scalar_t* __restrict__ values, int64_t size,
+                                           acc_t weight, scalar_t* __restrict__ grad_values) {
+  const auto moments = moments_of<scalar_t, acc_t>(values, size);
+  const acc_t slope = math::cv_squared_slope(weight * *grad, moments.count, moments.mean);
+  for (int64_t i = threadIdx.x; i < size; i += kThreads) {
+    const acc_t u = math::relative_deviation(static_cast<acc_t>(values[i]), moments.mean);
+    grad_values[i] =
+        weight == acc_t(0) ? scalar_t(0) : static_cast<scalar_t>((u - moments.cv_squared) * slope);
+  }
+}
+
+Tensor weighted_cv_squared_cuda(at::TensorList values, at::ArrayRef<double> weights) {
+  check_weighted_cv_squared("weighted_cv_squared", values, weights);
+  const c10::cuda::OptionalCUDAGuard guard(values[0].device());
+  Tensor result = weighted_cv_squared_output(empty, values);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        for (size_t j = 0; j < values.size(); ++j) {
+          const Tensor contiguous = values[j].contiguous();
+          launch(cv_squared_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
+                 contiguous.const_data_ptr<scalar_t>(), contiguous.numel(), weights[j], j == 0,
+                 result.mutable_data_ptr<acc_t>());
+        }
+      });
   return result;
+}
+
+std::vector<Tensor> weighted_cv_squared_backward_cuda(const Tensor& grad, at::TensorList values,
+                                                      at::ArrayRef<double> weights) {
+  check_weighted_cv_squared_backward(grad, values, weights);
+  const c10::cuda::OptionalCUDAGuard guard(grad.device());
+  std::vector<Tensor> gradients = weighted_cv_squared_gradients(empty, values);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
+        using acc_t = at::opmath_type<scalar_t>;
+        for (size_t j = 0; j < values.size(); ++j) {
+          const Tensor contiguous = values[j].contiguous();
+          launch(cv_squared_backward_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
+                 grad.const_data_ptr<acc_t>(), contiguous.const_data_ptr<scalar_t>(),
+                 contiguous.numel(), weights[j], gradients[j].mutable_data_ptr<scalar_t>());
+        }
+      });
+  return gradients;
 }
 
 }  // namespace
 }  // namespace moe_ext::cuda
 
-TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) { m.impl("cv_squared", &moe_ext::cuda::cv_squared_cuda); }
+TORCH_LIBRARY_IMPL(moe_ext, CUDA, m) {
+  m.impl("weighted_cv_squared", &moe_ext::cuda::weighted_cv_squared_cuda);
+  m.impl("_weighted_cv_squared_backward", &moe_ext::cuda::weighted_cv_squared_backward_cuda);
+}

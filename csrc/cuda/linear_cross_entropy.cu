@@ -29,13 +29,13 @@ struct Products {
   using acc_t = at::opmath_type<scalar_t>;
 
   scalar_t* data;  // [tokens, num_classes]
-  const scalar_t* bias;
+  const acc_t* bias;
   int64_t num_classes;
   acc_t cap;  // 0: no softcap
 
   __device__ acc_t logit(int64_t token, int64_t v) const {
     acc_t x = static_cast<acc_t>(data[token * num_classes + v]);
-    if (bias != nullptr) x += static_cast<acc_t>(bias[v]);
+    if (bias != nullptr) x += bias[v];
     return cap == acc_t(0) ? x : math::Softcap<acc_t>{cap}.value(x);
   }
   __device__ acc_t slope(acc_t logit) const {
@@ -127,7 +127,9 @@ class LinearCrossEntropy {
         cap_(static_cast<acc_t>(options.softcap.value_or(0))),
         function_{.smoothing = static_cast<acc_t>(options.label_smoothing),
                   .z_loss = static_cast<acc_t>(options.z_loss)} {
-    if (classifier.bias) bias_ = classifier.bias->contiguous();
+    if (classifier.bias) {
+      bias_ = classifier.bias->to(c10::CppTypeToScalarType<acc_t>::value).contiguous();
+    }
   }
 
   // Writes the loss and the log-sum-exp of each token. Writes the gradients that are not empty, for
@@ -181,7 +183,7 @@ class LinearCrossEntropy {
       const Tensor logits = at::mm(rows, weight_.t());
       body(first,
            Products<scalar_t>{logits.mutable_data_ptr<scalar_t>(),
-                              bias_.defined() ? bias_.template const_data_ptr<scalar_t>() : nullptr,
+                              bias_.defined() ? bias_.template const_data_ptr<acc_t>() : nullptr,
                               num_classes, cap_},
            rows.size(0));
       if (needs(0))
@@ -250,7 +252,7 @@ std::vector<Tensor> linear_cross_entropy_backward_cuda(const Tensor& grad_loss,
       for (const Tensor& result : results) result.mul_(factor);
     });
   }
-  for (Tensor& result : results) result = result.to(type);
+  convert_gradients(classifier, results);
   return results;
 }
 

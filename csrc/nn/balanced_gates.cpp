@@ -118,12 +118,13 @@ Tensor scores_of(const Tensor& logits, bool detach) {
 // and metrics.
 Routing routing_of(const Tensor& gates, const Tensor& expert_index, const Tensor& token_offsets,
                    int64_t num_experts, at::ArrayRef<Mask> masks) {
-  const auto slot_gates = gates.unsqueeze(1), slot_experts = expert_index.unsqueeze(1);
+  const auto [importance, load] =
+      ops::importance_and_load(gates.unsqueeze(1), expert_index.unsqueeze(1), num_experts);
   Routing routing{
       .gates = gates,
       .expert_index = expert_index,
-      .importance = ops::importance(slot_gates, slot_experts, num_experts),
-      .load = ops::importance(at::ones_like(slot_gates), slot_experts, num_experts),
+      .importance = importance,
+      .load = load,
       .token_offsets = token_offsets,
   };
   // A tensor, because CUDA multiplies by the reciprocal of a number.

@@ -34,13 +34,13 @@ Routing Gate::replay(const Tensor&, const Tensor& expert_index) {
 Routing Gate::make_routing(const Tensor& gates, const Tensor& expert_index,
                            const OptionalTensor& load, const OptionalTensor& logits,
                            const OptionalTensor& scores) const {
-  const auto counts = [&] {
-    return ops::importance(at::ones_like(gates), expert_index, num_experts_);
-  };
+  const auto sums =
+      load ? ops::ImportanceAndLoad{ops::importance(gates, expert_index, num_experts_), *load}
+           : ops::importance_and_load(gates, expert_index, num_experts_);
   return {.gates = gates,
           .expert_index = expert_index,
-          .importance = ops::importance(gates, expert_index, num_experts_),
-          .load = load ? *load : counts(),
+          .importance = sums.importance,
+          .load = sums.load,
           .logits = logits,
           .scores = scores};
 }

@@ -8,12 +8,6 @@
 namespace moe_ext::nn {
 namespace {
 
-// Computes weight * CV(values)^2; skips the computation if the weight is 0.
-Tensor weighted(const Tensor& values, double weight) {
-  if (weight == 0) return at::zeros({}, values.options().dtype(wide_type(values)));
-  return cv_squared(values) * weight;
-}
-
 // Computes E sum_i f_i P_i from sums over tokens, [..., E], and numbers of tokens [...].
 Tensor switch_loss(const Tensor& counts, const Tensor& probabilities, const Tensor& num_tokens) {
   const auto f = counts / counts.sum(-1, /*keepdim=*/true).clamp_min(1);
@@ -39,10 +33,12 @@ Tensor sum_of_sequences(const Tensor& values, const Tensor& sequence_offsets) {
 }  // namespace
 
 Tensor importance_loss(const Tensor& importance, double weight) {
-  return weighted(importance, weight);
+  return ops::weighted_cv_squared(importance, weight);
 }
 
-Tensor load_loss(const Tensor& load, double weight) { return weighted(load, weight); }
+Tensor load_loss(const Tensor& load, double weight) {
+  return ops::weighted_cv_squared(load, weight);
+}
 
 Tensor batchwise_loss(const Tensor& scores, const Tensor& threshold, const Tensor& mask) {
   auto shape = scores.sizes().vec();

@@ -259,8 +259,10 @@ std::tuple<Tensor, MoEAux> MoEImpl::forward(const Tensor& x, const OptionalTenso
   }
 
   if (mask) y = y.new_zeros({mask->numel(), y.size(-1)}).index_copy(0, position, y);
-  auto loss = importance_loss(routing.importance, weight_of(options.w_importance(), options));
-  loss = loss + load_loss(routing.load, weight_of(options.w_load(), options));
+  // L_importance + L_load in one operator; a gate may return another type for the load.
+  auto loss = ops::weighted_cv_squared(
+      {routing.importance, routing.load.to(routing.importance.scalar_type())},
+      {weight_of(options.w_importance(), options), weight_of(options.w_load(), options)});
   if (routing.loss) loss = loss + *routing.loss;
   std::map<std::string, Tensor> losses;
   if (!options.losses().empty()) {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.ops._dtypes import cast
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """Converts x to at least float32; a gate calls this once for all its matrices."""
-    return x.to(ops.accumulation_dtype(x))
+    return cast(x, ops.accumulation_dtype(x))
 
 
 def logits(
@@ -30,7 +31,7 @@ def logits(
     `moe_ext.ops.load` subtracts a threshold from a logit, which cancels in lower precision.
     """
     wide = torch.promote_types(ops.accumulation_dtype(x), weight.dtype)
-    x, weight = x.to(wide), weight.to(wide)
+    x, weight = cast(x, wide), cast(weight, wide)
     device = x.device.type
     # The meta device does not support autocast.
     if device == "meta" or not torch.is_autocast_enabled(device):

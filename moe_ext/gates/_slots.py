@@ -77,10 +77,8 @@ def sums_of_slots(
         importance [E], load [E], the number of tokens, the number of tokens without an expert, and
         more, all in the dtype of gates.
     """
-    slots = gates.unsqueeze(1), expert_index.unsqueeze(1)
     parts = (
-        ops.importance(*slots, num_experts),
-        ops.importance(torch.ones_like(slots[0]), slots[1], num_experts),
+        *ops.importance_and_load(gates.unsqueeze(1), expert_index.unsqueeze(1), num_experts),
         gates.new_full((), token_offsets.shape[0] - 1),
         (token_offsets.diff() == 0).count_nonzero().to(gates.dtype),
         *(tensor.to(gates.dtype) for tensor in more),

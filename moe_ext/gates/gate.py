@@ -178,8 +178,9 @@ class Gate(nn.Module):
             logits, scores: see `Routing`.
         """
         if load is None:
-            load = ops.importance(torch.ones_like(gates), expert_index, self.num_experts)
-        importance = ops.importance(gates, expert_index, self.num_experts)
+            importance, load = ops.importance_and_load(gates, expert_index, self.num_experts)
+        else:
+            importance = ops.importance(gates, expert_index, self.num_experts)
         if ranks is not None:
             importance, load = ranks.sum(importance, load)
         return Routing(gates, expert_index, importance, load, logits=logits, scores=scores)

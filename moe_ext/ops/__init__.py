@@ -3,8 +3,8 @@
 Shapes: T tokens, D model width, E experts, K = k experts per token, R = T·K routed rows.
 
 All operators are pure functions of tensors with C++ autograd. Sums have a fixed order: results do
-not depend on the number of threads. Second derivatives raise RuntimeError, except for importance
-and cv_squared. Gradients with torch.func are not supported: torch raises an error.
+not depend on the number of threads. Second derivatives raise RuntimeError, except for the
+importance. Gradients with torch.func are not supported: torch raises an error.
 
 Indices and offsets are int64. int32 is accepted but converted, which costs time.
 
@@ -16,7 +16,7 @@ child, or start it with the method "spawn".
 from moe_ext.ops import _flops as _flops  # registers the FLOP formulas
 from moe_ext.ops._balanced_gating import BatchwiseTopM, batchwise_topm, selected_softmax
 from moe_ext.ops._combine import combine
-from moe_ext.ops._cv_squared import cv_squared
+from moe_ext.ops._cv_squared import cv_squared, weighted_cv_squared
 from moe_ext.ops._dispatch import DispatchPlan, dispatch, dispatch_plan, token_index
 from moe_ext.ops._dtypes import accumulation_dtype
 from moe_ext.ops._experts import (
@@ -27,7 +27,7 @@ from moe_ext.ops._experts import (
     experts,
 )
 from moe_ext.ops._gating import TopKSelection, noisy_topk_gating
-from moe_ext.ops._importance import importance
+from moe_ext.ops._importance import ImportanceAndLoad, importance, importance_and_load
 from moe_ext.ops._linear_cross_entropy import linear_cross_entropy
 from moe_ext.ops._load import load
 from moe_ext.ops._lstm import LSTMOutput, lstm
@@ -40,6 +40,7 @@ __all__ = [
     "Activation",
     "BatchwiseTopM",
     "DispatchPlan",
+    "ImportanceAndLoad",
     "LSTMOutput",
     "Score",
     "TopKRouting",
@@ -52,6 +53,7 @@ __all__ = [
     "dispatch_plan",
     "experts",
     "importance",
+    "importance_and_load",
     "linear_cross_entropy",
     "load",
     "lstm",
@@ -59,4 +61,5 @@ __all__ = [
     "selected_softmax",
     "token_index",
     "topk_routing",
+    "weighted_cv_squared",
 ]

@@ -1,5 +1,7 @@
 """The squared coefficient of variation, CV² (Eq. 7)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,4 +20,17 @@ def cv_squared(values: Tensor) -> Tensor:
         ValueError: values is empty or does not have one dimension.
         TypeError: values is not floating point.
     """
-    return torch.ops.moe_ext.cv_squared(values)
+    return torch.ops.moe_ext.weighted_cv_squared([values], [1.0])
+
+
+def weighted_cv_squared(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Computes Σ_j weights_j · CV(values_j)², a scalar, with one operator; see `cv_squared`.
+
+    Args:
+        values: one or more [E_j], non-negative, all of the same dtype.
+        weights: a number for each of `values`. Values with the weight 0 are not read.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype, device or length.
+    """
+    return torch.ops.moe_ext.weighted_cv_squared(values, weights)

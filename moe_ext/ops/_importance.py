@@ -1,7 +1,21 @@
 """The importance of each expert (Section 4, Eq. 6)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class ImportanceAndLoad(NamedTuple):
+    """Holds the result of `importance_and_load`, two [E] in the dtype of gates, at least float32.
+
+    Attributes:
+        importance: the sum of the gates of each expert.
+        load: the number of tokens of each expert. It has no gradient.
+    """
+
+    importance: Tensor
+    load: Tensor
 
 
 def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
@@ -16,3 +30,10 @@ def importance(gates: Tensor, expert_index: Tensor, num_experts: int) -> Tensor:
         ValueError, TypeError, IndexError: an argument has a wrong shape, dtype, device or value.
     """
     return torch.ops.moe_ext.importance(gates, expert_index, num_experts)
+
+
+def importance_and_load(gates: Tensor, expert_index: Tensor, num_experts: int) -> ImportanceAndLoad:
+    """Computes the importance and the exact load of each expert; see `importance`."""
+    return ImportanceAndLoad(
+        *torch.ops.moe_ext.importance_and_load(gates, expert_index, num_experts)
+    )

@@ -45,7 +45,7 @@ def linear_cross_entropy(
         input: [T, D].
         linear_weight: [V, D].
         target: [T] int64, in [0, V) or ignore_index.
-        linear_bias: [V], or None.
+        linear_bias: [V], or None. It may be float32 if the others have half precision.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         ignore_index: the target of tokens without loss and gradient.
         label_smoothing: ε in [0, 1], the weight of the uniform distribution (arXiv 1512.00567).

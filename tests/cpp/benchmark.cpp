@@ -26,12 +26,14 @@ std::function<void()> kernel(const Tensor& x, const std::vector<Tensor>& weights
   using Optional = std::optional<Tensor>;
   using Signature = std::tuple<Tensor, std::vector<Tensor>>(
       const Tensor&, const Optional&, const Optional&, const Optional&, const Optional&,
-      at::TensorList, std::optional<at::TensorList>, std::string_view, bool);
+      at::TensorList, std::optional<at::TensorList>, std::string_view, bool,
+      std::optional<at::ArrayRef<double>>);
   const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("moe_ext::experts", "").typed<Signature>();
   return [=] {
     op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), x, options.offsets, options.inverse,
-                  options.token_offsets, options.gates, weights, std::nullopt, "relu", false);
+                  options.token_offsets, options.gates, weights, std::nullopt, "relu", false,
+                  std::nullopt);
   };
 }
 

@@ -47,6 +47,18 @@ inline const std::map<std::string, Operator> operators = {
      [](const Tree& a) -> std::vector<Tensor> {
        return {ops::importance(a["gates"], a["expert_index"], a.number<int64_t>("num_experts"))};
      }},
+    {"importance_and_load",
+     [](const Tree& a) -> std::vector<Tensor> {
+       const auto sums = ops::importance_and_load(a["gates"], a["expert_index"],
+                                                  a.number<int64_t>("num_experts"));
+       return {sums.importance, sums.load};
+     }},
+    {"weighted_cv_squared",
+     [](const Tree& a) -> std::vector<Tensor> {
+       std::vector<double> weights;
+       for (const auto& number : a.list("weights")) weights.push_back(number.item<double>());
+       return {ops::weighted_cv_squared(a.list("values"), weights)};
+     }},
     {"batchwise_topm",
      [](const Tree& a) -> std::vector<Tensor> {
        const auto best = ops::batchwise_topm(a["scores"], a.number<int64_t>("m"));

@@ -46,14 +46,20 @@ TEST_P(Operators, EqualReference) {
     const auto outputs = operators.at(GetParam())(arguments);
     const auto expected = given.list("outputs"), errors = given.list("allowed_outputs");
     ASSERT_EQ(outputs.size(), expected.size());
-    std::vector<Tensor> differentiable;
+    const auto upstream = given.list("upstream");  // one for each floating-point output
+    auto next = upstream.begin();
+    std::vector<Tensor> differentiable, upstream_of_these;
     for (size_t i = 0; i < outputs.size(); ++i) {
       SCOPED_TRACE("output " + std::to_string(i));
       expect_near(outputs[i], expected[i], errors[i]);
-      if (outputs[i].is_floating_point()) differentiable.push_back(outputs[i]);
+      if (!outputs[i].is_floating_point()) continue;
+      const Tensor& gradient = *next++;
+      if (!outputs[i].requires_grad()) continue;
+      differentiable.push_back(outputs[i]);
+      upstream_of_these.push_back(gradient);
     }
     if (leaves.empty()) continue;
-    const auto found = torch::autograd::grad(differentiable, leaves, given.list("upstream"), {},
+    const auto found = torch::autograd::grad(differentiable, leaves, upstream_of_these, {},
                                              /*create_graph=*/false, /*allow_unused=*/true);
     size_t i = 0;
     for (const auto& [path, gradient] : exact.tensors()) {

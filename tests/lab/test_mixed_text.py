@@ -38,6 +38,8 @@ def test_claims():
     assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
+    steps = [gap.mean for (claim, _), gap in found.items() if claim.startswith("each increase")]
+    assert steps == pytest.approx([-0.02, -0.02])
     dense = [gap for (_, what), gap in found.items() if "against moe-1-wide" in what]
     assert [gap.mean for gap in dense] == pytest.approx([-0.04, -0.06, -0.08])
     assert all(gap.low is None for gap in dense)  # two seeds decide nothing
@@ -52,6 +54,17 @@ def test_spread_over_the_seeds():
     assert study.spread(results) == pytest.approx(0.02**0.5)
     assert "0.141 on the test part" in study.spread_sentence(results, results)
     assert study.spread_sentence({"b": results["b"]}, results) == ""
+
+
+def test_found_names_the_mixture_that_is_best_on_dev():
+    results = dict.fromkeys(study.ARMS, {})
+    results |= {"moe-16": {1: result(1, 2.99, 4.0)}, "moe-4": {1: result(1, 3.0, 4.0)}}
+    on_dev = dict.fromkeys(study.ARMS, {})
+    on_dev |= {"moe-16": {1: result(1, 3.2, 4.0)}, "moe-4": {1: result(1, 3.3, 4.0)}}
+    text = study.found(results, on_dev)
+    assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
+    on_dev["moe-4"] = {1: result(1, 3.1, 4.0)}
+    assert "is moe-4." in study.found(results, on_dev)
 
 
 def run(corpus, tmp_path, *options):
@@ -80,7 +93,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     assert "(one seed, not decided) | not decided |" in page.read_text()
     of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
     assert [*of_file] == [(arm, 1) for arm in study.ARMS]
-    folder = tmp_path / "runs" / "moe-16-seed1"
+    folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
     assert of_file["moe-16", 1]["dev"] == [
         [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
     ]
@@ -91,12 +104,14 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
         "moe-4": [1, 2], "moe-16": [1], "moe-64": [1, 2], "moe-256-h": [1],
         "moe-1-wide": [1], "4xlstm": [1],
     }  # fmt: skip
-    assert not (tmp_path / "runs" / "moe-4-seed1").exists()
-    assert (tmp_path / "runs" / "moe-4-seed2" / "result.json").exists()
+    assert not (tmp_path / "runs" / "sources" / "moe-4-seed1").exists()
+    assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "result.json").exists()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
     assert f"| {math.exp(nats):.4f} |" in text
+    hours = sum(each["seconds"] for each in json.loads(stored.read_text())["runs"]) / 3600
+    assert hours > 0 and f"All runs took {hours:.2f} core-hours." in text
     before = [file.read_bytes() for file in files]
     for file in files[:2]:
         file.unlink()
@@ -127,7 +142,7 @@ def test_an_interrupted_run_continues(corpus, tmp_path, monkeypatch):
         run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
     assert read_stored(tmp_path / "results" / "mixed_sources.json") is None
     assert [*run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")["moe-4"]] == [1]
-    assert calls == [str(tmp_path / "runs" / "moe-4-seed1")] * 2
+    assert calls == [str(tmp_path / "runs" / "sources" / "moe-4-seed1")] * 2
 
 
 def test_all_models_have_equal_operations(corpus, tmp_path):
@@ -141,6 +156,8 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
     )  # fmt: skip
     ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items()}
     assert max(ops.values()) < 1.05 * min(ops.values())
-    config = json.loads((tmp_path / "runs" / "moe-64-seed1" / "result.json").read_text())["config"]
+    config = json.loads(
+        (tmp_path / "runs" / "sources" / "moe-64-seed1" / "result.json").read_text()
+    )["config"]
     assert config["model"]["d_model"] == 96 and config["model"]["dropout"] == 0
     assert config["model"]["num_sampled"] == 0 and config["data"]["kind"] == "bpe"

@@ -11,7 +11,7 @@ from moe_ext.lab.commands import evaluate as evaluate_command
 from moe_ext.lab.commands import export, inspect_experts, prepare_data
 from moe_ext.lab.data import CorpusError, Vocabulary, Wordpieces, encode_sentences, load_parallel
 from moe_ext.lab.data import mixed as mixed_module
-from moe_ext.lab.data.corpora import PARTS
+from moe_ext.lab.data.corpora import PARTS, place_of
 from moe_ext.lab.data.mixed import of_languages, of_sources, write_parts
 from moe_ext.lab.training import metrics as metrics_module
 from moe_ext.lab.training.checkpoint import load_run
@@ -203,6 +203,18 @@ def test_sources_are_mixed(sources):
     assert parts == of_sources(1000)
     few = Counter(line.split()[0] for line in of_sources(20)["train"])
     assert few["import"] + few["def"] == few["Sentence"] == 20 and few.total() == 60
+
+
+@pytest.mark.parametrize("part, low, high", [("test", 0, 0.05), ("dev", 0.05, 0.1)])
+def test_no_file_dominates_dev_or_test(sources, part, low, high):
+    names = (f"generated{number}.h" for number in range(1000))
+    name = next(each for each in names if low <= place_of(("include", each)) < high)
+    lines = [f"generated line {number}" for number in range(500)]
+    (sources / "include" / name).write_text("\n\n".join(lines))
+    parts = of_sources(10_000)
+    found = {each: set(lines) & set(parts[each]) for each in PARTS}
+    assert len(found[part]) == 20 and sum(map(len, found.values())) == 20
+    assert found[part] != set(lines[:20])  # drawn from the whole file
 
 
 def test_sources_need_headers(sources):

@@ -87,6 +87,27 @@ def test_classes_with_a_bias_of_minus_infinity(device):
     torch.testing.assert_close(*(torch.autograd.grad(y, X)[0] for y in (actual, expected)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_float32_bias_of_half_precision_weights(device, dtype, reduction):
+    """Half precision would round this bias. GEMMs round the softmax, and so the gradient."""
+    X, W = (torch.randint(-2, 3, shape, device=device) for shape in ((9, 4), (700, 4)))
+    b = (torch.arange(700, device=device) / 700 + 8).requires_grad_()
+    target = torch.arange(9, device=device)
+
+    def evaluate(dtype):
+        options = dict(linear_bias=b.to(dtype) if dtype == torch.float64 else b)
+        loss = ops.linear_cross_entropy(
+            X.to(dtype), W.to(dtype), target, reduction=reduction, **options
+        )
+        return loss, *torch.autograd.grad(3 * loss.sum(), b)
+
+    (loss, gradient), (expected, expected_gradient) = evaluate(dtype), evaluate(torch.float64)
+    assert loss.dtype == gradient.dtype == torch.float32
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0.02, atol=1e-3)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_targets_the_mean_is_nan_and_the_gradient_zero(device, recompute):
     X, W = (torch.randn(3, 4, device=device, requires_grad=True) for _ in range(2))

@@ -5,7 +5,7 @@
 // Every function calls its operator through the dispatcher: autograd, autocast, CUDA, the meta
 // device and torch::NoGradGuard work as for the functions of torch. The operators are pure
 // functions of tensors, except factored_step_. Sums have a fixed order: results do not depend on
-// the number of threads. Second derivatives throw, except for importance and cv_squared.
+// the number of threads. Second derivatives throw, except for importance.
 //
 // Indices and offsets are int64. int32 is accepted but converted, which costs time.
 //
@@ -125,9 +125,25 @@ MOE_EXT_API Tensor load(const Tensor& clean_logits, const Tensor& noise_stddev,
 //   num_experts: E.
 MOE_EXT_API Tensor importance(const Tensor& gates, const Tensor& expert_index, int64_t num_experts);
 
+// Two statistics of a routing decision, in at least float32.
+struct ImportanceAndLoad {
+  // [E], the sum of the gates of each expert (Eq. 6).
+  Tensor importance;
+  // [E], the number of tokens of each expert, without gradient.
+  Tensor load;
+};
+
+// Computes the importance and the exact load of each expert; see importance for the arguments.
+MOE_EXT_API ImportanceAndLoad importance_and_load(const Tensor& gates, const Tensor& expert_index,
+                                                  int64_t num_experts);
+
 // Computes the squared coefficient of variation of values [E], population variance / mean^2 (Eq.
 // 7): a scalar; 0 if all values are 0.
 MOE_EXT_API Tensor cv_squared(const Tensor& values);
+
+// Computes sum_j weights_j CV(values_j)^2 of vectors of one dtype: a scalar. Skips vectors whose
+// weight is 0.
+MOE_EXT_API Tensor weighted_cv_squared(at::TensorList values, at::ArrayRef<double> weights);
 
 // The mask M_batchwise of G batches as the m selected rows of each of E experts.
 struct BatchwiseTopM {
@@ -233,7 +249,7 @@ MOE_EXT_API Tensor experts(const Tensor& x, at::TensorList weights, at::TensorLi
 
 // How the losses of the tokens are computed and reduced; see linear_cross_entropy.
 struct LinearCrossEntropyOptions {
-  // [V]; absent: no bias.
+  // [V], may be float32 if the others have half precision; absent: no bias.
   OptionalTensor linear_bias = std::nullopt;
   // "mean" over the tokens that are not ignored, "sum", or "none".
   std::string_view reduction = "mean";

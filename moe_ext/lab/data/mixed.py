@@ -20,8 +20,10 @@ from moe_ext.lab.progress import progress
 _HELD_OUT = 2_000  # sentences of each kind at most, in dev and in test
 _CODE_WORDS = 64  # words at most in a sentence of code
 
-# A file of code is in the first part whose number exceeds the hash of the file's name.
-_PART_ENDS = {"test": 0.02, "dev": 0.04, "train": 1.0}
+# A file of code is in the first part whose number exceeds the hash of the file's name. Dev and test
+# need few sentences of many files, because a generated file has thousands of similar sentences.
+_PART_ENDS = {"test": 0.05, "dev": 0.1, "train": 1.0}
+_OF_A_FILE = 20  # sentences of a file at most, in dev and in test
 
 Kind = dict[str, Iterable[str]]  # the sentences of one kind of text in each of PARTS
 Parts = dict[str, list[str]]  # the sentences of a mixed corpus in each of PARTS
@@ -58,8 +60,8 @@ def of_sources(max_sentences: int) -> Parts:
     """Mixes Python code, C++ headers and the documentation of Python and torch.
 
     The Python code is that of the standard library and of torch, without tests; the headers are
-    those of torch. A file of code is in one part only. A sentence of code is a run of lines without
-    a blank line, cut after 64 words.
+    those of torch. A file of code is in one part only; dev and test have at most 20 of its
+    sentences. A sentence of code is a run of lines without a blank line, cut after 64 words.
 
     Args:
         max_sentences: maximum number of training sentences of each of the three kinds.
@@ -108,7 +110,8 @@ def _code(files: Iterable[Path]) -> Kind:
     for file in progress(files, "reading code", "files"):
         place = place_of(file.parts[-2:])
         part = next(part for part, end in _PART_ENDS.items() if place < end)
-        code[part] += _sentences_of_code(file.read_text("utf-8", errors="ignore"))
+        sentences = _sentences_of_code(file.read_text("utf-8", errors="ignore"))
+        code[part] += sentences if part == "train" else uniform_sample(sentences, _OF_A_FILE)
     return {**code}
 
 

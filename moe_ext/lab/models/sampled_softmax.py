@@ -7,19 +7,14 @@ covers all classes.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from moe_ext.checks import require
-from moe_ext.lab.models.softmax import (
-    check_arguments,
-    logits_of,
-    row_blocks,
-    to_product_dtype,
-)
+from moe_ext.lab.models.softmax import check_arguments
 from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
@@ -113,8 +108,8 @@ def sampled_cross_entropy(
 
     The result is the sum over t of -ln softmax(logits_t)[targets_t]. The logit of class c in row t
     is hidden_t weight_c + bias_c - ln E(c). E(c) is the expected count of c in a sample. A target
-    that is also a sampled class counts once. Rows are processed in blocks,
-    so the [T, S] logits are never stored as a whole.
+    that is also a sampled class counts once. The [T, S] logits are never in memory; see
+    `moe_ext.ops.linear_cross_entropy`.
 
     Args:
         hidden: [T, D].
@@ -132,92 +127,26 @@ def sampled_cross_entropy(
         ValueError: the shapes are inconsistent, or a target on the CPU is outside [0, V).
     """
     check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
-    return _SampledCrossEntropy.apply(
-        hidden, weight, bias, targets, classes, log_expected_class, log_expected_target
+    full = accumulation_dtype(hidden)
+    # A class can be the target of many tokens. Its gradients are summed in the dtype of this copy.
+    used, place = torch.cat([classes, targets]).unique(return_inverse=True)
+    of_class, of_target = place.split([len(classes), len(targets)])
+    rows, biases = F.embedding(used, weight).to(full), bias[used].to(full)
+    class_weight = F.embedding(of_class, rows)
+    class_bias = biases[of_class] - log_expected_class.to(full)
+    target_bias = biases[of_target] - log_expected_target.to(full)
+    target_logit = (hidden.to(full) * F.embedding(of_target, rows)).sum(1) + target_bias
+
+    # A sampled class of each token: its target if that was sampled.
+    column = torch.searchsorted(classes, targets).clamp_(max=len(classes) - 1)
+    sampled = classes[column] == targets
+    loss = linear_cross_entropy(
+        hidden, class_weight.to(hidden.dtype), column, linear_bias=class_bias, reduction="none"
     )
-
-
-class _SampledCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        targets: Tensor,
-        classes: Tensor,
-        log_expected_class: Tensor,
-        log_expected_target: Tensor,
-    ) -> Tensor:
-        full = accumulation_dtype(hidden)
-        class_weight, dtype = to_product_dtype(weight[classes], hidden)
-        class_bias = bias[classes].to(full) - log_expected_class.to(full)
-        target_bias = bias[targets].to(full) - log_expected_target.to(full)
-        # Index of each target in the sampled classes; valid where `drawn` is True.
-        place = torch.searchsorted(classes, targets).clamp_(max=len(classes) - 1)
-        drawn = classes[place] == targets
-
-        total = torch.zeros((), dtype=full, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden)
-        grad_class_weight = torch.zeros_like(class_weight, dtype=full)
-        grad_class_bias = torch.zeros_like(class_bias)
-        grad_target = torch.empty_like(target_bias)
-        for rows in row_blocks(len(targets), class_weight):
-            h = hidden[rows].to(dtype)
-            target_weight = weight[targets[rows]].to(dtype).to(full)
-            target_logit = (h.to(full) * target_weight).sum(1) + target_bias[rows]
-            logits = logits_of(h, class_weight, class_bias)
-            column = place[rows, None]
-            without_target = logits.gather(1, column).masked_fill_(drawn[rows, None], -math.inf)
-            logits.scatter_(1, column, without_target)
-            largest = torch.maximum(logits.amax(1), target_logit)
-            grad = logits.sub_(largest[:, None]).exp_()
-            target_exp = (target_logit - largest).exp_()
-            z = grad.sum(1) + target_exp
-            total += (largest + z.log() - target_logit).sum()
-            # d nll / d logits = softmax(logits) - onehot(target)
-            grad.mul_(1 / z[:, None])
-            grad_target[rows] = target_exp / z - 1
-            grad_class_bias += grad.sum(0)
-            grad = grad.to(dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
-                grad_h = (grad @ class_weight).to(full)
-                grad_hidden[rows] = grad_h.addcmul_(grad_target[rows, None], target_weight)
-                if dtype == full:
-                    grad_class_weight.addmm_(grad.t(), h)
-                else:
-                    grad_class_weight += grad.t() @ h
-        ctx.save_for_backward(
-            hidden, targets, classes, grad_hidden, grad_target, grad_class_weight, grad_class_bias
-        )
-        ctx.weight_dtype, ctx.bias_dtype, ctx.num_classes = weight.dtype, bias.dtype, len(weight)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, classes, *grads = ctx.saved_tensors
-        grad_hidden, grad_target, grad_class_weight, grad_class_bias = (
-            grad_output * grad for grad in grads
-        )
-        # Accumulate in float32 only the rows of used classes; the [V, D] gradient has the weight's
-        # dtype.
-        used, place = torch.cat([classes, targets]).unique(return_inverse=True)
-        of_class, of_target = place.split([len(classes), len(targets)])
-        grad_used = grad_class_weight.new_zeros(len(used), hidden.shape[1])
-        grad_used.index_add_(0, of_class, grad_class_weight)
-        grad_used.index_add_(0, of_target, grad_target[:, None] * hidden)
-        grad_weight = grad_used.new_zeros(
-            ctx.num_classes, hidden.shape[1], dtype=ctx.weight_dtype
-        ).index_copy_(0, used, grad_used.to(ctx.weight_dtype))
-        grad_bias = grad_class_bias.new_zeros(ctx.num_classes)
-        grad_bias.index_add_(0, classes, grad_class_bias).index_add_(0, targets, grad_target)
-        return (
-            grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias.to(ctx.bias_dtype),
-            *[None] * 4,
-        )
+    # Without it, the target adds a term to the sum of exponentials: z of the sampled classes.
+    logit = (hidden.to(full) * F.embedding(column, class_weight)).sum(1) + class_bias[column]
+    log_z = loss + logit
+    return torch.where(sampled, loss, F.softplus(log_z - target_logit)).sum()
 
 
 class SampledSoftmax(nn.Linear):

@@ -1,6 +1,4 @@
-"""The logits of a softmax in blocks of rows, so that they fit the cache of a CPU or fill a GPU."""
-
-from collections.abc import Iterator
+"""The arguments and the logits of a softmax."""
 
 import torch
 from torch import Tensor
@@ -37,20 +35,9 @@ def to_product_dtype(weight: Tensor, hidden: Tensor) -> tuple[Tensor, torch.dtyp
 
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Computes hidden weightᵀ + bias in at least float32."""
     full = accumulation_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.dtype == full:
             return torch.addmm(bias.to(full), hidden, weight.t())
         return (hidden @ weight.t()).to(full).add_(bias)
-
-
-def row_blocks(num_rows: int, weight: Tensor) -> Iterator[slice]:
-    """Yields slices of rows; the logits of a slice fit the cache of a CPU or fill a GPU.
-
-    All slices but the last have at least 128 rows. With fewer rows, the time to read the weights
-    would dominate.
-    """
-    values = 2**20 if weight.device.type == "cpu" else 2**27
-    size = max(128, values // len(weight))
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))

@@ -13,14 +13,16 @@ which has English and six other languages.
 The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
 in RUNS. To share the runs, start the command several times; --seeds and --arms select some of them.
-A run takes 20 minutes on an idle processor. The script also writes mixed_sources.md and
-.png; --report writes them without training and without the corpus.
+A run takes 3 to 20 minutes on an idle processor. The script also writes mixed_sources.md and .png;
+--report writes them without training and without the corpus.
 """
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ SETTINGS = (
     "model.d_model=96",
     "model.dropout=0.0",
     "optimizer.learning_rate=8e-3",
-    "log.eval_every=150",
+    "log.eval_every=300",
     "log.save_every=50",
     "log.tensorboard=false",
 )
@@ -105,9 +107,13 @@ def settings_of(config: Config, text: SentenceText, corpus: str) -> dict[str, An
     }
 
 
-def record_of(result: Result) -> Run:
-    """Converts a finished run to data for JSON, with its learning curve on the dev part."""
+def record_of(result: Result, seconds: float) -> Run:
+    """Converts a finished run to data for JSON, with its learning curve on the dev part.
+
+    seconds: processor time since the run was last started.
+    """
     return {
+        "seconds": round(seconds, 1),
         "cost": asdict(result.cost),
         "test_nll": result.test_nll,
         "earlier_nll": {str(share): nll for share, nll in result.earlier_nll.items()},
@@ -151,23 +157,20 @@ def slope(results: Results) -> PairedDifference | None:
     )
 
 
-def claims(results: Results, *, shares: bool = True) -> list[Claim]:
-    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
-
-    shares: whether results have `earlier_nll` of the same part of the text.
-    """
+def claims(results: Results) -> list[Claim]:
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim."""
 
     def row(claim: str, a: str, b: str) -> Claim:
         return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
+    each = "each increase in the number of experts lowers the perplexity"
+    rows += [row(each, a, b) for b, a in pairwise(more)]
     what = "change of the perplexity for each doubling of the number of experts"
     rows.append(Claim("the perplexity falls with the number of experts", what, slope(results)))
     claim = "a mixture has a lower perplexity than an equally costly dense model"
     rows += [row(claim, a, dense) for dense in DENSE for a in more]
-    if not shares:
-        return rows
     rows += [
         Claim(
             "more training text increases the advantage of more experts",
@@ -207,22 +210,37 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
     )
 
 
-def as_markdown(
-    name: str, settings: Mapping[str, Any], results: Results, on_dev: Results, command: str
-) -> str:
-    """Formats the page: plot, tables, verdicts, command."""
+def found(results: Results, on_dev: Results) -> str:
+    """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
+    best = min(
+        (arm for arm in MIXTURES if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm])
+    )
+    gaps = [
+        f"{as_change(difference(results[best], results[base]))} from {base}"
+        for base in (FIRST, *DENSE)
+        if base != best and results[base]
+    ]
+    return (
+        f"The mixture with the lowest dev perplexity is {best}. "
+        f"The change of its test perplexity is {'; '.join(gaps)}."
+    )
+
+
+def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
+    """Formats the page: plot, table, verdicts, cost, command."""
+    results, on_dev = results_of(runs), results_of(runs, "dev")
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
     for arm in (arm for arm in ARMS if results[arm]):
-        runs = results[arm]
-        mean = statistics.fmean(run.test_nll for run in runs.values())
+        of_arm = results[arm]
+        mean = statistics.fmean(run.test_nll for run in of_arm.values())
         rows.append(
             [
                 arm,
-                *size_cells(next(iter(runs.values())).cost),
-                len(runs),
-                f"{mean_perplexity(runs, QUARTER):.2f}",
-                f"{mean_perplexity(runs):.2f}",
+                *size_cells(next(iter(of_arm.values())).cost),
+                len(of_arm),
+                f"{mean_perplexity(of_arm, QUARTER):.2f}",
+                f"{mean_perplexity(of_arm):.2f}",
                 f"{perplexity(mean * per_byte):.4f}",
                 *changes(results, arm),
             ]
@@ -234,39 +252,39 @@ def as_markdown(
         ],
         rows,
     )  # fmt: skip
-    changes_on_dev = markdown_table(
-        ["model", "dev ppl", *(f"change from {base}, 95%" for base in (FIRST, *DENSE))],
-        [
-            [arm, f"{mean_perplexity(on_dev[arm]):.2f}", *changes(on_dev, arm)]
-            for arm in ARMS
-            if on_dev[arm]
-        ],
-    )
     seen = settings["steps"] * settings["tokens_per_batch"]
+    hours = sum(run["seconds"] for run in runs) / 3600
     return (
         "# More experts on text of many kinds\n\n"
-        f"![learning curves, and perplexity against the number of experts]({name}.png)\n\n"
+        f"![learning curves, and perplexity with more experts]({name}.png)\n\n"
         "The paper finds that more experts lower the perplexity at equal operations (Figs. 2 and "
         "3), on text that its smallest models cannot hold. On text of one kind, small models lack "
         "little capacity ([More experts](capacity.md)). Here the text has many kinds: "
-        f"{TEXTS[settings['text']]}, {settings['train_tokens']:,} wordpieces and ends of sentences "
-        f"of a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of them, with "
-        f"the learning rate {settings['learning_rate']:g} for every model and dropout "
-        f"{settings['dropout']:g}. "
-        "Operations and parameters do not include embedding and softmax. "
-        f"{HOW_COMPARED}\n\n"
+        f"{TEXTS[settings['text']]}. {found(results, on_dev)} "
+        "In the plot, a band is the 95% interval of a change, and a dashed line is a dense model "
+        "after all steps.\n\n"
         f"{table}\n"
-        "The dev part is used only for the learning curves: nothing was selected by it. "
-        f"{spread_sentence(results, on_dev)}\n\n"
-        f"{changes_on_dev}\n"
-        f"## Claims, on the test part\n\n{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
-        f"## Claims, on the dev part\n\n{claims_table(claims(on_dev, shares=False))}\n"
+        f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
+        f"a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of them, with "
+        f"the learning rate {settings['learning_rate']:g} for every model and dropout "
+        f"{settings['dropout']:g}. The test part has {settings['test_tokens']:,}. "
+        "Nothing else was selected by the dev part. "
+        "Operations and parameters do not include embedding and softmax. "
+        f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
+        f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"All runs took {hours:.2f} core-hours.\n\n"
         f"```\n{command}\n```\n"
     )
 
 
-def plot(runs: Sequence[Run], results: Results) -> Figure:
-    """Plots the mean learning curves, and test perplexity over the number of experts."""
+def percent(difference: float) -> float:
+    """Converts a difference of ln(perplexity) to a change of the perplexity in percent."""
+    return 100 * math.expm1(difference)
+
+
+def plot(runs: Sequence[Run]) -> Figure:
+    """Plots the mean learning curves, and the change of the perplexity with more experts."""
+    results = results_of(runs)
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
     learning, capacity = figure.subplots(1, 2)
     for arm in (arm for arm in ARMS if results[arm]):
@@ -277,21 +295,32 @@ def plot(runs: Sequence[Run], results: Results) -> Figure:
         ]
         learning.plot(*zip(*points, strict=True), marker=".", label=arm)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
+    learning.yaxis.set_minor_formatter("{x:g}")
     learning.legend()
-    found = [arm for arm in MIXTURES if results[arm]]
     for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
-        means = [mean_perplexity(results[arm], share) for arm in found]
-        (line,) = capacity.plot([MIXTURES[arm] for arm in found], means, "o-", label=label)
-        for arm in found:
-            values = [perplexity(run.nll_at(share)) for run in results[arm].values()]
-            capacity.plot([MIXTURES[arm]] * len(values), values, ".", color=line.get_color(), ms=4)
-    for dense in (dense for dense in DENSE if results[dense]):
-        level = mean_perplexity(results[dense])
-        capacity.axhline(level, lw=0.8, ls="--", color="grey")
-        where = capacity.get_yaxis_transform()
-        capacity.annotate(dense, (0.02, level), xycoords=where, fontsize=7, va="bottom")
+        gaps = [(n, difference(results[a], results[FIRST], share)) for a, n in MIXTURES.items()]
+        known = [(n, gap) for n, gap in gaps if gap]
+        means = [percent(gap.mean) for _, gap in known]
+        (line,) = capacity.plot([n for n, _ in known], means, "o-", label=label)
+        ends = [
+            (n, percent(gap.low), percent(gap.high))
+            for n, gap in known
+            if gap.low is not None and gap.high is not None
+        ]
+        if ends:
+            capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
+    for dense in DENSE:
+        if gap := difference(results[dense], results[FIRST]):
+            level = percent(gap.mean)
+            capacity.axhline(level, lw=0.8, ls="--", color="grey")
+            where = capacity.get_yaxis_transform()
+            capacity.annotate(dense, (0.02, level), xycoords=where, fontsize=7, va="bottom")
     capacity.set_xscale("log", base=4)
-    capacity.set(xlabel="experts", ylabel="test perplexity", title="equal operations")
+    capacity.set_xticks([*MIXTURES.values()], [*map(str, MIXTURES.values())])
+    capacity.set(
+        xlabel="experts, at equal operations",
+        ylabel=f"change of the test perplexity from {FIRST} (%)",
+    )
     capacity.legend()
     return figure
 
@@ -302,7 +331,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     parser.add_argument("--text", choices=TEXTS, default="sources", help="the kind of the corpus")
     options = parser.parse_intermixed_args(arguments)
     name = f"mixed_{options.text}"
-    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs)
+    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, seed: int) -> Config:
         config = read_config(
@@ -312,6 +341,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         )
         return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
 
+    def run(arm: str, seed: int) -> Run:
+        started = time.process_time()
+        result = train_and_test(config_of(arm, seed), text, [QUARTER])
+        return record_of(result, time.process_time() - started)
+
     if not options.report:
         first = config_of(FIRST, 0)
         set_up_for(first)
@@ -319,7 +353,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         settings = settings_of(first, text, options.text)
         run_missing(
             [(arm, seed) for seed in options.seeds for arm in options.arms],
-            lambda arm, seed: record_of(train_and_test(config_of(arm, seed), text, [QUARTER])),
+            run,
             path,
             settings,
             ARMS,
@@ -332,14 +366,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         if stored is None or not results[FIRST]:
             print(f"nothing to report yet: no run of {FIRST} is finished")
             return results
-        size = stored.settings["pieces"]
+        source = " --from PARALLEL" if options.text == "languages" else ""
         command = (
-            f"python scripts/prepare_data.py {options.text} --vocab-size {size}\n"
-            f"python scripts/studies/mixed_text.py --text {options.text} data.corpus=CORPUS "
-            "data.vocabulary=VOCABULARY"
+            f"python scripts/prepare_data.py {options.text}{source}"
+            f" --vocab-size {stored.settings['pieces']}\n"
+            f"python scripts/studies/mixed_text.py --text {options.text}"
+            f" steps={stored.settings['steps']} data.corpus=CORPUS data.vocabulary=VOCABULARY"
         )
-        on_dev = results_of(stored.runs, "dev")
-        page = as_markdown(name, stored.settings, results, on_dev, command)
+        page = as_markdown(name, stored.settings, stored.runs, command)
         data = {**stored._asdict(), "claims": claims_data(claims(results))}
-        write_report(options.output, name, page, data, plot(stored.runs, results))
+        write_report(options.output, name, page, data, plot(stored.runs))
     return results
