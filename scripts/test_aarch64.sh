@@ -186,12 +186,11 @@ tests=(-q -p no:cacheprovider -m "not emulator" --timeout 3600
   --ignore tests/ops/test_cuda.py --ignore tests/ops/test_emulation.py
   --deselect tests/ops/test_experts.py::test_peak_memory_with_transposed_weights
   --ignore tests/ops/test_inputs.py)
-if [ $mode = --whole ]; then
-  tests+=(tests/ops tests/layer)
-else
+tests+=(tests/layer tests/ops)
+if [ $mode != --whole ]; then
   # Without compilers, and without the tests that take longest.
-  slow=(compile opcheck instruction_set limits as_accurate_as_plain_torch deterministic hostile
-    any_number_of_rows large_gradients several_blocks)
-  tests+=(tests/ops tests/layer/test_gates.py -k "not (${slow[0]}$(printf ' or %s' "${slow[@]:1}"))")
+  slow=(compile export opcheck instruction_set limits as_accurate_as_plain_torch deterministic
+    hostile any_number_of_rows large_gradients several_blocks)
+  tests+=(-k "not (${slow[0]}$(printf ' or %s' "${slow[@]:1}"))")
 fi
 "$python" -m pytest "${tests[@]}" "$@"
