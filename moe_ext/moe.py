@@ -405,7 +405,7 @@ class MoE(nn.Module):
             {name: value.detach() for name, value in values.items()},
             routing.kept,
         )
-        if x.dim() != 2:
+        if x.dim() != 2 or self.sharding is not None:
             # Like matmul, return no autograd view, so that the caller can modify y in place.
             y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return y, aux
