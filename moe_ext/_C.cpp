@@ -3,7 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-PYBIND11_MODULE(_C, m) {
+// Without the GIL, too: the functions and the operators may run in several threads at once.
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   pybind11::options options;
   options.disable_function_signatures();  // the docstrings carry no signature
   m.doc() = "Build facts. Importing this module registers the operators in torch.ops.moe_ext.";
