@@ -3,7 +3,6 @@
 #include <moe_ext/nn.h>
 
 #include "checks.h"
-#include "logits.h"
 
 namespace moe_ext::nn {
 namespace {

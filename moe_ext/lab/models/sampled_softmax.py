@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_ext.checks import require
-from moe_ext.lab.models.softmax import check_arguments
+from moe_ext.checks import require, require_shape
 from moe_ext.ops import accumulation_dtype, linear_cross_entropy
 
 
@@ -126,7 +125,7 @@ def sampled_cross_entropy(
     Raises:
         ValueError: the shapes are inconsistent, or a target on the CPU is outside [0, V).
     """
-    check_arguments("sampled_cross_entropy", hidden, weight, bias, targets)
+    _check_arguments(hidden, weight, bias, targets)
     full = accumulation_dtype(hidden)
     # A class can be the target of many tokens. Its gradients are summed in the dtype of this copy.
     used, place = torch.cat([classes, targets]).unique(return_inverse=True)
@@ -147,6 +146,24 @@ def sampled_cross_entropy(
     logit = (hidden.to(full) * F.embedding(column, class_weight)).sum(1) + class_bias[column]
     log_z = loss + logit
     return torch.where(sampled, loss, F.softplus(log_z - target_logit)).sum()
+
+
+def _check_arguments(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> None:
+    """Raises ValueError if the shapes are inconsistent or a target on the CPU is outside [0, V).
+
+    GPU kernels check targets on a GPU.
+    """
+    name = "sampled_cross_entropy"
+    require(weight.dim() == 2, f"{name}: weight", "have shape [V, D]", tuple(weight.shape))
+    num_classes, width = weight.shape
+    require_shape(name, (num_classes,), bias=bias)
+    rows = tuple(hidden.shape[:1])
+    require_shape(name, (*rows, width), hidden=hidden)
+    require_shape(name, rows, targets=targets)
+    if targets.device.type == "cpu" and len(targets) and not torch.compiler.is_compiling():
+        least, most = (int(value) for value in targets.aminmax())
+        holds = least >= 0 and most < num_classes
+        require(holds, f"{name}: targets", f"be in [0, {num_classes})", (least, most))
 
 
 class SampledSoftmax(nn.Linear):
