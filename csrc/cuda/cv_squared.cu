@@ -54,20 +54,27 @@ __global__ void cv_squared_backward_kernel(const acc_t* __restrict__ grad,
   }
 }
 
+// Calls body(j, data, size) for each vector; data has the type of the values.
+template <typename Body>
+void for_each_vector(at::TensorList values, const Body& body) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
+        for (size_t j = 0; j < values.size(); ++j) {
+          const Tensor contiguous = values[j].contiguous();
+          body(j, contiguous.const_data_ptr<scalar_t>(), contiguous.numel());
+        }
+      });
+}
+
 Tensor weighted_cv_squared_cuda(at::TensorList values, at::ArrayRef<double> weights) {
   check_weighted_cv_squared("weighted_cv_squared", values, weights);
   const c10::cuda::OptionalCUDAGuard guard(values[0].device());
   Tensor result = weighted_cv_squared_output(empty, values);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        for (size_t j = 0; j < values.size(); ++j) {
-          const Tensor contiguous = values[j].contiguous();
-          launch(cv_squared_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
-                 contiguous.const_data_ptr<scalar_t>(), contiguous.numel(), weights[j], j == 0,
-                 result.mutable_data_ptr<acc_t>());
-        }
-      });
+  for_each_vector(values, [&]<typename scalar_t>(size_t j, const scalar_t* data, int64_t size) {
+    using acc_t = at::opmath_type<scalar_t>;
+    launch(cv_squared_kernel<scalar_t, acc_t>, grid(1), kThreads, 0, data, size, weights[j], j == 0,
+           result.mutable_data_ptr<acc_t>());
+  });
   return result;
 }
 
@@ -76,16 +83,12 @@ std::vector<Tensor> weighted_cv_squared_backward_cuda(const Tensor& grad, at::Te
   check_weighted_cv_squared_backward(grad, values, weights);
   const c10::cuda::OptionalCUDAGuard guard(grad.device());
   std::vector<Tensor> gradients = weighted_cv_squared_gradients(empty, values);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, values[0].scalar_type(), "weighted_cv_squared", [&] {
-        using acc_t = at::opmath_type<scalar_t>;
-        for (size_t j = 0; j < values.size(); ++j) {
-          const Tensor contiguous = values[j].contiguous();
-          launch(cv_squared_backward_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
-                 grad.const_data_ptr<acc_t>(), contiguous.const_data_ptr<scalar_t>(),
-                 contiguous.numel(), weights[j], gradients[j].mutable_data_ptr<scalar_t>());
-        }
-      });
+  for_each_vector(values, [&]<typename scalar_t>(size_t j, const scalar_t* data, int64_t size) {
+    using acc_t = at::opmath_type<scalar_t>;
+    launch(cv_squared_backward_kernel<scalar_t, acc_t>, grid(1), kThreads, 0,
+           grad.const_data_ptr<acc_t>(), data, size, weights[j],
+           gradients[j].mutable_data_ptr<scalar_t>());
+  });
   return gradients;
 }
 
