@@ -34,7 +34,7 @@ def test_claims():
         for arm, n in study.MIXTURES.items()
     }
     results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in study.DENSE}
-    found = {(c.claim, c.compared): c.difference for c in study.claims(results)}
+    found = {(c.claim, c.compared): c.difference for c in study.claims_of_length(results)}
     assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
@@ -47,6 +47,31 @@ def test_claims():
     assert widening == pytest.approx([-0.01, -0.02, -0.03])
     results["moe-64"] = {}
     assert study.slope(results) is None
+
+
+def test_longer_training():
+    """The longer training adds 0.005 to each doubling of the experts; claims compare its models."""
+
+    def results_with(doubling):
+        return {
+            model: {
+                seed: result(seed, 4 - doubling * math.log2(study.MIXTURES.get(model, 1)), 5.0)
+                for seed in (1, 2, 3)
+            }
+            for model in study.MODELS
+        }
+
+    longer = {f"{model} x2": runs for model, runs in results_with(0.015).items()}
+    results = results_with(0.01) | longer
+    claims = study.claims(results)
+    assert claims[:-3] == study.claims_of_length(study.of_length(results, " x2"))
+    assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
+    assert all("with x2 minus difference without it" in c.compared for c in claims[-3:])
+    del results["moe-64 x2"][2], results["moe-4"][3]
+    assert study.gain(results, "moe-64", "", " x2").num_seeds == 1
+    results["moe-4 x2"] = {}
+    claims = study.claims(results)
+    assert claims == study.claims_of_length(study.of_length(results, ""))
 
 
 def test_spread_over_the_seeds():
@@ -92,7 +117,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     results = run(corpus, tmp_path, "--seeds", "1", "--arms", *study.MIXTURES, "moe-1-wide")
     assert "(one seed, not decided) | not decided |" in page.read_text()
     of_file = {(r["arm"], r["seed"]): r for r in json.loads(stored.read_text())["runs"]}
-    assert [*of_file] == [(arm, 1) for arm in study.ARMS]
+    assert [*of_file] == [(model, 1) for model in study.MODELS]
     folder = tmp_path / "runs" / "sources" / "moe-16-seed1"
     assert of_file["moe-16", 1]["dev"] == [
         [record["tokens"], record["nll"]] for record in read_metrics(folder, "dev")
@@ -100,12 +125,16 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     # Another machine has the file, but neither the runs nor their checkpoints.
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     results = run(corpus, tmp_path, "--seeds", "1", "2", "--arms", "moe-4", "moe-64")
-    assert {arm: [*seeds] for arm, seeds in results.items()} == {
+    assert {arm: [*seeds] for arm, seeds in results.items() if seeds} == {
         "moe-4": [1, 2], "moe-16": [1], "moe-64": [1, 2], "moe-256-h": [1],
         "moe-1-wide": [1], "4xlstm": [1],
     }  # fmt: skip
     assert not (tmp_path / "runs" / "sources" / "moe-4-seed1").exists()
     assert (tmp_path / "runs" / "sources" / "moe-4-seed2" / "result.json").exists()
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x2", "moe-16 x2")
+    seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
+    assert seen["moe-4 x2"] == pytest.approx(2 * seen["moe-4"], rel=0.2)
+    assert "| moe-16 x2 |" in page.read_text() and "the runs with x2." in page.read_text()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
@@ -150,11 +179,12 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
     results = study.main(
         [
             f"data.corpus={corpus}", "steps=1", "data.vocab_size=40", "log.progress=false",
-            "--seeds", "1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
+            "--seeds", "1", "--arms", *study.MODELS,
+            f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'results'}",
         ],
         ROOT,
     )  # fmt: skip
-    ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items()}
+    ops = {arm: runs[1].cost.ops_per_timestep for arm, runs in results.items() if runs}
     assert max(ops.values()) < 1.05 * min(ops.values())
     config = json.loads(
         (tmp_path / "runs" / "sources" / "moe-64-seed1" / "result.json").read_text()

@@ -8,12 +8,13 @@
 The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
 full softmax. Text of one kind needs little capacity; here the training text has Python code, C++
 headers and documentation. With --text languages, the corpus is that of `prepare_data.py languages`,
-which has English and six other languages.
+which has English and six other languages. The models whose names end in " x2" train for twice the
+steps.
 
 The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
 in RUNS. To share the runs, start the command several times; --seeds and --arms select some of them.
-A run takes 3 to 20 minutes on an idle processor. The script also writes mixed_sources.md and .png;
+A run takes 3 to 30 minutes on an idle processor. The script also writes mixed_sources.md and .png;
 --report writes them without training and without the corpus.
 """
 
@@ -22,7 +23,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,11 @@ from moe_ext.lab.training.text import SentenceText, load_text
 
 MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers of experts
 DENSE = ("moe-1-wide", "4xlstm")
-ARMS = (*MIXTURES, *DENSE)
+MODELS = (*MIXTURES, *DENSE)
+LENGTHS = {"": 1, " x2": 2}  # suffixes of the names of models that train longer
+ARMS = tuple(model + suffix for suffix in LENGTHS for model in MODELS)
 FIRST = "moe-4"
+MORE_TEXT = "more training text increases the advantage of more experts"
 QUARTER = 0.25
 SETTINGS = (
     "num_threads=1",
@@ -75,7 +79,7 @@ SETTINGS = (
     "log.tensorboard=false",
 )
 # Four experts of a mixture, and the layer of MoE-1-Wide, have 768 hidden units.
-_OF_ARM = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
+_OF_MODEL = dict.fromkeys(MIXTURES, ["model.moe.hidden_sizes=[192]"]) | {
     "moe-1-wide": ["model.ffn.hidden_sizes=[768]"],
     "4xlstm": [],
 }
@@ -143,6 +147,16 @@ def results_of(runs: Sequence[Run], part: str = "test") -> Results:
     return results
 
 
+def of_length(results: Results, suffix: str) -> Results:
+    """Returns the runs with one number of training steps, by model."""
+    return {model: results[model + suffix] for model in MODELS}
+
+
+def lengths_of(results: Results) -> list[str]:
+    """Returns the suffixes of the numbers of training steps for which FIRST has a run."""
+    return [suffix for suffix in LENGTHS if results[FIRST + suffix]]
+
+
 def slope(results: Results) -> PairedDifference | None:
     """Fits ln(perplexity) linearly to log2(experts), for each seed that all mixtures have."""
     seeds = set.intersection(*(set(results[arm]) for arm in MIXTURES))
@@ -157,8 +171,38 @@ def slope(results: Results) -> PairedDifference | None:
     )
 
 
+def gain(results: Results, arm: str, short: str, long: str) -> PairedDifference | None:
+    """Computes how the difference between `arm` and FIRST changes with more training steps.
+
+    Negative: the longer training increases the advantage of `arm` over FIRST. The unit is ln(ppl),
+    paired over the seeds that all four runs have.
+    """
+    runs = [results[model + suffix] for suffix in (long, short) for model in (arm, FIRST)]
+    seeds = set.intersection(*map(set, runs))
+    values = [[each[seed].test_nll for each in runs] for seed in sorted(seeds)]
+    return mean_difference([(a - b) - (c - d) for a, b, c, d in values])
+
+
 def claims(results: Results) -> list[Claim]:
-    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim."""
+    """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
+
+    The claims compare the models that have trained longest.
+    """
+    lengths = lengths_of(results)
+    rows = claims_of_length(of_length(results, lengths[-1]))
+    return rows + [
+        Claim(
+            MORE_TEXT,
+            f"{arm} against {FIRST}: difference with{long} minus difference without it",
+            gain(results, arm, short, long),
+        )
+        for short, long in pairwise(lengths)
+        for arm in [*MIXTURES][1:]
+    ]
+
+
+def claims_of_length(results: Results) -> list[Claim]:
+    """Returns the claims about models with the same number of training steps."""
 
     def row(claim: str, a: str, b: str) -> Claim:
         return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
@@ -173,7 +217,7 @@ def claims(results: Results) -> list[Claim]:
     rows += [row(claim, a, dense) for dense in DENSE for a in more]
     rows += [
         Claim(
-            "more training text increases the advantage of more experts",
+            MORE_TEXT,
             f"{a} against {FIRST}: difference after all steps minus difference after 25%",
             widening(results[a], results[FIRST], QUARTER),
         )
@@ -182,10 +226,10 @@ def claims(results: Results) -> list[Claim]:
     return rows
 
 
-def changes(results: Results, arm: str) -> list[str]:
+def changes(results: Results, model: str) -> list[str]:
     """Formats the changes of the perplexity from the first mixture and from the dense models."""
     return [
-        as_change(difference(results[arm], results[base])) if base != arm else ""
+        as_change(difference(results[model], results[base])) if base != model else ""
         for base in (FIRST, *DENSE)
     ]
 
@@ -229,20 +273,23 @@ def found(results: Results, on_dev: Results) -> str:
 def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
     """Formats the page: plot, table, verdicts, cost, command."""
     results, on_dev = results_of(runs), results_of(runs, "dev")
+    lengths = lengths_of(results)
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
-    for arm in (arm for arm in ARMS if results[arm]):
-        of_arm = results[arm]
+    for suffix, model in product(lengths, MODELS):
+        of_arm = results[model + suffix]
+        if not of_arm:
+            continue
         mean = statistics.fmean(run.test_nll for run in of_arm.values())
         rows.append(
             [
-                arm,
+                model + suffix,
                 *size_cells(next(iter(of_arm.values())).cost),
                 len(of_arm),
                 f"{mean_perplexity(of_arm, QUARTER):.2f}",
                 f"{mean_perplexity(of_arm):.2f}",
                 f"{perplexity(mean * per_byte):.4f}",
-                *changes(results, arm),
+                *changes(of_length(results, suffix), model),
             ]
         )
     table = markdown_table(
@@ -253,6 +300,10 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         rows,
     )  # fmt: skip
     seen = settings["steps"] * settings["tokens_per_batch"]
+    longer = "".join(
+        f", with{suffix} on {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
+    )
+    which = f" Plot and claims are about the runs with{lengths[-1]}." if lengths[-1] else ""
     hours = sum(run["seconds"] for run in runs) / 3600
     return (
         "# More experts on text of many kinds\n\n"
@@ -260,18 +311,19 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         "The paper finds that more experts lower the perplexity at equal operations (Figs. 2 and "
         "3), on text that its smallest models cannot hold. On text of one kind, small models lack "
         "little capacity ([More experts](capacity.md)). Here the text has many kinds: "
-        f"{TEXTS[settings['text']]}. {found(results, on_dev)} "
-        "In the plot, a band is the 95% interval of a change, and a dashed line is a dense model "
-        "after all steps.\n\n"
+        f"{TEXTS[settings['text']]}. "
+        f"{found(of_length(results, lengths[-1]), of_length(on_dev, lengths[-1]))} "
+        "In the plot, a band is the 95% interval of a change, and a dashed line is a dense "
+        "model.\n\n"
         f"{table}\n"
         f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
-        f"a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of them, with "
-        f"the learning rate {settings['learning_rate']:g} for every model and dropout "
+        f"a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of "
+        f"them{longer}. Every run has the learning rate {settings['learning_rate']:g} and dropout "
         f"{settings['dropout']:g}. The test part has {settings['test_tokens']:,}. "
         "Nothing else was selected by the dev part. "
         "Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
-        f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"{HOW_DECIDED}{which}\n\n{claims_table(claims(results))}\n"
         f"All runs took {hours:.2f} core-hours.\n\n"
         f"```\n{command}\n```\n"
     )
@@ -282,25 +334,30 @@ def percent(difference: float) -> float:
     return 100 * math.expm1(difference)
 
 
-def plot(runs: Sequence[Run]) -> Figure:
-    """Plots the mean learning curves, and the change of the perplexity with more experts."""
+def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
+    """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
     results = results_of(runs)
+    lengths = lengths_of(results)
+    longest = of_length(results, lengths[-1])
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
     learning, capacity = figure.subplots(1, 2)
-    for arm in (arm for arm in ARMS if results[arm]):
-        curves = [run["dev"] for run in runs if run["arm"] == arm]
+    for model in (model for model in MODELS if longest[model]):
+        curves = [run["dev"] for run in runs if run["arm"] == model + lengths[-1]]
         points = [
             (step[0][0] / 1e6, perplexity(statistics.fmean(nll for _, nll in step)))
             for step in zip(*curves, strict=False)
         ]
-        learning.plot(*zip(*points, strict=True), marker=".", label=arm)
+        learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
     learning.legend()
-    for share, label in ((QUARTER, "after 25% of the steps"), (1.0, "after all steps")):
-        gaps = [(n, difference(results[a], results[FIRST], share)) for a, n in MIXTURES.items()]
+    for suffix in lengths:
+        seen = settings["steps"] * settings["tokens_per_batch"] * LENGTHS[suffix]
+        same = of_length(results, suffix)
+        gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
+        label = f"after {seen / 1e6:.1f} million wordpieces"
         (line,) = capacity.plot([n for n, _ in known], means, "o-", label=label)
         ends = [
             (n, percent(gap.low), percent(gap.high))
@@ -310,7 +367,7 @@ def plot(runs: Sequence[Run]) -> Figure:
         if ends:
             capacity.fill_between(*zip(*ends, strict=True), color=line.get_color(), alpha=0.2, lw=0)
     for dense in DENSE:
-        if gap := difference(results[dense], results[FIRST]):
+        if gap := difference(longest[dense], longest[FIRST]):
             level = percent(gap.mean)
             capacity.axhline(level, lw=0.8, ls="--", color="grey")
             where = capacity.get_yaxis_transform()
@@ -334,12 +391,18 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, seed: int) -> Config:
+        model, space, factor = arm.partition(" ")
         config = read_config(
-            root / "configs" / "small" / f"{arm}.toml",
-            [*SETTINGS, *_OF_ARM[arm], *options.overrides],
+            root / "configs" / "small" / f"{model}.toml",
+            [*SETTINGS, *_OF_MODEL[model], *options.overrides],
             Config,
         )
-        return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
+        return replace(
+            config,
+            seed=seed,
+            steps=config.steps * LENGTHS[space + factor],
+            output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
+        )
 
     def run(arm: str, seed: int) -> Run:
         started = time.process_time()
@@ -363,7 +426,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     with file_lock(runs_folder / ".lock", wait=True):
         stored = read_stored(path)
         results = results_of(stored.runs if stored else [])
-        if stored is None or not results[FIRST]:
+        if stored is None or not lengths_of(results):
             print(f"nothing to report yet: no run of {FIRST} is finished")
             return results
         source = " --from PARALLEL" if options.text == "languages" else ""
@@ -375,5 +438,5 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         )
         page = as_markdown(name, stored.settings, stored.runs, command)
         data = {**stored._asdict(), "claims": claims_data(claims(results))}
-        write_report(options.output, name, page, data, plot(stored.runs))
+        write_report(options.output, name, page, data, plot(*stored))
     return results
