@@ -190,7 +190,8 @@ tests+=(tests/layer tests/ops)
 if [ $mode != --whole ]; then
   # Without compilers, and without the tests that take longest.
   slow=(compile export opcheck instruction_set limits as_accurate_as_plain_torch deterministic
-    hostile any_number_of_rows large_gradients several_blocks)
+    hostile any_number_of_rows large_gradients several_blocks rows_do_not_depend_on_each_other
+    a_token_does_not_depend_on_the_others replaces_the_function_of_torch)
   tests+=(-k "not (${slow[0]}$(printf ' or %s' "${slow[@]:1}"))")
 fi
 "$python" -m pytest "${tests[@]}" "$@"
