@@ -155,6 +155,8 @@ def test_other_text_or_options_are_refused(corpus, tmp_path):
             run(corpus, tmp_path, *options, "--seeds", "2", "--arms", "moe-4")
     with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):
         run(corpus, tmp_path, "data.kind=words")
+    with pytest.raises(ConfigError, match="data.corpus must be that of prepare_data.py"):
+        run("sources", tmp_path, "--text", "languages")
 
 
 def test_an_interrupted_run_continues(corpus, tmp_path, monkeypatch):

@@ -411,8 +411,8 @@ def test_efficiency_compares_equal_operations(tmp_path):
 
 def test_quickstart_runs_again_without_training(corpus, tmp_path, capsys):
     arguments = [
-        "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "num_threads=1",
-        "log.progress=false",
+        "--quick", "--output", str(tmp_path / "q"), f"data.corpus={corpus}", "data.vocab_size=50",
+        "num_threads=1", "log.progress=false",
     ]  # fmt: skip
     results = quickstart.main(arguments, ROOT)
     out = capsys.readouterr().out

@@ -5,7 +5,6 @@
     python scripts/prepare_data.py wikitext-103    # 190 MB download; wikitext-2: 4 MB
     python scripts/prepare_data.py lm1b --from FOLDER     # downloads only files missing in FOLDER
     python scripts/prepare_data.py text --from PATH --vocab-size 100000      # any other corpus
-    python scripts/prepare_data.py sources         # Python code, C++ headers and documentation
     python scripts/prepare_data.py languages --from FOLDER    # the languages of parallel text
 
 Give the command again to continue an interrupted download; no finished work is repeated. --from is
@@ -14,11 +13,10 @@ an archive, a folder with the archive or the vocabulary file, or the unpacked co
 archives, the 793,471 entries of the benchmark's vocabulary, and the published numbers of sentences
 and words. At the end, the script prints the options for scripts/train.py.
 
-"sources" and "languages" are mixed corpora: text of many kinds, in wordpieces. "sources" needs no
-files: it is made of the installed Python and torch. "languages" has both sides of the parallel text
-in FOLDER, from English into each of --languages, each side as a text of its own. --sentences limits
-the training sentences of each kind. Wordpieces of the kind "bpe", the default here, train in 20
-seconds; "unigram", which a sampled softmax needs, trains in 6 minutes.
+"languages" has both sides of the parallel text in FOLDER, from English into each of --languages,
+each side as a text of its own, in wordpieces. --sentences limits the training sentences of each
+language. Wordpieces of the kind "bpe", the default here, train in 20 seconds; "unigram", which a
+sampled softmax needs, trains in 6 minutes.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from urllib.request import Request, urlopen
 
 from moe_ext.lab.data import EncodedSentences, Vocabulary
 from moe_ext.lab.data.corpora import PARTS, CorpusError
-from moe_ext.lab.data.mixed import of_languages, of_sources, write_parts
+from moe_ext.lab.data.mixed import of_languages, write_parts
 from moe_ext.lab.data.wordpieces import PIECE_KINDS
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.checkpoint import vocabulary_file
@@ -49,8 +47,7 @@ from moe_ext.lab.training.report import markdown_table
 from moe_ext.lab.training.text import SentenceText, load_text
 
 _BLOCK = 2**20
-_MIXED = ("sources", "languages")
-_WITHOUT_SIZES = ("text", *_MIXED)  # corpora without published sizes and vocabulary
+_WITHOUT_SIZES = ("text", "languages")  # corpora without published sizes and vocabulary
 
 
 @dataclass(frozen=True)
@@ -149,12 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     parser.add_argument(
         "--vocab-size",
         type=at_least(3),
-        help="maximum vocabulary size, for text, sources and languages only",
+        help="maximum vocabulary size, for text and languages only",
     )
     parser.add_argument(
         "--kind",
         choices=["words", *PIECE_KINDS],
-        help="words, or wordpieces (default: bpe for sources and languages, else words)",
+        help="words, or wordpieces (default: bpe for languages, else words)",
     )
     parser.add_argument(
         "--languages",
@@ -166,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         "--sentences",
         type=at_least(1),
         default=60_000,
-        help="maximum number of training sentences of each kind in a mixed corpus (%(default)s)",
+        help="maximum number of training sentences of each language (%(default)s)",
     )
     parser.add_argument(
         "--workers",
@@ -175,10 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
         help="number of encoding processes (%(default)s)",
     )
     options = parser.parse_args(arguments)
-    if options.name in ("text", "languages") and options.source is None:
+    if options.name in _WITHOUT_SIZES and options.source is None:
         parser.error(f"--from must be given for the corpus {options.name}")
-    if options.name == "sources" and options.source is not None:
-        parser.error("--from must be omitted for the corpus sources")
     if options.name not in _WITHOUT_SIZES:
         for option, value in (("vocab-size", options.vocab_size), ("kind", options.kind)):
             if value is not None:
@@ -192,10 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     vocabulary = options.vocabulary
     if options.name in _WITHOUT_SIZES:
         expected = None
-        corpus = options.source if options.name == "text" else _mixed_corpus(options, output)
+        corpus = options.source if options.name == "text" else _of_languages(options, output)
         config = DataConfig(
             vocab_size=options.vocab_size or DataConfig.vocab_size,
-            kind=options.kind or ("bpe" if options.name in _MIXED else "words"),
+            kind=options.kind or ("bpe" if options.name == "languages" else "words"),
         )
     else:
         expected = SETS[options.name]
@@ -224,22 +219,17 @@ def main(arguments: Sequence[str] | None = None) -> SentenceText:
     return text
 
 
-def _mixed_corpus(options: argparse.Namespace, output: Path) -> Path:
-    """Makes a mixed corpus in a subfolder of `output`, once for each choice of texts.
+def _of_languages(options: argparse.Namespace, output: Path) -> Path:
+    """Mixes languages in a subfolder of `output`, once for each choice of languages.
 
     Raises:
         ConfigError: the parallel text cannot be used.
     """
-    name = f"{options.sentences}-sentences"
-    if options.name == "languages":
-        name = "-".join([*options.languages, name])
+    name = "-".join([*options.languages, f"{options.sentences}-sentences"])
     corpus = output / name
     if not corpus.is_dir():
         try:
-            if options.name == "languages":
-                parts = of_languages(options.source, options.languages, options.sentences)
-            else:
-                parts = of_sources(options.sentences)
+            parts = of_languages(options.source, options.languages, options.sentences)
         except CorpusError as error:
             raise ConfigError(f"--from: {error}") from error
         output.mkdir(parents=True, exist_ok=True)

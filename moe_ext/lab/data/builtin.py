@@ -19,7 +19,7 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -38,22 +38,41 @@ def builtin_sentences() -> list[str]:
     """Returns the distinct sentences of the built-in corpus, with spaces between words.
 
     The order of the sentences is fixed for given versions of Python and torch. The first call takes
-    about 20 seconds and caches the sentences in ``$XDG_CACHE_HOME/moe_ext`` or
-    ``~/.cache/moe_ext``. The name of the cache file depends on the versions of Python and torch,
-    the source files and this code. If the cache folder is not writable, each call parses the
-    sources.
+    about 20 seconds and caches the sentences; see `cached_lines`.
     """
     files = source_files()
-    cached = _cache_folder() / f"builtin-{_key(files)}.txt"
+
+    def made() -> Iterator[str]:
+        bar = progress(files, "making the built-in corpus", "files")
+        return _distinct(s for file in bar for s in _sentences_of(file))
+
+    return cached_lines("builtin", made, files, [__file__])
+
+
+def cached_lines(
+    name: str, make: Callable[[], Iterable[str]], files: Iterable[Path], code: Iterable[str]
+) -> list[str]:
+    """Returns the lines that `make` makes of installed files, from the cache after the first call.
+
+    The cache is a file in ``$XDG_CACHE_HOME/moe_ext`` or ``~/.cache/moe_ext``. If that folder is
+    not writable, each call makes the lines again.
+
+    Args:
+        name: the beginning of the cache file's name. The rest of the name depends on the versions
+            of Python and torch, on `files` and on `code`.
+        make: function that makes the lines.
+        files: the installed files of which the lines are made.
+        code: the Python files that make the lines.
+    """
+    cached = _cache_folder() / f"{name}-{_key(files, code)}.txt"
     if cached.is_file():
         return cached.read_text("utf-8").splitlines()
-    bar = progress(files, "making the built-in corpus", "files")
-    sentences = list(_distinct(s for file in bar for s in _sentences_of(file)))
+    lines = list(make())
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(cached) as file:
-            file.writelines(f"{sentence}\n".encode() for sentence in sentences)
-    return sentences
+            file.writelines(f"{line}\n".encode() for line in lines)
+    return lines
 
 
 def _cache_folder() -> Path:
@@ -61,8 +80,10 @@ def _cache_folder() -> Path:
     return Path(base) / "moe_ext"
 
 
-def _key(files: list[Path]) -> str:
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+def _key(files: Iterable[Path], code: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for module in code:
+        digest.update(Path(module).read_bytes())
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     return f"python{platform.python_version()}-torch{version('torch')}-{digest.hexdigest()[:12]}"

@@ -144,6 +144,8 @@ def load_corpus(
     ``name_or_path`` is one of:
 
     - "builtin": text made from the installed documentation of Python and torch.
+    - "sources": text of three kinds: Python code, the C++ headers of torch, and sentences of
+      "builtin". It is meant for wordpieces.
     - A folder in the layout of the 1-billion-word benchmark. Training shards 1 to 99 are the
       training part, heldout shard 1 is dev and heldout shard 0 is test.
     - A folder of WikiText, with ``wiki.train.tokens``, ``wiki.valid.tokens`` and
@@ -161,7 +163,7 @@ def load_corpus(
     files may replace ``train.txt``, and likewise for ``dev`` and ``test``.
 
     Args:
-        name_or_path: "builtin", or a path from the list above.
+        name_or_path: "builtin", "sources", or a path from the list above.
         parts: the attributes of the corpus that must contain at least one sentence.
         max_train_sentences: maximum number of training sentences, from the beginning; None is no
             limit. ``Corpus.all`` is not limited.
@@ -184,12 +186,19 @@ def load_corpus(
         (dev_share, test_share),
     )
     if not str(name_or_path):
-        raise CorpusError("load_corpus: name_or_path must be 'builtin' or a path, got ''")
+        raise CorpusError(
+            "load_corpus: name_or_path must be 'builtin', 'sources' or a path, got ''"
+        )
     path = Path(name_or_path)
     if str(name_or_path) == "builtin":
         from moe_ext.lab.data.builtin import builtin_sentences
 
         corpus = _hash_split([_Lines(builtin_sentences())], dev_share, test_share)
+    elif str(name_or_path) == "sources":
+        from moe_ext.lab.data.mixed import sources
+
+        shards = [_Lines(lines) for lines in sources().values()]
+        corpus = Corpus(*(Sentences((shard,)) for shard in shards), all=Sentences(tuple(shards)))
     elif (path / _LM1B_TRAIN).is_dir():
         corpus = _lm1b(path)
     elif (path / "wiki.train.tokens").is_file():
@@ -213,7 +222,7 @@ def load_corpus(
     else:
         raise CorpusError(
             f"there is no corpus at {path}: give a text file, a folder of text files, the prefix "
-            "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, or 'builtin'"
+            "NAME of NAME.train.txt, NAME.dev.txt and NAME.test.txt, 'builtin' or 'sources'"
         )
 
     for part in parts:

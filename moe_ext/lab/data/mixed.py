@@ -3,20 +3,24 @@
 `of_languages` mixes the sentences of the languages of a parallel corpus. `of_sources` mixes Python
 code, C++ headers and documentation, which are installed wherever torch runs. Both return the
 sentences of each part; every kind has the same maximum number of training sentences. A sentence has
-spaces between its words, so line ends and indentation of code are lost.
+spaces between its words, so line ends and indentation of code are lost. `sources` is a fixed corpus
+of `of_sources`.
 """
 
 import random
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
-from moe_ext.lab.data.builtin import source_files, torch_folder
+from moe_ext.lab.data import builtin
+from moe_ext.lab.data.builtin import cached_lines, source_files, torch_folder
 from moe_ext.lab.data.corpora import PARTS, CorpusError, load_corpus, place_of
 from moe_ext.lab.data.parallel import ParallelText, load_parallel
 from moe_ext.lab.data.wordpieces import uniform_sample
 from moe_ext.lab.files import write_text
 from moe_ext.lab.progress import progress
 
+_OF_EACH_KIND = 60_000  # training sentences at most, in `sources`
 _HELD_OUT = 2_000  # sentences of each kind at most, in dev and in test
 _CODE_WORDS = 64  # words at most in a sentence of code
 
@@ -69,12 +73,30 @@ def of_sources(max_sentences: int) -> Parts:
     Raises:
         CorpusError: torch has no headers.
     """
-    headers = sorted((torch_folder() / "include").rglob("*.h"))
-    if not headers:
-        raise CorpusError("of_sources: torch must be installed with its headers, got none")
     corpus = load_corpus("builtin")
     documentation: Kind = {part: map(" ".join, getattr(corpus, part)) for part in PARTS}
-    return _mixed([_code(source_files()), _code(headers), documentation], max_sentences)
+    return _mixed([_code(source_files()), _code(_headers()), documentation], max_sentences)
+
+
+def sources() -> Parts:
+    """Returns the corpus "sources": `of_sources` with 60,000 sentences of each kind.
+
+    The corpus is fixed for given versions of Python and torch. The first call takes about a minute
+    and caches the sentences; see `cached_lines`.
+
+    Raises:
+        CorpusError: torch has no headers.
+    """
+
+    def made() -> Iterator[str]:
+        for sentences in of_sources(_OF_EACH_KIND).values():
+            yield from sentences
+            yield ""  # between two parts
+
+    files = [*source_files(), *_headers()]
+    lines = cached_lines("sources", made, files, [builtin.__file__, __file__])
+    parts = (list(group) for filled, group in groupby(lines, bool) if filled)
+    return dict(zip(PARTS, parts, strict=True))
 
 
 def write_parts(parts: Parts, folder: Path) -> None:
@@ -102,6 +124,14 @@ def _mixed(kinds: Iterable[Kind], max_sentences: int) -> Parts:
 
 def _sides(texts: Iterable[ParallelText], side: int) -> Iterator[str]:
     return (" ".join(pair[side].split()) for text in texts for pair in text)
+
+
+def _headers() -> list[Path]:
+    """Lists the C++ headers of torch in a fixed order."""
+    headers = sorted((torch_folder() / "include").rglob("*.h"))
+    if not headers:
+        raise CorpusError("of_sources: torch must be installed with its headers, got none")
+    return headers
 
 
 def _code(files: Iterable[Path]) -> Kind:

@@ -1,15 +1,15 @@
 """Compares models with 4 to 256 experts on text of many kinds, at equal operations (Figs. 2 and 3).
 
-    python scripts/prepare_data.py sources --vocab-size 2000
-    python scripts/studies/mixed_text.py data.corpus=data/sources/60000-sentences \
-        data.vocabulary=data/sources/wordpieces.model data.encoded=data/sources/encoded
+    python scripts/studies/mixed_text.py
+    python scripts/studies/mixed_text.py --seeds 4 --arms "moe-64 x2" "moe-4 x2"
+    python scripts/studies/mixed_text.py --text languages data.corpus=CORPUS
     python scripts/studies/mixed_text.py --report
 
 The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
 full softmax. Text of one kind needs little capacity; here the training text has Python code, C++
-headers and documentation. With --text languages, the corpus is that of `prepare_data.py languages`,
-which has English and six other languages. The models whose names end in " x2" train for twice the
-steps.
+headers and documentation. With --text languages, data.corpus is that of `prepare_data.py
+languages`, which has English and six other languages. The models whose names end in " x2" train for
+twice the steps.
 
 The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
@@ -69,6 +69,7 @@ QUARTER = 0.25
 SETTINGS = (
     "num_threads=1",
     "steps=1500",
+    "data.corpus=sources",
     "data.kind=bpe",
     "data.vocab_size=2000",
     "model.d_model=96",
@@ -394,7 +395,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         model, space, factor = arm.partition(" ")
         config = read_config(
             root / "configs" / "small" / f"{model}.toml",
-            [*SETTINGS, *_OF_MODEL[model], *options.overrides],
+            [
+                f"data.encoded={runs_folder / 'encoded'}",
+                *SETTINGS,
+                *_OF_MODEL[model],
+                *options.overrides,
+            ],
             Config,
         )
         return replace(
@@ -411,6 +417,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
 
     if not options.report:
         first = config_of(FIRST, 0)
+        if options.text == "languages" and first.data.corpus == "sources":
+            raise ConfigError(
+                "data.corpus must be that of prepare_data.py for --text languages, got sources"
+            )
         set_up_for(first)
         text = load_text(first.data)
         settings = settings_of(first, text, options.text)
@@ -429,13 +439,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         if stored is None or not lengths_of(results):
             print(f"nothing to report yet: no run of {FIRST} is finished")
             return results
-        source = " --from PARALLEL" if options.text == "languages" else ""
         command = (
-            f"python scripts/prepare_data.py {options.text}{source}"
-            f" --vocab-size {stored.settings['pieces']}\n"
             f"python scripts/studies/mixed_text.py --text {options.text}"
-            f" steps={stored.settings['steps']} data.corpus=CORPUS data.vocabulary=VOCABULARY"
+            f" steps={stored.settings['steps']} data.vocab_size={stored.settings['pieces']}"
         )
+        if options.text == "languages":
+            command += " data.corpus=CORPUS"
         page = as_markdown(name, stored.settings, stored.runs, command)
         data = {**stored._asdict(), "claims": claims_data(claims(results))}
         write_report(options.output, name, page, data, plot(*stored))
