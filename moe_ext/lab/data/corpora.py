@@ -197,8 +197,8 @@ def load_corpus(
     elif str(name_or_path) == "sources":
         from moe_ext.lab.data.mixed import sources
 
-        shards = [_Lines(lines) for lines in sources().values()]
-        corpus = Corpus(*(Sentences((shard,)) for shard in shards), all=Sentences(tuple(shards)))
+        made = [(_Lines(lines),) for lines in sources().values()]
+        corpus = Corpus(*map(Sentences, [*made, tuple(chain.from_iterable(made))]))
     elif (path / _LM1B_TRAIN).is_dir():
         corpus = _lm1b(path)
     elif (path / "wiki.train.tokens").is_file():
