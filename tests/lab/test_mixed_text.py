@@ -134,7 +134,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x2", "moe-16 x2")
     seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
     assert seen["moe-4 x2"] == pytest.approx(2 * seen["moe-4"], rel=0.2)
-    assert "| moe-16 x2 |" in page.read_text() and "the runs with x2." in page.read_text()
+    assert "| moe-16 x2 |" in page.read_text() and "the models with x2." in page.read_text()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]

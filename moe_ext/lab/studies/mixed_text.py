@@ -302,9 +302,9 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
     )  # fmt: skip
     seen = settings["steps"] * settings["tokens_per_batch"]
     longer = "".join(
-        f", with{suffix} on {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
+        f", a model with{suffix} on {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
     )
-    which = f" Plot and claims are about the runs with{lengths[-1]}." if lengths[-1] else ""
+    which = f" The claims are about the models with{lengths[-1]}." if lengths[-1] else ""
     hours = sum(run["seconds"] for run in runs) / 3600
     return (
         "# More experts on text of many kinds\n\n"
