@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> Evaluation:
         choices=PARTS_AND_ALL,
         help="part of the corpus (default: test; all with --corpus)",
     )
-    parser.add_argument("--corpus", help='"builtin" or a path (default: the corpus of the run)')
+    parser.add_argument(
+        "--corpus", help='"builtin", "sources" or a path (default: the corpus of the run)'
+    )
     parser.add_argument(
         "--bleu", action="store_true", help="also translate the sources and print BLEU"
     )

@@ -35,7 +35,7 @@ class DataConfig:
     """Options of the text of a language model.
 
     Attributes:
-        corpus: "builtin" or a path; see `load_corpus`.
+        corpus: "builtin", "sources" or a path; see `load_corpus`.
         kind: what the model reads and predicts: "words", or wordpieces of the kind "bpe" or
             "unigram"; see `Wordpieces.train`. A sampled softmax needs ids in the order of
             frequency: with model.num_sampled, use "words" or "unigram".
