@@ -194,4 +194,4 @@ if [ $mode != --whole ]; then
     a_token_does_not_depend_on_the_others replaces_the_function_of_torch)
   tests+=(-k "not (${slow[0]}$(printf ' or %s' "${slow[@]:1}"))")
 fi
-"$python" -m pytest "${tests[@]}" "$@"
+PYTHONPATH=$PWD "$python" -m pytest "${tests[@]}" "$@"  # also for child processes
