@@ -277,7 +277,7 @@ def test_prepare_a_corpus_of_languages(parallel_corpus, tmp_path, capsys):
     prepare("languages", *languages, *options)
     assert made.stat().st_mtime_ns == before  # mixed once
     words = prepare("languages", *languages, *options, "--kind", "words")
-    assert isinstance(words.vocabulary, Vocabulary) and len(words.vocabulary) <= 60
+    assert isinstance(words.vocabulary, Vocabulary) and len(words.vocabulary) == 47
 
 
 @pytest.mark.parametrize(
