@@ -34,7 +34,7 @@ def test_claims():
         for arm, n in study.MIXTURES.items()
     }
     results |= {dense: {seed: result(seed, 4.0, 5.0) for seed in (1, 2)} for dense in study.DENSE}
-    found = {(c.claim, c.compared): c.difference for c in study.claims_of_length(results)}
+    found = {(c.claim, c.compared): c.difference for c in study.claims_of_length(results, "")}
     assert study.slope(results).mean == pytest.approx(-0.01)
     means = [gap.mean for (_, what), gap in found.items() if what.endswith("against moe-4")]
     assert means == pytest.approx([-0.02, -0.04, -0.06])
@@ -62,16 +62,24 @@ def test_longer_training():
         }
 
     longer = {f"{model} x2": runs for model, runs in results_with(0.015).items()}
-    results = results_with(0.01) | longer
+    results = dict.fromkeys(study.ARMS, {}) | results_with(0.01) | longer
     claims = study.claims(results)
-    assert claims[:-3] == study.claims_of_length(study.of_length(results, " x2"))
+    assert claims[:-3] == study.claims_of_length(results, " x2")
+    assert claims[0].compared == "moe-16 x2 against moe-4 x2"
     assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
     assert all("with x2 minus difference without it" in c.compared for c in claims[-3:])
     del results["moe-64 x2"][2], results["moe-4"][3]
     assert study.gain(results, "moe-64", "", " x2").num_seeds == 1
-    results["moe-4 x2"] = {}
+    # A model that has trained for less is compared with the others at its number of steps.
+    results["moe-64 x2"] = {}
     claims = study.claims(results)
-    assert claims == study.claims_of_length(study.of_length(results, ""))
+    assert [c.compared for c in claims[:3]] == [
+        "moe-16 x2 against moe-4 x2", "moe-64 against moe-4", "moe-256-h x2 against moe-4 x2",
+    ]  # fmt: skip
+    assert claims[5].difference == study.slope(results)
+    assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
+    results["moe-4 x2"] = {}
+    assert study.claims(results) == study.claims_of_length(results, "")
 
 
 def test_spread_over_the_seeds():
@@ -134,7 +142,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4 x2", "moe-16 x2")
     seen = {r["arm"]: r["dev"][-1][0] for r in json.loads(stored.read_text())["runs"]}
     assert seen["moe-4 x2"] == pytest.approx(2 * seen["moe-4"], rel=0.2)
-    assert "| moe-16 x2 |" in page.read_text() and "the models with x2." in page.read_text()
+    assert "| moe-16 x2 |" in page.read_text() and "| moe-16 x2 against" in page.read_text()
     text, settings = page.read_text(), json.loads(stored.read_text())["settings"]
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]

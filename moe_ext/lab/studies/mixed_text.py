@@ -8,8 +8,8 @@
 The models are those of configs/small, with a width of 96, without dropout, on wordpieces with the
 full softmax. Text of one kind needs little capacity; here the training text has Python code, C++
 headers and documentation. With --text languages, data.corpus is that of `prepare_data.py
-languages`, which has English and six other languages. The models whose names end in " x2" train for
-twice the steps.
+languages`, which has English and six other languages. The models whose names end in " x2" and " x4"
+train for two and four times the steps.
 
 The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
@@ -22,25 +22,22 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
-from moe_ext.lab.analysis import Cost
 from moe_ext.lab.data import Wordpieces
 from moe_ext.lab.files import file_lock
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
-from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import bytes_of, perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
-from moe_ext.lab.training.results import Result, train_and_test
+from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Run, read_stored, run_missing
+from moe_ext.lab.training.stored import Run, read_stored, record_of, results_of, run_missing
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
     HOW_DECIDED,
@@ -61,7 +58,7 @@ from moe_ext.lab.training.text import SentenceText, load_text
 MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers of experts
 DENSE = ("moe-1-wide", "4xlstm")
 MODELS = (*MIXTURES, *DENSE)
-LENGTHS = {"": 1, " x2": 2}  # suffixes of the names of models that train longer
+LENGTHS = {"": 1, " x2": 2, " x4": 4}  # suffixes of the names of models that train longer
 ARMS = tuple(model + suffix for suffix in LENGTHS for model in MODELS)
 FIRST = "moe-4"
 MORE_TEXT = "more training text increases the advantage of more experts"
@@ -112,42 +109,6 @@ def settings_of(config: Config, text: SentenceText, corpus: str) -> dict[str, An
     }
 
 
-def record_of(result: Result, seconds: float) -> Run:
-    """Converts a finished run to data for JSON, with its learning curve on the dev part.
-
-    seconds: processor time since the run was last started.
-    """
-    return {
-        "seconds": round(seconds, 1),
-        "cost": asdict(result.cost),
-        "test_nll": result.test_nll,
-        "earlier_nll": {str(share): nll for share, nll in result.earlier_nll.items()},
-        "words_per_second": result.words_per_second,
-        "balance": result.balance,
-        "dev": [[record["tokens"], record["nll"]] for record in read_metrics(result.run, "dev")],
-    }
-
-
-def results_of(runs: Sequence[Run], part: str = "test") -> Results:
-    """Converts stored runs back, without the nats of each sentence.
-
-    part: "test", or "dev" for results whose test_nll is that of the dev part.
-    """
-    results: Results = {arm: {} for arm in ARMS}
-    for run in runs:
-        results[run["arm"]][run["seed"]] = Result(
-            run=Path(),
-            seed=run["seed"],
-            cost=Cost(**run["cost"]),
-            test_nll=run["test_nll"] if part == "test" else run["dev"][-1][1],
-            earlier_nll={float(share): nll for share, nll in run["earlier_nll"].items()},
-            words_per_second=run["words_per_second"],
-            balance=run["balance"],
-            sentence_nll=torch.empty(0),
-        )
-    return results
-
-
 def of_length(results: Results, suffix: str) -> Results:
     """Returns the runs with one number of training steps, by model."""
     return {model: results[model + suffix] for model in MODELS}
@@ -187,40 +148,52 @@ def gain(results: Results, arm: str, short: str, long: str) -> PairedDifference 
 def claims(results: Results) -> list[Claim]:
     """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
 
-    The claims compare the models that have trained longest.
+    Each claim compares models at the greatest number of training steps for which it can.
     """
     lengths = lengths_of(results)
-    rows = claims_of_length(of_length(results, lengths[-1]))
+    of_lengths = [claims_of_length(results, suffix) for suffix in reversed(lengths)]
+    rows = [
+        next((row for row in rows if row.difference), rows[-1])
+        for rows in zip(*of_lengths, strict=True)
+    ]
     return rows + [
         Claim(
             MORE_TEXT,
-            f"{arm} against {FIRST}: difference with{long} minus difference without it",
-            gain(results, arm, short, long),
+            f"{arm} against {FIRST}: difference with{long} minus difference {without(short)}",
+            gap,
         )
         for short, long in pairwise(lengths)
         for arm in [*MIXTURES][1:]
+        if (gap := gain(results, arm, short, long))
     ]
 
 
-def claims_of_length(results: Results) -> list[Claim]:
+def without(suffix: str) -> str:
+    """Names the shorter training in a comparison."""
+    return f"with{suffix}" if suffix else "without it"
+
+
+def claims_of_length(results: Results, suffix: str) -> list[Claim]:
     """Returns the claims about models with the same number of training steps."""
+    same = of_length(results, suffix)
 
     def row(claim: str, a: str, b: str) -> Claim:
-        return Claim(claim, f"{a} against {b}", difference(results[a], results[b]))
+        return Claim(claim, f"{a}{suffix} against {b}{suffix}", difference(same[a], same[b]))
 
     more = [*MIXTURES][1:]
     rows = [row("more experts lower the perplexity at equal operations", a, FIRST) for a in more]
     each = "each increase in the number of experts lowers the perplexity"
     rows += [row(each, a, b) for b, a in pairwise(more)]
-    what = "change of the perplexity for each doubling of the number of experts"
-    rows.append(Claim("the perplexity falls with the number of experts", what, slope(results)))
+    what = f"{FIRST}{suffix} to {more[-1]}{suffix}: change for each doubling of the experts"
+    rows.append(Claim("the perplexity falls with the number of experts", what, slope(same)))
     claim = "a mixture has a lower perplexity than an equally costly dense model"
     rows += [row(claim, a, dense) for dense in DENSE for a in more]
     rows += [
         Claim(
             MORE_TEXT,
-            f"{a} against {FIRST}: difference after all steps minus difference after 25%",
-            widening(results[a], results[FIRST], QUARTER),
+            f"{a}{suffix} against {FIRST}{suffix}: difference after all steps minus difference "
+            "after 25%",
+            widening(same[a], same[FIRST], QUARTER),
         )
         for a in more
     ]
@@ -273,7 +246,7 @@ def found(results: Results, on_dev: Results) -> str:
 
 def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
     """Formats the page: plot, table, verdicts, cost, command."""
-    results, on_dev = results_of(runs), results_of(runs, "dev")
+    results, on_dev = results_of(runs, ARMS), results_of(runs, ARMS, "dev")
     lengths = lengths_of(results)
     per_byte = settings["test_tokens"] / settings["test_bytes"]
     rows = []
@@ -302,9 +275,9 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
     )  # fmt: skip
     seen = settings["steps"] * settings["tokens_per_batch"]
     longer = "".join(
-        f", a model with{suffix} on {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
+        f", a model with{suffix} {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
     )
-    which = f" The claims are about the models with{lengths[-1]}." if lengths[-1] else ""
+    epochs = LENGTHS[lengths[-1]] * seen / settings["train_tokens"]
     hours = sum(run["seconds"] for run in runs) / 3600
     return (
         "# More experts on text of many kinds\n\n"
@@ -318,13 +291,14 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         "model.\n\n"
         f"{table}\n"
         f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
-        f"a vocabulary of {settings['pieces']:,}. A run trains on {seen:,} of "
-        f"them{longer}. Every run has the learning rate {settings['learning_rate']:g} and dropout "
+        f"a vocabulary of {settings['pieces']:,}. A run reads {seen:,} of them{longer}. The "
+        f"longest run is {epochs:.2f} epochs. Every run has the learning rate "
+        f"{settings['learning_rate']:g} and dropout "
         f"{settings['dropout']:g}. The test part has {settings['test_tokens']:,}. "
         "Nothing else was selected by the dev part. "
         "Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
-        f"{HOW_DECIDED}{which}\n\n{claims_table(claims(results))}\n"
+        f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
         f"All runs took {hours:.2f} core-hours.\n\n"
         f"```\n{command}\n```\n"
     )
@@ -337,7 +311,7 @@ def percent(difference: float) -> float:
 
 def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     """Plots the mean learning curves of the longest runs, and the perplexity with more experts."""
-    results = results_of(runs)
+    results = results_of(runs, ARMS)
     lengths = lengths_of(results)
     longest = of_length(results, lengths[-1])
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
@@ -435,7 +409,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     runs_folder.mkdir(parents=True, exist_ok=True)
     with file_lock(runs_folder / ".lock", wait=True):
         stored = read_stored(path)
-        results = results_of(stored.runs if stored else [])
+        results = results_of(stored.runs if stored else [], ARMS)
         if stored is None or not lengths_of(results):
             print(f"nothing to report yet: no run of {FIRST} is finished")
             return results

@@ -6,15 +6,20 @@ repeated, on any machine. The page is made of the file alone.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from moe_ext.checks import require
+from moe_ext.lab.analysis import Cost
 from moe_ext.lab.files import Locked, file_lock, read_json, write_json
 from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.results import Result
 
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
-
 
 _HINT = "delete the file, or give another --output"
 
@@ -109,3 +114,47 @@ def run_missing(
                 runs = [*stored_runs(path, settings), finished]
                 runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
                 write_json(path, {"settings": dict(settings), "runs": runs})
+
+
+def record_of(result: Result, seconds: float) -> Run:
+    """Converts the result of a run to data for JSON, with its learning curve on the dev part.
+
+    seconds: processor time since the run was last started.
+    """
+    return {
+        "seconds": round(seconds, 1),
+        "cost": asdict(result.cost),
+        "test_nll": result.test_nll,
+        "earlier_nll": {str(share): nll for share, nll in result.earlier_nll.items()},
+        "words_per_second": result.words_per_second,
+        "balance": result.balance,
+        "dev": [[record["tokens"], record["nll"]] for record in read_metrics(result.run, "dev")],
+    }
+
+
+def results_of(
+    runs: Sequence[Run], arms: Iterable[str], part: str = "test"
+) -> dict[str, dict[int, Result]]:
+    """Converts what `record_of` made back, without the nats of each sentence.
+
+    Args:
+        runs: the stored runs.
+        arms: the models of the study; a model without runs gets {}.
+        part: "test", or "dev" for results whose test_nll is that of the dev part.
+
+    Returns:
+        The results by arm and seed.
+    """
+    results: dict[str, dict[int, Result]] = {arm: {} for arm in arms}
+    for run in runs:
+        results[run["arm"]][run["seed"]] = Result(
+            run=Path(),
+            seed=run["seed"],
+            cost=Cost(**run["cost"]),
+            test_nll=run["test_nll"] if part == "test" else run["dev"][-1][1],
+            earlier_nll={float(share): nll for share, nll in run["earlier_nll"].items()},
+            words_per_second=run["words_per_second"],
+            balance=run["balance"],
+            sentence_nll=torch.empty(0),
+        )
+    return results
