@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from test_scripts import ROOT
@@ -40,77 +39,77 @@ def test_source_words_are_those_of_the_pairs_that_were_kept(tmp_path):
     assert len(text.train) == 3 and translation.source_words(text) == 2 + 1 + 3
 
 
-@pytest.mark.parametrize(
-    ("claim", "other", "gaps"),
-    [
-        ("mixtures lower the perplexity of a model without them", "none", (-0.7, -0.6)),
-        (
-            "mixtures have a lower perplexity than dense layers with equal operations",
-            "dense",
-            (-0.3, -0.2),
-        ),
-    ],
-)
-def test_claims_compare_the_models_they_name(claim, other, gaps):
-    """The differences for en-de are twice those for en-fr."""
+def test_claims_compare_the_models_they_name():
     nll = {"moe-32": 1.0, "moe-32-balanced": 1.1, "dense": 1.3, "none": 1.7}
-    parts = {"en-fr": 1, "en-de": 2, "all": 1.5}
-    studies = {
-        languages: SimpleNamespace(
-            results={a: dict.fromkeys((1, 2), result(parts[languages] * nll[a])) for a in nll}
-        )
-        for languages in ("en-fr", "en-de")
-    }
-    found = {
-        each.compared: each.difference.mean
-        for each in translation.claims(studies)
-        if each.claim == claim
-    }
-    assert found == pytest.approx(
-        {
-            f"{arm} against {other}, {part}": factor * gap
-            for arm, gap in zip(("moe-32", "moe-32-balanced"), gaps, strict=True)
-            for part, factor in parts.items()
-        }
-    )
+    results = {arm: dict.fromkeys((1, 2), result(value)) for arm, value in nll.items()}
+    found = [(each.claim, each.compared) for each in translation.claims(results)]
+    without = "mixtures lower the perplexity of a model without them"
+    equal = "mixtures have a lower perplexity than dense layers with equal operations"
+    assert found == [
+        (without, "moe-32 against none"), (without, "moe-32-balanced against none"),
+        (equal, "moe-32 against dense"), (equal, "moe-32-balanced against dense"),
+    ]  # fmt: skip
+    gaps = [each.difference.mean for each in translation.claims(results)]
+    assert gaps == pytest.approx([-0.7, -0.6, -0.3, -0.2])
 
 
-def test_models_of_a_language_pair(parallel_corpus, tmp_path):
+def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     main = partial(translation.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     command = [*TINY, f"data.corpus={parallel_corpus}", *places, "--seeds", "1"]
-    main([*command, "--pairs", "en-fr", "--arms", "none", "moe-32"])
-    runs = tmp_path / "runs" / "en-fr"
-    assert not (runs / "dense-seed1" / "result.json").exists()
-    file = runs / "none-seed1" / "test-2.en-fr.txt"
-    assert len(file.read_text().splitlines()) == 15
-    file.write_text("frba\n" * 15)  # the study must not overwrite it
+    runs, name = tmp_path / "runs" / "translation_manuals_en-fr", "translation_manuals_en-fr"
+    main([*command, "--arms", "none"])
+    assert not (runs / "dense-seed1").exists()
+    assert len((runs / "none-seed1" / "test-2.en-fr.txt").read_text().splitlines()) == 15
 
-    main([*command, "--pairs", "en-fr", "en-de"])
-    data = json.loads((tmp_path / "docs" / "translation.json").read_text())
-    assert data["languages"].keys() == {"en-fr", "en-de"}
-    french = data["languages"]["en-fr"]
-    assert french["test_pairs"] == 15 and data["languages"]["en-de"]["train_pairs"] == 60
-    assert french["models"].keys() == {"moe-32", "moe-32-balanced", "dense", "none"}
-    scores = {name: runs[0]["score"] for name, runs in french["bleu"].items()}
-    assert scores["none"] == bleu_of_test(runs / "none-seed1")["en-fr"].score
-    assert translated_test(runs / "none-seed1") == {"en-fr": ["frba"] * 15}
-    page = (tmp_path / "docs" / "translation.md").read_text()
-    quoted = page.splitlines()[3]
-    assert quoted.startswith("python scripts/studies/translation.py steps=2 model.d_model=8 ")
-    assert quoted.endswith(" --seeds 1")
-    assert page.count("    source           n") == 20 and "    none             frba" in page
-    assert re.search(
-        r"moe-32 against dense, en-fr \| \S+% \(one seed, not decided\) \| not decided \|", page
+    # The study goes on with the file, without the runs that it holds.
+    runs.rename(tmp_path / "elsewhere")
+    results = main(command)
+    assert {arm: [*seeds] for arm, seeds in results.items()} == dict.fromkeys(translation.ARMS, [1])
+    assert not (runs / "none-seed1").exists() and (runs / "moe-32-seed1").exists()
+    files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
+    data = json.loads(files[2].read_text())
+    assert data["settings"]["train_pairs"] == 120 and data["settings"]["test_pairs"] == 15
+    assert data["settings"]["overrides"] == [o for o in TINY if not o.startswith("log.")]
+    stored = {run["arm"]: run for run in data["runs"]}
+    translations = translated_test(runs / "dense-seed1")["en-fr"]
+    assert stored["dense"]["shown"] == [translations[n] for n in translation.evenly(15)]
+    assert stored["dense"]["bleu"] == bleu_of_test(runs / "dense-seed1")["en-fr"].score
+    assert [arm for arm, run in stored.items() if run["masks"]] == ["moe-32-balanced"]
+    gap = stored["moe-32"]["test_nll"] - stored["dense"]["test_nll"]
+    assert data["claims"][2]["difference"]["mean"] == pytest.approx(gap, abs=1e-12)
+    page = files[0].read_text()
+    assert (
+        "python scripts/studies/translation.py --text manuals --pair en-fr data.corpus=CORPUS"
+        in page
     )
-    pooled = next(row for row in data["claims"] if row["compared"] == "moe-32 against dense, all")
-    gaps = [
-        each["models"]["moe-32"]["runs"][0]["test_nll"]
-        - each["models"]["dense"]["runs"][0]["test_nll"]
-        for each in data["languages"].values()
-    ]
-    assert pooled["difference"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-12)
-    assert (tmp_path / "docs" / "translation.png").stat().st_size > 0
+    assert re.search(
+        r"moe-32 against dense \| \S+% \(one seed, not decided\) \| not decided \|", page
+    )
+    assert page.count("    source           n") == 10 and "    none             " in page
+    assert "are strictly balanced" in page
+
+    # The report needs neither the corpus nor sacreBLEU.
+    before = [file.read_bytes() for file in files]
+    for file in files[:2]:
+        file.unlink()
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    main(["--report", "--runs", str(tmp_path / "x"), "--output", str(tmp_path / "docs")])
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys):
+    places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
+    options = ["--text", "captions", "--pair", "en-de", *places]
+    translation.main(["--report", *options], root=ROOT)
+    assert "nothing to report yet" in capsys.readouterr().out
+    command = [*TINY, f"data.corpus={parallel_corpus}", *options, "--seeds", "1", "--arms", "none"]
+    translation.main(command, root=ROOT)
+    file = tmp_path / "docs" / "translation_captions_en-de.json"
+    assert json.loads(file.read_text())["settings"]["dropout"] == 0.3
+    assert "Multi30k" in file.with_suffix(".md").read_text()
+    with pytest.raises(ConfigError, match="must hold runs with {'dropout': 0.1, 'overrides'"):
+        translation.main(["model.dropout=0.1", *command], root=ROOT)
 
 
 def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
@@ -120,22 +119,27 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     for part in ("train", "dev", "test"):
         (corpus / f"{part}.en-fr.tsv").write_text(train)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    studies = translation.main(
-        [*TINY, f"data.corpus={corpus}", *places]
-        + ["--seeds", "1", "--pairs", "en-fr", "--arms", "moe-32"],
-        root=ROOT,
+    translation.main(
+        [*TINY, f"data.corpus={corpus}", *places, "--seeds", "1", "--arms", "moe-32"], root=ROOT
     )
-    assert all(studies["en-fr"].near) and studies["en-fr"].distinct_bleu == {}
-    page = (tmp_path / "docs" / "translation.md").read_text()
-    assert "strictly balanced" not in page
+    file = tmp_path / "docs" / "translation_manuals_en-fr.json"
+    data = json.loads(file.read_text())
+    assert data["settings"]["near_duplicates"] == [*range(120)]
+    assert [run["distinct_bleu"] for run in data["runs"]] == [None]
+    assert "strictly balanced" not in file.with_suffix(".md").read_text()
+
+
+def test_convergence_compares_the_last_tenth():
+    dev = [[100, 3.0], [900, 2.0], [950, 1.99], [1000, 1.98]]
+    runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
+    assert "the dev perplexity changed by -2.0% (none)." in translation.converged(runs)
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
-    main = partial(translation.main, root=ROOT)
     places = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
     overrides = [*TINY, f"data.corpus={parallel_corpus}"]
-    main([*overrides, *places, "--seeds", "1", "--pairs", "en-fr", "--arms", "none"])
-    run = tmp_path / "runs" / "en-fr" / "none-seed1"
+    translation.main([*overrides, *places, "--seeds", "1", "--arms", "none"], root=ROOT)
+    run = tmp_path / "runs" / "translation_manuals_en-fr" / "none-seed1"
     lines = (parallel_corpus / "test.en-fr.tsv").read_text().splitlines()
     references = [line.split("\t")[2] for line in lines]
     right = [number % 2 == 0 for number in range(15)]
@@ -144,6 +148,8 @@ def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):
     )
     assert bleu_of_test(run, right)["en-fr"].score == pytest.approx(100)
     assert bleu_of_test(run)["en-fr"].score < 90
+    near = [number for number, keep in enumerate(right) if not keep]
+    assert translation.tested(run, "en-fr", near)["distinct_bleu"] == pytest.approx(100)
 
 
 def test_one_model_for_several_language_pairs(parallel_corpus, tmp_path):

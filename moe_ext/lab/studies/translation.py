@@ -1,54 +1,60 @@
 """Compares translation models with and without experts, at small scale (Fig. 4, Tables 2 to 4).
 
-    python scripts/studies/translation.py data.corpus=path/to/parallel/text
-    python scripts/studies/translation.py data.corpus=PATH --pairs en-fr --seeds 1 --arms none
-    python scripts/studies/translation.py --report data.corpus=PATH
+    python scripts/studies/translation.py data.corpus=CORPUS
+    python scripts/studies/translation.py data.corpus=CORPUS --seeds 1 --arms none
+    python scripts/studies/translation.py --text captions --pair en-de data.corpus=CORPUS
+    python scripts/studies/translation.py --text captions --pair en-de --report
 
-Trains the models of configs/mt/small-*.toml for each language pair:
+Trains the models of configs/mt/small-*.toml for one language pair:
 
 - moe-32: MoE layers with noisy top-k gates
 - moe-32-balanced: MoE layers with strictly balanced gates
 - dense: dense layers with equal operations instead of MoE layers; the paper has no such model
 - none: neither MoE layers nor dense layers; the paper's baseline
 
-The script translates the test part with each model. It writes translation.md, .json and .png to the
-folder OUTPUT (default: docs/results), with perplexity, BLEU and ten unedited translations. The plot
-shows dev perplexity over the number of source words processed.
+The corpus of --text manuals has manuals, help and descriptions of packages. That of --text captions
+is Multi30k, which has captions of images: smaller, so the models have a vocabulary of 4,000
+wordpieces and dropout.
 
-A run takes 10 to 20 minutes on one processor. To share the runs, start the same command several
-times with the same --runs. --report writes the page without training.
+The file OUTPUT/translation_TEXT_PAIR.json (default: docs/results) keeps every finished run, with
+ten unedited translations, so the study can grow over many occasions and machines. A run that is
+interrupted continues from its checkpoint in RUNS. To share the runs, start the command several
+times. A run takes 10 to 20 minutes on one processor. The script also writes the page,
+translation_TEXT_PAIR.md, and its plot of dev perplexity over source words; --report writes them
+without training and without the corpus.
 """
 
-import argparse
 import shlex
 import statistics
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 
-from moe_ext.lab.decoding import Bleu
+from moe_ext.lab.files import file_lock
 from moe_ext.lab.training.config import TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
+from moe_ext.lab.training.results import train_and_test
+from moe_ext.lab.training.stored import Run, read_stored, record_of, results_of, run_missing
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
     HOW_DECIDED,
     Claim,
     Results,
     as_change,
-    as_data,
     claims_data,
     claims_table,
-    command_of,
     difference,
     mean_perplexity,
-    run_study,
+    run_folder,
     size_cells,
     study_parser,
 )
@@ -57,35 +63,26 @@ from moe_ext.lab.training.translation import bleu_of_test, require_bleu, transla
 
 MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
 ARMS = (MIXTURE, BALANCED, DENSE, NONE)
-PAIRS = ("en-fr", "en-de")
-SETTINGS = ("num_threads=1",)
+MASKS = ("nll_batchwise", "mask_disagreement", "share_without_expert")  # metrics of strict gates
 _NUM_SHOWN = 10
+_NO_MATTER = ("log.", "data.corpus=", "data.encoded=")  # The settings have the text's fingerprint.
 _NEAR = 0.8  # share of word trigrams that makes a near duplicate
 
 
-@dataclass(frozen=True)
-class Study:
-    """The corpus and the finished runs of one language pair.
+class Kind(NamedTuple):
+    """A kind of corpus: what it contains, and the settings of its models."""
 
-    Attributes:
-        config: the configuration of the model moe-32.
-        text: the corpus, encoded as token ids.
-        results: the finished runs by model and seed.
-        source_words: the number of source words in one epoch of training.
-        test: the sentences of the test part and their reference translations.
-        near: for each test sentence, whether it is a near duplicate of a training sentence.
-        bleu: the BLEU scores by model, one for each seed.
-        distinct_bleu: BLEU scores without near duplicates, by model; {} if no sentence remains.
-    """
+    contents: str
+    settings: tuple[str, ...]
 
-    config: TranslationConfig
-    text: PairText
-    results: Results
-    source_words: int
-    test: list[tuple[str, str]]
-    near: list[bool]
-    bleu: dict[str, list[Bleu]]
-    distinct_bleu: dict[str, list[Bleu]]
+
+TEXTS = {
+    "manuals": Kind("manuals, help and descriptions of packages", ()),
+    "captions": Kind(
+        "captions of images, the public corpus Multi30k",
+        ("steps=4000", "data.vocab_size=4000", "model.dropout=0.3"),
+    ),
+}
 
 
 def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]:
@@ -112,41 +109,6 @@ def near_duplicates(sentences: Sequence[str], text: Iterable[str]) -> list[bool]
     return near
 
 
-def study(languages: str, options: argparse.Namespace, root: Path) -> Study:
-    """Trains the models of --arms for one language pair, and translates its test part."""
-    arms = {
-        name: read_config(
-            root / "configs" / "mt" / f"small-{name}.toml",
-            [*SETTINGS, f'data.pairs=["{languages}"]', *options.overrides],
-            TranslationConfig,
-        )
-        for name in ARMS
-    }
-    config = arms[MIXTURE]
-    set_up_for(config)
-    text = load_text(config.data)
-    results = run_study(
-        arms,
-        options.seeds,
-        text,
-        Path(options.runs) / languages,
-        train=() if options.report else options.arms,
-        then=translated_test,
-    )
-    (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
-    pairs = [*test]
-    near = near_duplicates([source for source, _ in pairs], (source for source, _ in train))
-
-    def bleu(keep: Sequence[bool] | None = None) -> dict[str, list[Bleu]]:
-        return {
-            name: [bleu_of_test(result.run, keep)[languages] for result in runs.values()]
-            for name, runs in results.items()
-        }
-
-    distinct = {} if all(near) else bleu([not each for each in near])
-    return Study(config, text, results, source_words(text), pairs, near, bleu(), distinct)
-
-
 def source_words(text: PairText) -> int:
     """Counts the source words of the training pairs that pass the length filter."""
     pieces = text.vocabulary.pieces(range(len(text.vocabulary)))
@@ -154,75 +116,112 @@ def source_words(text: PairText) -> int:
     return int(begins_word[text.train.source.stream].sum())
 
 
-def claims(studies: dict[str, Study]) -> list[Claim]:
-    """Returns the claims of the paper for both gates, per language pair and over all pairs."""
-    pooled = {
-        arm: {
-            (languages, seed): run
-            for languages, each in studies.items()
-            for seed, run in each.results[arm].items()
-        }
-        for arm in ARMS
+def settings_of(
+    config: TranslationConfig, text: PairText, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Returns what all runs of the study share: options of training, and facts of the text."""
+    (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
+    sentences = [list(pair) for pair in test]
+    near = near_duplicates([source for source, _ in sentences], (source for source, _ in train))
+    return {
+        "overrides": [o for o in overrides if not o.startswith(_NO_MATTER)],
+        "pieces": len(text.vocabulary),
+        "vocabulary": text.vocabulary.fingerprint(),
+        "train": text.train.fingerprint(),
+        "test": text.test.fingerprint(),
+        "train_pairs": len(text.train),
+        "train_tokens": text.train.num_tokens,
+        "source_words": source_words(text),
+        "test_pairs": len(sentences),
+        "near_duplicates": [number for number, is_near in enumerate(near) if is_near],
+        "steps": config.steps,
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "learning_rate": config.optimizer.learning_rate,
+        "dropout": config.model.dropout,
+        "shown": [sentences[number] for number in evenly(len(sentences))],
     }
-    parts = {languages: each.results for languages, each in studies.items()} | {"all": pooled}
+
+
+def evenly(number: int) -> list[int]:
+    """Returns ten evenly spaced numbers from 0 to number - 1."""
+    return torch.linspace(0, number - 1, _NUM_SHOWN, dtype=torch.float64).round().long().tolist()
+
+
+def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
+    """Returns the BLEU of a finished run, ten translations, and the masks of strict gates.
+
+    near: the numbers of the test sentences that are near duplicates of training sentences.
+    """
+    translations = translated_test(run)[languages]
+    distinct = [number not in set(near) for number in range(len(translations))]
+    bleu = bleu_of_test(run)[languages]
+    last = read_metrics(run, "train")[-1] | read_metrics(run, "dev")[-1]
+    return {
+        "bleu": bleu.score,
+        "distinct_bleu": bleu_of_test(run, distinct)[languages].score if any(distinct) else None,
+        "signature": bleu.signature,
+        "shown": [translations[number] for number in evenly(len(translations))],
+        "masks": {key: last[key] for key in MASKS if key in last},
+    }
+
+
+def claims(results: Results) -> list[Claim]:
+    """Returns the claims of the paper for both gates; a negative difference supports a claim."""
     return [
-        Claim(claim, f"{arm} against {other}, {part}", difference(results[arm], results[other]))
+        Claim(claim, f"{arm} against {other}", difference(results[arm], results[other]))
         for claim, other in (
             ("mixtures lower the perplexity of a model without them", NONE),
             ("mixtures have a lower perplexity than dense layers with equal operations", DENSE),
         )
         for arm in (MIXTURE, BALANCED)
-        for part, results in parts.items()
     ]
 
 
-def table(study: Study) -> str:
+def table(runs: Sequence[Run]) -> str:
     """Formats size, perplexity, BLEU and speed of the models, with one row per model."""
     rows = []
-    for name, runs in study.results.items():
-        if not runs:
+    for name, of_arm in results_of(runs, ARMS).items():
+        if not of_arm:
             continue
-        cost = next(iter(runs.values())).cost
-        bleu = study.bleu[name], study.distinct_bleu.get(name)
+        stored = [run for run in runs if run["arm"] == name]
+        results = results_of(runs, ARMS)
+        bleu = [[run[key] for run in stored] for key in ("bleu", "distinct_bleu")]
         rows.append(
             [
                 name,
-                *size_cells(cost),
-                len(runs),
-                f"{mean_perplexity(runs):.3f}",
-                "" if name == NONE else as_change(difference(runs, study.results[NONE])),
+                *size_cells(next(iter(of_arm.values())).cost),
+                len(of_arm),
+                f"{mean_perplexity(of_arm):.3f}",
                 *(
-                    f"{statistics.fmean(each.score for each in of_runs):.2f}" if of_runs else ""
-                    for of_runs in bleu
+                    as_change(difference(of_arm, results[base])) if name != base else ""
+                    for base in (NONE, DENSE)
                 ),
-                f"{statistics.median(r.words_per_second for r in runs.values()):,.0f}",
+                *("" if None in scores else f"{statistics.fmean(scores):.2f}" for scores in bleu),
+                f"{statistics.median(run.words_per_second for run in of_arm.values()):,.0f}",
             ]
         )
     header = [
-        "model", "ops/timestep", "parameters", "seeds", "test ppl", f"change from {NONE}, 95%",
+        "model", "ops/timestep", "parameters", "seeds", "test ppl",
+        *(f"change from {base}, 95%" for base in (NONE, DENSE)),
         "BLEU", "BLEU without near duplicates", "wordpieces/s",
     ]  # fmt: skip
     return markdown_table(header, rows)
 
 
-def balance(study: Study) -> str:
+def balance(runs: Sequence[Run]) -> str:
     """Describes the masks of the strictly balanced gates; "" if no run has such gates."""
-    train, dev = [], []
-    for result in study.results[BALANCED].values():
-        train.append(read_metrics(result.run, "train")[-1])
-        dev.append(read_metrics(result.run, "dev")[-1])
-    if not train:
+    strict = [run for run in runs if run["masks"]]
+    if not strict:
         return ""
 
     def mean(key: str) -> str:
         values = (
-            100 * statistics.fmean(record[key][layer] for record in train) for layer in (0, 1)
+            100 * statistics.fmean(run["masks"][key][layer] for run in strict) for layer in (0, 1)
         )
         return " and ".join(f"{value:.1f}%" for value in values)
 
-    by_batch, by_threshold = (
-        statistics.fmean(record[key] for record in dev) for key in ("nll_batchwise", "nll")
-    )
+    by_batch = statistics.fmean(run["masks"]["nll_batchwise"] for run in strict)
+    by_threshold = statistics.fmean(run["dev"][-1][1] for run in strict)
     return (
         f"The gates of {BALANCED} are strictly balanced. The final dev perplexity was "
         f"{perplexity(by_threshold):.3f} with the threshold mask and {perplexity(by_batch):.3f} "
@@ -232,117 +231,142 @@ def balance(study: Study) -> str:
     )
 
 
-def shown(study: Study) -> str:
+def converged(runs: Sequence[Run]) -> str:
+    """Compares the dev perplexity after nine tenths of the training with that at the end."""
+    changes = []
+    for name in ARMS:
+        curves = [run["dev"] for run in runs if run["arm"] == name]
+        last = [
+            curve[-1][1] - next(nll for seen, nll in curve if seen >= 0.9 * curve[-1][0])
+            for curve in curves
+        ]
+        if last:
+            changes.append(f"{100 * (perplexity(statistics.fmean(last)) - 1):+.1f}% ({name})")
+    return f"In the last tenth of the training, the dev perplexity changed by {', '.join(changes)}."
+
+
+def shown(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Formats ten evenly spaced sentences of the test part and their translations."""
-    (languages,) = study.config.data.pairs
-    first = {
-        name: translated_test(next(iter(runs.values())).run)[languages]
-        for name, runs in study.results.items()
-        if runs
-    }
-    width = max(map(len, ["reference", *first]))
+    first = {run["arm"]: run["shown"] for run in reversed(runs)}  # runs are in the order of seeds
+    names = [name for name in ARMS if name in first]
+    width = max(map(len, ["reference", *names]))
     lines = []
-    evenly = torch.linspace(0, len(study.test) - 1, _NUM_SHOWN, dtype=torch.float64)
-    for index in evenly.round().long().tolist():
-        source, reference = study.test[index]
+    for number, (source, reference) in enumerate(settings["shown"]):
         all_of_it = {"source": source, "reference": reference}
-        all_of_it |= {name: translations[index] for name, translations in first.items()}
+        all_of_it |= {name: first[name][number] for name in names}
         lines += [f"    {name:<{width}}  {sentence}" for name, sentence in all_of_it.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def as_markdown(studies: dict[str, Study], command: str) -> str:
-    """Formats the Markdown page, with the command that writes the page."""
-    config = next(iter(studies.values())).config
-    steps, batch = config.steps, config.data.tokens_per_batch
+def as_markdown(
+    name: str, kind: Kind, settings: Mapping[str, Any], runs: Sequence[Run], command: str
+) -> str:
+    """Formats the page: plot, table, verdicts, translations, cost, command."""
+    hours = sum(run["seconds"] for run in runs) / 3600
     lines = [
-        "# Mixtures of experts in translation\n",
-        f"```\n{command}\n```\n",
-        f"Each model trains for {steps:,} steps of about {batch:,} source and target wordpieces. "
-        f"Both languages share one vocabulary of {config.data.vocab_size:,} wordpieces. Perplexity "
-        f"is per target wordpiece of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a "
-        "beam search with the penalties of Wu et al. (2016). A test sentence is a near "
-        f"duplicate if at least {_NEAR:.0%} of its word trigrams occur in one training sentence. "
+        f"# Mixtures of experts in translation: {kind.contents}\n",
+        f"![dev perplexity against source words]({name}.png)\n",
+        table(runs),
+        f"The training part has {settings['train_pairs']:,} sentence pairs "
+        f"({settings['source_words']:,} source words, {settings['train_tokens']:,} target "
+        f"wordpieces). The test part has {settings['test_pairs']:,} pairs; "
+        f"{len(settings['near_duplicates']):,} of them are near duplicates. A test sentence is a "
+        f"near duplicate if at least {_NEAR:.0%} of its word trigrams occur in one training "
+        f"sentence. Each model trains for {settings['steps']:,} steps of about "
+        f"{settings['tokens_per_batch']:,} source and target wordpieces, with the learning rate "
+        f"{settings['learning_rate']:g} and dropout {settings['dropout']:g}. {converged(runs)} "
+        f"Both languages share one vocabulary of {settings['pieces']:,} wordpieces. Perplexity is "
+        f"per target wordpiece of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a "
+        "beam search with the penalties of Wu et al. (2016), without lowercasing. "
         "Operations and parameters do not include embedding and softmax.\n",
-        "![dev perplexity against source words](translation.png)\n",
         f"{HOW_DECIDED}\n",
-        claims_table(claims(studies)),
+        claims_table(claims(results_of(runs, ARMS))),
+        balance(runs),
+        "These are ten evenly spaced sentences of the test part, and their translations by the "
+        "models of the first seed:\n",
+        shown(settings, runs),
+        f"Signature of sacreBLEU: `{runs[0]['signature']}`. All runs took {hours:.2f} "
+        "core-hours.\n",
+        f"```\n{command}\n```\n",
     ]
-    for languages, each in studies.items():
-        text = each.text
-        lines += [
-            f"## {languages}\n",
-            f"The training part has {len(text.train):,} sentence pairs ({each.source_words:,} "
-            f"source words, {text.train.num_tokens:,} target wordpieces). The test part has "
-            f"{len(text.test):,} pairs; {sum(each.near):,} of them are near duplicates.\n",
-            table(each),
-            balance(each),
-            "These are ten evenly spaced sentences of the test part, and their translations by the "
-            "models of the first seed:\n",
-            shown(each),
-        ]
-    bleu = [score for each in studies.values() for scores in each.bleu.values() for score in scores]
-    lines.append(f"Signature of sacreBLEU: `{bleu[0].signature}`.\n")
     return "\n".join(lines)
 
 
-def plot(studies: dict[str, Study]) -> Figure:
+def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     """Plots dev perplexity against source words processed, one curve for each model (Fig. 4)."""
-    figure = Figure(figsize=(6 * len(studies), 4.2), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(studies), squeeze=False)
-    for (languages, each), axes in zip(studies.items(), panels[0], strict=True):
-        words_per_piece = each.source_words / each.text.train.num_tokens
-        for name, runs in each.results.items():
-            of_steps = defaultdict(list)
-            for result in runs.values():
-                for record in read_metrics(result.run, "dev"):
-                    of_steps[record["step"]].append(record)
-            # Only steps that all runs measured: log.eval_every may differ between runs.
-            common = [
-                of_steps[step] for step in sorted(of_steps) if len(of_steps[step]) == len(runs)
-            ]
-            words = [of_step[0]["tokens"] * words_per_piece / 1e6 for of_step in common]
-            means = [perplexity(statistics.fmean(r["nll"] for r in of_step)) for of_step in common]
-            if runs:
-                axes.plot(words, means, label=name, lw=1.2)
-        axes.set_yscale("log")
-        axes.set(
-            xlabel="source words processed, millions", ylabel="dev perplexity", title=languages
-        )
-        axes.legend()
+    figure = Figure(figsize=(6, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    words_per_piece = settings["source_words"] / settings["train_tokens"]
+    for name in ARMS:
+        curves = [run["dev"] for run in runs if run["arm"] == name]
+        points = [
+            (
+                step[0][0] * words_per_piece / 1e6,
+                perplexity(statistics.fmean(nll for _, nll in step)),
+            )
+            for step in zip(*curves, strict=False)
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
+    axes.set(xlabel="source words processed, millions", ylabel="dev perplexity", yscale="log")
+    axes.legend()
     return figure
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> dict[str, Study]:
-    """Runs the study and returns the finished runs by language pair."""
+def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
+    """Runs the study and returns the finished runs."""
     parser = study_parser(__doc__, "translation", ARMS)
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="language pairs, such as en-fr")
+    parser.add_argument("--text", choices=TEXTS, default="manuals", help="the kind of the corpus")
+    parser.add_argument("--pair", default="en-fr", help="the language pair, such as en-fr")
     options = parser.parse_intermixed_args(arguments)
-    require_bleu()
-    studies = {languages: study(languages, options, root) for languages in options.pairs}
-    studies = {languages: each for languages, each in studies.items() if any(each.results.values())}
-    if not studies:
-        print("nothing to report yet: no run is finished")
-        return studies
-    command = command_of("translation", options)
-    if tuple(options.pairs) != PAIRS:
-        command += f" --pairs {shlex.join(options.pairs)}"
-    page = as_markdown(studies, command)
-    data = {
-        "claims": claims_data(claims(studies)),
-        "languages": {
-            languages: {
-                "corpus": each.config.data.corpus,
-                "train_pairs": len(each.text.train),
-                "source_words": each.source_words,
-                "test_pairs": len(each.text.test),
-                "near_duplicates": sum(each.near),
-                "models": as_data(each.results),
-                "bleu": {name: list(map(asdict, scores)) for name, scores in each.bleu.items()},
-            }
-            for languages, each in studies.items()
-        },
-    }
-    write_report(options.output, "translation", page, data, plot(studies))
-    return studies
+    kind = TEXTS[options.text]
+    name = f"translation_{options.text}_{options.pair}"
+    path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / name
+
+    def config_of(arm: str, seed: int) -> TranslationConfig:
+        config = read_config(
+            root / "configs" / "mt" / f"small-{arm}.toml",
+            [
+                "num_threads=1",
+                f'data.pairs=["{options.pair}"]',
+                f"data.encoded={runs_folder / 'encoded'}",
+                *kind.settings,
+                *options.overrides,
+            ],
+            TranslationConfig,
+        )
+        return replace(config, seed=seed, output=str(run_folder(runs_folder, arm, seed)))
+
+    if not options.report:
+        require_bleu()
+        first = config_of(MIXTURE, 0)
+        set_up_for(first)
+        text = load_text(first.data)
+        settings = settings_of(first, text, options.overrides)
+
+        def run(arm: str, seed: int) -> Run:
+            started = time.process_time()
+            result = train_and_test(config_of(arm, seed), text)
+            extra = tested(result.run, options.pair, settings["near_duplicates"])
+            return record_of(result, time.process_time() - started) | extra
+
+        keys = [(arm, seed) for seed in options.seeds for arm in options.arms]
+        run_missing(keys, run, path, settings, ARMS, runs_folder)
+    runs_folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(runs_folder / ".lock", wait=True):
+        stored = read_stored(path)
+        results = results_of(stored.runs if stored else [], ARMS)
+        if stored is None:
+            print("nothing to report yet: no run is finished")
+            return results
+        command = shlex.join(
+            [
+                "python", "scripts/studies/translation.py", "--text", options.text,
+                "--pair", options.pair, "data.corpus=CORPUS", *stored.settings["overrides"],
+            ]
+        )  # fmt: skip
+        page = as_markdown(name, kind, *stored, command)
+        data = {**stored._asdict(), "claims": claims_data(claims(results))}
+        write_report(options.output, name, page, data, plot(*stored))
+    return results
