@@ -78,8 +78,12 @@ def test_longer_training():
     ]  # fmt: skip
     assert claims[5].difference == study.slope(results)
     assert "moe-64 against" not in "".join(c.compared for c in claims[-2:])
+    # moe-4 has not trained for longer.
     results["moe-4 x2"] = {}
-    assert study.claims(results) == study.claims_of_length(results, "")
+    compared = [c.compared for c in study.claims(results)]
+    assert compared[0] == "moe-16 against moe-4" and not any("with x2 minus" in c for c in compared)
+    assert "moe-256-h x2 against 4xlstm x2" in compared
+    assert study.lengths_of({arm: {} for arm in study.ARMS} | {"4xlstm x2": {1: ()}}) == []
 
 
 def test_spread_over_the_seeds():

@@ -59,7 +59,7 @@ MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers
 DENSE = ("moe-1-wide", "4xlstm")
 MODELS = (*MIXTURES, *DENSE)
 LENGTHS = {"": 1, " x2": 2, " x4": 4}  # suffixes of the names of models that train longer
-ARMS = tuple(model + suffix for suffix in LENGTHS for model in MODELS)
+ARMS = {model + suffix: (model, LENGTHS[suffix]) for suffix in LENGTHS for model in MODELS}
 FIRST = "moe-4"
 MORE_TEXT = "more training text increases the advantage of more experts"
 QUARTER = 0.25
@@ -115,8 +115,8 @@ def of_length(results: Results, suffix: str) -> Results:
 
 
 def lengths_of(results: Results) -> list[str]:
-    """Returns the suffixes of the numbers of training steps for which FIRST has a run."""
-    return [suffix for suffix in LENGTHS if results[FIRST + suffix]]
+    """Returns the suffixes of the numbers of training steps for which a mixture has a run."""
+    return [s for s in LENGTHS if any(results[mixture + s] for mixture in MIXTURES)]
 
 
 def slope(results: Results) -> PairedDifference | None:
@@ -329,6 +329,8 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     for suffix in lengths:
         seen = settings["steps"] * settings["tokens_per_batch"] * LENGTHS[suffix]
         same = of_length(results, suffix)
+        if not same[FIRST]:
+            continue
         gaps = [(n, difference(same[model], same[FIRST])) for model, n in MIXTURES.items()]
         known = [(n, gap) for n, gap in gaps if gap]
         means = [percent(gap.mean) for _, gap in known]
@@ -359,14 +361,14 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results:
     """Runs the study and returns the finished runs."""
-    parser = study_parser(__doc__, "mixed_text", ARMS)
+    parser = study_parser(__doc__, "mixed_text", [*ARMS])
     parser.add_argument("--text", choices=TEXTS, default="sources", help="the kind of the corpus")
     options = parser.parse_intermixed_args(arguments)
     name = f"mixed_{options.text}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, seed: int) -> Config:
-        model, space, factor = arm.partition(" ")
+        model, times = ARMS[arm]
         config = read_config(
             root / "configs" / "small" / f"{model}.toml",
             [
@@ -380,7 +382,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         return replace(
             config,
             seed=seed,
-            steps=config.steps * LENGTHS[space + factor],
+            steps=config.steps * times,
             output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
         )
 
@@ -403,7 +405,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             run,
             path,
             settings,
-            ARMS,
+            [*ARMS],
             runs_folder,
         )
     runs_folder.mkdir(parents=True, exist_ok=True)
@@ -411,7 +413,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         stored = read_stored(path)
         results = results_of(stored.runs if stored else [], ARMS)
         if stored is None or not lengths_of(results):
-            print(f"nothing to report yet: no run of {FIRST} is finished")
+            print("nothing to report yet: no run of a mixture is finished")
             return results
         command = (
             f"python scripts/studies/mixed_text.py --text {options.text}"
