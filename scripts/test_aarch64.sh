@@ -143,9 +143,11 @@ mkdir -p "$home/include"
 ln -sfn "$root/usr/include/$version" "$home/include/$version"
 ln -sfn "$root/usr/include/aarch64-linux-gnu" "$home/include/aarch64-linux-gnu"
 
-# Emulates pointer authentication cheaply. Without SVE, because few processors have it.
+# Emulates pointer authentication cheaply. Without SVE, because few processors have it. QEMU ignores
+# the memory limit that a test sets for its process, so each process gets a limit from outside.
 cat > "$python" << END
 #!/bin/sh
+ulimit -v 4194304  # KiB
 export PYTHONHOME=$root/usr TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN=without_cuda.order
 export CPLUS_INCLUDE_PATH=$home/include/$version:$home/include
 exec qemu-aarch64 -cpu max,pauth-impdef=on,sve=off -0 "\$0" -L $root $root/usr/bin/$version "\$@"
