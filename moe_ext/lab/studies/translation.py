@@ -153,7 +153,9 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
     near: the numbers of the test sentences that are near duplicates of training sentences.
     """
     translations = translated_test(run)[languages]
-    distinct = [number not in set(near) for number in range(len(translations))]
+    distinct = [True] * len(translations)
+    for number in near:
+        distinct[number] = False
     bleu = bleu_of_test(run)[languages]
     last = read_metrics(run, "train")[-1] | read_metrics(run, "dev")[-1]
     return {
@@ -179,13 +181,14 @@ def claims(results: Results) -> list[Claim]:
 
 def table(runs: Sequence[Run]) -> str:
     """Formats size, perplexity, BLEU and speed of the models, with one row per model."""
+    results = results_of(runs, ARMS)
     rows = []
-    for name, of_arm in results_of(runs, ARMS).items():
+    for name, of_arm in results.items():
         if not of_arm:
             continue
-        stored = [run for run in runs if run["arm"] == name]
-        results = results_of(runs, ARMS)
-        bleu = [[run[key] for run in stored] for key in ("bleu", "distinct_bleu")]
+        bleu = [
+            [run[key] for run in runs if run["arm"] == name] for key in ("bleu", "distinct_bleu")
+        ]
         rows.append(
             [
                 name,
