@@ -104,6 +104,24 @@ def test_found_names_the_mixture_that_is_best_on_dev():
     assert "is moe-4." in study.found(results, on_dev)
 
 
+def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
+    """Only seed 1 has all settings; the usual ones are 1% above the best of moe-4."""
+    on_dev = dict.fromkeys(study.ARMS, {})
+    on_dev["moe-4"] = {1: result(1, 3.01, 0.0), 2: result(2, 9.0, 0.0)}
+    on_dev |= {f"moe-4{trial}": {1: result(1, 3.1, 0.0)} for trial in study.TRIALS}
+    on_dev["moe-4 rate 0.016"] = {1: result(1, 3.0, 0.0)}
+    on_dev["moe-16"] = {1: result(1, 3.0, 0.0)}
+    settings = {"learning_rate": 8e-3, "dropout": 0.0}
+    text = study.trials(settings, on_dev)
+    assert (
+        "| model | seeds | rate 0.008, dropout 0 | rate 0.004 | rate 0.016 | dropout 0.1 |" in text
+    )
+    assert "| moe-4 | 1 | 20.29 | 22.20 | 20.09 | 22.20 |" in text and "moe-16" not in text
+    assert "above the lowest of a row by 1.01% (moe-4)." in text
+    on_dev["moe-4 dropout 0.1"] = {}
+    assert study.trials(settings, on_dev) == ""
+
+
 def run(corpus, tmp_path, *options):
     return study.main(
         [
@@ -205,3 +223,16 @@ def test_all_models_have_equal_operations(corpus, tmp_path):
     )["config"]
     assert config["model"]["d_model"] == 96 and config["model"]["dropout"] == 0
     assert config["model"]["num_sampled"] == 0 and config["data"]["kind"] == "bpe"
+
+
+def test_an_arm_with_another_rate_or_dropout(corpus, tmp_path):
+    run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4", *(f"moe-4{t}" for t in study.TRIALS))
+    found = {}
+    for trial in study.TRIALS:
+        folder = tmp_path / "runs" / "sources" / f"moe-4{trial.replace(' ', '-')}-seed1"
+        config = json.loads((folder / "result.json").read_text())["config"]
+        found[trial] = config["optimizer"]["learning_rate"], config["model"]["dropout"]
+    assert found == {
+        " rate 0.004": (4e-3, 0.0), " rate 0.016": (16e-3, 0.0), " dropout 0.1": (8e-3, 0.1),
+    }  # fmt: skip
+    assert "| moe-4 | 1 | " in (tmp_path / "results" / "mixed_sources.md").read_text()

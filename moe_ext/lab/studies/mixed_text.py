@@ -9,7 +9,7 @@ The models are those of configs/small, with a width of 96, without dropout, on w
 full softmax. Text of one kind needs little capacity; here the training text has Python code, C++
 headers and documentation. With --text languages, data.corpus is that of `prepare_data.py
 languages`, which has English and six other languages. The models whose names end in " x2" and " x4"
-train for two and four times the steps.
+train for two and four times the steps; those with " rate" and " dropout" have other settings.
 
 The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
 can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
@@ -59,7 +59,15 @@ MIXTURES = {"moe-4": 4, "moe-16": 16, "moe-64": 64, "moe-256-h": 256}  # numbers
 DENSE = ("moe-1-wide", "4xlstm")
 MODELS = (*MIXTURES, *DENSE)
 LENGTHS = {"": 1, " x2": 2, " x4": 4}  # suffixes of the names of models that train longer
-ARMS = {model + suffix: (model, LENGTHS[suffix]) for suffix in LENGTHS for model in MODELS}
+TRIALS = {  # suffixes of the names of models with another learning rate or dropout
+    " rate 0.004": "optimizer.learning_rate=4e-3",
+    " rate 0.016": "optimizer.learning_rate=16e-3",
+    " dropout 0.1": "model.dropout=0.1",
+}
+# The model, the factor of the number of steps, and the settings of each arm.
+ARMS: dict[str, tuple[str, int, list[str]]]
+ARMS = {m + suffix: (m, factor, []) for suffix, factor in LENGTHS.items() for m in MODELS}
+ARMS |= {m + suffix: (m, 1, [setting]) for suffix, setting in TRIALS.items() for m in MODELS}
 FIRST = "moe-4"
 MORE_TEXT = "more training text increases the advantage of more experts"
 QUARTER = 0.25
@@ -228,6 +236,31 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
     )
 
 
+def trials(settings: Mapping[str, Any], on_dev: Results) -> str:
+    """Compares learning rates and dropouts on the dev part; "" if no run has other ones."""
+    usual = f"rate {settings['learning_rate']:g}, dropout {settings['dropout']:g}"
+    suffixes = {usual: "", **{suffix.strip(): suffix for suffix in TRIALS}}
+    rows, best = [], []
+    for model in MODELS:
+        seeds = set.intersection(*(set(on_dev[model + suffix]) for suffix in suffixes.values()))
+        if not seeds:
+            continue
+        values = [
+            statistics.fmean(on_dev[model + suffix][seed].test_nll for seed in seeds)
+            for suffix in suffixes.values()
+        ]
+        rows.append([model, len(seeds), *(f"{perplexity(value):.2f}" for value in values)])
+        best.append(f"{perplexity(values[0] - min(values)) * 100 - 100:.2f}% ({model})")
+    if not rows:
+        return ""
+    return (
+        "The dev perplexity with other learning rates and dropouts, after the shortest training:"
+        f"\n\n{markdown_table(['model', 'seeds', *suffixes], rows)}\n"
+        f"All other runs have {usual}. Their perplexity is above the lowest of a row by "
+        f"{', '.join(best)}.\n\n"
+    )
+
+
 def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
     best = min(
@@ -292,13 +325,13 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         f"{table}\n"
         f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
         f"a vocabulary of {settings['pieces']:,}. A run reads {seen:,} of them{longer}. The "
-        f"longest run is {epochs:.2f} epochs. Every run has the learning rate "
-        f"{settings['learning_rate']:g} and dropout "
-        f"{settings['dropout']:g}. The test part has {settings['test_tokens']:,}. "
-        "Nothing else was selected by the dev part. "
-        "Operations and parameters do not include embedding and softmax. "
+        f"longest run is {epochs:.2f} epochs. Every run in the table has the learning rate "
+        f"{settings['learning_rate']:g} and dropout {settings['dropout']:g}. "
+        f"The test part has {settings['test_tokens']:,}. Nothing else was selected by the dev "
+        "part. Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
         f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
+        f"{trials(settings, on_dev)}"
         f"All runs took {hours:.2f} core-hours.\n\n"
         f"```\n{command}\n```\n"
     )
@@ -368,7 +401,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
     def config_of(arm: str, seed: int) -> Config:
-        model, times = ARMS[arm]
+        model, factor, of_arm = ARMS[arm]
         config = read_config(
             root / "configs" / "small" / f"{model}.toml",
             [
@@ -376,13 +409,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
                 *SETTINGS,
                 *_OF_MODEL[model],
                 *options.overrides,
+                *of_arm,
             ],
             Config,
         )
         return replace(
             config,
             seed=seed,
-            steps=config.steps * times,
+            steps=config.steps * factor,
             output=str(run_folder(runs_folder, arm.replace(" ", "-"), seed)),
         )
 
