@@ -175,6 +175,21 @@ def test_runs_are_stored_one_by_one(tmp_path):
     assert {"arm": "b", "seed": 1, "value": 1} in stored_runs(path, SETTINGS)
 
 
+def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
+    path = tmp_path / "study.json"
+
+    def run(arm, seed):
+        if seed == 1:
+            raise FloatingPointError("step 7")
+        run_missing([("a", 3)], lambda *_: {"value": 0}, path, SETTINGS, ["a"], tmp_path / "other")
+        return {"value": seed}
+
+    with pytest.raises(FloatingPointError, match="a with seed 1: step 7; --report writes"):
+        run_missing([("a", n) for n in (1, 2, 3)], run, path, SETTINGS, ["a"], tmp_path / "locks")
+    # Another process with locks of its own stored seed 3.
+    assert [(r["seed"], r["value"]) for r in stored_runs(path, SETTINGS)] == [(2, 2), (3, 0)]
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

@@ -68,6 +68,10 @@ def test_longer_training():
     assert claims[0].compared == "moe-16 x2 against moe-4 x2"
     assert [c.difference.mean for c in claims[-3:]] == pytest.approx([-0.01, -0.02, -0.03])
     assert all("with x2 minus difference without it" in c.compared for c in claims[-3:])
+    # Three seeds of a shorter training decide more than one of a longer training.
+    one_seed = results | {"moe-4 x2": {1: results["moe-4 x2"][1]}}
+    compared = [c.compared for c in study.claims(one_seed)]
+    assert compared[:3] == [f"{m} against moe-4" for m in ("moe-16", "moe-64", "moe-256-h")]
     del results["moe-64 x2"][2], results["moe-4"][3]
     assert study.gain(results, "moe-64", "", " x2").num_seeds == 1
     # A model that has trained for less is compared with the others at its number of steps.
@@ -101,7 +105,15 @@ def test_found_names_the_mixture_that_is_best_on_dev():
     text = study.found(results, on_dev)
     assert "is moe-16." in text and "-1.00% (one seed, not decided) from moe-4." in text
     on_dev["moe-4"] = {1: result(1, 3.1, 4.0)}
-    assert "is moe-4." in study.found(results, on_dev)
+    assert study.found(results, on_dev) == "The mixture with the lowest dev perplexity is moe-4."
+    # The comparison has the same number of training steps.
+    results |= {"moe-64 x2": {1: result(1, 2.5, 3.0)}, "4xlstm x2": {1: result(1, 2.6, 3.0)}}
+    on_dev["moe-64 x2"] = {1: result(1, 2.7, 3.0)}
+    text = study.found(results, on_dev)
+    assert text.endswith(
+        "is moe-64 x2. The change of its test perplexity is "
+        "-9.52% (one seed, not decided) from 4xlstm x2."
+    )
 
 
 def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
@@ -111,7 +123,7 @@ def test_trials_compare_rates_and_dropouts_on_the_same_seeds():
     on_dev |= {f"moe-4{trial}": {1: result(1, 3.1, 0.0)} for trial in study.TRIALS}
     on_dev["moe-4 rate 0.016"] = {1: result(1, 3.0, 0.0)}
     on_dev["moe-16"] = {1: result(1, 3.0, 0.0)}
-    settings = {"learning_rate": 8e-3, "dropout": 0.0}
+    settings = {"optimizer.learning_rate": 8e-3, "model.dropout": 0.0}
     text = study.trials(settings, on_dev)
     assert (
         "| model | seeds | rate 0.008, dropout 0 | rate 0.004 | rate 0.016 | dropout 0.1 |" in text
@@ -169,8 +181,14 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
     assert settings["test_bytes"] == len((corpus / "test.txt").read_bytes())
     nats = results["moe-16"][1].test_nll * settings["test_tokens"] / settings["test_bytes"]
     assert f"| {math.exp(nats):.4f} |" in text
-    hours = sum(each["seconds"] for each in json.loads(stored.read_text())["runs"]) / 3600
-    assert hours > 0 and f"All runs took {hours:.2f} core-hours." in text
+    data = json.loads(stored.read_text())
+    assert all(each["seconds"] > 0 for each in data["runs"])
+    for each in data["runs"]:
+        each["seconds"] = 1800
+    stored.write_text(json.dumps(data))
+    study.main(["--report", f"--output={tmp_path / 'results'}"], ROOT)
+    assert f"All runs took at least {len(data['runs']) / 2:.2f} core-hours." in page.read_text()
+    assert "steps=4 data.vocab_size=40 data.tokens_per_batch=200 model.d_model=8\n" in text
     before = [file.read_bytes() for file in files]
     for file in files[:2]:
         file.unlink()
@@ -180,7 +198,7 @@ def test_the_study_grows_on_several_machines(corpus, tmp_path, capsys):
 
 def test_other_text_or_options_are_refused(corpus, tmp_path):
     run(corpus, tmp_path, "--seeds", "1", "--arms", "moe-4")
-    for options in (["steps=5"], ["data.vocab_size=41"]):
+    for options in (["steps=5"], ["data.vocab_size=41"], ["optimizer.warmup_steps=1"]):
         with pytest.raises(ConfigError, match="mixed_sources.json must hold runs with"):
             run(corpus, tmp_path, *options, "--seeds", "2", "--arms", "moe-4")
     with pytest.raises(ConfigError, match='data.kind must be "bpe" or "unigram"'):

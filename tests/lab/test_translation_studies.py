@@ -70,10 +70,10 @@ def test_models_of_a_language_pair(parallel_corpus, tmp_path, monkeypatch):
     files = [tmp_path / "docs" / f"{name}.{end}" for end in ("md", "png", "json")]
     data = json.loads(files[2].read_text())
     assert data["settings"]["train_pairs"] == 120 and data["settings"]["test_pairs"] == 15
-    assert data["settings"]["overrides"] == [o for o in TINY if not o.startswith("log.")]
+    assert data["settings"]["model.d_model"] == 8 and data["settings"]["log.eval_every"] == 1
     stored = {run["arm"]: run for run in data["runs"]}
     translations = translated_test(runs / "dense-seed1")["en-fr"]
-    assert stored["dense"]["shown"] == [translations[n] for n in translation.evenly(15)]
+    assert stored["dense"]["shown"] == [translations[n] for n in translation.numbers_shown(15)]
     assert stored["dense"]["bleu"] == bleu_of_test(runs / "dense-seed1")["en-fr"].score
     assert [arm for arm, run in stored.items() if run["masks"]] == ["moe-32-balanced"]
     gap = stored["moe-32"]["test_nll"] - stored["dense"]["test_nll"]
@@ -106,10 +106,12 @@ def test_the_text_determines_settings_and_file(parallel_corpus, tmp_path, capsys
     command = [*TINY, f"data.corpus={parallel_corpus}", *options, "--seeds", "1", "--arms", "none"]
     translation.main(command, root=ROOT)
     file = tmp_path / "docs" / "translation_captions_en-de.json"
-    assert json.loads(file.read_text())["settings"]["dropout"] == 0.3
+    assert json.loads(file.read_text())["settings"]["model.dropout"] == 0.3
     assert "Multi30k" in file.with_suffix(".md").read_text()
-    with pytest.raises(ConfigError, match="must hold runs with {'dropout': 0.1, 'overrides'"):
-        translation.main(["model.dropout=0.1", *command], root=ROOT)
+    with pytest.raises(ConfigError, match="must hold runs with {'optimizer.warmup_steps': 1}"):
+        translation.main(["optimizer.warmup_steps=1", *command], root=ROOT)
+    with pytest.raises(ConfigError, match="data.pairs must be that of --pair"):
+        translation.main(['data.pairs=["en-fr"]', *command], root=ROOT)
 
 
 def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, tmp_path):
@@ -129,10 +131,12 @@ def test_page_without_strict_gates_and_without_other_sentences(parallel_corpus, 
     assert "strictly balanced" not in file.with_suffix(".md").read_text()
 
 
-def test_convergence_compares_the_last_tenth():
-    dev = [[100, 3.0], [900, 2.0], [950, 1.99], [1000, 1.98]]
+def test_convergence_is_measured_from_an_evaluation_before_the_last_tenth():
+    dev = [[step, 3 - step / 1000] for step in (*range(200, 2500, 200), 2500)]
     runs = [{"arm": "none", "dev": dev}, {"arm": "none", "dev": dev}]
-    assert "the dev perplexity changed by -2.0% (none)." in translation.converged(runs)
+    text = translation.convergence(runs)
+    assert "by the end of the training: none -25.9% in the last 12%. " in text  # 2,200 of 2,500
+    assert translation.convergence([{"arm": "none", "dev": dev[-1:]}]) == ""
 
 
 def test_bleu_of_some_of_the_sentences(parallel_corpus, tmp_path):

@@ -34,13 +34,12 @@ from torch.nn import functional as F
 
 from moe_ext import FeedForwardExperts, HierarchicalNoisyTopKGate, MoE
 from moe_ext.lab.analysis.costs import moe_ops
-from moe_ext.lab.files import file_lock
 from moe_ext.lab.models.parts import evaluating
 from moe_ext.lab.progress import progress
 from moe_ext.lab.training.command import at_least, make_parser, positive
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Run, run_missing, stored_runs
+from moe_ext.lab.training.stored import Run, locked, run_missing, stored_runs
 from moe_ext.lab.training.study import verdict
 
 WIDTH = 16  # D, of a key and of a value's vector
@@ -425,8 +424,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Table:
             ARMS,
             locks,
         )
-    locks.mkdir(parents=True, exist_ok=True)
-    with file_lock(locks / ".lock", wait=True):
+    with locked(path):
         runs = stored_runs(path, settings._asdict())
         table = by_arm(runs)
         if not any(arm in table for arm in MIXTURES):

@@ -11,14 +11,15 @@ headers and documentation. With --text languages, data.corpus is that of `prepar
 languages`, which has English and six other languages. The models whose names end in " x2" and " x4"
 train for two and four times the steps; those with " rate" and " dropout" have other settings.
 
-The file OUTPUT/mixed_sources.json (default: docs/results) keeps every finished run, so the study
-can grow over many occasions and machines. A run that is interrupted continues from its checkpoint
-in RUNS. To share the runs, start the command several times; --seeds and --arms select some of them.
-A run takes 3 to 30 minutes on an idle processor. The script also writes mixed_sources.md and .png;
+The file OUTPUT/mixed_TEXT.json (default: docs/results) keeps every finished run, so the study can
+grow over many occasions and machines. A run that is interrupted continues from its checkpoint in
+RUNS. To share the runs, start the command several times; --seeds and --arms select some of them. A
+run takes 3 to 30 minutes on an idle processor. The script also writes mixed_TEXT.md and .png;
 --report writes them without training and without the corpus.
 """
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,14 +31,24 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moe_ext.lab.data import Wordpieces
-from moe_ext.lab.files import file_lock
 from moe_ext.lab.training.config import Config, ConfigError, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.metrics import bytes_of, perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import train_and_test
 from moe_ext.lab.training.statistics import PairedDifference, mean_difference
-from moe_ext.lab.training.stored import Run, read_stored, record_of, results_of, run_missing
+from moe_ext.lab.training.stored import (
+    FROM_THE_LAST_START,
+    Run,
+    changed_options,
+    locked,
+    mean_curve,
+    read_stored,
+    record_of,
+    results_of,
+    run_missing,
+    shared_options,
+)
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
     HOW_DECIDED,
@@ -108,12 +119,7 @@ def settings_of(config: Config, text: SentenceText, corpus: str) -> dict[str, An
         "train_tokens": text.train.num_tokens,
         "test_tokens": text.test.num_tokens,
         "test_bytes": bytes_of(text.test, text.vocabulary),
-        "steps": config.steps,
-        "tokens_per_batch": config.data.tokens_per_batch,
-        "learning_rate": config.optimizer.learning_rate,
-        "d_model": config.model.d_model,
-        "dropout": config.model.dropout,
-        "num_sampled": config.model.num_sampled,
+        **shared_options(config),
     }
 
 
@@ -156,24 +162,30 @@ def gain(results: Results, arm: str, short: str, long: str) -> PairedDifference 
 def claims(results: Results) -> list[Claim]:
     """Returns the paper's claims; a negative difference in ln(perplexity) supports a claim.
 
-    Each claim compares models at the greatest number of training steps for which it can.
+    Each claim compares models at the greatest number of training steps for which it has an
+    interval, or at the greatest for which it has any runs.
     """
-    lengths = lengths_of(results)
-    of_lengths = [claims_of_length(results, suffix) for suffix in reversed(lengths)]
+    of_lengths = [claims_of_length(results, suffix) for suffix in reversed(lengths_of(results))]
     rows = [
-        next((row for row in rows if row.difference), rows[-1])
+        max(rows, key=lambda row: (is_interval(row.difference), row.difference is not None))
         for rows in zip(*of_lengths, strict=True)
     ]
-    return rows + [
-        Claim(
-            MORE_TEXT,
-            f"{arm} against {FIRST}: difference with{long} minus difference {without(short)}",
-            gap,
-        )
-        for short, long in pairwise(lengths)
-        for arm in [*MIXTURES][1:]
-        if (gap := gain(results, arm, short, long))
-    ]
+    for arm in [*MIXTURES][1:]:
+        both = [s for s in LENGTHS if results[arm + s].keys() & results[FIRST + s].keys()]
+        rows += [
+            Claim(
+                MORE_TEXT,
+                f"{arm} against {FIRST}: difference with{long} minus difference {without(short)}",
+                gain(results, arm, short, long),
+            )
+            for short, long in pairwise(both)
+        ]
+    return rows
+
+
+def is_interval(difference: PairedDifference | None) -> bool:
+    """Returns whether a difference has enough seeds for an interval."""
+    return difference is not None and difference.low is not None
 
 
 def without(suffix: str) -> str:
@@ -237,8 +249,8 @@ def spread_sentence(results: Results, on_dev: Results) -> str:
 
 
 def trials(settings: Mapping[str, Any], on_dev: Results) -> str:
-    """Compares learning rates and dropouts on the dev part; "" if no run has other ones."""
-    usual = f"rate {settings['learning_rate']:g}, dropout {settings['dropout']:g}"
+    """Compares learning rates and dropouts on the dev part; "" if no model has run with all."""
+    usual = f"rate {settings['optimizer.learning_rate']:g}, dropout {settings['model.dropout']:g}"
     suffixes = {usual: "", **{suffix.strip(): suffix for suffix in TRIALS}}
     rows, best = [], []
     for model in MODELS:
@@ -263,18 +275,17 @@ def trials(settings: Mapping[str, Any], on_dev: Results) -> str:
 
 def found(results: Results, on_dev: Results) -> str:
     """Names the mixture with the lowest dev perplexity, and compares it on the test part."""
-    best = min(
-        (arm for arm in MIXTURES if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm])
-    )
+    arms = [mixture + suffix for suffix in LENGTHS for mixture in MIXTURES]
+    best = min((arm for arm in arms if on_dev[arm]), key=lambda arm: mean_perplexity(on_dev[arm]))
+    model, factor, _ = ARMS[best]
+    suffix = best.removeprefix(model)
     gaps = [
-        f"{as_change(difference(results[best], results[base]))} from {base}"
+        f"{as_change(gap)} from {base}{suffix}"
         for base in (FIRST, *DENSE)
-        if base != best and results[base]
+        if base != model and (gap := difference(results[best], results[base + suffix]))
     ]
-    return (
-        f"The mixture with the lowest dev perplexity is {best}. "
-        f"The change of its test perplexity is {'; '.join(gaps)}."
-    )
+    text = f"The mixture with the lowest dev perplexity is {best}."
+    return text + (f" The change of its test perplexity is {'; '.join(gaps)}." if gaps else "")
 
 
 def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], command: str) -> str:
@@ -306,10 +317,8 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         ],
         rows,
     )  # fmt: skip
-    seen = settings["steps"] * settings["tokens_per_batch"]
-    longer = "".join(
-        f", a model with{suffix} {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix
-    )
+    seen = settings["steps"] * settings["data.tokens_per_batch"]
+    longer = "".join(f", with{suffix} {LENGTHS[suffix] * seen:,}" for suffix in lengths if suffix)
     epochs = LENGTHS[lengths[-1]] * seen / settings["train_tokens"]
     hours = sum(run["seconds"] for run in runs) / 3600
     return (
@@ -319,20 +328,20 @@ def as_markdown(name: str, settings: Mapping[str, Any], runs: Sequence[Run], com
         "3), on text that its smallest models cannot hold. On text of one kind, small models lack "
         "little capacity ([More experts](capacity.md)). Here the text has many kinds: "
         f"{TEXTS[settings['text']]}. "
-        f"{found(of_length(results, lengths[-1]), of_length(on_dev, lengths[-1]))} "
+        f"{found(results, on_dev)} "
         "In the plot, a band is the 95% interval of a change, and a dashed line is a dense "
         "model.\n\n"
         f"{table}\n"
         f"The training part has {settings['train_tokens']:,} wordpieces and ends of sentences, of "
-        f"a vocabulary of {settings['pieces']:,}. A run reads {seen:,} of them{longer}. The "
+        f"a vocabulary of {settings['pieces']:,}. A run reads about {seen:,} of them{longer}. The "
         f"longest run is {epochs:.2f} epochs. Every run in the table has the learning rate "
-        f"{settings['learning_rate']:g} and dropout {settings['dropout']:g}. "
-        f"The test part has {settings['test_tokens']:,}. Nothing else was selected by the dev "
-        "part. Operations and parameters do not include embedding and softmax. "
+        f"{settings['optimizer.learning_rate']:g} and dropout {settings['model.dropout']:g}. "
+        f"The test part has {settings['test_tokens']:,} wordpieces. Nothing else was selected by "
+        "the dev part. Operations and parameters do not include embedding and softmax. "
         f"{HOW_COMPARED} {spread_sentence(results, on_dev)}\n\n"
         f"{HOW_DECIDED}\n\n{claims_table(claims(results))}\n"
         f"{trials(settings, on_dev)}"
-        f"All runs took {hours:.2f} core-hours.\n\n"
+        f"All runs took at least {hours:.2f} core-hours. {FROM_THE_LAST_START}\n\n"
         f"```\n{command}\n```\n"
     )
 
@@ -350,17 +359,14 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
     learning, capacity = figure.subplots(1, 2)
     for model in (model for model in MODELS if longest[model]):
-        curves = [run["dev"] for run in runs if run["arm"] == model + lengths[-1]]
-        points = [
-            (step[0][0] / 1e6, perplexity(statistics.fmean(nll for _, nll in step)))
-            for step in zip(*curves, strict=False)
-        ]
+        points = mean_curve([run for run in runs if run["arm"] == model + lengths[-1]])
+        points = [(tokens / 1e6, ppl) for tokens, ppl in points]
         learning.plot(*zip(*points, strict=True), marker=".", label=model)
     learning.set(xlabel="training wordpieces (millions)", ylabel="dev perplexity", yscale="log")
     learning.yaxis.set_minor_formatter("{x:g}")
     learning.legend()
     for suffix in lengths:
-        seen = settings["steps"] * settings["tokens_per_batch"] * LENGTHS[suffix]
+        seen = settings["steps"] * settings["data.tokens_per_batch"] * LENGTHS[suffix]
         same = of_length(results, suffix)
         if not same[FIRST]:
             continue
@@ -400,7 +406,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     name = f"mixed_{options.text}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / options.text
 
-    def config_of(arm: str, seed: int) -> Config:
+    def config_of(arm: str, seed: int, overrides: Sequence[str]) -> Config:
         model, factor, of_arm = ARMS[arm]
         config = read_config(
             root / "configs" / "small" / f"{model}.toml",
@@ -408,7 +414,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
                 f"data.encoded={runs_folder / 'encoded'}",
                 *SETTINGS,
                 *_OF_MODEL[model],
-                *options.overrides,
+                *overrides,
                 *of_arm,
             ],
             Config,
@@ -422,11 +428,11 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
 
     def run(arm: str, seed: int) -> Run:
         started = time.process_time()
-        result = train_and_test(config_of(arm, seed), text, [QUARTER])
+        result = train_and_test(config_of(arm, seed, options.overrides), text, [QUARTER])
         return record_of(result, time.process_time() - started)
 
     if not options.report:
-        first = config_of(FIRST, 0)
+        first = config_of(FIRST, 0, options.overrides)
         if options.text == "languages" and first.data.corpus == "sources":
             raise ConfigError(
                 "data.corpus must be that of prepare_data.py for --text languages, got sources"
@@ -442,19 +448,17 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
             [*ARMS],
             runs_folder,
         )
-    runs_folder.mkdir(parents=True, exist_ok=True)
-    with file_lock(runs_folder / ".lock", wait=True):
+    with locked(path):
         stored = read_stored(path)
         results = results_of(stored.runs if stored else [], ARMS)
         if stored is None or not lengths_of(results):
             print("nothing to report yet: no run of a mixture is finished")
             return results
-        command = (
-            f"python scripts/studies/mixed_text.py --text {options.text}"
-            f" steps={stored.settings['steps']} data.vocab_size={stored.settings['pieces']}"
+        changed = changed_options(stored.settings, config_of(FIRST, 0, []))
+        corpus = ["data.corpus=CORPUS"] if options.text == "languages" else []
+        command = shlex.join(
+            ["python", "scripts/studies/mixed_text.py", "--text", options.text, *corpus, *changed]
         )
-        if options.text == "languages":
-            command += " data.corpus=CORPUS"
         page = as_markdown(name, stored.settings, stored.runs, command)
         data = {**stored._asdict(), "claims": claims_data(claims(results))}
         write_report(options.output, name, page, data, plot(*stored))

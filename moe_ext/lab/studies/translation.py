@@ -36,14 +36,24 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from moe_ext.lab.files import file_lock
-from moe_ext.lab.training.config import TranslationConfig, read_config
+from moe_ext.lab.training.config import ConfigError, TranslationConfig, read_config
 from moe_ext.lab.training.device import set_up_for
 from moe_ext.lab.training.logging import read_metrics
 from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.report import markdown_table, write_report
 from moe_ext.lab.training.results import train_and_test
-from moe_ext.lab.training.stored import Run, read_stored, record_of, results_of, run_missing
+from moe_ext.lab.training.stored import (
+    FROM_THE_LAST_START,
+    Run,
+    changed_options,
+    locked,
+    mean_curve,
+    read_stored,
+    record_of,
+    results_of,
+    run_missing,
+    shared_options,
+)
 from moe_ext.lab.training.study import (
     HOW_COMPARED,
     HOW_DECIDED,
@@ -65,7 +75,6 @@ MIXTURE, BALANCED, DENSE, NONE = "moe-32", "moe-32-balanced", "dense", "none"
 ARMS = (MIXTURE, BALANCED, DENSE, NONE)
 MASKS = ("nll_batchwise", "mask_disagreement", "share_without_expert")  # metrics of strict gates
 _NUM_SHOWN = 10
-_NO_MATTER = ("log.", "data.corpus=", "data.encoded=")  # The settings have the text's fingerprint.
 _NEAR = 0.8  # share of word trigrams that makes a near duplicate
 
 
@@ -116,15 +125,12 @@ def source_words(text: PairText) -> int:
     return int(begins_word[text.train.source.stream].sum())
 
 
-def settings_of(
-    config: TranslationConfig, text: PairText, overrides: Sequence[str]
-) -> dict[str, Any]:
-    """Returns what all runs of the study share: options of training, and facts of the text."""
+def settings_of(config: TranslationConfig, text: PairText) -> dict[str, Any]:
+    """Returns what all runs of the study share: facts of the text, and options of training."""
     (train,), (test,) = (parallel_text(config.data, part) for part in ("train", "test"))
     sentences = [list(pair) for pair in test]
     near = near_duplicates([source for source, _ in sentences], (source for source, _ in train))
     return {
-        "overrides": [o for o in overrides if not o.startswith(_NO_MATTER)],
         "pieces": len(text.vocabulary),
         "vocabulary": text.vocabulary.fingerprint(),
         "train": text.train.fingerprint(),
@@ -134,17 +140,19 @@ def settings_of(
         "source_words": source_words(text),
         "test_pairs": len(sentences),
         "near_duplicates": [number for number, is_near in enumerate(near) if is_near],
-        "steps": config.steps,
-        "tokens_per_batch": config.data.tokens_per_batch,
-        "learning_rate": config.optimizer.learning_rate,
-        "dropout": config.model.dropout,
-        "shown": [sentences[number] for number in evenly(len(sentences))],
+        "shown": [sentences[number] for number in numbers_shown(len(sentences))],
+        **shared_options(config),
     }
 
 
-def evenly(number: int) -> list[int]:
-    """Returns ten evenly spaced numbers from 0 to number - 1."""
-    return torch.linspace(0, number - 1, _NUM_SHOWN, dtype=torch.float64).round().long().tolist()
+def numbers_shown(num_sentences: int) -> list[int]:
+    """Returns the numbers of ten evenly spaced sentences."""
+    return (
+        torch.linspace(0, num_sentences - 1, _NUM_SHOWN, dtype=torch.float64)
+        .round()
+        .long()
+        .tolist()
+    )
 
 
 def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
@@ -162,7 +170,7 @@ def tested(run: Path, languages: str, near: Sequence[int]) -> dict[str, Any]:
         "bleu": bleu.score,
         "distinct_bleu": bleu_of_test(run, distinct)[languages].score if any(distinct) else None,
         "signature": bleu.signature,
-        "shown": [translations[number] for number in evenly(len(translations))],
+        "shown": [translations[number] for number in numbers_shown(len(translations))],
         "masks": {key: last[key] for key in MASKS if key in last},
     }
 
@@ -180,7 +188,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Formats size, perplexity, BLEU and speed of the models, with one row per model."""
+    """Formats size, perplexity and BLEU of the models, with one row per model."""
     results = results_of(runs, ARMS)
     rows = []
     for name, of_arm in results.items():
@@ -200,13 +208,12 @@ def table(runs: Sequence[Run]) -> str:
                     for base in (NONE, DENSE)
                 ),
                 *("" if None in scores else f"{statistics.fmean(scores):.2f}" for scores in bleu),
-                f"{statistics.median(run.words_per_second for run in of_arm.values()):,.0f}",
             ]
         )
     header = [
         "model", "ops/timestep", "parameters", "seeds", "test ppl",
         *(f"change from {base}, 95%" for base in (NONE, DENSE)),
-        "BLEU", "BLEU without near duplicates", "wordpieces/s",
+        "BLEU", "BLEU without near duplicates",
     ]  # fmt: skip
     return markdown_table(header, rows)
 
@@ -234,18 +241,19 @@ def balance(runs: Sequence[Run]) -> str:
     )
 
 
-def converged(runs: Sequence[Run]) -> str:
-    """Compares the dev perplexity after nine tenths of the training with that at the end."""
+def convergence(runs: Sequence[Run]) -> str:
+    """Compares the dev perplexity at the end with the last one before 90% of the training."""
     changes = []
     for name in ARMS:
-        curves = [run["dev"] for run in runs if run["arm"] == name]
-        last = [
-            curve[-1][1] - next(nll for seen, nll in curve if seen >= 0.9 * curve[-1][0])
-            for curve in curves
-        ]
-        if last:
-            changes.append(f"{100 * (perplexity(statistics.fmean(last)) - 1):+.1f}% ({name})")
-    return f"In the last tenth of the training, the dev perplexity changed by {', '.join(changes)}."
+        curve = mean_curve([run for run in runs if run["arm"] == name])
+        earlier = [(tokens, ppl) for tokens, ppl in curve if tokens <= 0.9 * curve[-1][0]]
+        if earlier:
+            (before, then), (end, now) = earlier[-1], curve[-1]
+            share = (end - before) / end
+            changes.append(f"{name} {100 * (now / then - 1):+.1f}% in the last {share:.0%}")
+    if not changes:
+        return ""
+    return f"Change of the dev perplexity by the end of the training: {', '.join(changes)}. "
 
 
 def shown(settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
@@ -267,18 +275,21 @@ def as_markdown(
 ) -> str:
     """Formats the page: plot, table, verdicts, translations, cost, command."""
     hours = sum(run["seconds"] for run in runs) / 3600
+    signatures = ", ".join(sorted({f"`{run['signature']}`" for run in runs}))
     lines = [
-        f"# Mixtures of experts in translation: {kind.contents}\n",
+        f"# Mixtures of experts in translation, {settings['data.pairs'][0]}\n",
         f"![dev perplexity against source words]({name}.png)\n",
         table(runs),
+        f"The corpus has {kind.contents}. "
         f"The training part has {settings['train_pairs']:,} sentence pairs "
         f"({settings['source_words']:,} source words, {settings['train_tokens']:,} target "
         f"wordpieces). The test part has {settings['test_pairs']:,} pairs; "
         f"{len(settings['near_duplicates']):,} of them are near duplicates. A test sentence is a "
-        f"near duplicate if at least {_NEAR:.0%} of its word trigrams occur in one training "
-        f"sentence. Each model trains for {settings['steps']:,} steps of about "
-        f"{settings['tokens_per_batch']:,} source and target wordpieces, with the learning rate "
-        f"{settings['learning_rate']:g} and dropout {settings['dropout']:g}. {converged(runs)} "
+        f"near duplicate if at least {_NEAR:.0%} of the word trigrams of its source occur in one "
+        f"source of the training part. Each model trains for {settings['steps']:,} steps of about "
+        f"{settings['data.tokens_per_batch']:,} source and target wordpieces, with the learning "
+        f"rate {settings['optimizer.learning_rate']:g} and dropout {settings['model.dropout']:g}. "
+        f"{convergence(runs)}"
         f"Both languages share one vocabulary of {settings['pieces']:,} wordpieces. Perplexity is "
         f"per target wordpiece of the test part. {HOW_COMPARED} BLEU is sacreBLEU's score of a "
         "beam search with the penalties of Wu et al. (2016), without lowercasing. "
@@ -287,10 +298,10 @@ def as_markdown(
         claims_table(claims(results_of(runs, ARMS))),
         balance(runs),
         "These are ten evenly spaced sentences of the test part, and their translations by the "
-        "models of the first seed:\n",
+        "first run of each model:\n",
         shown(settings, runs),
-        f"Signature of sacreBLEU: `{runs[0]['signature']}`. All runs took {hours:.2f} "
-        "core-hours.\n",
+        f"Signature of sacreBLEU: {signatures}. All runs took at least {hours:.2f} core-hours. "
+        f"{FROM_THE_LAST_START}\n",
         f"```\n{command}\n```\n",
     ]
     return "\n".join(lines)
@@ -302,13 +313,9 @@ def plot(settings: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
     axes = figure.subplots()
     words_per_piece = settings["source_words"] / settings["train_tokens"]
     for name in ARMS:
-        curves = [run["dev"] for run in runs if run["arm"] == name]
         points = [
-            (
-                step[0][0] * words_per_piece / 1e6,
-                perplexity(statistics.fmean(nll for _, nll in step)),
-            )
-            for step in zip(*curves, strict=False)
+            (tokens * words_per_piece / 1e6, ppl)
+            for tokens, ppl in mean_curve([run for run in runs if run["arm"] == name])
         ]
         if points:
             axes.plot(*zip(*points, strict=True), label=name, lw=1.2)
@@ -327,7 +334,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
     name = f"translation_{options.text}_{options.pair}"
     path, runs_folder = Path(options.output) / f"{name}.json", Path(options.runs) / name
 
-    def config_of(arm: str, seed: int) -> TranslationConfig:
+    def config_of(arm: str, seed: int, overrides: Sequence[str]) -> TranslationConfig:
         config = read_config(
             root / "configs" / "mt" / f"small-{arm}.toml",
             [
@@ -335,7 +342,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
                 f'data.pairs=["{options.pair}"]',
                 f"data.encoded={runs_folder / 'encoded'}",
                 *kind.settings,
-                *options.overrides,
+                *overrides,
             ],
             TranslationConfig,
         )
@@ -343,21 +350,22 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
 
     if not options.report:
         require_bleu()
-        first = config_of(MIXTURE, 0)
+        first = config_of(MIXTURE, 0, options.overrides)
+        if first.data.pairs != [options.pair]:
+            raise ConfigError(f"data.pairs must be that of --pair, got {first.data.pairs}")
         set_up_for(first)
         text = load_text(first.data)
-        settings = settings_of(first, text, options.overrides)
+        settings = settings_of(first, text)
 
         def run(arm: str, seed: int) -> Run:
             started = time.process_time()
-            result = train_and_test(config_of(arm, seed), text)
+            result = train_and_test(config_of(arm, seed, options.overrides), text)
             extra = tested(result.run, options.pair, settings["near_duplicates"])
             return record_of(result, time.process_time() - started) | extra
 
         keys = [(arm, seed) for seed in options.seeds for arm in options.arms]
         run_missing(keys, run, path, settings, ARMS, runs_folder)
-    runs_folder.mkdir(parents=True, exist_ok=True)
-    with file_lock(runs_folder / ".lock", wait=True):
+    with locked(path):
         stored = read_stored(path)
         results = results_of(stored.runs if stored else [], ARMS)
         if stored is None:
@@ -366,7 +374,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> Results
         command = shlex.join(
             [
                 "python", "scripts/studies/translation.py", "--text", options.text,
-                "--pair", options.pair, "data.corpus=CORPUS", *stored.settings["overrides"],
+                "--pair", options.pair, "data.corpus=CORPUS",
+                *changed_options(stored.settings, config_of(MIXTURE, 0, [])),
             ]
         )  # fmt: skip
         page = as_markdown(name, kind, *stored, command)

@@ -376,16 +376,21 @@ _NOT_COMPARED = {
 }
 
 
+def options_of_results(config: AnyConfig) -> dict[str, Any]:
+    """Returns the options that change the results of a run, by dotted key."""
+    return {
+        key: value
+        for key, value in _flatten(asdict(config)).items()
+        if key not in _NOT_COMPARED and not key.startswith("log.")
+    }
+
+
 def config_differences(a: AnyConfig, b: AnyConfig) -> list[str]:
     """Returns the dotted keys in which a and b differ and which change the results of a run."""
     if a.task != b.task:
         return ["task"]
-    flat_a, flat_b = _flatten(asdict(a)), _flatten(asdict(b))
-    return [
-        key
-        for key in flat_a
-        if flat_a[key] != flat_b[key] and key not in _NOT_COMPARED and not key.startswith("log.")
-    ]
+    of_b = options_of_results(b)
+    return [key for key, value in options_of_results(a).items() if value != of_b[key]]
 
 
 def config_value(config: AnyConfig, key: str) -> Any:

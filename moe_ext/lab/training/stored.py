@@ -4,8 +4,10 @@ The file OUTPUT/NAME.json is both result and input of a study. A run that the fi
 repeated, on any machine. The page is made of the file alone.
 """
 
+import json
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +17,15 @@ import torch
 from moe_ext.checks import require
 from moe_ext.lab.analysis import Cost
 from moe_ext.lab.files import Locked, file_lock, read_json, write_json
-from moe_ext.lab.training.config import ConfigError
+from moe_ext.lab.training.config import AnyConfig, ConfigError, options_of_results
 from moe_ext.lab.training.logging import read_metrics
+from moe_ext.lab.training.metrics import perplexity
 from moe_ext.lab.training.results import Result
 
 Run = dict[str, Any]  # the numbers of a finished run, with its "arm" and "seed"
+
+# For the core-hours on a page: `record_of` knows no more.
+FROM_THE_LAST_START = "A run that was interrupted counts from its last start."
 
 _HINT = "delete the file, or give another --output"
 
@@ -79,6 +85,12 @@ def stored_runs(path: Path, settings: Mapping[str, Any]) -> list[Run]:
     return stored.runs
 
 
+def locked(path: Path) -> AbstractContextManager[None]:
+    """Waits until no other process reads and writes the file of a study, and keeps them waiting."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return file_lock(path.with_name(f".{path.name}.lock"), wait=True)
+
+
 def run_missing(
     keys: Iterable[tuple[str, int]],
     run: Callable[[str, int], Run],
@@ -98,22 +110,58 @@ def run_missing(
         path: the JSON file.
         settings: the options of the study that all runs share, as data for JSON.
         order: the arms in the order of the file.
-        locks: the folder of the lock files, which is created if missing.
+        locks: the folder of the lock files of the runs, which is created if missing.
 
     Raises:
         ConfigError: the file is corrupted, or belongs to other settings.
+        FloatingPointError: runs diverged; the others are finished and stored.
     """
+
+    def is_stored(arm: str, seed: int) -> bool:
+        return any((r["arm"], r["seed"]) == (arm, seed) for r in stored_runs(path, settings))
+
+    diverged = []
     locks.mkdir(parents=True, exist_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
     for arm, seed in keys:
         with suppress(Locked), file_lock(locks / f".{arm}-seed{seed}.lock", wait=False):
-            if any((r["arm"], r["seed"]) == (arm, seed) for r in stored_runs(path, settings)):
+            if is_stored(arm, seed):
                 continue
-            finished = {"arm": arm, "seed": seed, **run(arm, seed)}
-            with file_lock(locks / ".lock", wait=True):
-                runs = [*stored_runs(path, settings), finished]
-                runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
-                write_json(path, {"settings": dict(settings), "runs": runs})
+            try:
+                finished = {"arm": arm, "seed": seed, **run(arm, seed)}
+            except FloatingPointError as error:
+                diverged.append(f"{arm} with seed {seed}: {error}")
+                continue
+            with locked(path):
+                if not is_stored(arm, seed):  # by a process with other locks
+                    runs = [*stored_runs(path, settings), finished]
+                    runs.sort(key=lambda each: (order.index(each["arm"]), each["seed"]))
+                    write_json(path, {"settings": dict(settings), "runs": runs})
+    if diverged:
+        hint = "--report writes the page of the other runs"
+        raise FloatingPointError("; ".join([*diverged, hint]))
+
+
+def shared_options(config: AnyConfig) -> dict[str, Any]:
+    """Returns the options that all runs of a study must share, for its settings.
+
+    The text is known by its fingerprint, and each run has its own seed. The options of [log] that
+    are included determine the learning curves.
+    """
+    options = options_of_results(config)
+    del options["seed"], options["data.corpus"]
+    return options | {
+        "log.eval_every": config.log.eval_every,
+        "log.eval_sentences": config.log.eval_sentences,
+    }
+
+
+def changed_options(settings: Mapping[str, Any], usual: AnyConfig) -> list[str]:
+    """Returns the arguments that give the options in `settings` instead of those of `usual`."""
+    return [
+        f"{key}={json.dumps(settings[key])}"
+        for key, value in shared_options(usual).items()
+        if settings[key] != value
+    ]
 
 
 def record_of(result: Result, seconds: float) -> Run:
@@ -140,7 +188,8 @@ def results_of(
     Args:
         runs: the stored runs.
         arms: the models of the study; a model without runs gets {}.
-        part: "test", or "dev" for results whose test_nll is that of the dev part.
+        part: "test", or "dev" for results whose test_nll is that of the dev part, at the end of the
+            training only.
 
     Returns:
         The results by arm and seed.
@@ -158,3 +207,12 @@ def results_of(
             sentence_nll=torch.empty(0),
         )
     return results
+
+
+def mean_curve(runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Returns the learning curve of runs of a model: tokens of training, and dev perplexity.
+
+    The perplexity is exp of the mean ln(perplexity) of the runs.
+    """
+    steps = zip(*(run["dev"] for run in runs), strict=True)
+    return [(step[0][0], perplexity(statistics.fmean(nll for _, nll in step))) for step in steps]
